@@ -80,7 +80,7 @@ test-cluster-full: venv servers
 
 # An hour of lives among the troubles of networks and object stores, before a real MinIO; `test` has a minute of it.
 test-troubles: venv servers
-	DELTASHARD_TEST_TROUBLES_S=3600 $(RUN) -m pytest tests/crash/test_s3_troubles.py -s
+	DELTASHARD_TEST_FAULTS_S=3600 $(RUN) -m pytest tests/crash/test_s3_faults.py -s
 
 # The documentation site, out/site. A warning is an error: a dead link, a page that the navigation does not list.
 docs: venv

@@ -71,11 +71,11 @@ LIMIT_S = 600.0
 """Virtual seconds: a life that lasts so long has somebody in it who waits for ever."""
 
 
-class Violation(AssertionError):
+class GroupViolation(AssertionError):
     """Something that must hold does not."""
 
 
-class Over(BaseException):
+class RankKilled(BaseException):
     """The process is gone: not an Exception, so nothing in it can go on."""
 
 
@@ -83,10 +83,10 @@ class Over(BaseException):
 class Thread:
     """A greenlet of one rank's."""
 
-    process: Process
+    process: SimProcess
     run: Callable[[], None]
     until_s: float = 0.0
-    awaits: Signal | None = None
+    awaits: SimEvent | None = None
     let: greenlet.greenlet | None = None
     failure: BaseException | None = None
 
@@ -94,7 +94,7 @@ class Thread:
         return self.let is None or not self.let.dead
 
 
-class Signal:
+class SimEvent:
     """`threading.Event`."""
 
     def __init__(self, sim: Sim) -> None:
@@ -102,11 +102,11 @@ class Signal:
         self.on = False
 
     def set(self) -> None:
-        self.sim.look()
+        self.sim.switch()
         self.on = True
 
     def clear(self) -> None:
-        self.sim.look()
+        self.sim.switch()
         self.on = False
 
     def is_set(self) -> bool:
@@ -118,7 +118,7 @@ class Signal:
 
 
 @dataclass(eq=False)
-class Process:
+class SimProcess:
     """A rank's threads, which die together."""
 
     dead: bool = False
@@ -137,18 +137,18 @@ class Sim:
         self.switches = 0
         self.main = greenlet.getcurrent()
 
-    def start(self, process: Process, run: Callable[[], None]) -> Thread:
+    def start(self, process: SimProcess, run: Callable[[], None]) -> Thread:
         thread = Thread(process, run)
 
         def body() -> None:
-            with contextlib.suppress(Over, greenlet.GreenletExit):
+            with contextlib.suppress(RankKilled, greenlet.GreenletExit):
                 run()
 
         thread.let = greenlet.greenlet(body, parent=self.main)
         self.threads.append(thread)
         return thread
 
-    def look(self) -> None:
+    def switch(self) -> None:
         """Another thread may have its turn here."""
         if self.running is not None and self.chance.random() < 0.2:
             self._yield()
@@ -156,7 +156,7 @@ class Sim:
     def sleep(self, seconds: float) -> None:
         self.wait(None, seconds)
 
-    def wait(self, signal: Signal | None, seconds: float) -> None:
+    def wait(self, signal: SimEvent | None, seconds: float) -> None:
         thread = self.running
         if thread is None:
             return
@@ -169,9 +169,9 @@ class Sim:
         assert thread is not None
         self.main.switch()
         if thread.process.dead:
-            raise Over
+            raise RankKilled
 
-    def turn(self) -> bool:
+    def run_next(self) -> bool:
         """One thread goes on to its next stop; False: all wait for ever."""
         self.threads = [thread for thread in self.threads if thread.is_alive()]
         going = [thread for thread in self.threads if not thread.process.frozen]
@@ -195,13 +195,13 @@ class Sim:
             self.running = None
         return True
 
-    def end(self, process: Process) -> None:
+    def end(self, process: SimProcess) -> None:
         """Kill it: each of its threads ends where it stands."""
         process.dead, process.frozen = True, False
         for thread in [t for t in self.threads if t.process is process]:
             self.running = thread
             if thread.let:  # it has begun
-                thread.let.throw(Over)
+                thread.let.throw(RankKilled)
             self.running = None
         self.threads = [t for t in self.threads if t.process is not process]
 
@@ -231,7 +231,7 @@ class Sim:
         def current() -> Any:
             return SimpleNamespace() if sim.running is None else sim.running
 
-        return SimpleNamespace(Event=lambda: Signal(sim), Thread=Started, current_thread=current)
+        return SimpleNamespace(Event=lambda: SimEvent(sim), Thread=Started, current_thread=current)
 
 
 def watched(sim: Sim, name: str) -> Any:
@@ -239,17 +239,17 @@ def watched(sim: Sim, name: str) -> Any:
     held = f"_watched_{name.strip('_')}"
 
     def get(self: Any) -> Any:
-        sim.look()
+        sim.switch()
         return getattr(self, held)
 
     def put(self: Any, value: Any) -> None:
-        sim.look()
+        sim.switch()
         setattr(self, held, value)
 
     return property(get, put)
 
 
-class GroupStore:
+class SimGroupStore:
     """`group_store.GroupStore` over a dict; each call takes a while before and after it happens."""
 
     def __init__(self, sim: Sim, held: dict[str, bytes], prefix: str) -> None:
@@ -287,7 +287,7 @@ class GroupStore:
         self.held.pop(self.prefix + key, None)
 
 
-class Link:
+class SimLink:
     """What a rank sees of its sidecar."""
 
     def __init__(self, epoch: int, tables: Any) -> None:
@@ -302,11 +302,11 @@ class Link:
         return True
 
 
-class Session:
+class SimSession:
     """The stand-in for a session thread: news comes when the world says so."""
 
-    def __init__(self, link: Link) -> None:
-        self.link: Link | None = link
+    def __init__(self, link: SimLink) -> None:
+        self.link: SimLink | None = link
         self.events: list[Any] = []
         self.fenced = None
         self.disconnected_s = 0.0
@@ -314,18 +314,18 @@ class Session:
     def next_event(self) -> Any:
         return self.events.pop(0) if self.events else None
 
-    def suspect(self, link: Link, why: str) -> None:
-        raise Violation(f"the sidecar is doubted: {why}")
+    def suspect(self, link: SimLink, why: str) -> None:
+        raise GroupViolation(f"the sidecar is doubted: {why}")
 
     @contextlib.contextmanager
-    def hold_link(self, link: Link) -> Iterator[None]:
+    def hold_link(self, link: SimLink) -> Iterator[None]:
         yield
 
 
-class Parts(SnapshotTaker):
+class SimParts(SnapshotTaker):
     """The real one, but for the bytes: a cut's part goes to the world."""
 
-    member: Member
+    member: GroupMember
 
     def _send(self, link: Any, flight: Any, counts: Any, began_s: float, **_: Any) -> SnapshotRows:
         self.member.part(flight.cut, flight.step)
@@ -334,17 +334,17 @@ class Parts(SnapshotTaker):
 
 
 @dataclass
-class Cut:
+class CutRecord:
     """A cut, as the pods see it."""
 
     parts: dict[int, int] = field(default_factory=dict)
     """Step by rank."""
     declined: dict[int, str] = field(default_factory=dict)
-    told: set[int] = field(default_factory=set)
+    notified: set[int] = field(default_factory=set)
     """Ranks that hear, or will hear, how their part ended."""
 
 
-class World:
+class GroupWorld:
     """One schedule."""
 
     def __init__(self, seed: int, *, faults: bool = True) -> None:
@@ -355,7 +355,7 @@ class World:
         self.counts = Counter(schedules=1)
         self.seqs = itertools.count(2)
         self.attempt = 0
-        self.zombies: list[Member] = []
+        self.zombies: list[GroupMember] = []
 
     def run(self) -> Counter[str]:
         with self._patched():
@@ -373,8 +373,8 @@ class World:
         for name in ("limit", "due", "missed", "number"):
             setattr(orders, name, watched(sim, name))
 
-        def store(prefix: str) -> GroupStore:
-            return GroupStore(sim, self.held, prefix)
+        def store(prefix: str) -> SimGroupStore:
+            return SimGroupStore(sim, self.held, prefix)
 
         tokens = (f"{n:016x}" for n in itertools.count(1))
         with contextlib.ExitStack() as stack:
@@ -406,13 +406,13 @@ class World:
     def _life(self, *, dies: bool) -> None:
         self.attempt += 1
         self.counts["lives"] += 1
-        life = Life(self, self.attempt)
+        life = GroupLife(self, self.attempt)
         began_s = self.sim.now_s
         dies_at = self.chance.randrange(STEPS) if dies else None
         how_long = self.chance.randrange(4000)
         while any(not member.done for member in life.members):
-            if not self.sim.turn() or self.sim.now_s - began_s > LIMIT_S:
-                raise Violation(f"somebody waits for ever: {[m.stands for m in life.members]}")
+            if not self.sim.run_next() or self.sim.now_s - began_s > LIMIT_S:
+                raise GroupViolation(f"somebody waits for ever: {[m.stands for m in life.members]}")
             for thread in self.sim.threads:
                 if thread.failure is not None:
                     raise thread.failure
@@ -427,14 +427,14 @@ class World:
         for member in life.members:
             self.sim.end(member.process)
 
-    def _end(self, life: Life) -> None:
+    def _end(self, life: GroupLife) -> None:
         """One rank has died; the others come to nothing more, and are killed, but for one that was stopped."""
         self.counts["deaths"] += 1
         victim = self.chance.choice(life.members)
         self.sim.end(victim.process)
         life.gone.add(victim.rank)
         for _ in range(self.chance.randrange(3000)):
-            if not self.sim.turn():
+            if not self.sim.run_next():
                 break
         zombie = self.chance.choice(life.members) if self.chance.random() < 0.5 else None
         for member in life.members:
@@ -447,23 +447,23 @@ class World:
         life.check(everyone=False)
 
 
-class Life:
+class GroupLife:
     """The ranks of one attempt, and the pods that they save to."""
 
-    def __init__(self, world: World, attempt: int) -> None:
+    def __init__(self, world: GroupWorld, attempt: int) -> None:
         self.world, self.sim, self.attempt = world, world.sim, attempt
         self.counts = world.counts
         self.gone: set[int] = set()
-        self.snapshots: defaultdict[int, Cut] = defaultdict(Cut)
+        self.snapshots: defaultdict[int, CutRecord] = defaultdict(CutRecord)
         self.arrived: defaultdict[int, set[int]] = defaultdict(set)
         self.prefix = ""
         self.script = script(world.chance)
-        self.members = [Member(self, rank) for rank in range(RANKS)]
+        self.members = [GroupMember(self, rank) for rank in range(RANKS)]
         if world.faults and world.chance.random() < 0.4:
             slow = world.chance.choice(self.members)
             slow.process.weight, slow.slow = 0.1, 10.0
             self.counts["slow"] += 1
-        self.pods = Process()
+        self.pods = SimProcess()
 
     def collective(self, rank: int, step: int) -> None:
         """What every step of data-parallel training waits for."""
@@ -475,41 +475,41 @@ class Life:
     def part(self, rank: int, number: int, step: int) -> None:
         cut = self.snapshots[number]
         if rank in cut.parts:
-            raise Violation(f"rank {rank} took cut {number} twice")
+            raise GroupViolation(f"rank {rank} took cut {number} twice")
         cut.parts[rank] = step
         if len(set(cut.parts.values())) > 1:
-            raise Violation(f"cut {number} is of steps {cut.parts}")
+            raise GroupViolation(f"cut {number} is of steps {cut.parts}")
         self.counts["cuts"] += rank == 0
-        self.settle(number)
+        self.resolve(number)
 
         def overdue() -> None:
             self.sim.sleep(PART_S)
-            if rank not in cut.told:
+            if rank not in cut.notified:
                 self.counts["overdue"] += 1
                 cut.declined.setdefault(rank, "the others' parts did not come")
-                self.settle(number)
+                self.resolve(number)
 
         self.sim.start(self.pods, overdue)
 
     def decline(self, rank: int, number: int, why: str) -> None:
         self.counts["declined"] += 1
         self.snapshots[number].declined[rank] = why
-        self.settle(number)
+        self.resolve(number)
 
-    def settle(self, number: int) -> None:
+    def resolve(self, number: int) -> None:
         """Tell of the commit, or of the failure, each rank at a time of its own."""
         cut = self.snapshots[number]
         if self.gone:
             return
         if cut.declined:
-            for rank in cut.parts.keys() - cut.told:
-                cut.told.add(rank)
+            for rank in cut.parts.keys() - cut.notified:
+                cut.notified.add(rank)
                 notice = pb.Notice()
                 notice.save_failed.cut, notice.save_failed.cause = number, "abandoned"
                 notice.save_failed.message = f"declined: {cut.declined}"
                 self._later(rank, notice)
-        elif len(cut.parts) == RANKS and not cut.told:
-            cut.told |= cut.parts.keys()
+        elif len(cut.parts) == RANKS and not cut.notified:
+            cut.notified |= cut.parts.keys()
             self.counts["commits"] += 1
             seq = next(self.world.seqs)
             for rank, step in cut.parts.items():
@@ -532,17 +532,17 @@ class Life:
             if not self.prefix or not key.startswith(f"{self.prefix}verdict/"):
                 continue
             number, at = int(key.rpartition("/")[2]), RoundVerdict.of(text).at
-            cut = self.snapshots.get(number, Cut())
+            cut = self.snapshots.get(number, CutRecord())
             if at is None:
                 self.counts["off"] += 1
                 if cut.parts:
-                    raise Violation(f"cut {number} was off, and taken: {cut}")
+                    raise GroupViolation(f"cut {number} was off, and taken: {cut}")
                 continue
             if any(step < at for step in cut.parts.values()):
-                raise Violation(f"cut {number} was granted at {at}, and is {cut}")
+                raise GroupViolation(f"cut {number} was granted at {at}, and is {cut}")
             missing = set(range(RANKS)) - cut.parts.keys() - cut.declined.keys()
             if everyone and cut.parts and missing and not cut.declined:
-                raise Violation(
+                raise GroupViolation(
                     f"cut {number} was granted at {at}: ranks {missing} neither took nor declined it: {cut}"
                 )
 
@@ -556,13 +556,13 @@ def script(chance: random.Random) -> dict[int, tuple[str, str]]:
     return found
 
 
-class Member:
+class GroupMember:
     """A rank: its process, its parts, its program."""
 
-    def __init__(self, life: Life, rank: int) -> None:
+    def __init__(self, life: GroupLife, rank: int) -> None:
         self.life, self.rank, self.sim = life, rank, life.sim
         self.chance = random.Random(life.sim.chance.random())
-        self.process = Process()
+        self.process = SimProcess()
         self.slow = 1.0
         self.done = False
         self.stands = "begins"
@@ -578,9 +578,9 @@ class Member:
         program = Program(tracking, {})
         clock_type = type("WatchedClock", (StepClock,), {"step": watched(sim, "step")})
         self.clock = clock_type(tracking)
-        self.clock._wake = Signal(sim)
-        self.link = Link(1, program.schemas)
-        self.session: Any = Session(self.link)
+        self.clock._wake = SimEvent(sim)
+        self.link = SimLink(1, program.schemas)
+        self.session: Any = SimSession(self.link)
         self.session.post = self.post
         attachment = SidecarAttachment(self.session, self.link, self.clock)  # type: ignore[arg-type]
         self.attempt = TrainingAttempt()
@@ -606,7 +606,9 @@ class Member:
         precopy = PrecopyScheduler(loop, member, records, base=base, enabled=True)
         precopy.streams = self  # type: ignore[assignment]  # `open`, `take`
         self.outcomes = SnapshotOutcomes(loop, member, records, base=base, precopy=precopy)
-        parts = Parts(loop, member, records, self.outcomes, base=base, contents=None, validate=self._validate)
+        parts = SimParts(
+            loop, member, records, self.outcomes, base=base, contents=None, validate=self._validate
+        )
         parts.member = self
 
         def not_ready_reason(urgent: bool) -> str:
@@ -674,7 +676,7 @@ class Member:
         try:
             self._train()
             self.done = True
-        except Over:
+        except RankKilled:
             raise
         except BaseException as error:
             self.thread.failure = error
@@ -693,7 +695,7 @@ class Member:
             self.stands = f"collective of step {step}"
             self.sim.sleep(self.pace_s * self.slow * self.chance.random())
             life.collective(self.rank, step)
-            self._trouble(step)
+            self._inject_fault(step)
             self.stands = f"step {step}"
             self._step()
             life.counts["steps"] += self.rank == 0
@@ -708,7 +710,7 @@ class Member:
         self.stands = "close"
         self.last_of().finish(self.sim.now_s + 100.0)
         if self.outcomes.committed_step != STEPS:
-            raise Violation(f"rank {self.rank} closed, and step {STEPS} is not committed")
+            raise GroupViolation(f"rank {self.rank} closed, and step {STEPS} is not committed")
         self.coordinator_thread.close()
         self.outcomes.close(until_s=self.sim.now_s)
         life.counts["held"] += self.coordinator_thread.held_s > 0
@@ -720,9 +722,9 @@ class Member:
         self.clock.end_step()
         took_s = self.sim.now_s - began_s
         if took_s > HOLD_S + EXACT_TIMEOUT_S + HOLD_S + 5:
-            raise Violation(f"rank {self.rank}: step {self.clock.step} was held for {took_s:.0f} s")
+            raise GroupViolation(f"rank {self.rank}: step {self.clock.step} was held for {took_s:.0f} s")
 
-    def _trouble(self, step: int) -> None:
+    def _inject_fault(self, step: int) -> None:
         """What a pod does, or suffers, while training goes on."""
         if self.rank == 0 and self.chance.random() < 0.06:
             self.link.line[SAVE_AT_STEP] = step + self.chance.randrange(6)
@@ -742,7 +744,7 @@ class Member:
 
             def back() -> None:
                 self.sim.sleep(wait_s)
-                self.link = Link(self.link.reply.epoch + 1, self.link.tables)
+                self.link = SimLink(self.link.reply.epoch + 1, self.link.tables)
                 self.session.link = self.link
                 self.post(Attached(link=self.link))
 
@@ -765,7 +767,7 @@ class Member:
         try:
             handle.wait()
         except WaitError as error:
-            raise Violation(
+            raise GroupViolation(
                 f"rank {self.rank}, step {step}, after {self.sim.now_s - began_s:.0f} s: {error}"
             ) from error
         except SaveFailed:
@@ -776,6 +778,6 @@ class Member:
 def run_schedule(seed: int, *, faults: bool = True) -> Counter[str]:
     """One schedule; raises `Violation`."""
     try:
-        return World(seed, faults=faults).run()
-    except Violation as error:
-        raise Violation(f"schedule {seed}: {error}") from error
+        return GroupWorld(seed, faults=faults).run()
+    except GroupViolation as error:
+        raise GroupViolation(f"schedule {seed}: {error}") from error

@@ -34,7 +34,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # the first one waits for all of the processes
 @pytest.mark.parametrize("point", POINTS)
-def test_killed_at(point: str, lives: tuple[Path, dict[str, Any], str]) -> None:
+def test_trainer_recovers_from_kill(point: str, lives: tuple[Path, dict[str, Any], str]) -> None:
     """Nothing before the seal becomes a checkpoint; what is sealed is the sidecar's to finish; the next save works."""
     work, told, said = lives
     assert point in told, said

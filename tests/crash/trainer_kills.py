@@ -30,7 +30,7 @@ def arm(point: str) -> None:
     crash_point._armed, crash_point._left = point, 1
 
 
-class Trained:
+class CheckpointedModel:
     """A model under a Checkpointer."""
 
     def __init__(self, work: Path, run: str) -> None:
@@ -61,7 +61,7 @@ class Trained:
 
 
 def first_life(work: Path, run: str) -> None:
-    trained = Trained(work, run)
+    trained = CheckpointedModel(work, run)
     assert trained.ckpt.restore() is None
     trained.train(FIRST)
     trained.ckpt.save().wait(60)
@@ -79,13 +79,13 @@ def first_life(work: Path, run: str) -> None:
 
 
 def dying_restore(work: Path, run: str) -> None:
-    trained = Trained(work, run)
+    trained = CheckpointedModel(work, run)
     arm(run)
     trained.ckpt.restore()
 
 
 def last_life(work: Path, run: str) -> None:
-    trained = Trained(work, run)
+    trained = CheckpointedModel(work, run)
     restored = trained.ckpt.restore()
     assert restored is not None
     exact = (

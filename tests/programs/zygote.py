@@ -26,7 +26,7 @@ from typing import Any
 
 from tests.programs.dimension import Spec, completed
 from tests.support.sidecar_zygote import child
-from tests.support.trainer.verdict import Words, differing, explaining, telling
+from tests.support.trainer.verdict import CapturedLog, differing, explanations, reported_lines
 
 LIFE_S = 120
 CHANGES = ("batch_size", "longer", "unshuffled", "workers")
@@ -87,7 +87,7 @@ def _lived(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool) -> 
         from tests.programs.program import Program
 
         os.environ["DELTASHARD_SOCKET"] = str(root / "run" / "sidecar.sock")
-        Words(found["told"])
+        CapturedLog(found["told"])
         program = None
         try:
             program = Program(spec, kill=kill, restarted=restarted, told=found["told"])
@@ -169,21 +169,24 @@ def judge(spec: Spec) -> dict[str, Any]:
 def _compared(spec: Spec, whole: dict[str, Any], lives: list[dict[str, Any]]) -> dict[str, Any]:
     last = lives[-1]
     words = [word for life in (whole, *lives) for word in life["told"]]
-    verdict: dict[str, Any] = {"told": telling(words), "restored": last["restored"], "differs": []}
+    verdict: dict[str, Any] = {"told": reported_lines(words), "restored": last["restored"], "differs": []}
     if last["error"]:
         crash = last["error"].startswith("crash")
-        return verdict | {"outcome": "crash" if crash else "told", "told": [last["error"], *telling(words)]}
+        return verdict | {
+            "outcome": "crash" if crash else "told",
+            "told": [last["error"], *reported_lines(words)],
+        }
     if last["bits"] == whole["bits"]:
         return verdict | {"outcome": "exact"}
     between = spec["restart"] in CHANGES and any(
         life["restored"] and life.get("between_epochs") for life in lives
     )
-    if not explaining(words) and between:
+    if not explanations(words) and between:
         return verdict | {"outcome": "another loader between epochs"}
     if spec["restart"] != "same" and not any(life["restored"] for life in lives):
         return verdict | {"outcome": "another program from its beginning"}
     return verdict | {
-        "outcome": "told" if explaining(words) else "silent",
+        "outcome": "told" if explanations(words) else "silent",
         "differs": differing(whole["bits"], last["bits"]),
     }
 

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.trainer.verdict import Words, bits, optimizer_bits
+from tests.support.trainer.verdict import CapturedLog, bits, optimizer_bits
 
 ROWS, SAMPLES, BATCH, EPOCHS = 900, 92, 8, 3
 STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
@@ -285,7 +285,7 @@ def _forked(program: Callable[[Life], dict[str, bytes]], life: Life, out: Path) 
         found: dict[str, Any] = {"told": life.told, "bits": None}
         code = 1
         try:
-            Words(life.told)
+            CapturedLog(life.told)
             found["bits"] = program(life)
             code = 0
         except deltashard.errors.DeltashardError as error:

@@ -15,7 +15,7 @@ import pytest
 from tests.public.libraries import EPOCHS, PROGRAMS, STEPS_PER_EPOCH
 from tests.support.machine import limit_s
 from tests.support.tool import ROOT
-from tests.support.trainer.verdict import differing, explaining
+from tests.support.trainer.verdict import differing, explanations
 
 EXACT = set(PROGRAMS) - {"accelerate_stateful", "accelerate_seedable"}
 """The others are told: Accelerate's stateful loaders keep no state of the generator that their order comes from, and its
@@ -55,7 +55,7 @@ def test_a_killed_program_of_a_public_library_comes_back(
     whole, resumed = (pickle.loads((work / life).read_bytes()) for life in ("whole", "resumed"))
     assert resumed["resumed_at"] == kill - 2, logs
 
-    told = explaining(resumed["told"])
+    told = explanations(resumed["told"])
     if resumed["bits"] is None:
         assert told, logs
         assert name not in EXACT, told

@@ -12,7 +12,7 @@ import pytest
 
 from tests.public.torchrec_ranks import PASS, STEPS
 from tests.support.trainer.rank_zygote import RankZygote
-from tests.support.trainer.verdict import differing, telling
+from tests.support.trainer.verdict import differing, reported_lines
 
 Run = Callable[..., list[Any]]
 
@@ -40,4 +40,4 @@ def test_the_random_dataset_under_the_sparse_pipeline(
         assert other["resumed_at"] == kill - 2
         assert len(one["digests"]) > 10
         assert not differing(one["digests"], other["digests"])
-        assert not telling(other["told"])
+        assert not reported_lines(other["told"])

@@ -13,7 +13,7 @@ import deltashard
 import torch
 import xxhash
 
-from tests.support.trainer.verdict import Words, bits, optimizer_bits
+from tests.support.trainer.verdict import CapturedLog, bits, optimizer_bits
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -52,7 +52,7 @@ def train(rank: int, workdir: Path, endless: str, tower: str = "False", kill: st
     """
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     told: list[str] = []
-    Words(told)
+    CapturedLog(told)
     torch.manual_seed(20260101)
     model = _model()
     parameters = model.named_parameters()

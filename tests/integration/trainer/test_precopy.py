@@ -17,16 +17,16 @@ from deltashard.snapshot import memory, precopy
 from deltashard_checkpoint.vocabulary import INCONSISTENT_KEY
 from torch import nn
 
-from tests.support.checkpointers import programs_copied_ahead
+from tests.support.checkpointers import precopied_programs
 from tests.support.command_line import running
 from tests.support.eventually import eventually
-from tests.support.trainer.copied_program import CopiedProgram
+from tests.support.trainer.precopied_program import PrecopiedProgram
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 ROWS, COLUMNS = 30_000, 16
 
 
-class PrecopyProgram(CopiedProgram):
+class PrecopyProgram(PrecopiedProgram):
     """Two tables with state, a dense layer."""
 
     def __init__(self, folder: Path, *, rows: int = ROWS, **options: Any) -> None:
@@ -61,7 +61,7 @@ class PrecopyProgram(CopiedProgram):
     def end_copy(self) -> None:
         """Train until no copy goes on: how many steps before its cut one begins depends on the machine."""
         eventually(lambda: self.copying is None or self.train(), what="the cut of a copy")
-        self.settle()
+        self.wait_idle()
 
     def to_next_snapshot(self) -> None:
         before = self.ckpt.stats.snapshots
@@ -70,13 +70,13 @@ class PrecopyProgram(CopiedProgram):
     @property
     def inconsistent(self) -> list[dict[str, Any]]:
         """What was told of snapshots that are wrong."""
-        return [facts for name, facts in self.told if name == "snapshot_inconsistent"]
+        return [facts for name, facts in self.messages if name == "snapshot_inconsistent"]
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Programs whose cuts are all copied ahead."""
-    with programs_copied_ahead(tmp_path, monkeypatch, PrecopyProgram) as build:
+    with precopied_programs(tmp_path, monkeypatch, PrecopyProgram) as build:
         yield build
 
 
@@ -90,7 +90,7 @@ def test_step_interval_snapshots_match_their_step(make: Any, differential: str) 
         for _ in range(12):
             program.train()
             program.wait_for_copy()
-        program.settle()
+        program.wait_idle()
     program.check()
     assert [*program.snapshots] == [12 * n for n in range(1, len(program.snapshots) + 1)]
     assert counts.snapshots >= 4, counts
@@ -118,7 +118,7 @@ def test_evaluation_with_swapped_weights_during_precopy(make: Any, how: str) -> 
     else:
         weight.data.copy_(kept)
     program.to_next_snapshot()
-    program.settle()
+    program.wait_idle()
     program.check()
     assert not program.inconsistent
     tracked = program.ckpt._program.tracking.by_key["first.weight"]
@@ -160,12 +160,12 @@ def test_rows_changed_during_precopy_are_reported_and_resaved(
     """Stored wrong once: reported, and a save of all rows comes at once, which names the wrong one."""
     program = make(every_steps=10)
     step = save_with_stray_row(program)
-    program.settle()
+    program.wait_idle()
     assert not newest_is(program, step)
     seq = program.ckpt.stats.last_commit.seq
     program.train()
     assert max(program.snapshots) <= step + 1, "at once"
-    program.settle()
+    program.wait_idle()
     (facts,) = program.inconsistent
     assert (facts["step"], facts["tables"]) == (step, {"first.weight": (5,)})
     assert program.ckpt.stats.audit_faults == 1
@@ -201,8 +201,8 @@ def test_failed_comparison_is_reported(
     monkeypatch.setattr(precopy.TablePrecopy, "compare", fails)
     program = make(every_steps=10)
     program.train_until(lambda: program.ckpt.stats.audit_faults == 1, "a cut after one with a head start")
-    assert [facts["mode"] for name, facts in program.told if name == "snapshot"][-1] == "all"
-    program.settle()
+    assert [facts["mode"] for name, facts in program.messages if name == "snapshot"][-1] == "all"
+    program.wait_idle()
     assert "could not be compared with the live rows (MemoryError: none left)" in caplog.text
     program.train_until(lambda: program.ckpt._outcomes.comparison.job is not None, "one more")
     faults, snapshots = program.ckpt.stats.audit_faults, program.ckpt.stats.snapshots
@@ -224,7 +224,7 @@ def test_more_rows_than_blocks(make: Any) -> None:
 
     program.train_until(twice_full, "two cuts that filled the arena ahead")
     assert program.ckpt.stats.precopy.snapshots >= 2
-    program.settle()
+    program.wait_idle()
     program.check()
 
 
@@ -233,17 +233,17 @@ def test_sidecar_killed_during_precopy(make: Any, when: str) -> None:
     """Training goes on; the next save, by the next sidecar, covers what was copied for nobody."""
     program = make(every_steps=40)
     program.train(40)
-    program.settle()
+    program.wait_idle()
     pid = program.ckpt.sidecar_pid
     program.train_until(
         lambda: program.copying is not None and (when == "asked" or program.copying.done), "a copy ahead"
     )
     os.kill(pid, signal.SIGKILL)
-    program.train_until(lambda: "attached" in [name for name, _ in program.told[1:]], "another sidecar")
+    program.train_until(lambda: "attached" in [name for name, _ in program.messages[1:]], "another sidecar")
     program.train()
     program.ckpt.save().wait(60)
     program.train_until(lambda: program.ckpt.stats.precopy.snapshots >= 2, "a cut with a head start")
-    program.settle()
+    program.wait_idle()
     program.check()
 
 

@@ -23,7 +23,7 @@ from tests.support.eventually import eventually
 from tests.support.operator import webhook_process
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.minio_server import free_port
-from tests.support.tool import built
+from tests.support.tool import require_tool
 
 SYSTEM = "deltashard-system"
 CONTROLLER, WEBHOOK = "deltashard-controller", "deltashard-webhook"
@@ -93,7 +93,7 @@ class Plane:
         self.job_controller = Process(
             "kube-controller-manager",
             [
-                built("kubernetes") / "kube-controller-manager", f"--kubeconfig={folder}/kubeconfig",
+                require_tool("kubernetes") / "kube-controller-manager", f"--kubeconfig={folder}/kubeconfig",
                 "--bind-address=127.0.0.1", f"--secure-port={free_port()}", f"--cert-dir={folder}/manager",
                 "--leader-elect=false", f"--controllers={','.join(_CONTROLLERS)}",
                 "--kube-api-qps=200", "--kube-api-burst=400",
@@ -103,7 +103,7 @@ class Plane:
         self.kwok = Process(
             "kwok",
             [
-                built("kwok"), f"--kubeconfig={folder}/kubeconfig", "--manage-all-nodes",
+                require_tool("kwok"), f"--kubeconfig={folder}/kubeconfig", "--manage-all-nodes",
                 f"--config={Path(__file__).parent}/stages.yaml", "--node-lease-duration-seconds=0", "-v=WARN",
             ],
             folder=folder,

@@ -14,10 +14,10 @@ from deltashard_checkpoint.format.schema import Box
 from deltashard_proto.arena_layout import sections
 from torch import Tensor
 
-NONE = RowSelection(all=False, ids=None)
+NO_ROWS = RowSelection(all=False, ids=None)
 
 
-class Arena:
+class FakeArena:
     """Blocks of one size; those that come back are granted again."""
 
     def __init__(self, block_bytes: int) -> None:
@@ -61,7 +61,11 @@ class Arena:
 
 
 def table_snapshot(
-    weights: Tensor, fields: Iterable[Tensor] = (), *, box: Box | None = None, selection: RowSelection = NONE
+    weights: Tensor,
+    fields: Iterable[Tensor] = (),
+    *,
+    box: Box | None = None,
+    selection: RowSelection = NO_ROWS,
 ) -> TableSnapshot:
     """A cut of a table, or of its shard at `box`."""
     box = box or Box(table="t", row_start=0, row_stop=len(weights), col_start=0, col_stop=weights.shape[1])

@@ -41,8 +41,8 @@ class TwoRankRun:
         self.url = f"file://{folder / 'store'}"
         self._checks = checks
         self.held: dict[int, Held] = {}
-        run = sample.Run(folder, store=open_store(self.url), world_size=2, layout=BOXES)
-        model = sample.Model(TABLE)
+        run = sample.SampleRun(folder, store=open_store(self.url), world_size=2, layout=BOXES)
+        model = sample.SampleModel(TABLE)
         self.steps: dict[int, int] = {}
         for step in (10, 20):
             model.train()
@@ -60,7 +60,9 @@ class TwoRankRun:
             self.steps[run.save([TABLE], cut, step=step, blobs=blobs)] = step
         run.cache.close()
 
-    def _content(self, model: sample.Model, first: int, stop: int, head: torch.Tensor) -> dict[str, Any]:
+    def _content(
+        self, model: sample.SampleModel, first: int, stop: int, head: torch.Tensor
+    ) -> dict[str, Any]:
         sums = [
             self._checks.sha256(torch.from_numpy(values[first:stop]))
             for values in (model.weights, model.fields["sum"])

@@ -22,7 +22,7 @@ from deltashard_checkpoint.vocabulary import ENCODINGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.sample import Model, sample_frames, schema, whole
+from tests.support.checkpoint.sample import SampleModel, sample_frames, schema, whole
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
 
@@ -49,7 +49,7 @@ def test_writer_reproduces_version_1_golden_bytes(name: str) -> None:
 def test_any_rows_round_trip(rows, columns, share, encoding, state, seed):
     """Ids, step, encoding and row-wise state exactly; a frame never takes more than its rows do raw."""
     table = schema(rows=rows, columns=columns)
-    model = Model(table, seed)
+    model = SampleModel(table, seed)
     ids = np.flatnonzero(model.rng.random(rows) < share).astype(np.int64)
     if not len(ids):
         ids = np.array([rows - 1], np.int64)
@@ -110,7 +110,7 @@ def test_frames_are_split_by_weight_or_tail_size(encoding: str, rows: int) -> No
 
 def test_only_the_named_tail_is_accepted() -> None:
     """A tail of other rows, of another step, of other values, and the frame itself are refused."""
-    model = Model(schema())
+    model = SampleModel(schema())
     one = model.frames(range(5))[0]
     parse_frame(one.data, one.tail)
     checked_tail(one.tail, one.info)
@@ -131,7 +131,7 @@ def test_only_the_named_tail_is_accepted() -> None:
 
 def test_weights_are_readable_without_the_tail_and_state_is_not() -> None:
     table = schema()
-    frame = Model(table).frames(range(5))[0]
+    frame = SampleModel(table).frames(range(5))[0]
     weights = np.zeros((200, 8), np.float32)
     FrameApplier([TableTarget(schema=table, box=whole(table), weights=weights)]).apply(frame.data)
     assert weights[:5].any()
@@ -161,7 +161,7 @@ def test_blobs_are_chunked_and_may_be_empty() -> None:
 
 
 def test_newer_version_and_truncated_frame_are_refused() -> None:
-    data = bytes(Model(schema()).frames(range(5))[0].data)
+    data = bytes(SampleModel(schema()).frames(range(5))[0].data)
     newer = bytearray(data)
     struct.pack_into("<H", newer, 4, 2)
     with pytest.raises(UnsupportedVersion, match="version 2"):

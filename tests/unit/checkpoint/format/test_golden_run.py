@@ -36,7 +36,7 @@ from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.report import ReportBody, parse_report_name
 from deltashard_proto.v1 import index_pb2
 
-from tests.support.checkpoint.run_builder import begun, layout_of
+from tests.support.checkpoint.run_builder import layout_of, started_run
 from tests.support.checkpoint.snapshot import arrays_of, read_checkpoint
 
 RUN, RUN_2, RUN_3, RUN_4 = "run", "run-2", "run-3", "run-4"
@@ -122,7 +122,7 @@ def test_golden_objects_are_rewritten_with_the_same_bytes(run: str) -> None:
 
 def test_current_documents_have_no_members_missing_in_golden() -> None:
     """Or readers of version 1 would stop at them."""
-    run, attempt = begun(workload="a", pod="b")
+    run, attempt = started_run(workload="a", pod="b")
     first = run.commit(attempt, 1, metadata={"loss": "1"}, directive="timer", pins=("best",))
     second = run.commit(attempt, 2, first)
     run.compacted(second)
@@ -131,7 +131,7 @@ def test_current_documents_have_no_members_missing_in_golden() -> None:
     run.open(workload="a")
     run.retire((), [snapshot_prefix(attempt, 0)])
     run.append(Reclaimed, through=1)
-    ranks, attempt = begun(world_size=2, layout=layout_of().data)
+    ranks, attempt = started_run(world_size=2, layout=layout_of().data)
     ranks.commit_halves(attempt, 1)
     found = set[str]()
     for each in (run, ranks):

@@ -28,7 +28,7 @@ from deltashard_checkpoint.log.entry_codec import KINDS, parse, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import TOKEN, WHOLE, part, resealed
+from tests.support.checkpoint.run_builder import TOKEN, WHOLE, part, rehashed
 
 HASH = "ab" * 32
 LAYOUT, MANIFEST = "1a" * 16, "2b" * 16
@@ -140,11 +140,11 @@ def test_wrong_values_with_a_valid_hash_are_refused(entry):
         smaller = {k: v for k, v in document.items() if k != key}
         if key != "layout" or "manifest" in document:  # an attempt of one rank has none
             with pytest.raises(UnsupportedVersion):
-                parse(resealed(smaller), entry.seq)
+                parse(rehashed(smaller), entry.seq)
         for value in bad:
             if document[key] != value or type(document[key]) is not type(value):
                 try:
-                    read = parse(resealed({**document, key: value}), entry.seq).entry
+                    read = parse(rehashed({**document, key: value}), entry.seq).entry
                 except (UnsupportedVersion, ForeignObject):  # never corrupt: the next attempt would void it
                     continue
                 if isinstance(
@@ -154,7 +154,7 @@ def test_wrong_values_with_a_valid_hash_are_refused(entry):
                 # What is accepted is a legal value of that field, and survives as it is.
                 assert parse(seal(read).data, entry.seq).entry == read
     with pytest.raises(UnsupportedVersion, match="whole"):
-        parse(resealed({**document, "surprise": 1}), entry.seq)
+        parse(rehashed({**document, "surprise": 1}), entry.seq)
 
 
 def many_ranks(seq: int) -> dict:
@@ -186,7 +186,7 @@ def test_writer_carries_voids_and_fold_beside_its_token():
 )  # fmt: skip
 def test_part_references_are_parsed_strictly(change):
     with pytest.raises(UnsupportedVersion):
-        parse(resealed({**many_ranks(12), **change}), 12)
+        parse(rehashed({**many_ranks(12), **change}), 12)
 
 
 def test_pin_needs_a_name_and_user_entries_are_not_ignorable():
@@ -197,7 +197,7 @@ def test_pin_needs_a_name_and_user_entries_are_not_ignorable():
         (11, {"layout": ""}),
     ):
         with pytest.raises(UnsupportedVersion):
-            parse(resealed({**many_ranks(seq), **change}), seq)
+            parse(rehashed({**many_ranks(seq), **change}), seq)
 
 
 def test_parts_are_in_either_the_entry_or_a_manifest():
@@ -206,7 +206,7 @@ def test_parts_are_in_either_the_entry_or_a_manifest():
     without = {name: value for name, value in there.items() if name not in listed}
     for wrong in ({**here, **listed}, {**here, "layout": LAYOUT}, {**there, "parts": here["parts"]}, without):
         with pytest.raises(UnsupportedVersion):
-            parse(resealed(wrong), wrong["seq"])
+            parse(rehashed(wrong), wrong["seq"])
 
 
 def test_non_canonical_json_is_refused():
@@ -238,7 +238,7 @@ def test_reclaim_entry_is_ignorable_for_older_versions(monkeypatch):
         % HASH.encode()
     )
     with pytest.raises(UnsupportedVersion):
-        parse(resealed({**json.loads(data), "ignorable": False}), 9)
+        parse(rehashed({**json.loads(data), "ignorable": False}), 9)
     monkeypatch.delitem(KINDS, "reclaim")
     assert isinstance(parse(data, 9).entry, Ignored)
 
@@ -249,13 +249,13 @@ def test_entry_of_another_slot_or_snapshot_is_foreign():
         parse(seal(genesis).data, 1)
     document = json.loads(seal(checkpoint).data)
     with pytest.raises(ForeignObject):
-        parse(resealed({**document, "cut": 8}), 5)
+        parse(rehashed({**document, "cut": 8}), 5)
 
 
 @pytest.mark.parametrize("seq", [5, 12])
 def test_out_of_range_snapshot_is_an_unsupported_version(seq):
     with pytest.raises(UnsupportedVersion, match="does not fit its object name"):
-        parse(resealed({**many_ranks(seq), "cut": 10**8}), seq)
+        parse(rehashed({**many_ranks(seq), "cut": 10**8}), seq)
 
 
 def test_unreadable_entry_is_never_written():

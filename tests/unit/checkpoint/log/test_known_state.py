@@ -11,7 +11,7 @@ from deltashard_checkpoint.stores.abc import ObjectInfo
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt
 
-from tests.support.checkpoint.run_builder import Run
+from tests.support.checkpoint.run_builder import MemoryRun
 
 
 class RequestCounter(MemoryStore):
@@ -32,9 +32,9 @@ class RequestCounter(MemoryStore):
             yield info
 
 
-def reader_and_new_commits(commits: int) -> tuple[Run, RunLog, list[int]]:
+def reader_and_new_commits(commits: int) -> tuple[MemoryRun, RunLog, list[int]]:
     """A run; who knew it when it had two checkpoints; the seqs of those that came since."""
-    run = Run(RequestCounter())
+    run = MemoryRun(RequestCounter())
     run.memory = run.store
     attempt = run.open().attempt
     for cut in (1, 2):
@@ -49,7 +49,7 @@ def opened(log: RunLog) -> int | None:
     return None if found.resume is None else found.resume.seq
 
 
-def requests(run: Run, log: RunLog) -> Counter[str]:
+def requests(run: MemoryRun, log: RunLog) -> Counter[str]:
     run.store.requests.clear()
     opened(log)
     return run.store.requests

@@ -15,7 +15,7 @@ from deltashard_checkpoint.log.manifest import Manifest, Manifests, manifest_key
 from deltashard_checkpoint.log.part_list import ListedPart
 
 from tests.support.checkpoint.faulty_store import Fault, FaultyStore
-from tests.support.checkpoint.run_builder import Run, begun, layout_of
+from tests.support.checkpoint.run_builder import MemoryRun, layout_of, started_run
 
 EXAMPLE = Manifest(
     run="job", attempt=1, cut=2, step=3, layout="0f" * 16,
@@ -26,8 +26,8 @@ EXAMPLE = Manifest(
 )  # fmt: skip
 
 
-def saved() -> tuple[Run, int, Checkpoint]:
-    run, attempt = begun(world_size=2, layout=layout_of().data)
+def saved() -> tuple[MemoryRun, int, Checkpoint]:
+    run, attempt = started_run(world_size=2, layout=layout_of().data)
     return run, attempt, run.commit_halves(attempt, 1)
 
 

@@ -17,7 +17,7 @@ from deltashard_checkpoint.maintenance.compaction import compact, compactable
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.snapshot_reports import SnapshotAbandoned
 
-from tests.support.checkpoint.sample import RUN, Model, Run, box, schema
+from tests.support.checkpoint.sample import RUN, SampleModel, SampleRun, box, schema
 from tests.support.checkpoint.snapshot import read_checkpoint
 
 TABLE = schema(rows=40, columns=8)
@@ -26,7 +26,12 @@ COLUMNS = [[box(TABLE, 0, 40, 0, 4)], [box(TABLE, 0, 40, 4, 8)]]
 
 
 def _save(
-    run: Run, model: Model, layout: list[list[Box]], ids: Any, step: int, covers: int | None = None
+    run: SampleRun,
+    model: SampleModel,
+    layout: list[list[Box]],
+    ids: Any,
+    step: int,
+    covers: int | None = None,
 ) -> int:
     ranks = [(list(held), [f for b in held for f in model.frames(ids, b, step=step)]) for held in layout]
     return run.save([TABLE], ranks, step=step, covers=covers, blobs={"meta": b"m%d" % step})
@@ -34,7 +39,7 @@ def _save(
 
 def test_snapshot_cannot_cover_another_layout(tmp_path: Path) -> None:
     """The first cut after a change of layout is a baseline, or abandoned; so it is without a layout after one."""
-    run, model = Run(tmp_path, world_size=2, layout=HALVES), Model(TABLE)
+    run, model = SampleRun(tmp_path, world_size=2, layout=HALVES), SampleModel(TABLE)
     first = _save(run, model, HALVES, range(40), 1)
     run.open(2, HALVES)
     assert may_cover(run.log.state, run.attempt, first)
@@ -49,7 +54,7 @@ def test_snapshot_cannot_cover_another_layout(tmp_path: Path) -> None:
 
 
 def test_mismatched_layout_is_refused_before_the_attempt(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = SampleRun(tmp_path)
     tip = run.log.refresh().tip
     good = Layout.of(2, {TABLE.fqn: (40, 8)}, dict(enumerate(HALVES)))
     for data, world_size, why in (
@@ -64,7 +69,7 @@ def test_mismatched_layout_is_refused_before_the_attempt(tmp_path: Path) -> None
 
 
 def test_missing_or_wrong_manifest_makes_the_checkpoint_invalid(tmp_path: Path) -> None:
-    run, model = Run(tmp_path, world_size=2, layout=HALVES), Model(TABLE)
+    run, model = SampleRun(tmp_path, world_size=2, layout=HALVES), SampleModel(TABLE)
     seq = _save(run, model, HALVES, range(40), 1)
     entry = run.log.refresh().checkpoints[seq]
     assert entry.listed is not None
@@ -89,7 +94,7 @@ def test_missing_or_wrong_manifest_makes_the_checkpoint_invalid(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_multi_rank_checkpoints_are_not_compacted(tmp_path: Path) -> None:
-    run, model = Run(tmp_path, world_size=2, layout=HALVES), Model(TABLE)
+    run, model = SampleRun(tmp_path, world_size=2, layout=HALVES), SampleModel(TABLE)
     seq = None
     for step in range(1, 12):
         seq = _save(run, model, HALVES, range(40) if seq is None else model.train(), step, seq)
@@ -100,7 +105,7 @@ def test_multi_rank_checkpoints_are_not_compacted(tmp_path: Path) -> None:
 
 
 def test_entry_with_another_world_size_is_refused(tmp_path: Path) -> None:
-    run, model = Run(tmp_path, world_size=2, layout=HALVES), Model(TABLE)
+    run, model = SampleRun(tmp_path, world_size=2, layout=HALVES), SampleModel(TABLE)
     seq = _save(run, model, HALVES, range(40), 1)
     state = run.log.refresh()
     good = state.checkpoints[seq]

@@ -16,7 +16,7 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import plan_restore
 from deltashard_checkpoint.restore.plan import Want
 
-from tests.support.checkpoint.sample import RUN, Model, Run, box, schema
+from tests.support.checkpoint.sample import RUN, SampleModel, SampleRun, box, schema
 
 TABLE = schema(rows=40, columns=8)
 QUARTERS = [[box(TABLE, at, at + 10, 0, 8)] for at in range(0, 40, 10)]
@@ -142,7 +142,7 @@ def test_chain_materializes_only_needed_parts(monkeypatch: pytest.MonkeyPatch) -
 
 def test_rank_reads_its_own_indexes_and_shared_blobs(tmp_path: Path) -> None:
     """Of four ranks and three checkpoints; whoever reads for a new layout reads those that meet it."""
-    run, model = Run(tmp_path, world_size=4, layout=QUARTERS), Model(TABLE)
+    run, model = SampleRun(tmp_path, world_size=4, layout=QUARTERS), SampleModel(TABLE)
     blobs = {"meta": b"0", "dense/w": b"w", "rank/1/rng": b"1", "rank/2/rng": b"2", "rank/3/rng": b"3"}
     blobs["rank/3/loader"] = b"4"
     covers, ids = None, np.arange(40)

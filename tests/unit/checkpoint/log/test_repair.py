@@ -20,7 +20,7 @@ from deltashard_cli.main import cli, exit_code
 
 from tests.crash import log_victim
 from tests.crash.log_victim import ROWS, log_of, save, values
-from tests.support.checkpoint.run_builder import begun, layout_of, resealed
+from tests.support.checkpoint.run_builder import layout_of, rehashed, started_run
 from tests.support.checkpoint.snapshot import read_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -180,7 +180,7 @@ def test_repair_of_another_runs_log_is_refused(stored):
 
 def test_an_early_entry_lost_before_any_fold():
     for lost in ((0,), (1,), (0, 1), (1, 2)):
-        run, attempt = begun()
+        run, attempt = started_run()
         first = run.commit(attempt, 1)
         run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
         second = run.commit(attempt, 2)
@@ -202,7 +202,7 @@ def test_multi_rank_run_is_repaired_from_entries_and_manifests():
     """A lost attempt's layout is that of its first commit; a checkpoint without its manifest or layout is not kept."""
     layout = layout_of()
     for gone in ("nothing", "manifest", "layout"):
-        run, attempt = begun(world_size=2, layout=layout.data)
+        run, attempt = started_run(world_size=2, layout=layout.data)
         first = run.commit_halves(attempt, 1)
         second = run.commit_halves(attempt, 2)
         third = run.commit_halves(attempt, 3, (first.seq, first.seq))
@@ -230,7 +230,7 @@ def test_multi_rank_run_is_repaired_from_entries_and_manifests():
 
 
 def test_repair_drops_checkpoints_with_missing_objects():
-    run, attempt = begun()
+    run, attempt = started_run()
     base = run.commit(attempt, 1)
     delta = run.commit(attempt, 2, base)
     whole = run.commit(attempt, 3)
@@ -245,10 +245,10 @@ def test_repair_drops_checkpoints_with_missing_objects():
 
 
 def test_repair_skips_newer_entries_only_on_request():
-    run, attempt = begun()
+    run, attempt = started_run()
     seqs = [run.commit(attempt, cut) for cut in (1, 2, 3)]
     key = "job/" + entry_key(seqs[-1])
-    run.memory.put(key, resealed({**json.loads(run.memory.get(key)), "surprise": 1}))
+    run.memory.put(key, rehashed({**json.loads(run.memory.get(key)), "surprise": 1}))
     with pytest.raises(LogStopped, match="does not know"):
         salvage(run.reader())
     found = salvage(run.reader(), even_newer=True)

@@ -21,11 +21,11 @@ from deltashard_checkpoint.write.closing import CLOSING_WAIT_S, mark_closing
 from deltashard_cli.main import cli
 
 from tests.crash import log_victim
-from tests.support.checkpoint.run_builder import Run, begun
+from tests.support.checkpoint.run_builder import MemoryRun, started_run
 
 
 def test_repaired_entry_is_read_again():
-    run, attempt = begun()
+    run, attempt = started_run()
     seqs = [run.commit(attempt, cut) for cut in (1, 2)]
     key = "job/" + entry_key(seqs[-1])
     whole = run.memory.get(key)
@@ -52,7 +52,7 @@ class CacheRejectingStore(MemoryStore):
 def test_durable_entry_is_not_reported_as_failed(error):
     store = CacheRejectingStore()
     store.error = error
-    run = Run(store)
+    run = MemoryRun(store)
     attempt = run.open().attempt
     run.commit(attempt, 1)
     seq = run.commit(attempt, 2)
@@ -60,7 +60,7 @@ def test_durable_entry_is_not_reported_as_failed(error):
 
 
 def test_an_emptied_log_is_a_gap_and_not_a_new_run():
-    run = Run()
+    run = MemoryRun()
     run.commit(run.open().attempt, 1)
     run.memory.delete(["job/" + entry_key(seq) for seq in range(3)])
     run.log = run.reader()
@@ -88,7 +88,7 @@ def test_similar_run_names_are_allowed_and_existing_runs_are_readable(monkeypatc
 
 
 def test_run_does_not_delete_objects_of_a_nested_run():
-    run = Run()
+    run = MemoryRun()
     others = [f"job/{key}" for key in ("log/fold-1/x", "log/log/00000000000000000000.json", "cache/data/x")]
     for key in others:
         run.memory.put(key, b"another's")
@@ -99,7 +99,7 @@ def test_run_does_not_delete_objects_of_a_nested_run():
 
 
 def test_gc_deletes_markers_of_finished_saves():
-    run, first = begun()
+    run, first = started_run()
     run.commit(first, 1)
     mark_closing(run.log, first, "00000-fenced")
     second = run.open().attempt
@@ -134,7 +134,7 @@ def test_read_only_commands_write_nothing(tmp_path, monkeypatch, command):
 @pytest.mark.parametrize("what", ["emptied", "older", "another", "tip"])
 def test_saves_fail_when_the_store_is_rolled_back_under_a_writer(what):
     """They were called durable, and nothing restored."""
-    run, attempt = begun()
+    run, attempt = started_run()
     seqs = [run.commit(attempt, cut) for cut in (1, 2)]
     older = {info.key: run.memory.get(info.key) for info in run.memory.list("")}
     seqs += [run.commit(attempt, cut) for cut in (3, 4)]
@@ -160,7 +160,7 @@ def test_saves_fail_when_the_store_is_rolled_back_under_a_writer(what):
 
 def test_stale_handle_of_a_rolled_back_log_voids_nothing():
     """The store is restored from an older copy and another pod goes on: what the old handle knows is of another log."""
-    run, attempt = begun()
+    run, attempt = started_run()
     run.commit(attempt, 1)
     copy = {info.key: run.memory.get(info.key) for info in run.memory.list("")}
     later = run.open().attempt

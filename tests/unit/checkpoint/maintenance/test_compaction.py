@@ -11,19 +11,19 @@ from deltashard_checkpoint.maintenance.compaction import CompactionAbandoned, co
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.maintenance.row_mover import mover
 
-from tests.support.checkpoint.sample import RUN, Model, Run, box, schema
+from tests.support.checkpoint.sample import RUN, SampleModel, SampleRun, box, schema
 from tests.support.checkpoint.snapshot import read_checkpoint
 
 TABLE = schema("items", rows=300, columns=16)
 HALVES = [[box(TABLE, 0, 150, 0, 16)], [box(TABLE, 150, 300, 0, 16)]]
 
 
-class CompactedRun(Run):
+class CompactedRun(SampleRun):
     """A trainer of two ranks, with a chain of a baseline and so many deltas."""
 
     def __init__(self, directory, encoding="q8", deltas=3):
         super().__init__(directory, world_size=2)
-        self.encoding, self.model, self.move = encoding, Model(TABLE), mover(self.cache)
+        self.encoding, self.model, self.move = encoding, SampleModel(TABLE), mover(self.cache)
         self.seqs = [self.save_rows(range(300), None)]
         for _ in range(deltas):
             self.seqs.append(self.save_rows(self.changed(), self.seqs[-1]))

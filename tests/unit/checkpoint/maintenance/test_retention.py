@@ -13,10 +13,10 @@ from deltashard_checkpoint.maintenance.retention import Retention, append_retire
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import Run, begun
+from tests.support.checkpoint.run_builder import MemoryRun, started_run
 
 
-def chains(run: Run, attempt: int, count: int = 4) -> list[tuple[int, int]]:
+def chains(run: MemoryRun, attempt: int, count: int = 4) -> list[tuple[int, int]]:
     """(baseline, delta) pairs."""
     found = []
     for n in range(count):
@@ -26,14 +26,14 @@ def chains(run: Run, attempt: int, count: int = 4) -> list[tuple[int, int]]:
 
 
 def test_last_k_are_kept_with_their_chains_and_one_independent_chain():
-    run = Run()
+    run = MemoryRun()
     pairs = chains(run, run.open().attempt)
     assert kept(run.log.state, Retention(keep_last=1)) == {*pairs[-1], *pairs[-2]}
     assert kept(run.log.state, Retention(keep_last=5)) == {*pairs[-1], *pairs[-2], *pairs[-3]}
 
 
 def test_every_nth_step_every_hour_and_pins_are_kept():
-    run, attempt = begun()
+    run, attempt = started_run()
     seqs = []
     for cut in range(1, 13):
         seqs.append(run.commit(attempt, cut, step=cut * 10, pins=("best",) if cut in {3, 5} else ()))
@@ -61,7 +61,7 @@ def test_every_nth_step_every_hour_and_pins_are_kept():
     ],
 )
 def test_log_refuses_retirement_of_needed_objects(checkpoints, prefixes, why):
-    run = Run()
+    run = MemoryRun()
     chains(run, run.open().attempt)
     with pytest.raises(EntryRefused, match=why):
         run.retire(checkpoints, prefixes)
@@ -77,7 +77,7 @@ def test_numbers_must_be_positive():
 
 
 def test_gc_waits_for_the_grace_period_and_is_idempotent():
-    run, attempt = begun()
+    run, attempt = started_run()
     chains(run, attempt)
     append_retirement(run.log, Retention(keep_last=1))
     before = list(run.memory.list("job/data/"))
@@ -98,7 +98,7 @@ def test_gc_waits_for_the_grace_period_and_is_idempotent():
 
 
 def test_only_objects_of_dead_snapshots_are_collected():
-    run, attempt = begun()
+    run, attempt = started_run()
     for cut in (1, 2, 3):
         run.memory.put(f"job/{snapshot_prefix(attempt, cut)}00000-{'a' * 16}-00000.pack", b"x")
     run.commit(attempt, 2)
@@ -126,7 +126,7 @@ def test_only_objects_of_dead_snapshots_are_collected():
 
 
 def maintain(
-    run: Run, *, keep_last: int = 1, grace_s: float = 600.0, **options
+    run: MemoryRun, *, keep_last: int = 1, grace_s: float = 600.0, **options
 ) -> garbage_collection.CollectResult:
     """One round of a sidecar's."""
     state = run.log.refresh()
@@ -148,7 +148,7 @@ def maintain(
 )
 def test_state_and_fold_size_are_independent_of_run_length(keep_last, chain, litter_every, grace_s):
     """A save a minute, retention of the last few: later saves find no more to remember than the first 160 did."""
-    run, attempt = begun()
+    run, attempt = started_run()
     remembered, sizes, base = [], [], None
     for cut in range(1, 321):
         if cut % litter_every == 0:  # a save that was begun, and another that came instead
@@ -175,7 +175,7 @@ def test_state_and_fold_size_are_independent_of_run_length(keep_last, chain, lit
 
 def test_objects_in_their_grace_period_are_never_forgotten():
     """Forgotten, it would be named anew, and its grace begin anew with every save: it would never be deleted."""
-    run, attempt = begun()
+    run, attempt = started_run()
     first = snapshot_prefix(attempt, 1)
     for cut in range(1, 200):
         run.commit(attempt, cut)
@@ -192,7 +192,7 @@ def test_objects_in_their_grace_period_are_never_forgotten():
 
 
 def test_reclaim_entry_covers_only_earlier_entries():
-    run = Run()
+    run = MemoryRun()
     run.commit(run.open().attempt, 1)
     with pytest.raises(EntryRefused, match="not before it"):
         run.append(Reclaimed, through=run.log.state.tip + 1)

@@ -13,7 +13,7 @@ from deltashard_checkpoint.maintenance.synthetic import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import Run
+from tests.support.checkpoint.run_builder import MemoryRun
 
 GB = 10**9
 CACHED = CompactionInputs(checkpoints=2, chain_bytes=int(1.4 * GB), fetch_bytes=0, base_bytes=GB)
@@ -49,7 +49,7 @@ def test_chain_longer_than_the_setting_is_compacted():
 
 
 def test_compaction_targets_the_base_of_the_next_snapshots():
-    run = Run()
+    run = MemoryRun()
     attempt = run.open().attempt
     base = run.commit(attempt, 1, stored_bytes=1000)
     first = run.commit(attempt, 2, base, stored_bytes=300)

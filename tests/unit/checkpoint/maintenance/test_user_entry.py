@@ -18,10 +18,10 @@ from deltashard_checkpoint.write.closing import mark_closing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import Run, begun
+from tests.support.checkpoint.run_builder import MemoryRun, started_run
 
 
-def three_baselines(run: Run, **options: object) -> tuple[int, list[int]]:
+def three_baselines(run: MemoryRun, **options: object) -> tuple[int, list[int]]:
     """An attempt with three baselines."""
     attempt = run.open(**options).attempt
     return attempt, [run.commit(attempt, cut, directive="steps") for cut in (1, 2, 3)]
@@ -29,7 +29,7 @@ def three_baselines(run: Run, **options: object) -> tuple[int, list[int]]:
 
 def test_annotation_is_dropped_with_its_checkpoint():
     """Or states would grow with every name there ever was."""
-    run, attempt = begun()
+    run, attempt = started_run()
     first = run.commit(attempt, 1, pins=("best",))
     run.commit(attempt, 2)
     user_entry.pin(run.reader(), "best", None)
@@ -43,7 +43,7 @@ def test_annotation_is_dropped_with_its_checkpoint():
 
 
 def test_run_holder_is_named_by_the_last_commit():
-    run = Run()
+    run = MemoryRun()
     assert holder(run.log, run.log.refresh()) is None, "no attempt"
     attempt = run.open(workload="uid").attempt
     found = holder(run.log, run.log.refresh())
@@ -69,7 +69,7 @@ def test_run_holder_is_named_by_the_last_commit():
 
 
 def test_excluded_checkpoint_is_no_fallback_and_is_retired_first():
-    run = Run()
+    run = MemoryRun()
     attempt, (first, second, third) = three_baselines(run)
     user_entry.rewind(run.reader(), f"{second}", ended=True)
     state = run.log.refresh()
@@ -88,9 +88,9 @@ def test_excluded_checkpoint_is_no_fallback_and_is_retired_first():
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> Run:
+def runs(draw: st.DrawFn) -> MemoryRun:
     """A run with deltas on anything, pins, words, compactions and rewinds."""
-    run, attempt = begun()
+    run, attempt = started_run()
     for cut in range(1, draw(st.integers(2, 15))):
         live = sorted(run.log.refresh().checkpoints)
         what = draw(

@@ -20,7 +20,7 @@ from deltashard_checkpoint.restore.plan import Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.sample import RUN, Model, Run, schema, whole
+from tests.support.checkpoint.sample import RUN, SampleModel, SampleRun, schema, whole
 
 LIMIT_BYTES = 32 << 20
 """The sample's stored bytes are 300 KB, its requests 8 MiB at most."""
@@ -33,8 +33,8 @@ class AlteredRun:
     """A baseline and a delta of one table, with a blob; and what a restore reads."""
 
     def __init__(self, directory: Path) -> None:
-        self.run = Run(directory)
-        self.model = model = Model(schema(rows=1000))
+        self.run = SampleRun(directory)
+        self.model = model = SampleModel(schema(rows=1000))
         boxes = [whole(model.table)]
         frames = model.frames(range(1000), per_frame=100, encoding="q4")
         first = self.run.save([model.table], [(boxes, frames)], step=1)

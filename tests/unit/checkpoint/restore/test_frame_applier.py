@@ -18,7 +18,7 @@ from deltashard_checkpoint.vocabulary import ENCODINGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.sample import Model, box, schema, tombstone, whole
+from tests.support.checkpoint.sample import SampleModel, box, schema, tombstone, whole
 
 
 def _apply(applier: FrameApplier, frame: EncodedFrame | FetchedFrame) -> tuple[Applied, ...]:
@@ -37,7 +37,7 @@ def _target(table: TableSchema, held: Box | None = None, dtype=np.float32) -> Ta
 
 def test_narrowed_state_is_reported_by_table() -> None:
     """By table, with the type it was stored in; who takes weights alone got nothing narrow, nor who took no row."""
-    model = Model(schema(rows=20))
+    model = SampleModel(schema(rows=20))
     table = model.table
 
     def narrowed(target: TableTarget, state_encoding: str) -> dict[str, str]:
@@ -56,18 +56,18 @@ def test_narrowed_state_is_reported_by_table() -> None:
 
 
 def test_only_written_rows_are_returned() -> None:
-    model = Model(schema(rows=50))
+    model = SampleModel(schema(rows=50))
     applier = FrameApplier([_target(model.table, box(model.table, 10, 40, 0, 8))])
     newer = _apply(applier, model.frames(np.array([5, 12, 13, 45]))[0])
     older = _apply(applier, model.frames(np.array([12, 13, 14, 39, 40]))[0])
     assert [list(a.rows) for a in (*newer, *older)] == [[12, 13], [14, 39]]
     assert _apply(applier, model.frames(np.array([13, 14]))[0]) == ()
-    assert _apply(applier, Model(schema("other")).frames(range(5))[0]) == ()
+    assert _apply(applier, SampleModel(schema("other")).frames(range(5))[0]) == ()
 
 
 def test_tombstone_hides_only_older_rows() -> None:
     """Rows are applied before tombstones of the same checkpoint, so a row beats its tombstone; older rows do not."""
-    model = Model(schema(rows=20))
+    model = SampleModel(schema(rows=20))
     applier = FrameApplier([target := _target(model.table)])
     _apply(applier, model.frames(np.array([4, 5]))[0])
     _apply(applier, tombstone(model.table, np.array([5, 6], np.int64), step=2))
@@ -81,7 +81,7 @@ def test_tombstone_hides_only_older_rows() -> None:
 
 
 def test_missing_tables_and_fields_are_reported() -> None:
-    model = Model(schema(rows=20))
+    model = SampleModel(schema(rows=20))
     applier = FrameApplier([_target(model.table)])
     _apply(applier, model.frames(np.arange(20)[np.arange(20) != 7])[0])
     with pytest.raises(InvalidCheckpoint, match=r"items.weight\[7:8, 0:8\]"):
@@ -91,7 +91,7 @@ def test_missing_tables_and_fields_are_reported() -> None:
 
 
 def test_other_dtype_or_missing_field_needs_strict_false() -> None:
-    model = Model(schema(rows=10))
+    model = SampleModel(schema(rows=10))
     grown = TableSchema(
         fqn=model.table.fqn, rows=10, columns=8, dtype="float16",
         fields=(*model.table.fields, FieldSpec(name="new", kind="rowwise", dtype="float32")),

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.checkpoint.faulty_store import Fault, FaultyStore
-from tests.support.checkpoint.sample import RUN, Model, Run, schema, whole
+from tests.support.checkpoint.sample import RUN, SampleModel, SampleRun, schema, whole
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40), st.integers(0, 400))
@@ -88,15 +88,15 @@ def test_failed_read_is_not_shared() -> None:
 
 @pytest.fixture
 def run(tmp_path):
-    made = Run(tmp_path, store=FaultyStore(MemoryStore()))
-    model = made.model = Model(schema(rows=400))
+    made = SampleRun(tmp_path, store=FaultyStore(MemoryStore()))
+    model = made.model = SampleModel(schema(rows=400))
     blobs = {"dense/w": bytes(range(256)) * 40, "meta": b"m"}
     made.save([model.table], [([whole(model.table)], model.frames(range(400)))], step=1, blobs=blobs)
     made.store.calls.clear()
     return made
 
 
-def _restored(run: Run, shared: SharedReads) -> list[bytes]:
+def _restored(run: SampleRun, shared: SharedReads) -> list[bytes]:
     state = run.log.refresh()
     wants = checkpoint_reader.whole_tables([run.model.table])
     plan = checkpoint_reader.plan_restore(run.store, state, state.newest().seq, wants, shared=shared)
@@ -108,14 +108,14 @@ def _restored(run: Run, shared: SharedReads) -> list[bytes]:
     return found
 
 
-def _reads(run: Run) -> dict[str, int]:
+def _reads(run: SampleRun) -> dict[str, int]:
     """By kind."""
     read = [call.key for call in run.store.calls if call.operation in {"get", "get_into"}]
     run.store.calls.clear()
     return {kind: sum(key.endswith(kind) for key in read) for kind in ("index", "pack")}
 
 
-def test_the_second_rank_reads_rows_only(run: Run) -> None:
+def test_the_second_rank_reads_rows_only(run: SampleRun) -> None:
     shared = SharedReads()
     alone = _restored(run, SharedReads())
     once = _reads(run)

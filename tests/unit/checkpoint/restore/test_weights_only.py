@@ -10,7 +10,7 @@ from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.vocabulary import ENCODINGS
 
-from tests.support.checkpoint.sample import RUN, Run, whole
+from tests.support.checkpoint.sample import RUN, SampleRun, whole
 
 ROWS, COLUMNS, BATCH = 300_000, 64, 15_872
 """As many rows as a trainer sends at once."""
@@ -37,7 +37,7 @@ class PackByteCounter(MemoryStore):
 def store(tmp_path_factory: pytest.TempPathFactory) -> PackByteCounter:
     """One checkpoint under torch's Adagrad, in q8."""
     made = PackByteCounter()
-    run = Run(tmp_path_factory.mktemp("run"), store=made)
+    run = SampleRun(tmp_path_factory.mktemp("run"), store=made)
     rng = np.random.default_rng(0)
     weights = rng.standard_normal((ROWS, COLUMNS), np.float32)
     state = {"sum": rng.random((ROWS, COLUMNS), np.float32)}

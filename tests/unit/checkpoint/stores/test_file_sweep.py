@@ -11,7 +11,7 @@ from deltashard_checkpoint.stores.key_rule import TEMPORARY
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.whole_run import removal
 
-from tests.support.checkpoint.run_builder import Run
+from tests.support.checkpoint.run_builder import MemoryRun
 
 
 def unfinished(directory: Path, *, old: bool = True, name: str = "dead") -> Path:
@@ -24,7 +24,7 @@ def unfinished(directory: Path, *, old: bool = True, name: str = "dead") -> Path
 
 
 def run_in(directory: Path) -> RunLog:
-    run = Run(FileStore(directory))
+    run = MemoryRun(FileStore(directory))
     run.memory = run.store
     run.commit(run.open().attempt, 1)
     return RunLog(open_store(f"file://{directory}"), "job")

@@ -9,10 +9,10 @@ from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.retry import RetryingStore, RetryPolicy
 
 from tests.support.checkpoint.faulty_store import Fault, FaultyStore
-from tests.support.checkpoint.run_builder import Time
+from tests.support.checkpoint.run_builder import FakeClock
 from tests.support.checkpoint.store_conformance import get_range
 
-START_S = Time().now_s
+START_S = FakeClock().now_s
 
 
 class TryRecorder:
@@ -28,8 +28,8 @@ class TryRecorder:
         self.calls.append((operation, size_bytes, error is None))
 
 
-def retrying(**policy) -> tuple[FaultyStore, RetryingStore, Time, TryRecorder]:
-    faulty, time, log = FaultyStore(MemoryStore()), Time(), TryRecorder()
+def retrying(**policy) -> tuple[FaultyStore, RetryingStore, FakeClock, TryRecorder]:
+    faulty, time, log = FaultyStore(MemoryStore()), FakeClock(), TryRecorder()
     store = RetryingStore(faulty, policy=RetryPolicy(**policy), observer=log, clocks=time.clocks)
     return faulty, store, time, log
 
@@ -46,7 +46,7 @@ def test_retries_with_growing_delays():
 class SlowStore(MemoryStore):
     """Its reads begin after so many seconds."""
 
-    def __init__(self, time: Time, *first_byte_s: float) -> None:
+    def __init__(self, time: FakeClock, *first_byte_s: float) -> None:
         super().__init__()
         self.time, self.first_byte_s, self.silences = time, list(first_byte_s), []
 
@@ -65,7 +65,7 @@ class SlowStore(MemoryStore):
 
 def test_first_byte_timeout_doubles_and_is_remembered():
     """Doubled from try to try up to the store's own; writes have that at once. Other failures double nothing."""
-    time = Time()
+    time = FakeClock()
     slow = SlowStore(time, *[100.0] * 5, 0.0)
     store = RetryingStore(slow, policy=RetryPolicy(deadline_s=600.0), clocks=time.clocks)
     store.put("a", b"x")

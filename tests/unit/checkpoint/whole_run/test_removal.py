@@ -8,7 +8,7 @@ from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.whole_run import removal
 
-from tests.support.checkpoint.run_builder import Run
+from tests.support.checkpoint.run_builder import MemoryRun
 
 PACK = f"data/{1:020d}/{{:08d}}/00000-{'0' * 16}-00000.pack"
 
@@ -27,7 +27,7 @@ class ConcurrentWriterStore(FileStore):
 
 
 def run_in(directory: Path) -> None:
-    run = Run(FileStore(directory))
+    run = MemoryRun(FileStore(directory))
     run.memory = run.store
     attempt = run.open().attempt
     for cut in range(1, 4):

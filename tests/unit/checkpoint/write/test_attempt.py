@@ -16,18 +16,18 @@ from deltashard_checkpoint.write.attempt import OwnerMismatch
 from deltashard_checkpoint.write.closing import mark_closing
 from deltashard_checkpoint.write.fencing import FencedError
 
-from tests.support.checkpoint.run_builder import Run, begun
+from tests.support.checkpoint.run_builder import MemoryRun, started_run
 
 
 def test_a_store_that_overwrites_is_refused():
     careless = MemoryStore()
     careless.put_if_absent = careless.put
     with pytest.raises(ConditionalPutUnsupported, match="overwrites"):
-        Run(careless).open()
+        MemoryRun(careless).open()
 
 
 def test_which_selects_by_seq_step_pin_or_none():
-    run, attempt = begun()
+    run, attempt = started_run()
     a, b, c = (run.commit(attempt, cut, step=step) for cut, step in ((1, 10), (2, 20), (3, 20)))
     state = run.log.state
     assert select(state, "none") is None
@@ -42,7 +42,7 @@ def test_which_selects_by_seq_step_pin_or_none():
 
 
 def test_fallback_excludes_every_chain_of_the_bad_checkpoint():
-    run, attempt = begun()
+    run, attempt = started_run()
     old = run.commit(attempt, 1)
     base = run.commit(attempt, 2)
     run.commit(attempt, 3, base)
@@ -54,7 +54,7 @@ def test_fallback_excludes_every_chain_of_the_bad_checkpoint():
 
 
 def test_another_owner_needs_takeover():
-    run = Run()
+    run = MemoryRun()
     run.open()
     with pytest.raises(OwnerMismatch, match="belongs to 'me'"):
         run.open(owner="you")
@@ -64,18 +64,18 @@ def test_another_owner_needs_takeover():
 
 
 def test_abandoned_marker_costs_one_timeout_and_an_old_one_none():
-    run, first = begun()
+    run, first = started_run()
     mark_closing(run.log, first, "00000-a")
     assert run.open(closing_wait_s=20.0).waited_s == pytest.approx(20.0, abs=0.1)
     assert run.open(closing_wait_s=20.0).waited_s == 0.0
 
 
-def without_folds(run: Run) -> None:
+def without_folds(run: MemoryRun) -> None:
     run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
 
 
 def test_unreadable_first_entry_is_refused():
-    run, _ = begun()
+    run, _ = started_run()
     run.memory.put("job/" + entry_key(0), b"rotten")
     without_folds(run)
     run.log = run.reader()
@@ -87,7 +87,7 @@ def test_unreadable_first_entry_is_refused():
 @pytest.mark.parametrize("kind", ["checkpoint", "retire", "compact", "attempt"])
 def test_attempt_repairs_the_log_before_voiding_slots(kind, damage):
     """Two faults at once: an entry, and the folded states that would make it harmless."""
-    run, first = begun()
+    run, first = started_run()
     base = run.commit(first, 1)
     bad = {
         "checkpoint": lambda: run.commit(first, 2), "retire": lambda: run.retire((), [snapshot_prefix(first, 0)]),
@@ -108,7 +108,7 @@ def test_attempt_repairs_the_log_before_voiding_slots(kind, damage):
 
 
 def test_attempt_checks_ownership_before_a_repair():
-    run = Run()
+    run = MemoryRun()
     run.commit(run.open().attempt, 1)
     run.memory.delete(["job/" + entry_key(2)])
     before = {info.key for info in run.memory.list("")}
@@ -121,7 +121,7 @@ def test_attempt_checks_ownership_before_a_repair():
 @pytest.mark.parametrize("how", ["void", "repair"])
 def test_voided_checkpoint_keeps_its_data_during_the_attempt(how):
     """A person may find the entry in a copy. Attempts that never commit do not count; the next that did lets it go."""
-    run, first = begun()
+    run, first = started_run()
     base, lost = run.commit(first, 1), run.commit(first, 2)
     key = "job/" + entry_key(lost)
     run.memory.put(key, b"rotten") if how == "void" else run.memory.delete([key])
@@ -148,7 +148,7 @@ def test_voided_checkpoint_keeps_its_data_during_the_attempt(how):
 
 
 def test_reader_refolds_after_an_entry_is_voided():
-    run, first = begun()
+    run, first = started_run()
     good = run.commit(first, 1)
     lost = run.commit(first, 2)
     reader = run.reader()
@@ -161,7 +161,7 @@ def test_reader_refolds_after_an_entry_is_voided():
 
 def test_group_pod_may_reopen_after_attempts_it_took_part_in():
     """Rank 0 goes from pod one to pod two and back: the first was in the second's attempt, whatever the log says."""
-    run = Run()
+    run = MemoryRun()
     run.open(workload="job", pod="one", world_size=2)
     second = run.open(workload="job", pod="two", world_size=2).attempt
     third = run.open(workload="job", pod="one", world_size=2, took_part=second).attempt

@@ -17,17 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoint.faulty_store import FaultyStore
-from tests.support.checkpoint.run_builder import HALVES, TABLE, TOKEN, Run, begun, layout_of
+from tests.support.checkpoint.run_builder import HALVES, TABLE, TOKEN, MemoryRun, layout_of, started_run
 
 
-def commit(run: Run, attempt: int, rank: int, *, cut: int = 1, step: int = 7, covers=None, log=None, **more):
+def commit(
+    run: MemoryRun, attempt: int, rank: int, *, cut: int = 1, step: int = 7, covers=None, log=None, **more
+):
     options = {"deadline_s": more.pop("deadline_s", 30.0), "layout": more.pop("layout", "")}
     reports = [run.report(attempt, cut, covers, rank=rank, boxes=[HALVES[rank]], **more)]
     place = {"attempt": attempt, "cut": cut, "step": step, "world_size": 2}
     return commit_parts(log or run.reader(), reports=reports, **place, **options)
 
 
-def after(run: Run, seconds: float, action) -> None:
+def after(run: MemoryRun, seconds: float, action) -> None:
     """Run `action` once, so much later, while somebody sleeps."""
     until, sleep, done = run.time.now_s + seconds, run.time.sleep, []
 
@@ -48,7 +50,7 @@ def _work(log, attempt, **more) -> SnapshotReports:
 
 
 def test_missing_ranks_are_reported_after_the_deadline():
-    run, attempt = begun(world_size=2)
+    run, attempt = started_run(world_size=2)
     with pytest.raises(PartsMissing, match="ranks 1") as raised:
         commit(run, attempt, 0)
     assert raised.value.ranks == (1,)
@@ -56,7 +58,7 @@ def test_missing_ranks_are_reported_after_the_deadline():
 
 
 def test_ranks_that_disagree_about_a_table_never_commit():
-    run, attempt = begun(world_size=2)
+    run, attempt = started_run(world_size=2)
     with pytest.raises(PartsMissing):
         commit(run, attempt, 0)
     other = TableSchema(fqn="t", rows=9, columns=2, dtype="float32")
@@ -65,7 +67,7 @@ def test_ranks_that_disagree_about_a_table_never_commit():
 
 
 def test_a_single_rank_writes_no_report():
-    run = Run()
+    run = MemoryRun()
     run.commit(run.open().attempt, 1)
     assert not [info for info in run.memory.list("job/data/") if info.key.endswith(".part")]
 
@@ -76,15 +78,15 @@ def test_a_single_rank_writes_no_report():
 LAYOUT = layout_of()
 
 
-def request_counts(run: Run) -> tuple[int, int]:
+def request_counts(run: MemoryRun) -> tuple[int, int]:
     """(GETs, LISTs) of the run's `data/` since the last look."""
     calls = [call.operation for call in run.store.calls if "/data/" in call.key]
     run.store.calls.clear()
     return calls.count("get"), calls.count("list")
 
 
-def run_with_layout() -> tuple[Run, int]:
-    run = Run()
+def run_with_layout() -> tuple[MemoryRun, int]:
+    run = MemoryRun()
     run.store = FaultyStore(run.memory)
     run.log = run.reader()
     return run, run.open(world_size=2, layout=LAYOUT.data).attempt
@@ -157,7 +159,7 @@ def test_report_with_mismatched_hash_is_ignored(bad):
 class ListingPages:
     """Requests of listings under `data/`: a page of `cut_reports.LIST_PAGE` names each, asked for when it is needed."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: MemoryRun) -> None:
         self.count = 0
         inner = run.memory.list
 
@@ -175,8 +177,8 @@ class ListingPages:
             yield from found[at : at + snapshot_reports.LIST_PAGE]
 
 
-def many(world: int) -> tuple[Run, Layout]:
-    run = Run()
+def many(world: int) -> tuple[MemoryRun, Layout]:
+    run = MemoryRun()
     layout = Layout.of(world, {"t": (8, 2 * world)}, {r: [columns(r)] for r in range(world)})
     return run, layout
 
@@ -185,7 +187,7 @@ def columns(rank: int) -> Box:
     return Box(table="t", row_start=0, row_stop=8, col_start=2 * rank, col_stop=2 * rank + 2)
 
 
-def put_report(run: Run, work, attempt: int, rank: int, **more) -> None:
+def put_report(run: MemoryRun, work, attempt: int, rank: int, **more) -> None:
     report = run.report(attempt, 1, rank=rank, boxes=[columns(rank)], **more)
     work.put(report, run.log.retry_budget(1))
 
@@ -230,7 +232,7 @@ def test_early_snapshot_is_committed_and_observed_promptly():
     run, attempt = run_with_layout()
     latency = CommitLatency()
     latency.observe(True, 3600.0)
-    begun, ends = run.time.now_s, []
+    started_run, ends = run.time.now_s, []
 
     def one(rank: int, since_s: float):
         report = run.report(attempt, 1, rank=rank, boxes=[HALVES[rank]])
@@ -238,7 +240,7 @@ def test_early_snapshot_is_committed_and_observed_promptly():
             run.reader(), attempt=attempt, cut=1, step=1, world_size=2, reports=(report,),
             layout=LAYOUT.digest, latency=latency, since_s=since_s,
         )  # fmt: skip
-        ends.append((rank, done.by_us, run.time.now_s - begun))
+        ends.append((rank, done.by_us, run.time.now_s - started_run))
 
     after(run, 3, lambda: one(1, 3.0))
     one(0, 0.0)

@@ -7,7 +7,7 @@ from deltashard_checkpoint.vocabulary import ENCODING_CHOICES, ENCODINGS, INCREM
 from deltashard_checkpoint.write.differential import History, decide, history, increments_text
 from deltashard_checkpoint.write.precision import StoredPrecision
 
-from tests.support.checkpoint.run_builder import Run, begun
+from tests.support.checkpoint.run_builder import MemoryRun, started_run
 
 PAPER = (0.26, 0.31, 0.35, 0.385, 0.415, 0.44, 0.46, 0.48)
 TABLE = TableSchema(
@@ -23,7 +23,9 @@ def known(*increments: float) -> History:
     return History(baseline=2, newest=9, increments=increments)
 
 
-def saved(run: Run, attempt: int, cut: int, share: float, covers: int | None = None, **more: object) -> int:
+def saved(
+    run: MemoryRun, attempt: int, cut: int, share: float, covers: int | None = None, **more: object
+) -> int:
     """A checkpoint with so many of all rows."""
     rows = round(TABLE.rows * share)
     return run.commit(attempt, cut, covers, tables=(TABLE,), rows=rows, raw_bytes=rows * ROW + BLOBS, **more)
@@ -41,7 +43,7 @@ def test_paper_example_takes_a_baseline_after_seven_increments():
 
 
 def test_history_restarts_at_a_baseline():
-    run, attempt = begun()
+    run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
     for cut, size in enumerate(PAPER[:7], start=2):
         saved(run, attempt, cut, size, base)
@@ -60,7 +62,7 @@ def test_history_restarts_at_a_baseline():
 
 
 def test_history_follows_the_lineage_of_a_restore_not_log_order():
-    run, first = begun()
+    run, first = started_run()
     base = saved(run, first, 1, 1.0)
     delta = saved(run, first, 2, 0.3, base)
     saved(run, first, 3, 1.0)
@@ -73,7 +75,7 @@ def test_history_follows_the_lineage_of_a_restore_not_log_order():
 @pytest.mark.parametrize("encoding", ENCODING_CHOICES)
 @pytest.mark.parametrize("state_encoding", ["fp32", "bf16"])
 def test_full_snapshot_counts_one_at_every_encoding(encoding, state_encoding):
-    run, attempt = begun()
+    run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
     saved(run, attempt, 2, 1.0, base)
     seen = history(run.log.state, attempt, StoredPrecision.of(encoding, state_encoding))
@@ -81,7 +83,7 @@ def test_full_snapshot_counts_one_at_every_encoding(encoding, state_encoding):
 
 
 def test_history_restarts_at_a_compacted_base():
-    run, attempt = begun()
+    run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
     first = saved(run, attempt, 2, 0.3, base)
     run.compacted(first)
@@ -96,7 +98,7 @@ def test_history_restarts_at_a_compacted_base():
 
 def test_retired_increments_are_remembered():
     """Each says what came before it; so does one that covers what was compacted, of that."""
-    run, attempt = begun()
+    run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
     found: list[int] = []
     for cut, size in enumerate(PAPER[:7], start=2):
@@ -114,7 +116,7 @@ def test_retired_increments_are_remembered():
 
 @pytest.mark.parametrize("text", ["", "x", "7:1,2", "2:1,-2", "2:" + "9" * 30, "2:1;2"])
 def test_invalid_increment_history_is_ignored(text: str):
-    run, attempt = begun()
+    run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
     saved(run, attempt, 2, 0.3, base, metadata={INCREMENTS_KEY: text})
     assert history(run.log.state, attempt, Q8).increments == pytest.approx((at(0.3, Q8),))
@@ -122,7 +124,7 @@ def test_invalid_increment_history_is_ignored(text: str):
 
 def test_history_skips_an_unused_compaction():
     """The trainer's next cut covered the old baseline: it was on its way before the compaction was in the log."""
-    run, attempt = begun()
+    run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
     first = saved(run, attempt, 2, 0.3, base)
     saved(run, attempt, 3, 0.4, base)

@@ -13,7 +13,7 @@ from deltashard_checkpoint.write.precision import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import begun
+from tests.support.checkpoint.run_builder import started_run
 
 encodings = st.sampled_from(ENCODING_CHOICES)
 precisions = st.builds(
@@ -66,7 +66,7 @@ def test_precision_of_several_ranks_is_the_coarsest():
 
 
 def test_import_has_no_precision_and_later_deltas_have_theirs():
-    run, attempt = begun()
+    run, attempt = started_run()
     silent = run.commit(attempt, 1, directive="full")
     assert stored_precision(run.log.state, silent) is None
     newer = run.commit(attempt, 2, silent, metadata={PRECISION_KEY: StoredPrecision.of("q3").text()})
@@ -74,7 +74,7 @@ def test_import_has_no_precision_and_later_deltas_have_theirs():
 
 
 def test_compacted_checkpoint_keeps_its_chains_precision():
-    run, attempt = begun()
+    run, attempt = started_run()
     base = run.commit(attempt, 1, metadata={PRECISION_KEY: StoredPrecision.of("q2").text()})
     delta = run.commit(attempt, 2, base, metadata={PRECISION_KEY: StoredPrecision.of("q2").text()})
     run.compacted(delta)

@@ -11,7 +11,7 @@ from deltashard_operator.kube import cluster_name
 from deltashard_operator.run import watched_run
 from deltashard_operator.run.watched_run import Run
 
-from tests.support.operator.controller_api import Api, controller_of
+from tests.support.operator.controller_api import FakeApi, controller_of
 
 Document = dict[str, Any]
 NOTES = {cluster_name.POLICY: "default"}
@@ -51,7 +51,7 @@ def held(*events: Document) -> dict[str, Run]:
     """The runs by workload UID, after these were seen and all was listed."""
 
     async def scenario() -> dict[str, Run]:
-        controller = controller_of(Api())
+        controller = controller_of(FakeApi())
         await controller.load()
         watches = controller.watches
         for document in events:
@@ -98,7 +98,7 @@ def test_labels_do_not_change_a_pods_workload(
     """The pod of a tenant says by its labels, and so by its sidecar's environment, that it is of another workload."""
 
     async def scenario() -> None:
-        controller = controller_of(Api())
+        controller = controller_of(FakeApi())
         await controller.load()
         controller.watches.on_job(job(owner))
         controller.watches.on_pod(pod(None, labels))

@@ -27,15 +27,23 @@ from deltashard_operator.kube.call import ApiResponse
 from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from tests.support.in_a_loop import in_a_loop
+from tests.support.async_test import async_test
 from tests.support.operator import sample
-from tests.support.operator.controller_api import UID, Api, Document, checkpoint_run, controller_of, job, pod
+from tests.support.operator.controller_api import (
+    UID,
+    Document,
+    FakeApi,
+    checkpoint_run,
+    controller_of,
+    job,
+    pod,
+)
 
 ADDRESS = "10.0.0.7:9464"
 IN_FORCE = pb.Policy(every_s=77.0, encoding="q8", differential="intermittent", state_encoding="fp32")
 
 
-class RunApi(Api):
+class RunApi(FakeApi):
     """Keeps a CheckpointRun and Events as an API server does."""
 
     def __init__(self, stored: list[Document] | None = None) -> None:
@@ -71,7 +79,7 @@ class RunApi(Api):
 class ControllerBench:
     """A controller with one Job and its pod, by a clock of the test's own."""
 
-    def __init__(self, api: Api | None = None, **options: Any) -> None:
+    def __init__(self, api: FakeApi | None = None, **options: Any) -> None:
         self.api = api or RunApi()
         self.now_s = time.time()
         self.controller: Controller = controller_of(self.api, wall=lambda: self.now_s, **options)
@@ -127,7 +135,7 @@ class ControllerBench:
         return self.controller.metrics.registry.get_sample_value(f"deltashard_{name}", labels)
 
 
-@in_a_loop
+@async_test
 async def test_unlisted_policy_is_not_treated_as_missing(tmp_path: Path) -> None:
     """A new controller: pods may come before the namespace's own `default` does."""
     (tmp_path / "policy.yaml").write_text(yaml.safe_dump(sample.DEFAULTS))
@@ -156,35 +164,35 @@ async def test_unlisted_policy_is_not_treated_as_missing(tmp_path: Path) -> None
     assert bench.report(directive=directive.id).next_s == 60.0
 
 
-@in_a_loop
+@async_test
 async def test_run_deleted_during_its_write_is_released() -> None:
     """As when a namespace is deleted: Job and CheckpointRun go within one write. The pump must outlive it."""
-    bench = ControllerBench(Api())
+    bench = ControllerBench(FakeApi())
     bench.controller.watches.on_job(job())
     bench.controller.watches.on_job_deleted(ObjectKey("n", "train", UID), job())
     bench.controller.tick()
     await bench.api.writing.wait()
     bench.controller.watches.on_run_deleted(ObjectKey("n", "train-0b4f3c1e", "made"), checkpoint_run())
     assert not list(bench.controller.runs())
-    bench.api.let_go.set()
+    bench.api.release_writes.set()
     await bench.advance()
     assert bench.controller.queue.idle
 
 
-@in_a_loop
+@async_test
 async def test_unreadable_checkpointrun_does_not_affect_others() -> None:
     """A phase of a newer version, after a rollback: the others are known, and one that is finished goes in time."""
     odd = checkpoint_run("odd-00000000", uid="00000000-1", phase="Hibernating")
     old = checkpoint_run(
         uid="00000000-2", ledger="odd", finishedAt="2026-01-01T00:00:00Z", finishedReason="Failed"
     )
-    bench = ControllerBench(Api([odd, old, checkpoint_run(phase="Training")]))
+    bench = ControllerBench(FakeApi([odd, old, checkpoint_run(phase="Training")]))
     await bench.controller.load()
     assert [each.finished for each in bench.controller.runs()] == ["Failed", ""]
     assert bench.metric("controller_reconcile_errors_total") == 2
 
 
-@in_a_loop
+@async_test
 async def test_unreadable_counters_are_not_overwritten() -> None:
     """Those of another controller, of a newer version, that leads at the same time."""
     bench = ControllerBench()
@@ -198,7 +206,7 @@ async def test_unreadable_counters_are_not_overwritten() -> None:
     assert entry.object_version is before
 
 
-@in_a_loop
+@async_test
 async def test_pending_events_are_bounded_and_refused_ones_are_not_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

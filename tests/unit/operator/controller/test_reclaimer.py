@@ -26,7 +26,7 @@ from deltashard_operator.run.observed_object import ABSENT_S, Workload, timestam
 from deltashard_operator.run.reclaim import FAILED, KEPT, REMOVED, REMOVING, ReclaimState
 from deltashard_operator.run.watched_run import Run
 
-from tests.support.in_a_loop import in_a_loop
+from tests.support.async_test import async_test
 from tests.support.operator import sample
 from tests.support.operator.controller_api import UID, job, pod
 
@@ -170,7 +170,7 @@ STAYS = {**GONE, "retained": 9, "kept": [{"run": "t/a", "why": "a pin"}]}
         ("", "Failed", FAILED, "failed: BackoffLimitExceeded"),
     ],
 )
-@in_a_loop
+@async_test
 async def test_removal_job_is_created_and_its_result_is_read(
     bench: ReclaimerBench, output: str, how: str, state: ReclaimState, message: str
 ) -> None:
@@ -202,7 +202,7 @@ async def test_removal_job_is_created_and_its_result_is_read(
     assert state_of(entry) is (REMOVED if state is REMOVED else REMOVING), "it is at it"
 
 
-@in_a_loop
+@async_test
 async def test_forbidden_job_is_reported_once_and_retried(bench: ReclaimerBench) -> None:
     entry = bench.add_job(ended_job())
     bench.api.refuses = True
@@ -231,7 +231,7 @@ def continued(bench: ReclaimerBench, run_id: str) -> None:
         ),
     ],
 )
-@in_a_loop
+@async_test
 async def test_changes_during_the_check_are_honored(
     bench: ReclaimerBench, happens: Callable[[ReclaimerBench], None]
 ) -> None:
@@ -242,7 +242,7 @@ async def test_changes_during_the_check_are_honored(
     assert bench.api.made == []
 
 
-@in_a_loop
+@async_test
 async def test_blocked_namespace_does_not_block_others(bench: ReclaimerBench) -> None:
     """Neither one whose Jobs hang, nor one whose policy cannot be used."""
     entries = [bench.add_job(ended_job(number=n)) for n in range(1, 30)]
@@ -258,7 +258,7 @@ async def test_blocked_namespace_does_not_block_others(bench: ReclaimerBench) ->
     assert state_of(entries[-1]) is KEPT
 
 
-@in_a_loop
+@async_test
 async def test_removal_job_of_an_earlier_end_is_ignored(bench: ReclaimerBench) -> None:
     """A JobSet ends, comes back, and ends again while the first Job is still there."""
     entry = bench.add_job(ended_job())
@@ -270,7 +270,7 @@ async def test_removal_job_of_an_earlier_end_is_ignored(bench: ReclaimerBench) -
     assert (state_of(entry), len(bench.api.made)) == (REMOVING, 2)
 
 
-@in_a_loop
+@async_test
 async def test_live_job_without_our_label_is_not_finished(bench: ReclaimerBench) -> None:
     """Made before the webhook: its pods are injected, and it is not watched. Its pod was evicted, the next is to come."""
     bare, path = job(), f"{JOBS}/train"

@@ -18,7 +18,7 @@ from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.watched_run import Run
 
-from tests.support.in_a_loop import in_a_loop
+from tests.support.async_test import async_test
 from tests.unit.operator.run.observed import TRAIN, pod
 
 BASE_TIME_S = 1_700_000_000.0
@@ -100,7 +100,7 @@ class RequestsBench:
         return str(self.api.document.get("status", {}).get("phase", ""))
 
 
-@in_a_loop
+@async_test
 async def test_order_is_open_until_its_outcome_is_written() -> None:
     bench = RequestsBench(RequestApi())
     await bench.advance(1)
@@ -126,7 +126,7 @@ async def test_order_is_open_until_its_outcome_is_written() -> None:
     assert bench.api.deleted
 
 
-@in_a_loop
+@async_test
 async def test_order_of_a_withdrawn_request_is_closed() -> None:
     bench = RequestsBench(RequestApi())
     await bench.advance(1)

@@ -24,7 +24,7 @@ from deltashard_operator.controller.write_queue import (
 )
 from deltashard_operator.kube.call import ApiUnavailable
 
-from tests.support.in_a_loop import in_a_loop
+from tests.support.async_test import async_test
 
 COMMIT_S = 30.0
 
@@ -77,7 +77,7 @@ def bench() -> WriteQueueBench:
         (Priority.ANNOTATION, ANNOTATION_INTERVAL_S),
     ],
 )
-@in_a_loop
+@async_test
 async def test_write_interval_depends_on_the_change(
     bench: WriteQueueBench, priority: Priority, apart_s: float
 ) -> None:
@@ -91,7 +91,7 @@ async def test_write_interval_depends_on_the_change(
     assert await bench.after(LOW_INTERVAL_S) == []
 
 
-@in_a_loop
+@async_test
 async def test_mass_failure_causes_one_write_per_run(
     bench: WriteQueueBench,
 ) -> None:
@@ -112,7 +112,7 @@ async def test_mass_failure_causes_one_write_per_run(
     assert len(await bench.after(0)) == left
 
 
-@in_a_loop
+@async_test
 async def test_burst_is_rate_limited_except_new_runs(bench: WriteQueueBench) -> None:
     for n in range(1000):
         bench.offer(n, Priority.PROBLEM)
@@ -125,7 +125,7 @@ async def test_burst_is_rate_limited_except_new_runs(bench: WriteQueueBench) -> 
     assert len(await bench.after(0)) == 1000 - BURST - PER_S
 
 
-@in_a_loop
+@async_test
 async def test_commits_leave_a_reserve_for_failures(bench: WriteQueueBench) -> None:
     for n in range(1000):
         bench.offer(("commit", n), Priority.COMMIT)
@@ -135,7 +135,7 @@ async def test_commits_leave_a_reserve_for_failures(bench: WriteQueueBench) -> N
     assert await bench.after(0) == [("lost", n) for n in range(300)]
 
 
-@in_a_loop
+@async_test
 async def test_events_and_run_writes_do_not_starve_each_other(bench: WriteQueueBench) -> None:
     for n in range(1000):
         bench.offer(("event", n), Priority.EVENT)
@@ -146,7 +146,7 @@ async def test_events_and_run_writes_do_not_starve_each_other(bench: WriteQueueB
     assert found == {"event": EVENT_PER_S, "commit": PER_S}
 
 
-@in_a_loop
+@async_test
 async def test_writes_are_serial_per_key_and_bounded_overall(bench: WriteQueueBench) -> None:
     go, started = asyncio.Event(), list[int]()
 
@@ -166,7 +166,7 @@ async def test_writes_are_serial_per_key_and_bounded_overall(bench: WriteQueueBe
     assert Counter(started) == Counter([*range(MAX_IN_FLIGHT + 5), *range(MAX_IN_FLIGHT)])
 
 
-@in_a_loop
+@async_test
 async def test_failed_write_is_retried_with_backoff_up_to_a_minute(bench: WriteQueueBench) -> None:
     bench.broken = True
     bench.offer("run", Priority.PROBLEM)
@@ -185,7 +185,7 @@ async def test_failed_write_is_retried_with_backoff_up_to_a_minute(bench: WriteQ
     assert bench.counted == Counter(failed=9, written=1)
 
 
-@in_a_loop
+@async_test
 async def test_failed_writes_are_retried_at_once_on_shutdown(bench: WriteQueueBench) -> None:
     bench.broken = True
     bench.offer("run", Priority.PROBLEM)

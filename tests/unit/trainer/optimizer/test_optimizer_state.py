@@ -13,7 +13,7 @@ from deltashard.tracking.tracking import Tracking, TrackingSettings
 from deltashard_checkpoint.errors import UserError
 from torch import Tensor, nn
 
-from tests.support.trainer.tracking_case import OPTIMIZERS, Training, quiet
+from tests.support.trainer.tracking_case import OPTIMIZERS, TableTraining, quiet
 from tests.support.trainer.verdict import bits, differing
 
 SETTINGS = TrackingSettings(hash_below_bytes=0)
@@ -42,7 +42,7 @@ def transfer(source: Tracking, target: Tracking) -> list[str]:
     return notes
 
 
-def state_of(training: Training) -> dict[str, object]:
+def state_of(training: TableTraining) -> dict[str, object]:
     owner = training.optimizer
     inner = getattr(owner, "base", getattr(owner, "_inner", None))
     return {
@@ -61,7 +61,10 @@ def test_a_restored_optimizer_continues_bit_for_bit(name, sparse):
     if not OPTIMIZERS[name][1 if sparse else 2]:
         pytest.skip("torch has no such gradients for it")
     with quiet():
-        original, resumed = Training(name, "embedding", sparse, 1), Training(name, "embedding", sparse, 2)
+        original, resumed = (
+            TableTraining(name, "embedding", sparse, 1),
+            TableTraining(name, "embedding", sparse, 2),
+        )
         source = Tracking(original.model, [original.optimizer, original.dense], settings=SETTINGS)
         target = Tracking(resumed.model, [resumed.optimizer, resumed.dense], settings=SETTINGS)
         for _ in range(4):

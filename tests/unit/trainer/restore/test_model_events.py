@@ -10,7 +10,7 @@ import torch
 from deltashard.tracking.user_optimizer import UserOptimizers
 from torch import nn
 
-from tests.support.trainer.blob_program import Program
+from tests.support.trainer.blob_program import BlobProgram
 
 Rule = Callable[..., torch.optim.Optimizer]
 
@@ -24,11 +24,11 @@ class Script:
         self.optimizers = [rule(self.model.parameters(), lr=lr)]
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 2, 0.5)
 
-    def begin(self) -> Program:
-        self.program = Program(self.model, self.optimizers, scheduler=self.scheduler)
+    def begin(self) -> BlobProgram:
+        self.program = BlobProgram(self.model, self.optimizers, scheduler=self.scheduler)
         return self.program
 
-    def train(self, steps: int) -> Program:
+    def train(self, steps: int) -> BlobProgram:
         for _ in range(steps):
             self.optimizers[0].zero_grad()
             self.model(torch.ones(2, 4)).square().sum().backward()

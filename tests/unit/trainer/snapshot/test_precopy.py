@@ -16,7 +16,7 @@ from deltashard_checkpoint.format.schema import Box
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.trainer.arena import Arena, table_snapshot
+from tests.support.trainer.arena import FakeArena, table_snapshot
 
 ROWS, COLUMNS = 70, 3
 FIRST = 1000
@@ -104,7 +104,7 @@ def play(script):
         apart = wanted and mode != "since_commit"
         table.write(before)
         table.marks.mark(torch.tensor(sorted(before), dtype=torch.int64))
-        arena = Arena(1 << 10)
+        arena = FakeArena(1 << 10)
         writer = arena.writer(threads=1)
         table.watch()
         ahead = TablePrecopy(table, table.cut())

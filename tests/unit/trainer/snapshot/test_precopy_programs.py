@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.gpu import DEVICES
-from tests.support.trainer.arena import Arena, table_snapshot
+from tests.support.trainer.arena import FakeArena, table_snapshot
 from tests.support.trainer.tracking_case import CASES, EVENTS, EXACT, PLAIN, ROWS, begin, quiet
 
 AUDIT_ALL = TrackingSettings(hash_below_bytes=0, audit_rows=ROWS)
@@ -47,7 +47,7 @@ class PrecopiedProgram:
     def watch(self):
         """A cut is near."""
         if self.ahead is None and can_precopy(self.table, self.cut()):
-            self.arena, self.written = Arena(2 << 10), []
+            self.arena, self.written = FakeArena(2 << 10), []
             self.writer = self.arena.writer(threads=1)
             self.ahead = TablePrecopy(self.table, self.cut())
             self.table.marks.watch()
@@ -76,7 +76,7 @@ class PrecopiedProgram:
         refreshed = None if self.ahead is None else self.ahead.refresh_copy(self.cut(), self.mode)
         SEEN["renewed" if refreshed else "discarded" if self.ahead else "plain"] += 1
         if self.ahead is None:
-            self.arena = Arena(2 << 10)
+            self.arena = FakeArena(2 << 10)
             self.writer = self.arena.writer()
         else:
             self.writer.redirect(block=self.arena.take, send=self.arena.send)

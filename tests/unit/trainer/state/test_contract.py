@@ -18,7 +18,7 @@ from deltashard.tracking.step_clock import StepClock
 from torch import Tensor, nn
 from torch.distributed.fsdp._flat_param import FlatParameter
 
-from tests.support.trainer.blob_program import Program
+from tests.support.trainer.blob_program import BlobProgram
 
 
 class Ema(nn.BatchNorm1d):
@@ -151,11 +151,11 @@ def test_resumed_module_equals_the_uninterrupted_one(
             model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).square().sum().backward()
             optimizer.step()
 
-    def program(seed: int) -> tuple[Program, torch.optim.Optimizer]:
+    def program(seed: int) -> tuple[BlobProgram, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = wrap(make())
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        return Program(model, optimizer), optimizer
+        return BlobProgram(model, optimizer), optimizer
 
     first, optimizer = program(0)
     train(first.model, optimizer, range(3))
@@ -175,11 +175,11 @@ def test_dropped_buffer_is_not_saved_and_rebuilt(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, "deltashard"):
-        first = Program(Dropping())
+        first = BlobProgram(Dropping())
     assert "leaves cache out of its state_dict" in caplog.text
     raw = first.cut()
     assert "dense/cache" not in raw
-    second = Program(Dropping())
+    second = BlobProgram(Dropping())
     second.restore(raw)
     assert torch.equal(second.model.cache, 2 * first.model.weight)
     # What an older version saved of it is passed over.
@@ -187,13 +187,13 @@ def test_dropped_buffer_is_not_saved_and_rebuilt(
 
 
 def test_checkpoint_without_module_contracts_is_accepted_with_a_note() -> None:
-    raw = Program(nn.Sequential(nn.BatchNorm1d(4))).cut()
+    raw = BlobProgram(nn.Sequential(nn.BatchNorm1d(4))).cut()
     older = {name: data for name, data in raw.items() if name != "meta"}
     older["meta"] = memoryview(_tree({"step": 1}))
-    (note,) = Program(nn.Sequential(Ema())).restore(older)
+    (note,) = BlobProgram(nn.Sequential(Ema())).restore(older)
     assert "module 0" in note
     with pytest.raises(CheckpointMismatch, match="what module 0 says"):
-        Program(nn.Sequential(Ema())).restore(raw)
+        BlobProgram(nn.Sequential(Ema())).restore(raw)
 
 
 def _tree(value: Any) -> bytes:
@@ -210,7 +210,7 @@ def test_a_state_dict_that_copies_a_table_is_refused() -> None:
     model = _table()
     model._register_state_dict_hook(lambda module, held, prefix, _: {k: v.clone() for k, v in held.items()})
     with pytest.raises(StateError, match=r"a copy of a table \(items.weight\)"):
-        Program(model)
+        BlobProgram(model)
 
 
 def test_whole_model_contract_does_not_copy_tables(
@@ -219,7 +219,7 @@ def test_whole_model_contract_does_not_copy_tables(
     """No copy of a table in a blob, none written at the restore."""
     model = _table()
     model.register_load_state_dict_post_hook(lambda module, keys: None)
-    program = Program(model)
+    program = BlobProgram(model)
     raw = program.cut()
     assert sum(map(len, raw.values())) < 100_000
     before = model.items.weight.detach().clone()
@@ -230,7 +230,7 @@ def test_whole_model_contract_does_not_copy_tables(
 def test_loading_that_writes_a_table_is_refused() -> None:
     model = _table()
     model.register_load_state_dict_post_hook(lambda module, keys: module.items.weight.data.mul_(2))
-    program = Program(model)
+    program = BlobProgram(model)
     with pytest.raises(CheckpointMismatch, match="changes rows of a table"):
         program.restore(program.cut())
 
@@ -245,14 +245,14 @@ def test_model_in_state_is_refused_with_a_remedy(held: str) -> None:
         "getter": (model.state_dict, model.load_state_dict),
     }[held]
     with pytest.raises(StateError, match=r"holds table items.weight.*leave it out of state="):
-        Program(model, mine=value)
+        BlobProgram(model, mine=value)
 
 
 def test_only_a_large_dense_model_in_state_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3000, 2000), nn.Linear(2000, 1))
     with pytest.raises(StateError, match="written twice at every save"):
-        Program(model, mine=model)
-    Program(model, head=model[1])
+        BlobProgram(model, mine=model)
+    BlobProgram(model, head=model[1])
 
 
 @pytest.mark.parametrize(
@@ -308,12 +308,12 @@ def test_expanded_buffers_are_restored() -> None:
         return model
 
     again = build(2.0)
-    Program(again).restore(Program(build(1.0)).cut())
+    BlobProgram(again).restore(BlobProgram(build(1.0)).cut())
     assert torch.equal(again.mask, torch.ones(4, 3))
     differing = build(1.0)
     differing.mask = torch.arange(12.0).view(4, 3)
     with pytest.raises(CheckpointMismatch, match="share memory"):
-        Program(again).restore(Program(differing).cut())
+        BlobProgram(again).restore(BlobProgram(differing).cut())
 
 
 class Observer(nn.Module):
@@ -335,26 +335,26 @@ class Observer(nn.Module):
 
 def test_buffers_that_grew_in_training_are_restored() -> None:
     model = nn.Sequential(Observer())
-    program = Program(model)
+    program = BlobProgram(model)
     model(torch.randn(3, 5))
     raw = program.cut()
     again = nn.Sequential(Observer())
-    resumed = Program(again)
+    resumed = BlobProgram(again)
     assert resumed.restore(raw) == []
     assert torch.equal(again[0].low, model[0].low)
     assert torch.equal(again[0].high, model[0].high)
     third = nn.Sequential(Observer())
-    Program(third).restore(resumed.cut())
+    BlobProgram(third).restore(resumed.cut())
     assert torch.equal(third[0].high, model[0].high)
     other = nn.Sequential(Observer())
     other[0].low = torch.zeros(7)
     with pytest.raises(CheckpointMismatch, match=r"0.low is stored as"):
-        Program(other).restore(raw)
+        BlobProgram(other).restore(raw)
 
 
 def test_cast_after_construction_is_reported_and_saved(caplog: pytest.LogCaptureFixture) -> None:
     model = _table()
-    program = Program(model)
+    program = BlobProgram(model)
     model.half()
     with caplog.at_level(logging.WARNING, "deltashard"):
         raw = program.cut()
@@ -365,10 +365,10 @@ def test_cast_after_construction_is_reported_and_saved(caplog: pytest.LogCapture
     assert "items.weight was float32 and is float16" in said
     assert program.tracking.tables[0].schema.dtype == "float16"
     again = _table().half()
-    Program(again).restore(raw)
+    BlobProgram(again).restore(raw)
     assert torch.equal(again.top.weight, model.top.weight)
     with pytest.raises(CheckpointMismatch, match="float16"):
-        Program(_table()).restore(raw)
+        BlobProgram(_table()).restore(raw)
 
 
 def test_strict_false_restores_what_fits() -> None:
@@ -376,14 +376,14 @@ def test_strict_false_restores_what_fits() -> None:
     model = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.Linear(4, 2)))
     mine = {"x": 1}
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    first = Program(model, optimizer, mine=mine, tensor=torch.zeros(3), gone={"y": 1})
+    first = BlobProgram(model, optimizer, mine=mine, tensor=torch.zeros(3), gone={"y": 1})
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
     raw = first.cut()
     again = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.Linear(4, 3), c=nn.Linear(3, 1)))
     optimizer = torch.optim.Adam(again.parameters(), lr=0.5)
     theirs: dict[str, Any] = {}
-    program = Program(again, optimizer, mine=theirs, tensor=torch.zeros(5), new={"z": 1})
+    program = BlobProgram(again, optimizer, mine=theirs, tensor=torch.zeros(5), new={"z": 1})
     with pytest.raises(CheckpointMismatch):
         program.restore(raw)
     notes = "\n".join(program.restore(raw, strict=False))
@@ -405,7 +405,7 @@ def test_another_default_device_changes_nothing() -> None:
     extra = torch.eye(3).to_sparse()
     torch.set_default_device("meta")
     try:
-        program = Program(model, optimizer, extra=extra)
+        program = BlobProgram(model, optimizer, extra=extra)
         program.tracking.audit_sample()
         raw = program.cut()
         program.restore(raw)
@@ -430,14 +430,14 @@ def test_wrapper_without_base_init_is_unwrapped_or_refused() -> None:
             self.param_groups, self.state = [{"params": params, "lr": 0.1}], {}
 
     model = _table()
-    program = Program(model, InnerWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
+    program = BlobProgram(model, InnerWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
     assert program.tracking.tables[0].tracker == "hashes"
     assert "optim/0" in program.cut()
     order = StepOrderCheck(program.tracking, {}, StepClock(program.tracking))
     order.arm()
     order.close()
     with pytest.raises(UserError, match="super"):
-        Program(model, BaselessOptimizer(list(model.parameters())))
+        BlobProgram(model, BaselessOptimizer(list(model.parameters())))
 
 
 def test_sharded_modules_have_no_contract() -> None:

@@ -21,7 +21,7 @@ from tests.support.trainer.tracking_case import (
     EXACT,
     PLAIN,
     ROWS,
-    Training,
+    TableTraining,
     begin,
     make_table,
     quiet,
@@ -184,7 +184,7 @@ def test_replaced_parameter_is_detected_at_the_next_snapshot():
 
 def test_close_removes_all_hooks():
     """After close neither model nor optimizer knows deltashard."""
-    training = Training("sgd", "embedding", False, 0)
+    training = TableTraining("sgd", "embedding", False, 0)
     tracking = Tracking(training.model, [training.optimizer], settings=AUDIT_ALL)
     tracking.close()
     assert not training.optimizer._optimizer_step_post_hooks

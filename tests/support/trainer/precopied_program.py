@@ -16,7 +16,7 @@ from torch import nn
 from tests.support.eventually import eventually
 
 
-class CopiedProgram:
+class PrecopiedProgram:
     """Tables, each under an optimizer, and a dense layer under another one."""
 
     def __init__(
@@ -25,19 +25,19 @@ class CopiedProgram:
         self.folder, self.tables, self.top, self.optimizers = folder, tables, top, optimizers
         self.model = nn.ModuleDict({**tables, "top": top})
         self.snapshots: dict[int, dict[str, torch.Tensor]] = {}
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.messages: list[tuple[str, dict[str, Any]]] = []
         options = {"arena_bytes": 64 << 20, "keep_last": 100, "encoding": "fp32", "grace_s": None} | options
         self.ckpt = deltashard.Checkpointer(
-            self.model, optimizers, url=folder / "store", run="r", on_event=self._tell, **options
+            self.model, optimizers, url=folder / "store", run="r", on_event=self._on_event, **options
         )
         self.ckpt.restore()
 
-    def _tell(self, name: str, facts: Any) -> None:
-        self.told.append((name, dict(facts)))
+    def _on_event(self, name: str, facts: Any) -> None:
+        self.messages.append((name, dict(facts)))
         if name == "snapshot":
-            self.snapshots[facts["step"]] = self.at_cut()
+            self.snapshots[facts["step"]] = self.on_cut()
 
-    def at_cut(self) -> dict[str, torch.Tensor]:
+    def on_cut(self) -> dict[str, torch.Tensor]:
         """What is there, on the training thread, when a cut is told."""
         return self.state()
 
@@ -59,7 +59,7 @@ class CopiedProgram:
         if (now := self.copying) is not None:
             eventually(lambda: now.done, what="the copy")
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """No save in flight, and nothing that the copying thread has still to look at."""
         self.ckpt._outcomes.drain(float("inf"))
         for job in (self.ckpt._outcomes.comparison.job, self.ckpt._program.tracking._sampling):

@@ -4,7 +4,7 @@ Acknowledgements are lost, requests doubled, delivered late, refused in storms, 
 own way. Whatever happened: each restore is that of the newest checkpoint, exactly; none that was acknowledged is missing;
 a checkpoint is never called invalid; once the troubles are over `verify --deep` is clean, and all that is live reads back.
 
-Seeds fix it all. `DELTASHARD_TEST_TROUBLES_S=3600` goes on with new seeds for an hour.
+Seeds fix it all. `DELTASHARD_TEST_FAULTS_S=3600` goes on with new seeds for an hour.
 """
 
 import itertools
@@ -25,11 +25,11 @@ from deltashard_cli.verification import verify
 
 from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model, same
-from tests.support.fake_trainer import SaveRefused, Trainer
+from tests.support.fake_model import FakeModel, same
+from tests.support.fake_trainer import SaveStreamFailed, Trainer
 from tests.support.machine import limit_s
+from tests.support.server.faulty_s3_proxy import FaultyS3Proxy, by_seed
 from tests.support.server.minio_server import MinioServer
-from tests.support.server.troubled_s3 import TroubledS3, by_seed
 from tests.support.sidecar_process import SidecarProcess
 
 pytestmark = [pytest.mark.minio, pytest.mark.slow]
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.minio, pytest.mark.slow]
 LIVES = 8
 CUTS = 3
 RATE = 0.15
-LONGER_S = float(os.environ.get("DELTASHARD_TEST_TROUBLES_S", "0"))
+LONGER_S = float(os.environ.get("DELTASHARD_TEST_FAULTS_S", "0"))
 POINTS = """
 stage.batch_received encode.first stage.sealed pack.before_put pack.during_put:2 pack.after_put index.before_put
 index.after_put:2 commit.after_list commit.before_log_put:2 commit.after_log_put commit.after_log_put:2
@@ -49,19 +49,19 @@ FAIR = {"UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "ABORTED", "PERMISSION_
 ENDS = ("crash", "crash", "crash", "kill", "vanish", "server", "well")
 
 
-class Story:
+class FaultScenario:
     """One run, its troubles, and the memory of every cut's content and of every acknowledgement."""
 
-    def __init__(self, root: Path, server: MinioServer, proxy: TroubledS3, seed: int) -> None:
+    def __init__(self, root: Path, server: MinioServer, proxy: FaultyS3Proxy, seed: int) -> None:
         self.root, self.server, self.proxy = root, server, proxy
         self.bucket = server.new_bucket()
         self.url = server.url(self.bucket, port=proxy.port)
         self.chance = random.Random(seed)
         self.consecutive = bool(seed % 2)
-        self.model = Model(seed=seed)
+        self.model = FakeModel(seed=seed)
         self.states: dict[tuple[int, int], list[np.ndarray]] = {}
         self.acknowledged: dict[int, tuple[int, int]] = {}
-        self.said: Counter[str] = Counter()
+        self.messages: Counter[str] = Counter()
 
     def sidecar(self, crash_at: str = "") -> SidecarProcess:
         flags = {
@@ -78,50 +78,50 @@ class Story:
         point = self.chance.choice(POINTS.split())
         process = self.sidecar(point if end == "crash" else "")
         try:
-            self.trains(process, snapshots=CUTS, end=end)
+            self.run_trainer(process, snapshots=CUTS, end=end)
             if end == "vanish":
-                self.trains(process, snapshots=1)
+                self.run_trainer(process, snapshots=1)
             if end == "well" and process.poll() is None:
                 assert process.terminate() == 0
         finally:
             process.kill()
         assert '.unexpected"' not in process.log(), "an error of ours"
 
-    def trains(self, process: SidecarProcess, *, snapshots: int, end: str = "") -> None:
+    def run_trainer(self, process: SidecarProcess, *, snapshots: int, end: str = "") -> None:
         """A trainer comes back and saves, as far as it gets; whatever ends it, an error said so."""
         trainer: Trainer | None = None
         try:
             trainer = Trainer(process.socket, self.model, consecutive=self.consecutive)
-            self.comes_back(trainer)
+            self.assert_recovers(trainer)
             for number in range(snapshots):
                 if end == "vanish" and number == 1:
                     self.model.train()
                     cut = trainer.begin()
                     cut.rows_of(0, None)
-                    cut.vanish()
+                    cut.disconnect()
                     return
-                self.saves(trainer, self.server_restarts if end == "server" and number == 1 else None)
+                self.save_cut(trainer, self.server_restarts if end == "server" and number == 1 else None)
                 if trainer.gone:
                     return
         except grpc.RpcError as error:
             if error.code().name not in FAIR:  # type: ignore[attr-defined]
                 raise
-            self.said[error.code().name] += 1  # type: ignore[attr-defined]
-        except SaveRefused as error:
-            self.refused(error)
+            self.messages[error.code().name] += 1  # type: ignore[attr-defined]
+        except SaveStreamFailed as error:
+            self.check_error(error)
         finally:
             if trainer is not None:
                 for commit in list(trainer.commits.values()):
                     self.acknowledged[commit.seq] = (commit.attempt, commit.cut)
                 trainer.close()
 
-    def refused(self, error: SaveRefused) -> None:
+    def check_error(self, error: SaveStreamFailed) -> None:
         """Anything may be said but that a checkpoint is no good: the store never lost one."""
         if error.cause in {"invalid", "corrupt"}:
             raise error
-        self.said[error.cause] += 1
+        self.messages[error.cause] += 1
 
-    def comes_back(self, trainer: Trainer) -> None:
+    def assert_recovers(self, trainer: Trainer) -> None:
         """Everything acknowledged is there, and what is restored is what was cut."""
         opened = trainer.open()
         newest = max(self.acknowledged, default=0)
@@ -139,7 +139,7 @@ class Story:
         self.server.start()
         self.proxy.upstream_port = self.server.port
 
-    def saves(self, trainer: Trainer, meanwhile: Callable[[], None] | None = None) -> None:
+    def save_cut(self, trainer: Trainer, meanwhile: Callable[[], None] | None = None) -> None:
         """One cut, until it is known what became of it; `meanwhile` it is on its way to the store."""
         self.model.train()
         assert trainer.attempt is not None
@@ -154,18 +154,18 @@ class Story:
                 what=f"cut {number} ends",
             )
             trainer.committed(number)
-        except SaveRefused as error:
-            self.refused(error)
+        except SaveStreamFailed as error:
+            self.check_error(error)
 
-    def ends_well(self) -> None:
+    def assert_healthy(self) -> None:
         """Without troubles: it comes back, saves, verifies, and every live checkpoint is what was cut for it."""
-        self.proxy.calm()
+        self.proxy.disable_faults()
         process = self.sidecar()
         try:
             trainer = Trainer(process.socket, self.model, consecutive=self.consecutive)
-            self.comes_back(trainer)
+            self.assert_recovers(trainer)
             for _ in range(2):
-                self.saves(trainer)
+                self.save_cut(trainer)
             assert max(trainer.commits) == 2, trainer.failures
             self.acknowledged |= {c.seq: (c.attempt, c.cut) for c in trainer.commits.values()}
             trainer.close()
@@ -188,22 +188,26 @@ class Story:
                     assert same(got, cut[2 + 3 * i : 5 + 3 * i])
 
 
-def tell(root: Path, server: MinioServer, seed: int) -> None:
+def run_scenario(root: Path, server: MinioServer, seed: int) -> None:
     """All lives of one seed, with what they met on stdout."""
     root.mkdir()
-    with TroubledS3(server.port, by_seed(seed, RATE)) as proxy:
-        story = Story(root, server, proxy, seed)
+    with FaultyS3Proxy(server.port, by_seed(seed, RATE)) as proxy:
+        story = FaultScenario(root, server, proxy, seed)
         for _ in range(LIVES):
             story.lives()
-        story.ends_well()
-        met = ", ".join(f"{kind} {trouble} {count}" for (kind, trouble), count in sorted(proxy.met.items()))
-        print(f"seed {seed}: {len(story.acknowledged)} acknowledged; said {dict(story.said)}; met {met}")
+        story.assert_healthy()
+        injected = ", ".join(
+            f"{kind} {trouble} {count}" for (kind, trouble), count in sorted(proxy.injected.items())
+        )
+        print(
+            f"seed {seed}: {len(story.acknowledged)} acknowledged; said {dict(story.messages)}; met {injected}"
+        )
 
 
 @pytest.mark.timeout(LONGER_S + 3600)  # half a minute each where nothing else runs
-def test_lives_among_troubles(own_minio: MinioServer, tmp_path: Path) -> None:
+def test_runs_survive_store_faults(own_minio: MinioServer, tmp_path: Path) -> None:
     until_s = time.monotonic() + LONGER_S
     for seed in itertools.count(1):
-        tell(tmp_path / f"story-{seed}", own_minio, seed)
+        run_scenario(tmp_path / f"story-{seed}", own_minio, seed)
         if time.monotonic() >= until_s:
             break

@@ -24,12 +24,12 @@ def test_sound():
 """
 
 CONFTEST = """
-from tests.support.alone import Alone
+from tests.support.flaky_rerun import FlakyRerun
 import pytest
 
 def pytest_configure(config):
     if config.getoption("numprocesses", None):
-        config.pluginmanager.register(Alone())
+        config.pluginmanager.register(FlakyRerun())
 """
 
 

@@ -7,7 +7,7 @@ promises may be seen to do from afar:
 - `REFUSED`: 503 SlowDown, nothing happened. `EXPIRED`: 403 ExpiredToken.
 - `LOST`: it happened, and the connection broke before the answer.
 - `DOUBLED`: the network delivered it twice; the client gets the second answer.
-- `LATE`: the connection broke, and the request arrives after others that were sent later (`settle` brings the rest).
+- `LATE`: the connection broke, and the request arrives after others that were sent later (`flush_delayed` brings the rest).
 - `CUT`: the body broke off in the middle, of a PUT on its way there, of anything else on its way back.
 - `FLIPPED`: one bit of the body was wrong, of a PUT on its way there, of an object on its way back.
 - `HUNG`: nothing is heard until other requests have gone by, or `release()`.
@@ -29,7 +29,7 @@ from typing import Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 
-class Trouble(StrEnum):
+class S3Fault(StrEnum):
     """What may happen to a request; see the module's text."""
 
     REFUSED = "refused"
@@ -42,19 +42,19 @@ class Trouble(StrEnum):
     HUNG = "hung"
 
 
-APPLIES: Mapping[str, tuple[Trouble, ...]] = {
-    "put": tuple(Trouble),
-    "create": tuple(Trouble),
-    "get": (Trouble.REFUSED, Trouble.EXPIRED, Trouble.LOST, Trouble.CUT, Trouble.FLIPPED, Trouble.HUNG),
-    "list": (Trouble.REFUSED, Trouble.EXPIRED, Trouble.LOST, Trouble.CUT, Trouble.HUNG),
-    "head": (Trouble.REFUSED, Trouble.LOST, Trouble.HUNG),
-    "delete": (Trouble.REFUSED, Trouble.EXPIRED, Trouble.LOST, Trouble.DOUBLED),
+APPLIES: Mapping[str, tuple[S3Fault, ...]] = {
+    "put": tuple(S3Fault),
+    "create": tuple(S3Fault),
+    "get": (S3Fault.REFUSED, S3Fault.EXPIRED, S3Fault.LOST, S3Fault.CUT, S3Fault.FLIPPED, S3Fault.HUNG),
+    "list": (S3Fault.REFUSED, S3Fault.EXPIRED, S3Fault.LOST, S3Fault.CUT, S3Fault.HUNG),
+    "head": (S3Fault.REFUSED, S3Fault.LOST, S3Fault.HUNG),
+    "delete": (S3Fault.REFUSED, S3Fault.EXPIRED, S3Fault.LOST, S3Fault.DOUBLED),
 }
 _ERROR = "<Error><Code>{}</Code><Message>by the proxy of the tests</Message></Error>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ProxyRequest:
     """What the proxy sees of a request."""
 
     kind: str
@@ -65,41 +65,41 @@ class Request:
     """How many of its kind came before."""
 
 
-Choice = Callable[[Request], Trouble | None]
+Choice = Callable[[ProxyRequest], S3Fault | None]
 
 
 def by_seed(seed: int, rate: float) -> Choice:
     """About `rate` of all requests meet trouble; a refusal is three long. The n-th of a kind always meets the same."""
 
-    def chosen(request: Request, number: int) -> Trouble | None:
+    def chosen(request: ProxyRequest, number: int) -> S3Fault | None:
         chance = random.Random(f"{seed}/{request.kind}/{number}")
         return chance.choice(APPLIES[request.kind]) if chance.random() < rate else None
 
-    def choose(request: Request) -> Trouble | None:
+    def choose(request: ProxyRequest) -> S3Fault | None:
         before = range(max(0, request.number - 2), request.number)
-        if any(chosen(request, number) is Trouble.REFUSED for number in before):
-            return Trouble.REFUSED
+        if any(chosen(request, number) is S3Fault.REFUSED for number in before):
+            return S3Fault.REFUSED
         return chosen(request, request.number)
 
     return choose
 
 
-class TroubledS3:
+class FaultyS3Proxy:
     """The proxy, on 127.0.0.1:`port`, before an upstream port; thread-safe."""
 
     def __init__(self, upstream_port: int, choose: Choice | None = None) -> None:
         self.upstream_port = upstream_port
         self.choose: Choice = choose or (lambda _request: None)
-        self.met: Counter[tuple[str, Trouble]] = Counter()
+        self.injected: Counter[tuple[str, S3Fault]] = Counter()
         """(kind, trouble) -> how often."""
-        self.requests: list[Request] = []
+        self.requests: list[ProxyRequest] = []
         self._lock = threading.Condition()
         self._numbers: Counter[str] = Counter()
         self._flipped: set[str] = set()
-        self._late: list[Callable[[], object]] = []
+        self._delayed: list[Callable[[], object]] = []
         self._released = 0
         self._closed = False
-        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server = _ProxyServer(("127.0.0.1", 0), _ProxyHandler)
         self._server.proxy = self
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
@@ -118,15 +118,15 @@ class TroubledS3:
         self._server.server_close()
         self._thread.join(60)
 
-    def calm(self) -> None:
+    def disable_faults(self) -> None:
         """No trouble from here on; what hangs goes on, what is late arrives."""
         self.choose = lambda _request: None
         self.release()
-        self.settle()
+        self.flush_delayed()
 
-    def settle(self) -> None:
+    def flush_delayed(self) -> None:
         with self._lock:
-            late, self._late = self._late, []
+            late, self._delayed = self._delayed, []
         for arrive in late:
             arrive()
 
@@ -135,20 +135,20 @@ class TroubledS3:
             self._released += 1
             self._lock.notify_all()
 
-    def seen(self, kind: str, key: str) -> tuple[Request, Trouble | None]:
+    def choose_fault(self, kind: str, key: str) -> tuple[ProxyRequest, S3Fault | None]:
         """Number a request and choose its trouble; a late one may arrive before it."""
         with self._lock:
-            request = Request(kind=kind, key=key, number=self._numbers[kind])
+            request = ProxyRequest(kind=kind, key=key, number=self._numbers[kind])
             self._numbers[kind] += 1
             self.requests.append(request)
             trouble = self.choose(request)
-            if trouble is Trouble.FLIPPED and kind == "get":
+            if trouble is S3Fault.FLIPPED and kind == "get":
                 # A network that flips the same object's bits twice is no network but a rotten object.
                 trouble = None if key in self._flipped else trouble
                 self._flipped.add(key)
             if trouble is not None:
-                self.met[kind, trouble] += 1
-            arriving = self._late.pop(0) if self._late and len(self.requests) % 3 == 0 else None
+                self.injected[kind, trouble] += 1
+            arriving = self._delayed.pop(0) if self._delayed and len(self.requests) % 3 == 0 else None
             self._lock.notify_all()
         if arriving is not None:
             arriving()
@@ -164,23 +164,23 @@ class TroubledS3:
 
             self._lock.wait_for(over, 2.0)
 
-    def put_off(self, arrive: Callable[[], object]) -> None:
+    def delay(self, arrive: Callable[[], object]) -> None:
         with self._lock:
-            self._late.append(arrive)
+            self._delayed.append(arrive)
 
 
-class _Server(ThreadingHTTPServer):
+class _ProxyServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
-    proxy: TroubledS3
+    proxy: FaultyS3Proxy
 
     def handle_error(self, *_: object) -> None:
         pass  # a client that went away
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _ProxyHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: _Server
+    server: _ProxyServer
     wbufsize = -1
 
     def setup(self) -> None:
@@ -201,35 +201,35 @@ class _Handler(BaseHTTPRequestHandler):
             kind = "create"
         if kind == "get" and not key:
             kind, key = "list", query.get("prefix", [""])[0]
-        _request, trouble = proxy.seen(kind, key)
+        _request, trouble = proxy.choose_fault(kind, key)
         writes = kind in {"put", "create"}
         match trouble:
-            case Trouble.REFUSED | Trouble.EXPIRED:
-                code = "SlowDown" if trouble is Trouble.REFUSED else "ExpiredToken"
-                self._answer(503 if trouble is Trouble.REFUSED else 403, {}, _ERROR.format(code).encode())
-            case Trouble.LOST:
+            case S3Fault.REFUSED | S3Fault.EXPIRED:
+                code = "SlowDown" if trouble is S3Fault.REFUSED else "ExpiredToken"
+                self._answer(503 if trouble is S3Fault.REFUSED else 403, {}, _ERROR.format(code).encode())
+            case S3Fault.LOST:
                 self._forward(body)
                 self._break()
-            case Trouble.LATE:
+            case S3Fault.LATE:
                 late = (self.command, self.path, body, dict(self.headers.items()))
-                proxy.put_off(lambda: _sent(proxy.upstream_port, *late))
+                proxy.delay(lambda: _send(proxy.upstream_port, *late))
                 self._break()
-            case Trouble.CUT if writes:
+            case S3Fault.CUT if writes:
                 _send_half(proxy.upstream_port, self.command, self.path, body, dict(self.headers.items()))
                 self._break()
-            case Trouble.CUT:
+            case S3Fault.CUT:
                 status, headers, data = self._forward(body)
                 self._answer(status, headers, data, cut=True)
-            case Trouble.FLIPPED if writes:
+            case S3Fault.FLIPPED if writes:
                 self._answer(*self._forward(_flipped(body)))
-            case Trouble.FLIPPED:
+            case S3Fault.FLIPPED:
                 status, headers, data = self._forward(body)
                 self._answer(status, headers, _flipped(data) if status in {200, 206} else data)
-            case Trouble.DOUBLED:
+            case S3Fault.DOUBLED:
                 self._forward(body)
                 self._answer(*self._forward(body))
             case _:
-                if trouble is Trouble.HUNG:
+                if trouble is S3Fault.HUNG:
                     proxy.hang()
                 self._answer(*self._forward(body))
 
@@ -237,7 +237,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         port = self.server.proxy.upstream_port
-        return _sent(port, self.command, self.path, body, dict(self.headers.items()))
+        return _send(port, self.command, self.path, body, dict(self.headers.items()))
 
     def _answer(self, status: int, headers: Mapping[str, str], data: bytes, *, cut: bool = False) -> None:
         if status == 0:  # the server itself went away
@@ -263,7 +263,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
 
-def _sent(
+def _send(
     port: int, method: str, path: str, body: bytes, headers: Mapping[str, str]
 ) -> tuple[int, dict[str, str], bytes]:
     """The server's answer; status 0 when there was none."""
