@@ -23,7 +23,7 @@ from measuring import limit
 from torch import nn
 
 
-class Dlrm(nn.Module):
+class BenchDlrm(nn.Module):
     """Eight tables, pooled by sum, pairwise dot products, two perceptrons: the shape of MLPerf's DLRM, smaller."""
 
     def __init__(self, rows: int, columns: int) -> None:
@@ -89,7 +89,7 @@ def _case(
 ) -> dict[str, Any]:
     factory = CASES[name]
     torch.manual_seed(0)
-    model = Dlrm(rows, 32)
+    model = BenchDlrm(rows, 32)
     optimizers = [
         factory(list(model.tables.parameters())),
         torch.optim.SGD([*model.bottom.parameters(), *model.top.parameters()], lr=0.01),

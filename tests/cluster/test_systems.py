@@ -178,7 +178,7 @@ def test_controller_writes_no_user_objects(stage: ClusterStage, stage_lock: None
     statuses = [each for each in asked if each.resource == "checkpointruns/status" and each.status == 200]
     assert statuses, "it was at work"
     # A namespace that is being deleted refuses the Event that tells of it: refusals are no findings here.
-    assert not audit.findings(each for each in asked if each.status < 400)
+    assert not audit.violations(each for each in asked if each.status < 400)
 
 
 def test_uninstall_and_upgrade(bench: ScenarioBench, tmp_path: Path) -> None:

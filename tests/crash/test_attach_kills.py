@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from deltashard.errors import RestoreFailed
 
-from tests.incidents.toys import Run
+from tests.incidents.toys import ToyRun
 
 POINTS = (
     "serve.owned", "serve.before_ready", "attach.admitted", "attempt.before_open", "attempt.after_open",
@@ -20,7 +20,7 @@ def started_store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[
     root = tmp_path_factory.mktemp("begun")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
-        with Run(root / "store") as run:
+        with ToyRun(root / "store") as run:
             run.train(3)
             run.save()
             return root / "store", run.state()
@@ -32,7 +32,7 @@ def test_killed_sidecar_is_restarted(point, started_store, tmp_path, monkeypatch
     store, state = started_store
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("DELTASHARD_CRASH_AT", point)
-    with Run(store, sidecar={"linger_s": 0.0}) as run:
+    with ToyRun(store, sidecar={"linger_s": 0.0}) as run:
         assert run.ckpt._launcher._spawned == 2
         assert run.resumed is not None
         assert run.resumed.exact
@@ -47,7 +47,7 @@ def test_deadline_stops_retries_with_reasons(started_store, tmp_path, monkeypatc
     """restore(deadline_s=0) is not begun again; it may be called again, and finds the next sidecar."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("DELTASHARD_CRASH_AT", "restore.planned")
-    with Run(started_store[0], restore=False) as run:
+    with ToyRun(started_store[0], restore=False) as run:
         with pytest.raises(
             RestoreFailed, match=r"no sidecar that stays, within 0 s: UNAVAILABLE: .*restore\(\)"
         ):

@@ -14,13 +14,13 @@ from deltashard.attach.launcher import runtime_dir
 from deltashard.save.watchdog import MIN_BLOCKED_S
 from deltashard_proto.block_reason import BlockReason
 
-from tests.incidents.toys import Run
+from tests.incidents.toys import ToyRun
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 
-class WatchdogRun(Run):
+class WatchdogRun(ToyRun):
     """A run whose watchdog has a clock of its own."""
 
     def __init__(self, folder: Path, **options: object) -> None:

@@ -12,8 +12,8 @@ from tests.programs.dimension import Spec, differences
 from tests.support.tool import ROOT
 
 
-class Judge:
-    """See `zygote.judge`."""
+class ProgramRunner:
+    """See `zygote.evaluate`."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.programs.zygote"]

@@ -18,7 +18,7 @@ from deltashard.save import save_loop, taker
 from deltashard.snapshot import save_stream
 from torch import nn
 
-from tests.incidents.toys import Run, checkpointer, newest_step
+from tests.incidents.toys import ToyRun, checkpointer, newest_step
 from tests.support.eventually import eventually
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
@@ -43,7 +43,7 @@ def stopped(pid: int | None) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def saved_in_the_end(ckpt: deltashard.Checkpointer, train: Callable[[], None]) -> None:
+def assert_saves_resume(ckpt: deltashard.Checkpointer, train: Callable[[], None]) -> None:
     """Once the sidecar is back, and the back-off has passed, saves work."""
 
     def saved() -> bool:
@@ -58,9 +58,9 @@ def saved_in_the_end(ckpt: deltashard.Checkpointer, train: Callable[[], None]) -
     assert ckpt.stats.last_commit.step == ckpt.steps
 
 
-def test_a_stopped_sidecar_costs_one_save(tmp_path: Path) -> None:
+def test_stopped_sidecar_fails_one_save(tmp_path: Path) -> None:
     """It fails by name while the sidecar is still stopped; nothing more is tried until it answers again."""
-    with Run(tmp_path / "store") as run:
+    with ToyRun(tmp_path / "store") as run:
         run.train(2)
         run.save()
         with stopped(run.ckpt.sidecar_pid):
@@ -77,10 +77,10 @@ def test_a_stopped_sidecar_costs_one_save(tmp_path: Path) -> None:
             assert not handle.done
             assert run.ckpt.stats.failures.total() == failures
         assert handle.wait(60).step == run.ckpt.steps
-        saved_in_the_end(run.ckpt, run.train)
+        assert_saves_resume(run.ckpt, run.train)
 
 
-def test_tables_that_must_be_described_anew_to_a_stopped_sidecar(tmp_path: Path) -> None:
+def test_reattach_to_stopped_sidecar_fails_the_save(tmp_path: Path) -> None:
     """The first cut, after optimizer state appeared: attaching anew has the same budget."""
     model = nn.Embedding(300, 16, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters())
@@ -98,13 +98,11 @@ def test_tables_that_must_be_described_anew_to_a_stopped_sidecar(tmp_path: Path)
         with pytest.raises(SaveFailed, match="described anew"):
             ckpt.save().wait()
         train()
-    saved_in_the_end(ckpt, train)
+    assert_saves_resume(ckpt, train)
     ckpt.close()
 
 
-def test_a_sidecar_that_stops_in_the_middle_of_a_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sidecar_stopped_during_copy_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cut larger than the arena waits for blocks as long as its stall budget says, but only of one that answers."""
     model = nn.Embedding(1_500_000, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -133,10 +131,10 @@ def test_a_sidecar_that_stops_in_the_middle_of_a_copy(
         ckpt.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
 
-def test_close_ends_by_its_deadline_whatever_the_sidecar_does(tmp_path: Path) -> None:
+def test_close_meets_deadline_with_stopped_sidecar(tmp_path: Path) -> None:
     """Stopped before close(), which asks in vain; and stopped long ago, while the session thread attaches in vain."""
     for known in (False, True):
-        run = Run(tmp_path / str(known))
+        run = ToyRun(tmp_path / str(known))
         run.train(1)
         run.save()
         pid = run.ckpt.sidecar_pid
@@ -160,11 +158,11 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SidecarProc
         yield process
 
 
-def test_waiting_without_a_timeout_ends_when_the_sidecar_stays_away(
+def test_wait_without_timeout_ends_when_sidecar_is_gone(
     tmp_path: Path, pod: SidecarProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the training thread, which would have to cut, and on another; fencing settles what is left."""
-    with Run(tmp_path / "store") as run:
+    with ToyRun(tmp_path / "store") as run:
         run.train(1)
         run.save()
         pod.signal(signal.SIGKILL)
@@ -192,9 +190,9 @@ def test_waiting_without_a_timeout_ends_when_the_sidecar_stays_away(
         assert isinstance(other.error, FencedError)
 
 
-def test_a_save_that_fails_before_it_is_sent_backs_off(tmp_path: Path) -> None:
+def test_save_failing_before_send_backs_off(tmp_path: Path) -> None:
     """And fails by name; what is asked for meanwhile is not tried at every step."""
-    with Run(tmp_path / "store") as run:
+    with ToyRun(tmp_path / "store") as run:
         run.train(1)
         run.ckpt._wiring.records.failure_tracker._failures = 10  # the next pause is the longest: a minute
         tries = 0

@@ -15,7 +15,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 from torch import nn
 
-from tests.incidents.toys import Run, assert_holds, checkpointer, newest_step, stored
+from tests.incidents.toys import ToyRun, assert_holds, checkpointer, newest_step, stored
 
 
 def interrupt_once(optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,9 +32,9 @@ def interrupt_once(optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("torn", ["tables", "dense"])
-def test_a_step_left_by_ctrl_c_is_never_cut(tmp_path: Path, torn: str) -> None:
+def test_step_interrupted_by_ctrl_c_is_never_cut(tmp_path: Path, torn: str) -> None:
     """Not by save(), not by the timer, not by close(); once the optimizer has ended a step, cuts resume."""
-    with Run(tmp_path / "store", every_steps=1) as run:
+    with ToyRun(tmp_path / "store", every_steps=1) as run:
         run.train(2)
         run.save()
         with pytest.MonkeyPatch.context() as patch:
@@ -58,7 +58,7 @@ def test_a_step_left_by_ctrl_c_is_never_cut(tmp_path: Path, torn: str) -> None:
 
 def test_close_refuses_a_torn_step(tmp_path: Path) -> None:
     """The newest checkpoint stays that of the last whole step."""
-    with Run(tmp_path / "store") as run:
+    with ToyRun(tmp_path / "store") as run:
         run.train(2)
         run.save()
         run.train(1)
@@ -71,9 +71,9 @@ def test_close_refuses_a_torn_step(tmp_path: Path) -> None:
     assert newest_step(tmp_path / "store") == 2
 
 
-def test_optimizers_that_take_turns_are_cut_at_every_step(tmp_path: Path) -> None:
+def test_alternating_optimizers_are_cut_at_every_step(tmp_path: Path) -> None:
     """One steps in even steps, the other in odd ones: each end of `step()` is a boundary."""
-    with Run(tmp_path / "store") as run:
+    with ToyRun(tmp_path / "store") as run:
         for step in range(4):
             ids = torch.randint(0, 3000, (8, 4), generator=run.generator)
             run.model(ids).square().mean().backward()
@@ -84,7 +84,7 @@ def test_optimizers_that_take_turns_are_cut_at_every_step(tmp_path: Path) -> Non
             assert run.ckpt.save().wait(60).step == step + 1
 
 
-class Normed(nn.Module):
+class NormedToy(nn.Module):
     """BatchNorm's statistics and dropout's random numbers move in the forward."""
 
     def __init__(self) -> None:
@@ -95,10 +95,10 @@ class Normed(nn.Module):
         return self.layers(x)
 
 
-def test_a_save_between_forward_and_step_is_cut_by_the_next_step(tmp_path: Path) -> None:
+def test_save_between_forward_and_step_is_cut_at_next_step(tmp_path: Path) -> None:
     """With a loader that is not wrapped: the statistics that are stored are those of the step that is stored."""
     torch.manual_seed(0)
-    model = Normed()
+    model = NormedToy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ckpt = checkpointer(model, optimizer, tmp_path / "store")
     ckpt.restore()
@@ -119,7 +119,7 @@ def test_a_save_between_forward_and_step_is_cut_by_the_next_step(tmp_path: Path)
     random = torch.get_rng_state()
     assert handle.wait(60).step == 3
     ckpt.close()
-    again = Normed()
+    again = NormedToy()
     ckpt = checkpointer(again, torch.optim.SGD(again.parameters(), lr=0.1), tmp_path / "store")
     assert ckpt.restore() is not None
     assert torch.equal(torch.get_rng_state(), random)
@@ -128,7 +128,7 @@ def test_a_save_between_forward_and_step_is_cut_by_the_next_step(tmp_path: Path)
 
 
 @contextmanager
-def unheard(run: Run) -> Iterator[None]:
+def without_notifications(run: ToyRun) -> Iterator[None]:
     """The sidecar's news does not arrive: a save that is cut here stays in flight."""
     session = run.ckpt._session
     post, kept = session.post, []
@@ -141,12 +141,12 @@ def unheard(run: Run) -> Iterator[None]:
             post(event)
 
 
-def test_a_pin_asked_for_while_a_save_is_in_flight_is_of_its_step_or_fails(tmp_path: Path) -> None:
+def test_pin_requested_during_save_keeps_its_step_or_fails(tmp_path: Path) -> None:
     """It never moves to a later model; a plain save does."""
     url = tmp_path / "store"
-    with Run(url, keep_last=20) as run:
+    with ToyRun(url, keep_last=20) as run:
         run.train(2)
-        with unheard(run):
+        with without_notifications(run):
             first = run.ckpt.save("first", metadata={"loss": 1})
             assert first.cut is not None
             lost = run.ckpt.save("lost", pin="best", metadata={"loss": 2})
@@ -160,7 +160,7 @@ def test_a_pin_asked_for_while_a_save_is_in_flight_is_of_its_step_or_fails(tmp_p
         assert plain.wait(60).step == 3
         # Waited for, it is exact: after the one in flight, still at the same step.
         run.train(1)
-        with unheard(run):
+        with without_notifications(run):
             run.ckpt.save("busy", metadata={"loss": 3})
             kept = run.ckpt.save("kept", pin="best", metadata={"loss": 4})
         assert kept.wait(60).step == 4
@@ -172,9 +172,9 @@ def test_a_pin_asked_for_while_a_save_is_in_flight_is_of_its_step_or_fails(tmp_p
     assert_holds(stored(url, "pin:best"), was)
 
 
-def test_a_vetoed_save_says_so(tmp_path: Path) -> None:
+def test_vetoed_save_fails_with_reason(tmp_path: Path) -> None:
     """`wait()` does not ask validate() for ever."""
-    with Run(tmp_path / "store", validate=lambda: False) as run:
+    with ToyRun(tmp_path / "store", validate=lambda: False) as run:
         run.train(1)
         with pytest.raises(SaveFailed, match="vetoed"):
             run.ckpt.save().wait()
