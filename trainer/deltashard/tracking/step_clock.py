@@ -34,13 +34,13 @@ class StepClock:  # noqa: PLR0904
         "_attention",
         "_blind",
         "_blocked",
-        "_line",
         "_check_at_ns",
+        "_line",
         "_steps",
         "_wake",
+        "end_step",
         "moved",
         "step",
-        "end_step",
         "whole",
     )
 
