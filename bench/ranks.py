@@ -64,13 +64,13 @@ def open_through_sidecar(layout: Layout) -> dict[str, float]:
     from deltashard_proto.message_limit import MESSAGE_OPTIONS
     from deltashard_proto.v1 import trainer_pb2 as pb
     from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
-    from ours import Sidecar
-    from peers import Place
+    from ours import SidecarServer
+    from peers import StoreLocation
 
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        place = Place(name="disk", root=f"{folder}/store")
+        place = StoreLocation(name="disk", root=f"{folder}/store")
         with (
-            Sidecar(place, RUN, Path(folder), arena_bytes="64MiB") as sidecar,
+            SidecarServer(place, RUN, Path(folder), arena_bytes="64MiB") as sidecar,
             grpc.insecure_channel(f"unix:{sidecar.memory}/sidecar.sock", options=MESSAGE_OPTIONS) as channel,
         ):
             stub = TrainerStub(channel)  # type: ignore[no-untyped-call]  # generated

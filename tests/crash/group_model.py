@@ -706,7 +706,7 @@ class GroupMember:
             if what:
                 later = self._save(what, wait, step)
             if self.chance.random() < 0.04:
-                self.loop.ask(SaveHandle(reason="own", pin=None, metadata={}, waiter=self.loop.wait))
+                self.loop.submit(SaveHandle(reason="own", pin=None, metadata={}, waiter=self.loop.wait))
         self.stands = "close"
         self.last_of().finish(self.sim.now_s + 100.0)
         if self.outcomes.committed_step != STEPS:
@@ -755,7 +755,7 @@ class GroupMember:
         self.life.counts["pins"] += pin is not None
         handle = SaveHandle(reason="user", pin=pin, metadata={}, waiter=self.loop.wait)
         self.stands = f"{what} {wait} at step {step}"
-        self.loop.ask(handle)
+        self.loop.submit(handle)
         if wait == "wait":
             self._wait(handle, step)
         return handle if wait == "later" else None

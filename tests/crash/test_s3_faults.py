@@ -143,7 +143,7 @@ class FaultScenario:
         """One cut, until it is known what became of it; `meanwhile` it is on its way to the store."""
         self.model.train()
         assert trainer.attempt is not None
-        self.states[trainer.attempt, trainer.snapshot + 1] = self.model.state()
+        self.states[trainer.attempt, trainer.cut + 1] = self.model.state()
         try:
             number = trainer.save()
             if meanwhile is not None:

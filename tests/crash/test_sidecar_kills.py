@@ -54,7 +54,7 @@ class KillScenario:
 
     def cut(self, trainer: Trainer) -> int:
         self.model.train()
-        self.states[trainer.attempt, trainer.snapshot + 1] = self.model.state()
+        self.states[trainer.attempt, trainer.cut + 1] = self.model.state()
         return trainer.save()
 
     def newest(self) -> tuple[int, int] | None:

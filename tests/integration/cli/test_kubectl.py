@@ -93,7 +93,7 @@ def trained(http: Rest) -> TrainedWorkload:
     workload = Workload(namespace=cluster.namespace, kind="Job", name=name, uid=uid, api_version="batch/v1")
     pods = {"p-1": replace(base.pods["p-1"], name=pod, workload=workload)}
     run = replace(base, workload=workload, pods=pods, conditions=(*base.conditions, STALE))
-    put(cluster, run_record.document(run), run_record.status(run, run.judged_s))
+    put(cluster, run_record.document(run), run_record.status(run, run.reconciled_s))
     return TrainedWorkload(cluster, job, pod, run.name)
 
 

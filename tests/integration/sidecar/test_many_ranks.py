@@ -54,7 +54,7 @@ class RankGroup:
         reply = first.open(which, layout=self.layout.data)
         assert reply.layout == self.layout.digest
         for trainer in others:
-            trainer.attempt, trainer.layout, trainer.snapshot = reply.attempt, reply.layout, 0
+            trainer.attempt, trainer.layout, trainer.cut = reply.attempt, reply.layout, 0
             trainer.attach()
         first.layout = reply.layout
         return reply.resume_seq if reply.HasField("resume_seq") else None
@@ -242,7 +242,7 @@ def test_ranks_at_different_steps_make_no_checkpoint(tmp_path: Path) -> None:
             group.trainers[0].committed(snapshots[0])
         group.models[0].train()
         for trainer in group.trainers:
-            trainer.snapshot += 1
+            trainer.cut += 1
         eventually(lambda: snapshots[1] in group.trainers[1].failures, what="the other rank hears of it, too")
         seq = group.save_and_commit()
         _assert_holds(url, seq, group.models)

@@ -136,9 +136,7 @@ class Prepared:
     def __init__(self, trainer: Trainer) -> None:
         self.outbox: queue.SimpleQueue[pb.SaveRequest | None] = queue.SimpleQueue()
         self.call = trainer.stub.Save(iter(self.outbox.get, None), timeout=60)
-        self.begin = pb.SaveRequest.Begin(
-            session=trainer.reply.session, cut=trainer.snapshot + 1, reason="ahead"
-        )
+        self.begin = pb.SaveRequest.Begin(session=trainer.reply.session, cut=trainer.cut + 1, reason="ahead")
         self.outbox.put(pb.SaveRequest(ready=pb.SaveRequest.Ready(session=trainer.reply.session)))
         self.outbox.put(pb.SaveRequest(prepare=pb.SaveRequest.Prepare(begin=self.begin)))
         self.answer = next(self.call).prepared

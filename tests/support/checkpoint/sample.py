@@ -187,7 +187,7 @@ class SampleRun:
                     written += frame_encoder.encode_blob_frames(
                         name=name, data=data, step=step, chunk_bytes=4096
                     )
-            options = {"said": extra, "pack_bytes": pack_bytes}
+            options = {"extra": extra, "pack_bytes": pack_bytes}
             reports.append(write_part(self.store, self.cache, target, written, **options))
 
         def commit(log: RunLog, each: PartReport) -> int:

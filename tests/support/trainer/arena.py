@@ -38,7 +38,7 @@ class FakeArena:
     def send(self, message: Any, _bytes: int) -> None:
         self.sent.append(message.rows)
 
-    def take_back(self, blocks: Iterable[int]) -> None:
+    def return_blocks(self, blocks: Iterable[int]) -> None:
         self.free.extend(blocks)
 
     def writer(self, **options: Any) -> BlockWriter:

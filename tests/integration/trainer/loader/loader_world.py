@@ -77,7 +77,7 @@ class SimulatedTrainer:
         apply_globals(rng)
 
     def wrap(self, loader: Any, name: str = "loader", **options: Any) -> WrappedLoader:
-        if not self.registry.loaders and self.registry.cut is None:
+        if not self.registry.loaders and self.registry.snapshot_rng is None:
             self.restore(self.state)
         return self.registry.wrap(loader, name=name, **options)
 

@@ -55,7 +55,7 @@ def test_snapshot_serves_all_requests_with_compatible_metadata() -> None:
 def test_wait_for_a_running_comparison_is_bounded() -> None:
     """Of what was copied ahead with the live rows: whoever closes has a bound; what was not begun is not done any more."""
     job: Future[None] = Future()
-    comparison = Comparison(lambda _work: job, found=lambda: pytest.fail("it was not over"))
+    comparison = Comparison(lambda _work: job, on_found=lambda: pytest.fail("it was not over"))
     comparison.begin(InFlightSave(cut=1, step=1, reason="timer"), [(None, None)])  # type: ignore[list-item]
     found = comparison.result(time.monotonic())
     assert found is not None
