@@ -58,7 +58,7 @@ FULL = GroupScale(state_bytes=2 << 30, rounds=3, pairs=5, steps=40)
 SMALL = GroupScale(state_bytes=64 << 20, rounds=1, pairs=2, steps=10)
 
 
-class RankTraining:
+class GroupTraining:
     """The model as one rank has it."""
 
     def __init__(self, scale: GroupScale) -> None:
@@ -202,7 +202,7 @@ def _begin() -> Instant:
     return Instant.now()
 
 
-def _our_save(training: RankTraining, ckpt: Any) -> dict[str, Any]:
+def _our_save(training: GroupTraining, ckpt: Any) -> dict[str, Any]:
     stall_s = stall_cpu_s = 0.0
     steps = 0
     begun = _begin()
@@ -257,7 +257,7 @@ class _Dcp:
         if self.stager is not None and self.stager.state_dict_cache is None:
             self.stager.state_dict_cache = _create_cpu_state_dict(state)
 
-    def save(self, training: RankTraining, tag: str) -> dict[str, Any]:
+    def save(self, training: GroupTraining, tag: str) -> dict[str, Any]:
         """`async_save`; training goes on by one step before its result is waited for."""
         import torch.distributed.checkpoint as dcp
 
@@ -278,7 +278,7 @@ class _Dcp:
             "durable_s": time.perf_counter() - begun.wall_s,
         }
 
-    def load(self, training: RankTraining, tag: str) -> float:
+    def load(self, training: GroupTraining, tag: str) -> float:
         import torch.distributed.checkpoint as dcp
 
         begun = _begin()
@@ -292,7 +292,7 @@ def save(scale: GroupScale, place: StoreLocation, sockets: dict[str, list[str]])
     """All saves of one rank; the last of each side stay for `restore`."""
     import torch.distributed as dist
 
-    training = RankTraining(scale)
+    training = GroupTraining(scale)
     training.touch(1.0, seed=1)
     first = training.rank == 0
     peers = {PLAIN: _Dcp(place), CACHED: _Dcp(place, cached=True)}
@@ -329,7 +329,7 @@ def save(scale: GroupScale, place: StoreLocation, sockets: dict[str, list[str]])
     return found
 
 
-def _steps(training: RankTraining, sockets: list[str]) -> dict[str, Any]:
+def _steps(training: GroupTraining, sockets: list[str]) -> dict[str, Any]:
     """Blocks of ordinary steps, with and without a Checkpointer in turns."""
     import torch.distributed as dist
     from deltashard.sharded import batched_kernel
@@ -382,7 +382,7 @@ def restore(
     scale: GroupScale, place: StoreLocation, sockets: dict[str, list[str]], tag: str, sums: dict[str, Any]
 ) -> dict[str, Any]:
     """Every restore of one rank of the smaller world, each compared with what was saved."""
-    training = RankTraining(scale)
+    training = GroupTraining(scale)
     peer = _Dcp(place)
     training.step()  # DCP loads into optimizer state that is there
     found: dict[str, list[float]] = {name: [] for name in (*ENCODINGS, LOAD)}

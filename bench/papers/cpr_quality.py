@@ -58,7 +58,7 @@ ARMS = (PLAIN, SCAR, MFU, SSU, CHANGED, MFU_8, CHANGED_8)
 QUANTIZED = (MFU_8, CHANGED_8)
 
 
-class Priority(Protocol):
+class RowPriority(Protocol):
     """Which rows of `pairs` a save takes."""
 
     def steps(self, of: TrainingTask, start: int, stop: int) -> None:
@@ -203,7 +203,7 @@ class _Run:
         self.pls = 0.0
         self.saved_at = 0
 
-    def _priority(self) -> Priority | None:
+    def _priority(self) -> RowPriority | None:
         if self.arm in {MFU, MFU_8}:
             return ByCounts()
         if self.arm == SSU:

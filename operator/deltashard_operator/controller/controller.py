@@ -42,7 +42,7 @@ from deltashard_operator.run import (
 )
 from deltashard_operator.run.phase import TRAINING_PHASES, Phase
 from deltashard_operator.run.reclaim import REMOVED
-from deltashard_operator.run.watched_run import REPORTER_TIMEOUT_S, Run
+from deltashard_operator.run.watched_run import REPORTER_TIMEOUT_S, WatchedRun
 
 RESYNC_S = 10.0
 """Time alone changes a run (stale, stuck, settled): every run is judged so often."""
@@ -105,7 +105,7 @@ class Controller:
         metrics.register_runs(self.runs)
         metrics.queue.set_function(lambda: len(queue))
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[WatchedRun]:
         return (each.run for each in self._run_store)
 
     @property
@@ -126,7 +126,7 @@ class Controller:
             entry.durable, entry.created_at = run.ledger, found["metadata"].get("creationTimestamp", "")
         _log.info("controller.loaded", runs=len(self._run_store.by_key))
 
-    def _read(self, found: Mapping[str, Any]) -> Run | None:
+    def _read(self, found: Mapping[str, Any]) -> WatchedRun | None:
         """The run of a CheckpointRun. Of a finished one that cannot be read it is what its removal needs."""
         found_status = found.get("status") or {}
         for each in (found_status, {**found_status, "phase": Phase.FINISHED.value, "ledger": ""}):
@@ -240,7 +240,7 @@ class Controller:
                 _log.exception("run.reconcile_failed", namespace=key[0], run=entry.run.name)
         return True
 
-    def _expired(self, run: Run, now_s: float) -> bool:
+    def _expired(self, run: WatchedRun, now_s: float) -> bool:
         if not run.finished or (run.reclaim is not None and run.reclaim.pending):
             return False
         ended_at_s = run.finished_at_s

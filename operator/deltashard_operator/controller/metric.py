@@ -20,7 +20,7 @@ from deltashard_operator.controller import write_queue
 from deltashard_operator.kube import call
 from deltashard_operator.run import condition
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 
 EVENT_OUTCOMES = ("recorded", "duplicate", "rate_limited", "refused", "dropped")
 
@@ -67,13 +67,13 @@ class ControllerMetrics:
             "reconcile_errors", "Runs that could not be read or judged: a fault of ours"
         )
 
-    def register_runs(self, runs: Callable[[], Iterable[Run]]) -> None:
+    def register_runs(self, runs: Callable[[], Iterable[WatchedRun]]) -> None:
         """Say what there is to say of these runs at every scrape."""
         self.registry.register(_RunCollector(runs))
 
 
 class _RunCollector(Collector):
-    def __init__(self, runs: Callable[[], Iterable[Run]]) -> None:
+    def __init__(self, runs: Callable[[], Iterable[WatchedRun]]) -> None:
         self._runs = runs
 
     def describe(self) -> Iterable[Metric]:
@@ -102,7 +102,7 @@ class _RunCollector(Collector):
         yield from families.values()
 
 
-def _run_samples(run: Run) -> Iterator[tuple[str, str, Mapping[str, str], float]]:
+def _run_samples(run: WatchedRun) -> Iterator[tuple[str, str, Mapping[str, str], float]]:
     """(name, help, labels, value) of all that there is to say of a run; what is not known yet is 0, and left out."""
     now, measured = run.progress, run.progress.measured
     yield "phase", "1 for the phase it is in", {"phase": run.phase.value}, 1

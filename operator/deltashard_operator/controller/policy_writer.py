@@ -10,12 +10,12 @@ from deltashard_operator.controller import status
 from deltashard_operator.controller.run_store import PolicyKey, RunStore
 from deltashard_operator.controller.write_queue import Priority
 from deltashard_operator.run import policy_status, run_record
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 
 
 def reconcile(run_store: RunStore, now_s: float) -> None:
     """Offer what is to be written; it comes back by the watch, and is compared with the next time."""
-    using: dict[PolicyKey, list[Run]] = {}
+    using: dict[PolicyKey, list[WatchedRun]] = {}
     for entry in run_store:
         if not entry.run.finished:
             using.setdefault(run_store.policy_key(entry.run), []).append(entry.run)

@@ -18,7 +18,7 @@ from deltashard_operator.kube import restricted
 from deltashard_operator.kube.cluster_name import CACHE_PATH, CACHE_VOLUME, USER_ID, WORKLOAD_UID
 from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.reclaim import ReclaimState
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 
 CONTAINER = "reclaim"
 RESULT_PATH = "/dev/termination-log"
@@ -26,13 +26,13 @@ RESULT_PATH = "/dev/termination-log"
 Document = dict[str, Any]
 
 
-def job_name(run: Run) -> str:
+def job_name(run: WatchedRun) -> str:
     """Name of the Job for this end of the run, the same for every try: a JobSet may end more than once."""
     end = f"{run.workload.uid} {timestamp(run.finished_at_s)}"
     return f"deltashard-reclaim-{hashlib.sha256(end.encode()).hexdigest()[:12]}"
 
 
-def manifest(run: Run, policy: Policy) -> Document:
+def manifest(run: WatchedRun, policy: Policy) -> Document:
     namespace = run.workload.namespace
     sidecar, (volumes, mounts) = policy.sidecar, store_access.files(policy)
     settings = store_access.settings(policy) | restricted.HOME

@@ -30,7 +30,7 @@ from deltashard_operator.run import schedule
 from deltashard_operator.run.ledger import Ledger
 from deltashard_operator.run.observed_object import NodeView, timestamp
 from deltashard_operator.run.order import OpenOrders
-from deltashard_operator.run.watched_run import Run, RunEvent
+from deltashard_operator.run.watched_run import RunEvent, WatchedRun
 
 PolicyKey = tuple[str, str]
 """(namespace, name), as `workload_policy.key_of` says: the cluster's have no namespace."""
@@ -45,7 +45,7 @@ _log = structlog.get_logger("deltashard.controller")
 class RunEntry:
     """A run and what is known of its CheckpointRun."""
 
-    run: Run
+    run: WatchedRun
     created_at: str
     """Creation time of the CheckpointRun, or of the first sight: older ones hold a run id."""
     object_version: ObjectVersion | None = None
@@ -100,12 +100,12 @@ class RunStore:
     def mark_all(self) -> None:
         self.marked.update(dict.fromkeys(self.by_key))
 
-    def add(self, run: Run) -> RunEntry:
+    def add(self, run: WatchedRun) -> RunEntry:
         entry = self.by_key[run.key] = RunEntry(run, timestamp(self.wall()))
         self._by_id.setdefault((run.workload.namespace, run.run_id), {})[run.key] = entry
         return entry
 
-    def _without_id(self, run: Run) -> None:
+    def _without_id(self, run: WatchedRun) -> None:
         entries = self._by_id[run.workload.namespace, run.run_id]
         del entries[run.key]
         if not entries:
@@ -126,7 +126,7 @@ class RunStore:
         for queue_key in (key, ("reclaim", *key)):
             self.queue.forget(queue_key)
 
-    def set(self, entry: RunEntry, run: Run) -> None:
+    def set(self, entry: RunEntry, run: WatchedRun) -> None:
         """The run is this now; marked when that is a change."""
         if run is entry.run or self.by_key.get(run.key) is not entry:  # it was let go of meanwhile
             return
@@ -187,7 +187,7 @@ class RunStore:
             if each is not entry and each.run.workload.namespace == namespace
         )
 
-    def policy_key(self, run: Run) -> PolicyKey:
+    def policy_key(self, run: WatchedRun) -> PolicyKey:
         return workload_policy.key_of(run.workload.namespace, run.requested.policy)
 
     def set_policy(self, key: PolicyKey, document: Mapping[str, Any] | None) -> None:
@@ -211,7 +211,7 @@ class RunStore:
             return spec
         return {} if key[0] and key[1] == workload_policy.DEFAULT and self.defaults.has_store() else None
 
-    def policy_of(self, run: Run) -> Policy | Refusal | None:
+    def policy_of(self, run: WatchedRun) -> Policy | Refusal | None:
         """The run's policy as it is now, its annotations over it; why it cannot be used; or None: there is none."""
         name, key = run.requested.policy, (self.policy_key(run), run.requested.overrides)
         if key not in self._policy_cache:

@@ -24,7 +24,7 @@ from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
 from deltashard_operator.run import observed_object, watched_run
 from deltashard_operator.run.observed_object import ABSENT_S, JobView, PodView, Workload
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 
 SELECTOR = f"{MANAGED_BY}={MANAGED_BY_VALUE}"
 TICK_S = 0.25
@@ -79,7 +79,7 @@ class WatchHandlers:
             if self._is_expired(job):
                 self._mark_job_absent(job.uid)
                 return
-            entry = self._run_store.add(Run(workload=job.workload, requested=job.requested))
+            entry = self._run_store.add(WatchedRun(workload=job.workload, requested=job.requested))
         self._run_store.jobs[job.uid] = job.workload.key
         self._run_store.set(entry, watched_run.with_job(entry.run, job, self._wall()))
         for pod in self._waiting.pop(job.uid, {}).values():
@@ -130,7 +130,7 @@ class WatchHandlers:
             ended_at_s = pod.ending.at_s if pod.ending is not None and not pod.alive else now_s
             if now_s - ended_at_s > self._keep_finished_s:
                 return
-            entry = self._run_store.add(Run(workload=pod.workload, requested=pod.requested))
+            entry = self._run_store.add(WatchedRun(workload=pod.workload, requested=pod.requested))
         self._run_store.pods[pod.uid] = pod.workload.key
         ready = self._node_ready(pod)
         self._run_store.set(entry, watched_run.with_pod(entry.run, pod, node_ready=ready, now_s=now_s))

@@ -28,7 +28,7 @@ from deltashard_operator.kube import owner_reference
 from deltashard_operator.kube.cluster_name import RESTORE_FROM, RUN_ID
 from deltashard_operator.run import condition, run_record, watched_run
 from deltashard_operator.run.observed_object import timestamp
-from deltashard_operator.run.watched_run import Run, RunEvent
+from deltashard_operator.run.watched_run import RunEvent, WatchedRun
 
 EVENT_DEDUP_S = 600.0
 RUN_EVENT_BURST = 25
@@ -151,7 +151,7 @@ class RunWriter:
                 ("event", key), Priority.EVENT, partial(self._write_events, entry.run, uid, run_event, key)
             )
 
-    async def _write_events(self, run: Run, run_uid: str, run_event: RunEvent, key: str) -> None:
+    async def _write_events(self, run: WatchedRun, run_uid: str, run_event: RunEvent, key: str) -> None:
         mine, counted = run.workload, self._run_store.metrics.events
         for kind, version, name, uid in (
             (run_record.KIND, run_record.API_VERSION, run.name, run_uid),
@@ -209,7 +209,7 @@ def _compact(document: Document) -> bytes:
     return json.dumps(document.get("status") or {}, separators=(",", ":"), sort_keys=True).encode()
 
 
-def _path(run: Run) -> str:
+def _path(run: WatchedRun) -> str:
     return status.path_of(run.workload.namespace, run_record.PLURAL, run.name)
 
 
@@ -228,7 +228,7 @@ def _problems(document: Document) -> set[str]:
     return {each["type"] for each in found if each["status"] == "True" and each["type"] != condition.READY}
 
 
-def _unsupported_kind_event(run: Run) -> RunEvent | None:
+def _unsupported_kind_event(run: WatchedRun) -> RunEvent | None:
     """A warning at admission reaches only who made the pod, and that was a controller."""
     mine = run.workload
     if mine.native or mine.group_kind in owner_reference.KNOWN:

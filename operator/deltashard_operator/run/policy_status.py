@@ -11,14 +11,14 @@ from typing import Any
 
 from deltashard_operator.run.condition import READY
 from deltashard_operator.run.observed_object import timestamp
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 
 PROBLEMS = frozenset({"CredentialsMissing", "StoreUnavailable"})
 """Conditions of a run that its policy is to blame for."""
 
 
 def status(
-    runs: Collection[Run], before: Mapping[str, Any], *, url: str, generation: int, now_s: float
+    runs: Collection[WatchedRun], before: Mapping[str, Any], *, url: str, generation: int, now_s: float
 ) -> dict[str, Any]:
     """The policy's status: as it was `before`, and what these runs, which are not finished, know better.
 

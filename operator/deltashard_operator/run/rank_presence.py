@@ -16,12 +16,12 @@ from deltashard_operator.run.watched_run import (
     NO_NODES,
     PEER_INTERVAL_S,
     LastReport,
-    Run,
+    WatchedRun,
     live_reports,
 )
 
 
-def of_run(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> tuple[int, int, bool]:
+def of_run(run: WatchedRun, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> tuple[int, int, bool]:
     """(How many ranks there should be, 0 for not known; how many are heard; whether some are known to be away).
 
     `nodes`: those that are not ready hold no rank.
@@ -47,14 +47,14 @@ def of_run(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> 
     return expected, present, 1 < expected > len(there) and all_open
 
 
-def is_known(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> bool:
+def is_known(run: WatchedRun, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> bool:
     """Whether this controller has heard every pod that can hold a rank, or began with the run, or has long waited."""
     if not run.loaded_status_s or 0 < run.first_report_s < now_s - MAX_MISSED_INTERVALS * PEER_INTERVAL_S:
         return True
     return all(uid in run.last_reports for uid, pod in run.pods.items() if _can_hold(pod, nodes))
 
 
-def phases(run: Run, live: Mapping[str, LastReport], *, known: bool) -> frozenset[report.SidecarPhase]:
+def phases(run: WatchedRun, live: Mapping[str, LastReport], *, known: bool) -> frozenset[report.SidecarPhase]:
     """Phases of the sidecars that count: one without a trainer does only where ranks are known to be missing."""
     every = frozenset(each.pod.phase for each in live.values())
     holding = frozenset(each.pod.phase for each in live.values() if each.pod.ranks)

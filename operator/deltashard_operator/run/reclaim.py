@@ -18,7 +18,7 @@ from deltashard_operator.api.workload_policy import DELETE, Policy
 from deltashard_operator.run.observed_object import ABSENT_S
 
 if TYPE_CHECKING:
-    from deltashard_operator.run.watched_run import Run
+    from deltashard_operator.run.watched_run import WatchedRun
 
 MAX_MESSAGE = 1024
 """Characters that a status takes."""
@@ -71,7 +71,7 @@ def with_state(before: Reclaim | None, state: ReclaimState, message: str, now_s:
 
 
 def reconcile(
-    run: Run, policy: Policy | Refusal | None, *, continued: bool = False, now_s: float
+    run: WatchedRun, policy: Policy | Refusal | None, *, continued: bool = False, now_s: float
 ) -> Reclaim | None:
     """Where the removal stands; None: nothing is to be removed. One that a Job does, or has done, stays so.
 
@@ -106,7 +106,7 @@ def reconcile(
     return replace(with_state(before, state, message, now_s), due_s=due_s, ready=ready)
 
 
-def _keep_reason(run: Run, policy: Policy, *, continued: bool) -> str:
+def _keep_reason(run: WatchedRun, policy: Policy, *, continued: bool) -> str:
     """Why the bytes stay; empty: nothing speaks for that."""
     workload = run.workload
     place = f"`deltashard rm` removes them (run {workload.namespace}/{run.run_id})"

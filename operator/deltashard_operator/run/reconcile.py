@@ -23,8 +23,8 @@ from deltashard_operator.run.watched_run import (
     REPORTER_TIMEOUT_S,
     LastReport,
     Progress,
-    Run,
     RunEvent,
+    WatchedRun,
     finished,
 )
 
@@ -39,7 +39,9 @@ REPORTED_FIELDS = ("stall_s", "lost_share", "partial_recoveries", "measured", "d
 """Fields of a run's progress that are as its speaker tells them."""
 
 
-def reconcile(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, tuple[RunEvent, ...]]:
+def reconcile(
+    run: WatchedRun, nodes: Mapping[str, NodeView], now_s: float
+) -> tuple[WatchedRun, tuple[RunEvent, ...]]:
     """The run with phase and conditions of now, and what people should hear of it."""
     run = _with_end_state(replace(run, watched_since_s=run.watched_since_s or now_s), now_s)
     live = watched_run.live_reports(run, now_s, nodes)
@@ -84,7 +86,7 @@ def reconcile(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Ru
     return replace(run, conditions=found), (*reported, *_changes(decided, run))
 
 
-def _progress(run: Run, live: Mapping[str, LastReport]) -> Progress:
+def _progress(run: WatchedRun, live: Mapping[str, LastReport]) -> Progress:
     """How far the run is, by its parts together. What nobody tells stays as it was."""
     before = run.progress
     reported = [(each, each.state) for each in run.parts.values() if each.state is not None]
@@ -117,7 +119,7 @@ def _progress(run: Run, live: Mapping[str, LastReport]) -> Progress:
     )
 
 
-def _with_end_state(run: Run, now_s: float) -> Run:
+def _with_end_state(run: WatchedRun, now_s: float) -> WatchedRun:
     """Whether the workload is over, or has begun anew."""
     alive = any(each.alive for each in run.pods.values())
     outcomes, native = {each.outcome for each in run.jobs.values()}, run.workload.native
@@ -146,7 +148,7 @@ def _with_end_state(run: Run, now_s: float) -> Run:
 class Facts:
     """What conditions are read from."""
 
-    run: Run
+    run: WatchedRun
     live: Mapping[str, LastReport]
     """Sidecars that are heard, by pod UID."""
     nodes: Mapping[str, NodeView]
@@ -289,7 +291,7 @@ def _is_sticky(type_: str, facts: Facts) -> bool:
     return type_ in STICKY_PROBLEMS and (not facts.live or not facts.known)
 
 
-def _ready(run: Run, facts: Facts, problems: Iterable[Condition]) -> Condition:
+def _ready(run: WatchedRun, facts: Facts, problems: Iterable[Condition]) -> Condition:
     """Whether newer checkpoints keep coming, by the first of these that holds."""
     unsafe = next((each for each in problems if each.type in UNSAFE), None)
     progress, status = run.progress, "False"
@@ -321,7 +323,7 @@ def _ready(run: Run, facts: Facts, problems: Iterable[Condition]) -> Condition:
 CHANGE_REASONS = {"interval": "IntervalChanged", "bits": "BitsChanged"}
 
 
-def _changes(before: Iterable[Decision], run: Run) -> Iterable[RunEvent]:
+def _changes(before: Iterable[Decision], run: WatchedRun) -> Iterable[RunEvent]:
     known = {each.subject: each.value for each in before}
     for each in run.progress.decisions:
         value = known.get(each.subject, "")

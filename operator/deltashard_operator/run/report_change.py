@@ -17,15 +17,15 @@ from deltashard_operator.run import failure, watched_run
 from deltashard_operator.run.failure import Loss
 from deltashard_operator.run.ledger import incident_key
 from deltashard_operator.run.observed_object import timestamp
-from deltashard_operator.run.watched_run import NO_PART, LastReport, Run, RunEvent, RunPart, without
+from deltashard_operator.run.watched_run import NO_PART, LastReport, RunEvent, RunPart, WatchedRun, without
 
 _state_key = attrgetter("phase", "attempt", "store_ok", "credentials_ok")
 """What a change of a pod's state is."""
 
 
 def with_report(
-    run: Run, report: Report, now_s: float, *, report_interval_s: float = 0.0
-) -> tuple[Run, tuple[RunEvent, ...]]:
+    run: WatchedRun, report: Report, now_s: float, *, report_interval_s: float = 0.0
+) -> tuple[WatchedRun, tuple[RunEvent, ...]]:
     """The run after a report, and the incidents in it that people should hear of.
 
     A report that is late (an older one of the same process, or one of an older process) changes nothing. `report_interval_s`: the
@@ -80,7 +80,7 @@ def _has_rank_0(pod: PodState) -> bool:
     return any(each.rank == 0 for each in pod.ranks)
 
 
-def _should_report_run(run: Run, report: Report, part: str, now_s: float) -> bool:
+def _should_report_run(run: WatchedRun, report: Report, part: str, now_s: float) -> bool:
     """Whether the sidecar that reports is the one to speak for its part of the run."""
     uid = report.who.pod_uid
     if part or not any(each.alive for key, each in run.pods.items() if key != uid):
@@ -101,8 +101,8 @@ def event_reason(kind: IncidentKind) -> str:
 
 
 def _with_incident(
-    run: Run, report: Report, incident: Incident, part: str, *, is_new: bool, now_s: float
-) -> tuple[Run, tuple[RunEvent, ...]]:
+    run: WatchedRun, report: Report, incident: Incident, part: str, *, is_new: bool, now_s: float
+) -> tuple[WatchedRun, tuple[RunEvent, ...]]:
     """The run after an incident, and what people should hear of it; `is_new`: it was not told before."""
     key, who = incident_key(report, incident, part), report.who
     if incident.kind is IncidentKind.UNKNOWN:
@@ -136,7 +136,7 @@ def _with_incident(
     return run, (RunEvent(reason=reason, message=text, warning=not restored, key=key),)
 
 
-def _with_part(run: Run, report: Report, part: str, *, is_reporter: bool, now_s: float) -> Run:
+def _with_part(run: WatchedRun, report: Report, part: str, *, is_reporter: bool, now_s: float) -> WatchedRun:
     """The run with what a report tells of its part."""
     before = run.parts.get(part, NO_PART)
     after = replace(before, attempt=max(before.attempt, report.pod.attempt))

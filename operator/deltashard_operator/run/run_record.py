@@ -24,7 +24,7 @@ from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.failure import Loss
 from deltashard_operator.run.observed_object import RequestedSettings, Workload, seconds_of, timestamp
 from deltashard_operator.run.reclaim import Reclaim, ReclaimState
-from deltashard_operator.run.watched_run import NO_PART, Progress, Run, RunPart
+from deltashard_operator.run.watched_run import NO_PART, Progress, RunPart, WatchedRun
 
 GROUP, VERSION, PLURAL = "deltashard.io", "v1alpha1", "checkpointruns"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -111,7 +111,7 @@ def run_label(run_id: str) -> str:
     return f"{run_id[:42].rstrip('-.')}-{hashlib.sha256(run_id.encode()).hexdigest()[:20]}"
 
 
-def document(run: Run) -> Document:
+def document(run: WatchedRun) -> Document:
     workload = run.workload
     return {
         "apiVersion": API_VERSION,
@@ -130,7 +130,7 @@ def document(run: Run) -> Document:
     }
 
 
-def status(run: Run, now_s: float) -> Document:
+def status(run: WatchedRun, now_s: float) -> Document:
     """The whole status; a field without a value is left out."""
     progress, policy = run.progress, run.progress.policy
     interval = next((each for each in progress.decisions if each.subject == "interval"), Decision())
@@ -177,7 +177,7 @@ def patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Document:
     return changed if set(changed) - {"observedTime"} else {}
 
 
-def run_of(found: Mapping[str, Any]) -> Run:
+def run_of(found: Mapping[str, Any]) -> WatchedRun:
     spec, status_fields = found["spec"], found.get("status") or {}
     workload = Workload(
         namespace=found["metadata"]["namespace"], **_parse_fields(spec["workload"], _WORKLOAD)
@@ -199,7 +199,7 @@ def run_of(found: Mapping[str, Any]) -> Run:
         committed_at_s=progress.last_commit_at_s,
         kept=tuple(status_fields.get("newestCheckpoints") or ()),
     )
-    return Run(
+    return WatchedRun(
         workload=workload,
         requested=requested,
         **_parse_fields(status_fields, _RUN),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deltashard_operator.run.watched_run import PEER_INTERVAL_S, REPORTER_INTERVAL_S, Run
+from deltashard_operator.run.watched_run import PEER_INTERVAL_S, REPORTER_INTERVAL_S, WatchedRun
 
 URGENT_INTERVAL_S = 5.0
 CHANGED_INTERVAL_S = 15.0
@@ -11,7 +11,7 @@ REPORTS_PER_S = 300.0
 """What the controller takes of all sidecars together, without a hurry."""
 
 
-def is_reporter(run: Run, pod_uid: str, now_s: float) -> bool:
+def is_reporter(run: WatchedRun, pod_uid: str, now_s: float) -> bool:
     """Whether this pod's sidecar is to send the run's state, too, by its newest report."""
     found = run.last_reports.get(pod_uid)
     return found is not None and found.is_reporter and found.is_fresh(now_s)
@@ -22,7 +22,7 @@ def min_interval_s(live: int) -> float:
     return live / REPORTS_PER_S
 
 
-def next_s(run: Run, pod_uid: str, now_s: float, *, urgent: bool = False, live: int = 0) -> float:
+def next_s(run: WatchedRun, pod_uid: str, now_s: float, *, urgent: bool = False, live: int = 0) -> float:
     """When a sidecar is to report again, in seconds from now.
 
     `urgent`: an order is open for it; `live`: sidecars of all runs.

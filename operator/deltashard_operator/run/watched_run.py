@@ -118,7 +118,7 @@ class RunEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class WatchedRun:
     """Everything known of a run. Mappings are never changed in place."""
 
     workload: Workload
@@ -190,7 +190,7 @@ class Run:
 
 
 def live_reports(
-    run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES
+    run: WatchedRun, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES
 ) -> Mapping[str, LastReport]:
     """The sidecars that are heard now, by pod UID.
 
@@ -205,13 +205,13 @@ def live_reports(
     return {uid: each for uid, each in run.last_reports.items() if is_live(run.pods[uid], each)}
 
 
-def policy_in_force(run: Run, part: str) -> pb.Policy:
+def policy_in_force(run: WatchedRun, part: str) -> pb.Policy:
     """The policy in force in a part of the run; an empty one while this controller was not told it."""
     state = run.parts.get(part, NO_PART).state
     return state.policy if state is not None else pb.Policy()
 
 
-def with_job(run: Run, job: JobView, now_s: float) -> Run:
+def with_job(run: WatchedRun, job: JobView, now_s: float) -> WatchedRun:
     requested = (
         run.requested
         if run.jobs and len(job.requested.overrides) < len(run.requested.overrides)
@@ -220,7 +220,7 @@ def with_job(run: Run, job: JobView, now_s: float) -> Run:
     return replace(run, jobs={**run.jobs, job.uid: job}, requested=requested, last_seen_s=now_s)
 
 
-def without_job(run: Run, uid: str, now_s: float) -> Run:
+def without_job(run: WatchedRun, uid: str, now_s: float) -> WatchedRun:
     if uid not in run.jobs:
         return run
     outcome = run.jobs[uid].outcome or "Deleted"
@@ -228,7 +228,7 @@ def without_job(run: Run, uid: str, now_s: float) -> Run:
     return finished(run, outcome, now_s) if run.workload.native == "Job" and not run.finished else run
 
 
-def with_pod(run: Run, pod: PodView, *, node_ready: bool, now_s: float) -> Run:
+def with_pod(run: WatchedRun, pod: PodView, *, node_ready: bool, now_s: float) -> WatchedRun:
     """The run after a pod of it was seen; its loss or its container's restart is counted, once."""
     before = run.pods.get(pod.uid)
     run = replace(
@@ -247,7 +247,7 @@ def with_pod(run: Run, pod: PodView, *, node_ready: bool, now_s: float) -> Run:
     return run
 
 
-def without_pod(run: Run, uid: str, *, node_ready: bool, now_s: float) -> Run:
+def without_pod(run: WatchedRun, uid: str, *, node_ready: bool, now_s: float) -> WatchedRun:
     pod = run.pods.get(uid)
     if pod is None:
         return run
@@ -259,7 +259,9 @@ def without_pod(run: Run, uid: str, *, node_ready: bool, now_s: float) -> Run:
     return finished(run, "Deleted", now_s) if run.workload.native == "Pod" and not run.finished else run
 
 
-def with_persisted_counts(run: Run, written: Run, nodes: Mapping[str, NodeView], now_s: float) -> Run:
+def with_persisted_counts(
+    run: WatchedRun, written: WatchedRun, nodes: Mapping[str, NodeView], now_s: float
+) -> WatchedRun:
     """The run with what another controller counted and wrote: what the API tells of its pods is counted in that."""
     last_seen_s, pods = run.last_seen_s, run.pods.values()
     run = replace(run, ledger=written.ledger, losses=written.losses, pods={})
@@ -273,14 +275,16 @@ def without(mapping: Mapping[str, V], *keys: str) -> Mapping[str, V]:
     return {k: v for k, v in mapping.items() if k not in keys}
 
 
-def _with_pod_end(run: Run, pod: PodView, *, gone: bool, node_ready: bool, now_s: float, first: bool) -> Run:
+def _with_pod_end(
+    run: WatchedRun, pod: PodView, *, gone: bool, node_ready: bool, now_s: float, first: bool
+) -> WatchedRun:
     job = run.jobs.get(pod.job_uid)
     suspended = job is not None and job.suspended
     loss = failure.loss_of_pod(pod, gone=gone, node_ready=node_ready, suspended=suspended, now_s=now_s)
     return run if loss is None else _with_end(run, pod, loss, "end", first=first)
 
 
-def _with_end(run: Run, pod: PodView, loss: Loss, what: str, *, first: bool) -> Run:
+def _with_end(run: WatchedRun, pod: PodView, loss: Loss, what: str, *, first: bool) -> WatchedRun:
     """The run with an end of a trainer; `first`: the pod was not seen before it, so an earlier controller may have."""
     key = hashed(pod.uid, what)
     if run.finished or key in run.ledger.counted or (first and run.ledger.has(key, loss.at_s)):
@@ -288,7 +292,7 @@ def _with_end(run: Run, pod: PodView, loss: Loss, what: str, *, first: bool) -> 
     return with_loss(run, loss, pod.index if run.per_pod else "", key)
 
 
-def part_of(run: Run, pod_uid: str, reported_run: str) -> str:
+def part_of(run: WatchedRun, pod_uid: str, reported_run: str) -> str:
     """Part of the run that a pod's report is of; `reported_run`: `PodState.run`, empty where it is not known yet."""
     pod = run.pods.get(pod_uid)
     if pod is None or not pod.index:
@@ -299,11 +303,11 @@ def part_of(run: Run, pod_uid: str, reported_run: str) -> str:
     return pod.index if own else ""
 
 
-def with_loss(run: Run, loss: Loss, part: str, key: str) -> Run:
+def with_loss(run: WatchedRun, loss: Loss, part: str, key: str) -> WatchedRun:
     """The run with a loss in a part of it, counted by this key."""
     ledger = run.ledger.with_loss(part, loss, key, run.seq_of(part))
     return replace(run, ledger=ledger, losses=failure.with_loss(run.losses, loss))
 
 
-def finished(run: Run, how: str, at_s: float) -> Run:
+def finished(run: WatchedRun, how: str, at_s: float) -> WatchedRun:
     return replace(run, finished=how, finished_at_s=at_s)

@@ -67,7 +67,7 @@ def _buffer(size: int) -> memoryview:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavePlan:
+class SaveDecisions:
     """Decisions about one save, made at its begin."""
 
     attempt: int
@@ -100,7 +100,7 @@ class PartSink:
         self,
         run: Run,
         attachment: Attachment,
-        cut: SavePlan,
+        cut: SaveDecisions,
         *,
         joint: JointCommits,
         expected: Callable[[], AbstractSet[int]],

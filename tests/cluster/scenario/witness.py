@@ -31,7 +31,7 @@ class WitnessServer:
         """Of each life."""
         outer = self
 
-        class Listener(socketserver.StreamRequestHandler):
+        class WitnessHandler(socketserver.StreamRequestHandler):
             def handle(self) -> None:
                 for line in self.rfile:
                     outer._receive(json.loads(line))
@@ -40,7 +40,7 @@ class WitnessServer:
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             daemon_threads, block_on_close = True, False
 
-        self._server = Server((host, 0), Listener)
+        self._server = Server((host, 0), WitnessHandler)
         threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True
         ).start()

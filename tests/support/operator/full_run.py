@@ -9,7 +9,7 @@ from deltashard_operator.run.failure import Crash, Loss
 from deltashard_operator.run.ledger import Ledger
 from deltashard_operator.run.observed_object import PodView, RequestedSettings, Workload, timestamp
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import Progress, Run, RunPart
+from deltashard_operator.run.watched_run import Progress, RunPart, WatchedRun
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.fleet_pb2 import Decision, Measured
 from google.protobuf.message import Message
@@ -53,8 +53,8 @@ def changed(message: M, **fields: Any) -> M:
     return type(message)(**{field.name: value for field, value in message.ListFields()} | fields)
 
 
-def full_run() -> Run:
-    return Run(
+def full_run() -> WatchedRun:
+    return WatchedRun(
         workload=WORKLOAD,
         requested=RequestedSettings(policy="fast"),
         pods={

@@ -46,7 +46,7 @@ class FleetServer:
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         server = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class FleetHandler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 token = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -62,7 +62,7 @@ class FleetServer:
             def log_message(self, *_: object) -> None:
                 pass
 
-        return Handler
+        return FleetHandler
 
     def _answer(self, token: str, request: fleet.ReportRequest, path: str) -> tuple[int, bytes]:
         self.tokens.append(token)

@@ -28,7 +28,7 @@ class KubeletLogs:
         context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class KubeletHandler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 outer.requested.append(self.path)
                 parts = urlsplit(self.path)
@@ -47,7 +47,7 @@ class KubeletLogs:
             def log_message(self, *_: object) -> None:
                 """Say nothing."""
 
-        self._server = ThreadedHttp(Handler, tls=context)
+        self._server = ThreadedHttp(KubeletHandler, tls=context)
 
     def __enter__(self) -> Self:
         self._server.start()

@@ -46,7 +46,7 @@ class Lazy(torch.optim.Optimizer):
                 p.sub_(state["mean"], alpha=group["lr"])
 
 
-class LookaheadOptimizer:
+class LookaheadWrapper:
     """No torch optimizer itself; every second step it pulls the weights half way to slow copies of its own."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
@@ -102,7 +102,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], bool, bool]] = {
     "rowwise_adagrad": (lambda ps: RowWiseAdagrad(ps, lr=LR), True, True),
     "adafactor": (lambda ps: torch.optim.Adafactor(ps, lr=LR), False, True),
     "lazy": (Lazy, True, True),
-    "lookahead": (lambda ps: LookaheadOptimizer(torch.optim.SGD(ps, lr=LR)), True, True),
+    "lookahead": (lambda ps: LookaheadWrapper(torch.optim.SGD(ps, lr=LR)), True, True),
     "lookahead_wrapped": (lambda ps: WrappedLookahead(torch.optim.Adagrad(ps, lr=LR)), True, True),
 }
 EXACT = {"sgd", "sgd_foreach_off", "adagrad", "adagrad_lr_decay", "sparse_adam", "rowwise_adagrad"}

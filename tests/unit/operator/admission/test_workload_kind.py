@@ -9,7 +9,7 @@ import pytest
 from deltashard_operator.fleet.report import Report, ReportRefused, Who
 from deltashard_operator.kube import cluster_name
 from deltashard_operator.run import watched_run
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 
 from tests.support.operator.controller_api import FakeApi, controller_of
 
@@ -47,10 +47,10 @@ JOBSET = ("jobset.x-k8s.io/v1alpha2", "JobSet", "s-1")
 FOREIGN_POD = pod(("batch/v1", "Job", "j-1"))
 
 
-def held(*events: Document) -> dict[str, Run]:
+def held(*events: Document) -> dict[str, WatchedRun]:
     """The runs by workload UID, after these were seen and all was listed."""
 
-    async def scenario() -> dict[str, Run]:
+    async def scenario() -> dict[str, WatchedRun]:
         controller = controller_of(FakeApi())
         await controller.load()
         watches = controller.watches

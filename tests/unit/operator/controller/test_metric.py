@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deltashard_operator.controller.metric import ControllerMetrics
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 
 from tests.support.operator.full_run import full_run
 
 
 def test_only_measured_run_values_are_exported() -> None:
-    metrics, runs = ControllerMetrics(), list[Run]([full_run()])
+    metrics, runs = ControllerMetrics(), list[WatchedRun]([full_run()])
     metrics.register_runs(lambda: runs)
 
     def value(name: str, run: str = "train", **labels: str) -> float | None:

@@ -24,7 +24,7 @@ from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run import reconcile, watched_run
 from deltashard_operator.run.observed_object import ABSENT_S, Workload, timestamp
 from deltashard_operator.run.reclaim import FAILED, KEPT, REMOVED, REMOVING, ReclaimState
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 
 from tests.support.async_test import async_test
 from tests.support.operator import sample
@@ -297,7 +297,7 @@ async def test_live_job_without_our_label_is_not_finished(bench: ReclaimerBench)
 
 def test_removal_job_has_chart_labels_and_bypasses_mesh_and_quota() -> None:
     queue = {"kueue.x-k8s.io/queue-name": "chores"}
-    run = Run(workload=Workload(namespace="team", kind="Job", name="train", uid=UID))
+    run = WatchedRun(workload=Workload(namespace="team", kind="Job", name="train", uid=UID))
     found = reclaim_job.manifest(run, replace(sample.policy(), reclaim_labels=queue))
     pod = found["spec"]["template"]
     (container,) = pod["spec"]["containers"]

@@ -16,7 +16,7 @@ from deltashard_operator.fleet.report import Outcome, SaveOver
 from deltashard_operator.kube.call import ApiResponse, ApiUnavailable, Caller
 from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run.observed_object import timestamp
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 
 from tests.support.async_test import async_test
 from tests.unit.operator.run.observed import TRAIN, pod
@@ -80,7 +80,7 @@ class RequestsBench:
             queue=WriteQueue(commit_s=1.0, wall=wall),
             wall=wall,
         )
-        self.entry = self.run_store.add(Run(workload=TRAIN, pods={"p-1": pod()}))
+        self.entry = self.run_store.add(WatchedRun(workload=TRAIN, pods={"p-1": pod()}))
         self.run_store.pods["p-1"] = KEY
         self.requests = CheckpointRequests(self.run_store, keep_finished_s=3600.0)
         self.requests.on_request(api.document)

@@ -18,7 +18,7 @@ from deltashard_operator.run.observed_object import (
     RequestedSettings,
     Workload,
 )
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 TRAIN = Workload(namespace="team", kind="Job", name="train", uid="u-1")
@@ -86,43 +86,43 @@ def report(
     )
 
 
-def apply_report(run: Run, received: Report, at_s: float = NOW_S) -> Run:
+def apply_report(run: WatchedRun, received: Report, at_s: float = NOW_S) -> WatchedRun:
     return reconciled(report_change.with_report(run, received, at_s)[0], at_s)
 
 
-def report_reasons(run: Run, received: Report, at_s: float = NOW_S) -> tuple[Run, list[str]]:
+def report_reasons(run: WatchedRun, received: Report, at_s: float = NOW_S) -> tuple[WatchedRun, list[str]]:
     """The run after a report, and the reasons of what people hear of it."""
     run, first = report_change.with_report(run, received, at_s)
     run, second = reconcile.reconcile(run, NODES, at_s)
     return run, [each.reason for each in (*first, *second)]
 
 
-def by_type(run: Run) -> dict[str, Condition]:
+def by_type(run: WatchedRun) -> dict[str, Condition]:
     return {each.type: each for each in run.conditions}
 
 
-def reconciled(run: Run, at_s: float = NOW_S) -> Run:
+def reconciled(run: WatchedRun, at_s: float = NOW_S) -> WatchedRun:
     return reconcile.reconcile(run, NODES, at_s)[0]
 
 
-def seen(run: Run, *pods: PodView, at_s: float = NOW_S, node_ready: bool = True) -> Run:
+def seen(run: WatchedRun, *pods: PodView, at_s: float = NOW_S, node_ready: bool = True) -> WatchedRun:
     for each in pods or (pod(),):
         run = watched_run.with_pod(run, each, node_ready=node_ready, now_s=at_s)
     return run
 
 
-def training(**more: Any) -> Run:
+def training(**more: Any) -> WatchedRun:
     """A run of one pod that trains."""
-    run = seen(watched_run.with_job(Run(workload=TRAIN), job(), NOW_S))
+    run = seen(watched_run.with_job(WatchedRun(workload=TRAIN), job(), NOW_S))
     return apply_report(run, report(**{"seq": 1} | more))
 
 
-def reloaded(run: Run, at_s: float = NOW_S) -> Run:
+def reloaded(run: WatchedRun, at_s: float = NOW_S) -> WatchedRun:
     """The run as a new controller reads it, before it has seen a pod."""
     return run_record.run_of(run_record.document(run) | {"status": run_record.status(run, at_s)})
 
 
-def restarted(run: Run, at_s: float = NOW_S) -> Run:
+def restarted(run: WatchedRun, at_s: float = NOW_S) -> WatchedRun:
     """The run of a new controller that has seen everything and heard nobody."""
     reloaded_run = reloaded(run, at_s)
     for each in run.jobs.values():

@@ -105,7 +105,7 @@ def document(*containers: dict[str, Any]) -> observed_object.PodView:
 def test_container_restarts_count_once_and_sidecar_restarts_do_not() -> None:
     ending = {"terminated": {"exitCode": 137, "reason": "Error", "finishedAt": "2026-01-01T00:00:00Z"}}
     trainer = {"name": "trainer", "restartCount": 1, "state": {"running": {}}, "lastState": ending}
-    run = watched_run.Run(workload=TRAIN)
+    run = watched_run.WatchedRun(workload=TRAIN)
     for seen in (
         document(trainer),
         document(trainer),

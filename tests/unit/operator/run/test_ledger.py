@@ -18,7 +18,7 @@ from deltashard_operator.run.failure import Crash, Loss
 from deltashard_operator.run.ledger import Ledger, decoded, encoded
 from deltashard_operator.run.observed_object import PodView
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import Run, RunEvent
+from deltashard_operator.run.watched_run import RunEvent, WatchedRun
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,7 +51,7 @@ class LedgerModel:
 
     def __init__(self) -> None:
         self.at_s, self.openings, self.seq, self.lost_steps, self.pods = NOW_S, 0, 0, 0, 0
-        self.run = watched_run.with_job(Run(workload=TRAIN), job(), self.at_s)
+        self.run = watched_run.with_job(WatchedRun(workload=TRAIN), job(), self.at_s)
         self.written: dict[str, Any] = {}
         self.durable = Ledger()
         self.recorded: set[str] = set()
@@ -275,7 +275,7 @@ def test_text_is_bounded_and_omitted_failures_stay_in_the_total() -> None:
     assert back.counted == found.counted
     assert len(encoded(back)) <= ledger.MAX_BYTES
     # A part that was left out begins with the openings that it tells.
-    run = watched_run.with_job(Run(workload=TRAIN, ledger=back), job(), NOW_S)
+    run = watched_run.with_job(WatchedRun(workload=TRAIN, ledger=back), job(), NOW_S)
     run = watched_run.with_pod(run, pod(index="0"), node_ready=True, now_s=NOW_S)
     for openings, more in ((9, 0), (10, 1)):
         sent = report(run="team/train-u-1-0", openings=openings)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from deltashard_operator.run import policy_status
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 
 from tests.unit.operator.run.observed import NOW_S, apply_report, report, training
 
 
 def status(
-    *runs: Run, before: dict[str, Any] | None = None, url: str = "", at_s: float = NOW_S
+    *runs: WatchedRun, before: dict[str, Any] | None = None, url: str = "", at_s: float = NOW_S
 ) -> dict[str, Any]:
     return policy_status.status(runs, before or {}, url=url, generation=3, now_s=at_s)
 

@@ -22,7 +22,7 @@ from deltashard_operator.run.watched_run import (
     MAX_MISSED_INTERVALS,
     PEER_INTERVAL_S,
     REPORTER_INTERVAL_S,
-    Run,
+    WatchedRun,
 )
 
 from tests.unit.operator.run.observed import (
@@ -49,20 +49,20 @@ def rank_report(n: int, *, step: int = 50, size: int = 4, phase: At = At.TRAININ
     return report(f"p-{n}", phase, **{"ranks": ranks, "attempt": 7, "openings": 1, "speaks": n == 0} | more)
 
 
-def group(pods: int = 4) -> Run:
+def group(pods: int = 4) -> WatchedRun:
     """All of them train."""
-    run = seen(Run(workload=TRAIN), *map(of, range(pods)))
+    run = seen(WatchedRun(workload=TRAIN), *map(of, range(pods)))
     for n in range(pods):
         run = apply_report(run, rank_report(n, size=pods))
     return run
 
 
-def rank_status(run: Run) -> tuple[str, Phase]:
+def rank_status(run: WatchedRun) -> tuple[str, Phase]:
     run = reconciled(run)
     return run_record.status(run, NOW_S)["ranks"], run.phase
 
 
-def without(run: Run, n: int) -> Run:
+def without(run: WatchedRun, n: int) -> WatchedRun:
     return watched_run.without_pod(run, f"p-{n}", node_ready=True, now_s=NOW_S)
 
 
@@ -123,7 +123,7 @@ def test_closed_ranks_are_not_missing() -> None:
 
 
 def test_independent_pods_have_no_expected_ranks() -> None:
-    run = Run(workload=TRAIN)
+    run = WatchedRun(workload=TRAIN)
     for n in range(2):
         run = seen(run, of(n, requested=RequestedSettings(runs="per-pod")))
         run = apply_report(run, rank_report(0, size=1, pod_uid=f"p-{n}", run=f"{RUN}-{n}"))
@@ -134,7 +134,7 @@ def test_independent_pods_have_no_expected_ranks() -> None:
         assert each.phase is Phase.RECOVERING, "who has not been heard yet may still be away"
 
 
-def reporters(run: Run, at_s: float) -> list[int]:
+def reporters(run: WatchedRun, at_s: float) -> list[int]:
     return [n for n in range(4) if schedule.is_reporter(run, f"p-{n}", at_s)]
 
 

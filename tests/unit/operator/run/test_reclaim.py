@@ -11,7 +11,7 @@ from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.run import reclaim, reconcile, run_record, watched_run
 from deltashard_operator.run.observed_object import ABSENT_S, JobView, RequestedSettings, Workload
 from deltashard_operator.run.reclaim import Reclaim, ReclaimState
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 
 from tests.support.operator import sample
 from tests.unit.operator.run.observed import NOW_S, TRAIN, pod
@@ -31,22 +31,22 @@ DELETES, RETAINS = policy(), policy(policy="Retain")
 UNUSABLE = Refusal("BadPolicy", "it is nonsense")
 
 
-def ended(workload: Workload = TRAIN, how: str = "Completed", **more: Any) -> Run:
-    return replace(watched_run.finished(Run(workload=workload), how, NOW_S), **{"store": URL, **more})
+def ended(workload: Workload = TRAIN, how: str = "Completed", **more: Any) -> WatchedRun:
+    return replace(watched_run.finished(WatchedRun(workload=workload), how, NOW_S), **{"store": URL, **more})
 
 
 def reconciled(
-    run: Run, used_policy: Policy | Refusal | None = DELETES, after_s: float = 0.0, **facts: Any
-) -> Run:
+    run: WatchedRun, used_policy: Policy | Refusal | None = DELETES, after_s: float = 0.0, **facts: Any
+) -> WatchedRun:
     return replace(run, reclaim=reclaim.reconcile(run, used_policy, now_s=NOW_S + after_s, **facts))
 
 
-def moved(run: Run, state: ReclaimState) -> Run:
+def moved(run: WatchedRun, state: ReclaimState) -> WatchedRun:
     """The run after a Job came to this."""
     return replace(run, reclaim=reclaim.with_state(run.reclaim, state, "so it is", NOW_S + 60))
 
 
-def state(run: Run) -> tuple[ReclaimState, bool] | None:
+def state(run: WatchedRun) -> tuple[ReclaimState, bool] | None:
     """Where it stands, and whether everything speaks for it now."""
     return None if run.reclaim is None else (run.reclaim.state, run.reclaim.ready)
 
@@ -80,7 +80,7 @@ def test_bytes_are_removed_after_the_grace_period() -> None:
 @pytest.mark.parametrize(
     ("run", "used_policy"),
     [
-        (Run(workload=TRAIN, store=URL), DELETES),
+        (WatchedRun(workload=TRAIN, store=URL), DELETES),
         (ended(), RETAINS),
         (ended(), sample.policy({})),
         (ended(), None),
@@ -88,7 +88,7 @@ def test_bytes_are_removed_after_the_grace_period() -> None:
         (reconciled(ended()), RETAINS),
     ],
 )
-def test_live_or_retained_runs_are_not_removed(run: Run, used_policy: Policy | Refusal | None) -> None:
+def test_live_or_retained_runs_are_not_removed(run: WatchedRun, used_policy: Policy | Refusal | None) -> None:
     assert reconciled(run, used_policy, after_s=1000).reclaim is None
 
 
@@ -106,7 +106,7 @@ def test_live_or_retained_runs_are_not_removed(run: Run, used_policy: Policy | R
     ],
 )
 def test_blocking_conditions_delay_removal(
-    run: Run, used_policy: Policy | Refusal, facts: dict[str, Any], why: str
+    run: WatchedRun, used_policy: Policy | Refusal, facts: dict[str, Any], why: str
 ) -> None:
     found = reconciled(run, used_policy, 1000, **facts)
     assert state(found) == (KEPT, False)
@@ -133,7 +133,7 @@ def test_removal_waits_for_the_last_pod(left: Any) -> None:
 
 def test_restarted_queued_jobset_is_not_finished() -> None:
     """Its new Jobs are suspended and have no pods, by which it would be known to have begun anew."""
-    run = Run(workload=JOBSET, store=URL, jobs={"a": job("a", "Failed", NOW_S)})
+    run = WatchedRun(workload=JOBSET, store=URL, jobs={"a": job("a", "Failed", NOW_S)})
     run, _ = reconcile.reconcile(run, {}, NOW_S + 61)
     assert run.finished == "Failed"
     run = replace(run, jobs={"b": job("b", suspended=True)})
@@ -146,7 +146,7 @@ def test_jobset_in_the_middle_of_a_restart_has_not_ended() -> None:
         "prep": job("prep", "Completed", NOW_S - 2 * 86400),
         "work": job("work", "Failed", NOW_S),
     }
-    run, _ = reconcile.reconcile(Run(workload=JOBSET, jobs=jobs, store=URL), {}, NOW_S)
+    run, _ = reconcile.reconcile(WatchedRun(workload=JOBSET, jobs=jobs, store=URL), {}, NOW_S)
     assert not run.finished
     run, _ = reconcile.reconcile(watched_run.without_job(run, "work", NOW_S + 1), {}, NOW_S + 1)
     assert state(reconciled(run, policy(after="24h"), 2)) != (WAITING, True)

@@ -18,7 +18,7 @@ from deltashard_operator.run.observed_object import (
     seconds_of,
 )
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import MAX_NAME, Run
+from deltashard_operator.run.watched_run import MAX_NAME, WatchedRun
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.fleet_pb2 import Decision
 
@@ -46,7 +46,7 @@ LOST = {"node-a": NodeView(name="node-a", ready=False, since_s=NOW_S + 1)}
 K = IncidentKind
 
 
-def is_true(run: Run, type_: str) -> bool:
+def is_true(run: WatchedRun, type_: str) -> bool:
     return type_ in (found := by_type(run)) and found[type_].status == "True"
 
 
@@ -89,7 +89,7 @@ def test_restore_fallback_is_a_problem_until_the_next_restore() -> None:
 
 
 def test_first_report_after_controller_start_clears_no_condition() -> None:
-    run = watched_run.with_job(Run(workload=TRAIN), job(), NOW_S)
+    run = watched_run.with_job(WatchedRun(workload=TRAIN), job(), NOW_S)
     said: dict[str, Any] = {"run": f"{RUN}-1", "attempt": 3, "seq": 2}
     run = apply_report(seen(run, pod(index="1")), report(**said, incidents=[Incident(id=1, kind=K.FENCED)]))
     run = apply_report(restarted(run), report(**said))
@@ -102,7 +102,7 @@ def test_fencing_of_a_replaced_trainer_is_an_event_but_no_problem() -> None:
     run = apply_report(seen(training(), pod(uid="p-2")), report("p-2", seq=1, attempt=2))
     run, events = report_reasons(run, report(ranks=(), incidents=[Incident(id=1, kind=K.FENCED)]))
     assert (events, is_true(run, "Fenced")) == (["Fenced"], False)
-    run = watched_run.with_job(Run(workload=TRAIN), job(), NOW_S)
+    run = watched_run.with_job(WatchedRun(workload=TRAIN), job(), NOW_S)
     for n, attempt in ((0, 5), (1, 1)):
         run = apply_report(
             seen(run, pod(uid=f"p-{n}", index=str(n))), report(f"p-{n}", run=f"{RUN}-{n}", attempt=attempt)
@@ -148,7 +148,7 @@ def test_older_commit_counts_after_a_rewind() -> None:
 
 
 def test_independent_pods_show_slowest_step_and_oldest_checkpoint() -> None:
-    run = watched_run.with_job(Run(workload=TRAIN), job(), NOW_S)
+    run = watched_run.with_job(WatchedRun(workload=TRAIN), job(), NOW_S)
     for n, (step, age_s) in enumerate(((3000, 0.0), (1500, 50.0))):
         run = seen(run, pod(uid=f"p-{n}", index=str(n)))
         run = apply_report(run, report(f"p-{n}", run=f"{RUN}-{n}", step=step, seq=n + 1, age_s=age_s))
@@ -160,7 +160,7 @@ def test_independent_pods_show_slowest_step_and_oldest_checkpoint() -> None:
 def test_clock_skew_does_not_affect_staleness(skew_s: float) -> None:
     """The controller's own clock counts from the moment at which a commit's number is seen to rise."""
 
-    def stale(run: Run, seq: int, at_s: float) -> bool:
+    def stale(run: WatchedRun, seq: int, at_s: float) -> bool:
         return is_true(apply_report(run, report(seq=seq, age_s=max(skew_s, 0)), at_s), "Stale")
 
     run = training(seq=0)
@@ -174,7 +174,7 @@ def test_clock_skew_does_not_affect_staleness(skew_s: float) -> None:
 
 def test_commit_of_an_earlier_run_keeps_its_age() -> None:
     """With `run-id` the first thing that is heard of a run may be the commit of another Job, a week ago."""
-    run = seen(watched_run.with_job(Run(workload=TRAIN), job(), NOW_S))
+    run = seen(watched_run.with_job(WatchedRun(workload=TRAIN), job(), NOW_S))
     run = apply_report(run, report(run=""))
     assert apply_report(run, report(seq=7, age_s=604800.0)).progress.last_commit_at_s == NOW_S - 604800
 
@@ -327,7 +327,9 @@ def test_jobset_finishes_with_all_its_jobs_and_may_restart() -> None:
 
     def finished(at_s: float = NOW_S, **changes: Any) -> str:
         jobs = job(uid="j-1", outcome="Completed", ended_at_s=NOW_S), job(uid="j-2", **changes)
-        return reconciled(Run(workload=workload, jobs={each.uid: each for each in jobs}), at_s).finished
+        return reconciled(
+            WatchedRun(workload=workload, jobs={each.uid: each for each in jobs}), at_s
+        ).finished
 
     failed: dict[str, Any] = {"outcome": "Failed", "ended_at_s": NOW_S}
     assert [finished(), finished(NOW_S + 1, **failed)] == ["", ""]
@@ -337,7 +339,7 @@ def test_jobset_finishes_with_all_its_jobs_and_may_restart() -> None:
 
 def test_statefulset_ends_long_after_its_last_pod_and_may_restart() -> None:
     workload = Workload(namespace="team", kind="StatefulSet", name="set", uid="s-1")
-    run = seen(Run(workload=workload), pod(workload=workload, job_uid=""))
+    run = seen(WatchedRun(workload=workload), pod(workload=workload, job_uid=""))
     run = watched_run.without_pod(run, "p-1", node_ready=True, now_s=NOW_S)
     assert not reconciled(run, NOW_S + 60).finished
     run = reconciled(run, NOW_S + ABSENT_S)
@@ -353,14 +355,14 @@ def test_pytorch_job_finishes_when_all_existing_pods_succeeded() -> None:
 
     def ended_as(*phases: str) -> str:
         pods = (pod(uid=f"p-{n}", workload=workload, job_uid="", phase=each) for n, each in enumerate(phases))
-        return reconciled(seen(Run(workload=workload), *pods)).finished
+        return reconciled(seen(WatchedRun(workload=workload), *pods)).finished
 
     assert [ended_as("Succeeded", "Running"), ended_as("Failed")] == ["", ""]
     assert [ended_as("Succeeded", "Succeeded"), ended_as("Succeeded")] == ["Completed", "Completed"]
 
 
 def test_job_annotations_override_pod_annotations() -> None:
-    run = seen(Run(workload=TRAIN), pod(requested=RequestedSettings(policy="fast")))
+    run = seen(WatchedRun(workload=TRAIN), pod(requested=RequestedSettings(policy="fast")))
     assert run.requested.policy == "fast"
     requested = RequestedSettings(policy="fast", run_id="ctr", overrides=(("deltashard.io/interval", "9s"),))
     run = seen(
@@ -389,8 +391,8 @@ def test_every_status_field_round_trips() -> None:
 
 
 def test_long_names_and_labels_are_truncated_and_stay_unique() -> None:
-    assert Run(workload=replace(TRAIN, uid="0b4f3c1e-aaaa")).name == "train-0b4f3c1e"
-    long = Run(workload=replace(TRAIN, name="x" * 60 + ".y", uid="0b4f3c1e-aaaa")).name
+    assert WatchedRun(workload=replace(TRAIN, uid="0b4f3c1e-aaaa")).name == "train-0b4f3c1e"
+    long = WatchedRun(workload=replace(TRAIN, name="x" * 60 + ".y", uid="0b4f3c1e-aaaa")).name
     assert (len(long), long[-9:]) == (MAX_NAME, "-0b4f3c1e")
     assert run_record.run_label("ctr") == "ctr"
     labels = {run_record.run_label("x" * 40 + "-" + each * 40) for each in "yz"}

@@ -28,7 +28,7 @@ TRACELESS = {"write_data"}
 SEEN: collections.Counter[str] = collections.Counter()
 
 
-class PrecopiedProgram:
+class TrackedProgram:
     """A training under tracking, its store, and the copy ahead that may be under way."""
 
     def __init__(self, case, seed, how, *, split_batches=False):
@@ -164,7 +164,7 @@ def test_stored_rows_equal_the_live_rows(device, case, events, seed, split_batch
     if "replace_module" in events:  # torch cannot give the state of a parameter that is in no group any more
         events = [event for event in events if event != "reload_optimizer"]
     with quiet(), torch.device(device):
-        program = PrecopiedProgram(
+        program = TrackedProgram(
             case, seed, AUDIT_ALL if TRACELESS & set(events) else PLAIN, split_batches=split_batches
         )
         for event in [*events, "cut"]:
