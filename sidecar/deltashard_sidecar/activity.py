@@ -64,7 +64,6 @@ class Activity:
         )
 
     def tracking_fault(self, tables: int, *, step: int) -> None:
-        """Record that the trainer's audit found rows that changed without a mark."""
         self.incidents.add(
             fleet.INCIDENT_KIND_TRACKING_FAULT,
             cause=Cause.AUDIT,

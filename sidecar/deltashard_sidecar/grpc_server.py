@@ -158,7 +158,6 @@ def _before_begin(first: pb.SaveRequest, requests: Iterator[pb.SaveRequest]) -> 
 
 
 def start_server(sidecar: Sidecar, path: Path) -> grpc.Server:
-    """Start the gRPC server on its socket and return it."""
     server = grpc.server(ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="call"), options=MESSAGE_OPTIONS)
     trainer_pb2_grpc.add_TrainerServicer_to_server(  # type: ignore[no-untyped-call]  # generated
         TrainerService(sidecar), server

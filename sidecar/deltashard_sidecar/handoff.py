@@ -47,7 +47,6 @@ class PendingUploadMarkers:
         self._work.submit(self._mark, attempt, begun=False)
 
     def end_all(self) -> None:
-        """Remove all markers before the process ends; waits up to `END_DEADLINE_S`."""
         with self._lock:
             left, self._marked = self._marked, set()
         last = [self._work.submit(self._mark, attempt, begun=False) for attempt in left]

@@ -68,7 +68,6 @@ class MaintenanceLoop:
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """Mark that a restore is being served: it takes precedence in store and cache."""
         with self._wake:
             self._restoring += 1
         try:

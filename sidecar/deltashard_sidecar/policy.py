@@ -40,7 +40,6 @@ def policy_of(settings: Settings) -> pb.Policy:
 
 
 def stated(policy: pb.Policy) -> dict[str, Any]:
-    """Return its fields that are neither zero nor empty, by name."""
     return {field.name: value for field, value in policy.ListFields()}
 
 

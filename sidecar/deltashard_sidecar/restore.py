@@ -74,7 +74,6 @@ def baseline_under(plan: Plan) -> int:
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Return the cause of a failed restore: invalid (fall back), unavailable (retry), not_found, mismatch, or error."""
     if isinstance(error, DeltashardError) and error.cause in {Cause.NOT_FOUND, Cause.MISMATCH}:
         return Cause(error.cause)
     if isinstance(error, FormatError):  # other causes: a newer version wrote it, which is no damage

@@ -34,7 +34,6 @@ class _TrackedOrder:
     is_open: bool = True
     """Whether the controller waits for it: the newest reply names it, or its outcome is not reported yet."""
     asked_session: Session | None = None
-    """Session whose trainer was requested to save."""
     outcome: SaveOutcome | None = None
 
 
@@ -68,7 +67,6 @@ class SaveOrders:
                 del self._orders[name]
 
     def poll(self) -> None:
-        """Request saves for open orders, and record those that are carried out, failed or expired."""
         with self._lock:
             still = [
                 tracked for tracked in self._orders.values() if tracked.is_open and tracked.outcome is None

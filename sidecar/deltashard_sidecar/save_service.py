@@ -121,7 +121,6 @@ class SaveService:
             self._decline_for_lost(attempt, cut)
 
     def trainer_reattached(self, session: Session) -> None:
-        """Forget the loss of a rank whose process continues the same attempt."""
         _, lost_attempt = self._lost_ranks.get(session.attachment.local_rank, (None, None))
         if lost_attempt is not None and lost_attempt == session.attempt:
             del self._lost_ranks[session.attachment.local_rank]
@@ -275,7 +274,6 @@ class SaveService:
         raise SaveRefused(begin.cut, Cause.BUSY, f"cut {running.cut.cut} is {running.state.value.lower()}")
 
     def _ended(self, save: Save) -> None:
-        """Report a committed or failed save to metrics, people, the trainer and other pods."""
         parts, cut, commit, rank0 = self._parts, save.cut, save.commit, save.attachment.rank == 0
         # Several saves of the pod may form one checkpoint: one of them counts it.
         same = [s.attachment.local_rank for s in parts.in_flight_saves.newest() if s.cut.cut == cut.cut]

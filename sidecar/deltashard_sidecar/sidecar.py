@@ -330,7 +330,6 @@ class Sidecar(Parts):
             self.keeper.remove_rank(session.attachment.local_rank)
 
     def _trainer_lost(self, session: Session) -> None:
-        """Record that a trainer died; its staged save continues."""
         if session.attachment.rank == 0:
             self.decider.trainer_lost()
         self.activity.record_trainer_lost(session, step=self.keeper.step_of(session.attachment.local_rank))

@@ -37,9 +37,7 @@ class TrainerControl:
         self._lock = threading.Lock()
         self._active_policy = ActivePolicy(initial=policy_of(parts.settings))
         self._has_directive = False
-        """Whether a controller sent this process a directive."""
         self._sent_policy = self._active_policy.policy
-        """Policy that was sent to trainers last."""
         self._outcomes: dict[int, tuple[int, pb.Notice]] = {}
         """Local rank -> (attempt, outcome of its last save), for a session that attaches after the notice."""
 
@@ -106,7 +104,6 @@ class TrainerControl:
             )
 
     def _send_policy(self, *, force: bool = False) -> None:
-        """Send trainers the policy if it differs from the last one sent, or always with `force`."""
         previous, self._sent_policy = self._sent_policy, self.policy
         if self._sent_policy == previous and not force:
             return
@@ -142,18 +139,15 @@ class TrainerControl:
         return able
 
     def save_started(self, session: Session, attempt: int, *, step: int) -> None:
-        """Restart the session's interval when its save begins, unless another attempt has been opened."""
         with self._lock:
             if session.attempt == attempt:
                 session.schedule = session.schedule.began(now_s=time.monotonic(), step=step)
 
     def urgent_started(self, session: Session) -> None:
-        """Clear the urgent request of a session: its save is in flight."""
         with self._lock:
             session.urgent = ""
 
     def ended(self, save: Save) -> None:
-        """Notify the trainer of a committed or failed save, and restart its timer."""
         attempt, rank = save.cut.attempt, save.attachment.local_rank
         cause, message = save.failure
         if save.commit is not None:
@@ -177,11 +171,10 @@ class TrainerControl:
             taken_over = fence[0] is Cause.TAKEN_OVER
             fenced = pb.Notice.Fenced(attempt=attempt, by=by, message=fence[1], taken_over=taken_over)
             session.notices.post(pb.Notice(fenced=fenced))
-        self.write_control_line(session)  # first: a trainer that reads the notice finds the step of its next save
+        self.write_control_line(session)  # first: readers of the notice find the step of the next save
         session.notices.post(notice)
 
     def is_urgent_pending(self, attempt: int) -> bool:
-        """Return whether a trainer of this attempt has an urgent request and has not begun the save."""
         return any(s.urgent and s.attempt == attempt for s in self._sessions.all())
 
     def watch(self, session: Session, alive: Callable[[], bool]) -> Iterator[pb.Notice]:
@@ -212,7 +205,6 @@ class TrainerControl:
         return session.may_commit and self._parts.run.removed is None
 
     def write_control_line(self, session: Session) -> None:
-        """Write the session's control line: the step of its next save, and whether that is urgent."""
         rank, keeper = session.attachment.local_rank, self._parts.keeper
         with self._lock:
             if session.closed:

@@ -86,9 +86,7 @@ class ArenaKeeper:  # noqa: PLR0904
         A truncation between this check and the access still does, like a kill would.
         """
         if not self.whole:
-            remedy = (
-                "do not touch the runtime directory; this sidecar stops now, and the next one creates it again"
-            )
+            remedy = "do not touch the runtime directory; this sidecar stops now, and the next one creates it again"
             where = str(self.arena.path)
             raise ArenaUnavailable("the arena's file was truncated", where=where, remedy=remedy)
 

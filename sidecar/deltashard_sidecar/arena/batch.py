@@ -44,7 +44,6 @@ class Rows:
     offsets: tuple[int, ...]
     """Offsets of ids, weights and each field, in bytes from the start of the batch."""
     length: int
-    """Size of the whole batch in bytes."""
     fresh: bool | None = None
     """Whether the rows changed since the trainer's newest commit; None: unknown."""
     duplicate: bool = False

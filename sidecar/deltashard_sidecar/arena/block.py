@@ -126,14 +126,12 @@ class BlockLedger:
         return block.index
 
     def check_granted(self, rank: int, index: int) -> None:
-        """Raise `NotGranted` unless block `index` is granted to `rank`."""
         if not self._is_used_for(index, rank, Use.GRANTED):
             what = f"block {index} is not granted to local rank {rank}"
             remedy = "blocks of an older epoch or stream are void: restart the save"
             raise NotGranted(what, where="arena", remedy=remedy)
 
     def _is_used_for(self, index: int, rank: int, use: Use) -> bool:
-        """Return whether `index`, named by a trainer, is a block of `rank` in this use."""
         return 0 <= index < self.total and (self.blocks[index].rank, self.blocks[index].use) == (rank, use)
 
     def received(self, index: int) -> None:
@@ -155,7 +153,6 @@ class BlockLedger:
         return self._free_if_done(block)
 
     def served(self, rank: int, index: int) -> None:
-        """Release a serving block: the trainer applied all its frames."""
         if not self._is_used_for(index, rank, Use.SERVING):
             raise NotGranted(f"block {index} does not hold frames for local rank {rank}", where="arena")
         self._release(self.blocks[index])
@@ -177,7 +174,6 @@ class BlockLedger:
                 self.closed(index)
 
     def release_serving(self, rank: int) -> None:
-        """Free the serving blocks of `rank`: its trainer reads no more."""
         for index in self.held(rank, Use.SERVING):
             self._release(self.blocks[index])
 

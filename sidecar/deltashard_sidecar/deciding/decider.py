@@ -53,10 +53,8 @@ class Decider:
         self._lock = threading.Lock()
         self._policy = policy_of(settings)
         self._measurements: Measurements | None = None
-        """None before an attempt."""
         self._choice: Choice | None = None
         self._last_policy = self._policy
-        """Policy in force at the last `observe`."""
 
     def apply_to(self, policy: pb.Policy) -> pb.Policy:
         choice = self._choice
@@ -89,7 +87,6 @@ class Decider:
         )
 
     def expected(self) -> RunEstimate:
-        """Return the estimated failure rates for other decisions."""
         if (known := self._measurements) is None:
             return RunEstimate(rates=rates(NONE, pods=1), trained_s=0.0, step_s=0.0)
         return RunEstimate(
@@ -141,11 +138,9 @@ class Decider:
         self._update(lambda known, now_s: known.trainer_attached(now_s))
 
     def trainer_lost(self) -> None:
-        """Record that rank 0's trainer died."""
         self._update(lambda known, now_s: replace(known, lost_at_s=now_s, save=None))
 
     def precopy_started(self) -> None:
-        """Record that rows are copied ahead of a save from now on, so steps are not quiet."""
         self._update(lambda known, now_s: replace(known, precopy_started_s=now_s))
 
     def save_started(self, save: MeasuredSave, *, planned_steps: int, partial: bool) -> None:
@@ -163,7 +158,6 @@ class Decider:
             return before != self._last_policy
 
     def _update(self, change: Callable[[Measurements, float], Measurements]) -> None:
-        """Apply `change` to measurements and time, and choose again if needed; no-op before an attempt."""
         with self._lock:
             if (before := self._measurements) is None:
                 return

@@ -26,9 +26,7 @@ from deltashard_checkpoint.vocabulary import LINEAGE_KEY
 
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
 
-MAX_SAMPLE_WEIGHT = (
-    40  # largest weight of a mean, in saves: a changed cost is followed within about as many
-)
+MAX_SAMPLE_WEIGHT = 40  # largest weight of a mean, in saves: a changed cost is followed within about as many
 MAX_PRECOPY_S = 60.0  # longest copy ahead of a save; after it without a save the copy counts as given up
 MAX_RESCHEDULE_S = 86400.0  # longest gap between two trainers that counts as rescheduling
 
@@ -50,7 +48,6 @@ class MeasuredSave:
 
     cut: int
     started: Reading
-    """Step of the save, and when it ended."""
     timed: bool
     """Whether a timer triggered it: only such saves are measured."""
     ended_s: float | None = None
@@ -66,13 +63,11 @@ class Opening:
     attempt: int
     world_size: int
     ranks_here: int
-    """Number of this pod's trainers."""
     reading: Reading
     """Step before the attempt and time of the Open; for an attempt under way, the control line's reading."""
     resumed: bool = False
     """Whether a trainer restarted from a checkpoint, an incident. False where one continues its attempt."""
     step_seen: int = 0
-    """Last step of the previous trainer, if this arena recorded it."""
 
     @property
     def pods(self) -> int:
@@ -87,23 +82,18 @@ class Measurements:
     opening: Opening
     profile: Profile
     held: CurrentChoice | None = None
-    """Choice in force."""
     evidence: Evidence = NONE
-    """Failures and training time, recorded by previous deciders and by this one."""
     meter: StepMeter = field(default_factory=StepMeter)
     saves: int = 0
     save: MeasuredSave | None = None
     precopy_started_s: float = -math.inf
-    """When the copy ahead of a save began."""
     restoring: bool = False
     lost_at_s: float | None = None
-    """When the last trainer died."""
     committed: bool = True
     """Whether a commit followed the last incident: a crash loop counts as one incident."""
     doublings: int | None = None
     """Doublings of the interval's cap (`choice._cap_s`); None: the previous attempt had a checkpoint."""
     partial: bool = False
-    """Whether the trainer uses partial recovery."""
     left_steps: float = math.inf
 
     @property

@@ -43,7 +43,6 @@ class StepMeter:
     windows: tuple[Window, ...] = ()
     """Quiet windows, in which no save was in flight, oldest first."""
     odd: int = 0
-    """Consecutive windows that were ignored as pauses."""
     trained_s: float = 0.0
     """Seconds of training, including saves and pauses."""
 

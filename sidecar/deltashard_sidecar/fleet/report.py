@@ -85,7 +85,6 @@ class SidecarState:
         return fleet.PHASE_TRAINING if ready else fleet.PHASE_RESTORING
 
     def _is_restoring(self, session: Session) -> bool:
-        """Return whether rows are still being restored; a trainer that has finished a step has all it needs."""
         if session.restored or not session.resumed:
             return False
         return self._sidecar.keeper.step_time_s(session.attachment.local_rank) < session.open_requested_s

@@ -28,12 +28,10 @@ from deltashard_sidecar.telemetry.structured_logging import explain
 PATH = "/v1/report"
 DEADLINE_S = 10.0
 POLL_S = 0.5
-"""Time between checks for changes to report."""
 LAST_DEADLINE_S = 3.0
 """For the last report, at the end; a reachable controller answers within milliseconds."""
 MAX_ANSWER = 1 << 20
 MAX_FINISHED_SAVES = 8
-"""Most outcomes of ordered saves in one report."""
 
 
 class NoToken(Exception):
@@ -70,14 +68,12 @@ class ReportClient:
         self._process = secrets.token_hex(8)
         self._sequence = 0
         self._last_request = fleet.ReportRequest()
-        """Last report that the controller accepted."""
         self._is_reporter = False
         self._omit_messages = False
         """Whether the last report was rejected as invalid: the next one omits messages, which contain foreign text."""
         self._last_cause = "nothing"
         """Cause of the last report's failure; empty: it was accepted."""
         self._rejected_directive = 0
-        """Id of the directive that was rejected last."""
         self._schedule = ReportSchedule()
         self._nudged = False
         self._stopped = False

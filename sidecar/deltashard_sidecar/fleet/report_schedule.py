@@ -32,11 +32,9 @@ class ReportSchedule:
 
     due_s: float = 0.0
     failures: int = 0
-    """Consecutive failed reports."""
     not_leading: int = 0
     """Consecutive ones at the end that a non-leading replica answered."""
     full_s: float = 0.0
-    """When the burst of reports is available again."""
     nudged_s: float = float("-inf")
 
     def changed(self, now_s: float) -> Self:

@@ -52,9 +52,7 @@ class VisibleRanks(NamedTuple):
     """Ranks of a run that attach to this sidecar."""
 
     tables: Sequence[TableSchema]
-    """Tables of all these ranks, each once."""
     is_complete: bool
-    """Whether these are all ranks of the run."""
 
 
 class BitChoice:
@@ -68,7 +66,6 @@ class BitChoice:
         """Attempt of the error ledger; None: no log has been read, so nothing is chosen or recorded."""
         self._error_ledger = ErrorLedger()
         self._tables: Sequence[TableSchema] = ()
-        """Tables of all ranks at the newest choice."""
         self._snapshot_encodings: tuple[tuple[int, int, bool], Mapping[str, str]] | None = None
         """Encodings chosen last, with (attempt, cut, whether it is the closing one); None: nothing chosen yet."""
         self._reported_tables = ""
@@ -77,7 +74,6 @@ class BitChoice:
         self._log = log
 
     def opened(self, attempt: int, source: Checkpoint | None, state: RunState) -> None:
-        """Start an attempt that resumes from `source`, a checkpoint of that log, or from none."""
         found = (
             ErrorLedger()
             if source is None

@@ -49,7 +49,6 @@ class ChainWatch:
         """Pack keys by index key, relative to the run's root. An index never changes."""
         self._checked_s: dict[int, float] = {}
         self._broken_prefixes: frozenset[str] = frozenset()
-        """Prefixes with missing objects."""
 
     def record_packs(self, index_key: str, packs: Iterable[str]) -> None:
         """Record the packs of an index written by this process, so that a check need not read it."""

@@ -32,7 +32,6 @@ class RowErrors:
         self._errors: dict[str, Mapping[int, float]] = {}
 
     def begin_baseline(self) -> None:
-        """Start a new sample: a baseline sends every row again."""
         with self._lock:
             self._sampled.clear()
 

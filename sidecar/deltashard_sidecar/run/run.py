@@ -52,9 +52,7 @@ from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 REATTACH_DEADLINE_S = 5.0
 """Longest time that a trainer that re-attaches during its run waits for its last commit to be read."""
 LATE_DEADLINE_S = 3.0
-"""For reading from a full store, and for each try to open an attempt late."""
 OPEN_RETRY_S = 0.5
-"""Time between tries of an Open that waits for credentials or a bucket."""
 REMOVED_CHECK_S = 1.0
 """For checking whether a removed run exists again; training waits for it at the begin of a save."""
 SHARED_IDLE_S = 60.0
@@ -137,7 +135,6 @@ class Run:
             return self._logs.get(attachment.id, self.log)
 
     def release_unused(self, used: Callable[[], set[str]]) -> None:
-        """Release idle shared reads, and log handles of sessions that are not among the ids that `used` returns."""
         self._shared.release_idle(idle_s=SHARED_IDLE_S)
         with self._lock:
             held = set(self._logs)

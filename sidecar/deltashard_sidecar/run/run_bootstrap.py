@@ -100,9 +100,7 @@ class RunBootstrap:
             if self._has_log(log, deadline_s):
                 return  # another pod of this run has made the copy
             what = f"an interrupted copy of the run's first checkpoint does not continue: {error.what}"
-            remedy = (
-                "restart if another pod is just starting the run; else remove the copy with `deltashard rm --ended`"
-            )
+            remedy = "restart if another pod is just starting the run; else remove the copy with `deltashard rm --ended`"
             raise BootstrapRefused(what, where=where, remedy=remedy) from error
         self._logger.info(
             "restore_from.copied", source=name, seq=done.source_seq, step=done.step, bytes=done.bytes

@@ -33,7 +33,6 @@ class SnapshotContent:
     directive: str
     """For the log entry: what determined the content of this save."""
     precision: StoredPrecision
-    """Encodings of the rows."""
     increments: str | None
     """Record of the previous increments for the commit; None: no record."""
     chain_precision: StoredPrecision

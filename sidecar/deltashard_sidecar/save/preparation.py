@@ -33,6 +33,5 @@ class Preparation:
         return granted
 
     def transfer_blocks(self) -> int:
-        """Pass the blocks to a save; returns their number."""
         blocks, self._blocks = self._blocks, set()
         return len(blocks)

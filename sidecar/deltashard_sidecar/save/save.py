@@ -190,7 +190,7 @@ class Save:
 
     def _encode_deferred(self) -> None:
         for encode in self._take_deferred():
-            with contextlib.suppress(RuntimeError):  # the work is queued, although no further thread can start
+            with contextlib.suppress(RuntimeError):  # raised after queueing if no thread can start
                 self._submit(encode)
 
     def _take_deferred(self) -> list[Callable[[], None]]:
@@ -199,7 +199,6 @@ class Save:
         return held or []
 
     def _encode_now(self, block: int, work: Callable[[], None]) -> None:
-        """Encode one batch on a pool thread and release its block, also after a failure."""
         try:
             if not self.has_ended:
                 crash_point("encode.first")

@@ -51,13 +51,11 @@ ABANDON_DEADLINE_S = 10.0
 PERIODIC = ("timer", "steps", "baseline")
 """Reasons of saves that nothing waits for: their commit may be noticed some seconds late."""
 UPLOADS = 4
-"""Number of packs uploaded concurrently."""
 
 _buffers = threading.local()
 
 
 def _buffer(size: int) -> memoryview:
-    """Return this thread's encode buffer, at least `size` bytes."""
     held: bytearray | None = getattr(_buffers, "held", None)
     if held is None or len(held) < size:
         held = bytearray(size)
@@ -84,11 +82,9 @@ class SaveDecisions:
     samples: bool = False
     """Whether to measure and record the errors of this save's rows at fewer bits, because bits are chosen."""
     directive_text: str | None = None
-    """Controller's directive in force, recorded with the commit."""
     since: int | None = None
     """Seq of the trainer's newest commit if rows changed since then are sent separately from the others."""
     orders: tuple[fleet.SaveOrder, ...] = ()
-    """Controller's save orders that this save carries out."""
     profile: str | None = None
     """Measurements and decisions of this sidecar, recorded with the commit."""
 

@@ -42,14 +42,12 @@ class Presence:
         self._lock = threading.Lock()
         self._attached_s = time.monotonic()
         self._live_streams = 0
-        """Open Watch and Restore streams."""
         self._locked = False
         """Whether its process has ever been seen to hold the writer lock."""
         self._cancels: list[Callable[[], None]] = []
 
     @contextlib.contextmanager
     def keep_alive(self) -> Iterator[None]:
-        """Count a stream as a sign of life of the process, as long as the context lasts."""
         with self._lock:
             self._live_streams += 1
         try:
@@ -60,7 +58,6 @@ class Presence:
 
     @contextlib.contextmanager
     def stream(self, cancel: Callable[[], None]) -> Iterator[None]:
-        """Register a stream that `cancel` ends when the trainer is gone."""
         with self._lock:
             self._cancels.append(cancel)
         try:
@@ -140,23 +137,17 @@ class Session:
         self.urgent = ""
         """Reason of an urgent save that is requested; empty: none."""
         self.stall_aborts = 0
-        """Consecutive saves that the trainer aborted for their stall budget."""
         self.closed = False
         """A closed session's saves continue without it; new calls fail with `UnknownSession`."""
         self.attempt = attempt
-        """Number of its attempt in the log; None before one is open."""
         self.layout = attachment.layout
         """Digest of its ranks' layout; empty: one rank, which has every table whole."""
         self.fence: tuple[Cause, str] | None = None
         """Why the attempt can never commit again; None: it can."""
         self.open_requested_s = 0.0
-        """Time of the request to open the attempt, Unix seconds."""
         self.resumed = False
-        """Whether the attempt resumes from a checkpoint."""
         self.restored = False
-        """Whether every row of that checkpoint was sent to the trainer."""
         self.lost_steps = 0
-        """Steps lost by the restart that began this attempt, as far as this arena recorded them."""
         self.last_commit: pb.Commit | None = None
         self.durable_step: int | None = None
         """Newest step that survives a crash of the trainer."""
@@ -175,7 +166,6 @@ class Session:
         return self.stall_aborts >= STALL_ABORTS
 
     def opened(self, reply: pb.OpenReply) -> None:
-        """Replace the session's attempt by a newly opened one."""
         lost = reply.last_step_seen - reply.step if reply.HasField("last_step_seen") else 0
         with self._lock:
             self.attempt, self.layout, self.fence = reply.attempt, reply.layout, None
@@ -185,7 +175,6 @@ class Session:
             self.lost_steps = max(0, lost)
 
     def committed(self, attempt: int, commit: pb.Commit) -> None:
-        """Record a durable save, unless it belongs to another attempt than the session's."""
         with self._lock:
             if attempt == self.attempt:
                 self.last_commit, self.durable_step = commit, commit.step
@@ -197,7 +186,6 @@ class Session:
             return first
 
     def close(self) -> None:
-        """Close the session; Watch streams end once they have read the queued notices."""
         self.closed = True
         self.notices.close()
 

@@ -71,7 +71,9 @@ class Metrics(Collector):
         self.lost_samples = gauge(
             "lost_samples_share", "Portion of lost samples (PLS) of the run, from its newest commit"
         )
-        self.stall = histogram("save_stall_seconds", "Time that a save blocked the trainer", buckets=STALL_BUCKETS)
+        self.stall = histogram(
+            "save_stall_seconds", "Time that a save blocked the trainer", buckets=STALL_BUCKETS
+        )
         self.durable = histogram("save_durable_seconds", "From begin to the log entry")
         self.commits = counter("commits", "Checkpoints committed", "kind")
         self.failures = counter("save_failures", "Saves that failed, by cause", "cause")
@@ -82,9 +84,7 @@ class Metrics(Collector):
         self.tracking_faults = counter(
             "tracking_faults", "Tables in which trainers found rows that changed without a mark"
         )
-        self.rows = counter(
-            "rows", "Rows encoded (in) and sent to a trainer (out)", "direction", "encoding"
-        )
+        self.rows = counter("rows", "Rows encoded (in) and sent to a trainer (out)", "direction", "encoding")
         self.raw_bytes = counter("raw_bytes", "Bytes of batches before encoding", "encoding")
         self.frame_bytes = counter(
             "frame_bytes",
