@@ -50,10 +50,7 @@ class RestoreStopped(EnvironmentFault):
 
 
 def pack_blocks(lengths: Sequence[int], block_bytes: int) -> list[tuple[int, int]]:
-    """Return (block number within this restore, offset) for each request in order. Pure.
-
-    Offsets are aligned, and no request is split.
-    """
+    """Return (block number within this restore, aligned offset) per request; none is split. Pure."""
     places: list[tuple[int, int]] = []
     block, at = 0, 0
     for length in lengths:

@@ -104,8 +104,7 @@ class Settings:
     pack_bytes: int = _ranged(64 << 20, MAX_FRAME_BYTES, MAX_PACK_BYTES)
     """A pack object is closed at this size."""
     stall_budget_s: float = _ranged(30.0, 0, _YEAR_S)
-    """Longest time that a save may block the trainer before the trainer aborts it. After two aborts the next save runs
-    to its end."""
+    """Longest time that a save may block the trainer before it is aborted; after two aborts the next has no limit."""
     stream_idle_s: float = _ranged(120.0, 1, _YEAR_S)
     """A save or restore without a message from its trainer for this time is cancelled."""
     save_deadline_s: float = _ranged(1800.0, 1, _YEAR_S)
@@ -270,10 +269,7 @@ def _parse(name: str, kind: str, text: str) -> object:
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
-    """Return the settings from the environment, overridden by `--flag value` or `--flag=value` arguments.
-
-    Raises `SettingError` for unknown, missing and malformed ones.
-    """
+    """Return the settings from the environment, overridden by arguments; raises `SettingError`."""
     known = {f.name: str(f.type) for f in fields(Settings)}
     values = {
         name: _parse(variable_of(name), kind, text)

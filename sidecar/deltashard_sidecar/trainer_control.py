@@ -126,10 +126,7 @@ class TrainerControl:
             self.apply_directive(directive, adopted=True)
 
     def request_save(self, order: fleet.SaveOrder) -> Session | None:
-        """Request a save from a trainer at its next step; returns that session, or None if no trainer may save.
-
-        One of several ranks is enough, because all ranks save together.
-        """
+        """Request a save from one trainer, and so from all ranks; returns its session, None: no trainer may save."""
         able = next((s for s in self._sessions.all() if self._may_save(s)), None)
         if able is not None and order.urgent:
             self.notify(order.reason, order.deadline_s)

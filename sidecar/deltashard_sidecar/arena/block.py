@@ -158,10 +158,7 @@ class BlockLedger:
         self._release(self.blocks[index])
 
     def quarantine(self, rank: int, use: Use, indexes: Collection[int] | None = None) -> list[int]:
-        """Quarantine the blocks of a broken save (GRANTED) or restore (SERVING) stream of `rank`; returns them.
-
-        `indexes`, if given, limits this to some of the blocks.
-        """
+        """Quarantine blocks (all or `indexes`) of a broken save (GRANTED) or restore (SERVING) stream; returns them."""
         moved = [index for index in self.held(rank, use) if indexes is None or index in indexes]
         for index in moved:
             self.blocks[index].use = Use.QUARANTINED

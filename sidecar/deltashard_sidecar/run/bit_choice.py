@@ -191,10 +191,7 @@ class BitChoice:
             self._log.info("bits.decided", value=now.value, would=now.would, why=found.why)
 
     def metadata(self, held: Stored | None) -> dict[str, str]:
-        """Return the error ledger for a commit stored as `held`; None: its bits are not chosen.
-
-        The ledger of previous restores is kept in either case, because bits may be chosen again.
-        """
+        """Return the ledger for a commit stored as `held`; None: bits are not chosen, and only the past is recorded."""
         with self._lock:
             tables, known, so_far = self._tables, self._attempt is not None, self._error_ledger
         errors = {}

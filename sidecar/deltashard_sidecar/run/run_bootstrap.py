@@ -46,10 +46,7 @@ class RunBootstrap:
         self._logged = False
 
     def ensure(self, request: pb.OpenRequest, *, deadline_s: float) -> None:
-        """Copy the checkpoint into the run, unless the run has a log. May be killed at any time.
-
-        Raises `BootstrapRefused`, and the errors of `start_run`.
-        """
+        """Copy the checkpoint unless the run has a log; raises `BootstrapRefused` and the errors of `start_run`."""
         if not self._restore_from:
             return
         log = RunLog(self._store, self._identity.run)
@@ -100,7 +97,7 @@ class RunBootstrap:
             if self._has_log(log, deadline_s):
                 return  # another pod of this run has made the copy
             what = f"an interrupted copy of the run's first checkpoint does not continue: {error.what}"
-            remedy = "restart if another pod is just starting the run; else remove the copy with `deltashard rm --ended`"
+            remedy = "restart if another pod is starting the run; else remove the copy with `deltashard rm --ended`"
             raise BootstrapRefused(what, where=where, remedy=remedy) from error
         self._logger.info(
             "restore_from.copied", source=name, seq=done.source_seq, step=done.step, bytes=done.bytes

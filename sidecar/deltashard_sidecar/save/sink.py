@@ -168,10 +168,7 @@ class PartSink:
         self._run.metrics.frame_bytes.labels("in", "blob").inc(frame.info.length)
 
     def commit(self, seal: pb.SaveRequest.Seal, *, deadline_s: float) -> pb.Commit:
-        """Upload the remaining packs and the index, and create the log entry; blocks.
-
-        Raises `BadBatch` for missing rows, `ChainBroken`, `DeltashardError` of the commit, and store errors.
-        """
+        """Upload the remaining packs, commit; raises `BadBatch` for missing rows, `ChainBroken` and store errors."""
         if seal.full:
             self._writer.target = replace(self._writer.target, covers=None)
         part = self._writer.finish()

@@ -35,10 +35,7 @@ class Incidents:
         """Newest id in the report in flight: a count increased after sending would be lost with its acknowledgement."""
 
     def add(self, kind: fleet.IncidentKind, *, cause: str, message: str, **more: Any) -> None:
-        """Add an incident. `cause` is a `Cause`, or the source of a restore; `more` are other fields of the message.
-
-        Restores are never merged, because each belongs to its attempt.
-        """
+        """Add an incident, or count a recent one (never a restore). `cause`: a `Cause`, or a restore's source."""
         now_s, message = time.time(), message[:MAX_TEXT]
         with self._lock:
             for each in self._pending:
