@@ -246,7 +246,7 @@ class SaveService:
         )
 
     def _expected(self, cut: SaveDecisions) -> set[int]:
-        """Return the ranks of this pod that contribute to the cut: they train in its attempt, or have a save of it."""
+        """Return this pod's ranks that contribute to the snapshot: they train in its attempt, or are saving it."""
         trains = {s.attachment.rank for s in self._parts.sessions.all() if s.attempt == cut.attempt}
         saves = {
             save.attachment.rank

@@ -59,7 +59,7 @@ class Settings:
     url: str
     """Object store of the run: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or `file:///dir`."""
     run: str
-    """Name of the run, the logical training job. Every stored object belongs to a store and a run name."""
+    """Name of the run, the logical training job. With the store, it identifies all stored data."""
     dir: Path
     """Runtime directory: arena, socket, lock and ready.json. In a pod: the memory volume shared with the trainer."""
     cache_dir: Path
@@ -94,7 +94,7 @@ class Settings:
     least_bits: int = _ranged(0, 0, 8)
     """Fewest bits that may be chosen for a table; 0: no lower bound."""
     tables: str = ""
-    """Encodings of single tables, which override every other setting: `emb.user=q8,emb.item=q4`."""
+    """Encodings of single tables, which override `encoding` and chosen bits: `emb.user=q8,emb.item=q4`."""
     encoding: str = DEFAULT_ENCODING
     """Encoding of embedding weights: {choices}."""
     state_encoding: str = DEFAULT_STATE_ENCODING

@@ -1,7 +1,7 @@
 """Thread-safe arena: the mapped file, the block ledger under one lock, writer locks, control lines.
 
 A restarted sidecar opens the same file again (its pages are already charged to the pod) with a new epoch, which voids
-all grants of older epochs. The kernel tells whether a trainer may still be writing: a live one holds a POSIX record
+all grants of older epochs. The kernel knows whether a trainer may still be writing: a live one holds a POSIX record
 lock on its control line, which the kernel releases however the process ends.
 """
 
@@ -143,7 +143,7 @@ class ArenaKeeper:  # noqa: PLR0904
             self._refuse_truncated()
             self.ledger.check_granted(rank, index)
             if offset % 64 or offset < 0 or length < 0 or offset + length > self.block_bytes:
-                raise NotGranted(f"[{offset}, {offset + length}) lies outside block {index}", where="arena")
+                raise NotGranted(f"[{offset}, {offset + length}) is outside block {index}", where="arena")
             self.ledger.received(index)
             freed = closes is not None and self.ledger.closed(closes)
         if freed:
@@ -233,7 +233,7 @@ class ArenaKeeper:  # noqa: PLR0904
     def close(self) -> None:
         """Return the blocks' memory to the system, unless a live trainer may still write to it.
 
-        The file and its control lines remain: they tell the next sidecar the trainer's last step.
+        The file and its control lines remain: the next sidecar reads the trainer's last step from them.
         """
         if all(self.writer_pid(rank) is None for rank in range(LINES)):
             self.arena.release_blocks()

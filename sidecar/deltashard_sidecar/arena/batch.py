@@ -63,7 +63,7 @@ class Rows:
             ids = np.frombuffer(data, np.int64, rows, self.offsets[0])
             if not any(int(ids[0]) in mine and int(ids[-1]) in mine for mine in self.within):
                 raise BadBatch(
-                    f"rows {ids[0]} to {ids[-1]} lie in no box of this trainer",
+                    f"rows {ids[0]} to {ids[-1]} are not in any box of this trainer",
                     where=f"row batch of {self.schema.fqn}",
                 )
         else:
@@ -106,7 +106,7 @@ def rows_of(
         what = f"rows from {d.row_start}, {d.rows} of them, of {schema.rows}"
     elif not within or (d.contiguous and not any(d.row_start in mine and last in mine for mine in within)):
         asked = f"columns [{d.col_start}, {d.col_stop})"
-        what = f"rows from {d.row_start}, {d.rows} of them, {asked} lie in no box of this trainer"
+        what = f"rows from {d.row_start}, {d.rows} of them, {asked} are not in any box of this trainer"
     if what:
         raise BadBatch(what, where=f"row batch of {schema.fqn}")
     columns = d.col_stop - d.col_start
@@ -114,7 +114,7 @@ def rows_of(
     widths = [element_type.by_name(dtype).itemsize_bytes * count for dtype, count in values]
     offsets, length = sections(d.rows, contiguous=d.contiguous, row_bytes=widths)
     if d.offset % 64 or d.offset + length > block_bytes:
-        what = f"[{d.offset}, {d.offset + length}) lies outside a block of {block_bytes}"
+        what = f"[{d.offset}, {d.offset + length}) is outside a block of {block_bytes}"
         raise BadBatch(what, where=f"row batch of {schema.fqn}")
     return Rows(
         schema=schema,
@@ -135,7 +135,7 @@ def check_blob(chunk: pb.BlobChunk, block_bytes: int) -> None:
     if not 0 < len(chunk.name) <= 1024:
         what = "a blob's name has 1 to 1024 characters"
     elif chunk.length > MAX_FRAME_BYTES - 4096 or chunk.offset % 64 or end > block_bytes:
-        what = f"[{chunk.offset}, {end}) lies outside a block"
+        what = f"[{chunk.offset}, {end}) is outside a block"
     elif chunk.blob_offset + chunk.length > chunk.blob_bytes or (chunk.length == 0 and chunk.blob_bytes > 0):
         what = f"{chunk.length} bytes at {chunk.blob_offset} of a blob of {chunk.blob_bytes}"
     if what:

@@ -27,7 +27,7 @@ from deltashard_checkpoint.vocabulary import LINEAGE_KEY
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
 
 MAX_SAMPLE_WEIGHT = 40  # largest weight of a mean, in saves: a changed cost is followed within about as many
-MAX_PRECOPY_S = 60.0  # longest copy ahead of a save; after it without a save the copy counts as given up
+MAX_PRECOPY_S = 60.0  # longest copy ahead of a save; after it without a save the copy counts as abandoned
 MAX_RESCHEDULE_S = 86400.0  # longest gap between two trainers that counts as rescheduling
 
 

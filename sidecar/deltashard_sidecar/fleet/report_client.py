@@ -169,7 +169,7 @@ class ReportClient:
             "connection": "close",
         }
         context = ssl.create_default_context(cadata=self._settings.fleet_ca or None)
-        context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # a user's authority may not conform to RFC 5280
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # a user's authority might violate RFC 5280
         call = http.client.HTTPSConnection(to.hostname or "", to.port, timeout=deadline_s, context=context)
         try:
             call.request("POST", PATH, body, headers)

@@ -1,8 +1,8 @@
 """Encodings per table: the user's, the policy's, or chosen by the effect of restores on each table.
 
 The rule is in `deciding.precision`. It needs errors of sampled rows, measured at the first baseline of a process; until
-then everything is stored with 8 bits. Bits are chosen at every cut. More bits than rows are stored with make the cut a
-baseline (`write.precision`); fewer bits begin at the next baseline. The first rank of a cut chooses for the tables of
+then everything is stored with 8 bits. Bits are chosen at every save. More bits than rows are stored with make it a
+baseline (`write.precision`); fewer bits begin at the next baseline. The first rank that saves chooses for the tables of
 all ranks. With several pods, each sidecar sees only its own rows: the choice is then only shown, and `encoding` and
 `tables` apply.
 """
@@ -125,7 +125,7 @@ class BitChoice:
         if not chooses_bits(policy):
             self.decision = None
         elif snapshot_encodings is not None and snapshot_encodings[0] == cut:
-            encodings = snapshot_encodings[1]  # the encodings of this cut's other ranks
+            encodings = snapshot_encodings[1]  # chosen by another rank of this snapshot
         else:
             found = self._choose(policy, ranks, begin, expected, own)
             if ranks.is_complete:

@@ -4,7 +4,7 @@ Objects may be deleted from outside: by a lifecycle rule of the bucket, a cleani
 save is checked before its commit: for a baseline, for the last save of a trainer, and if the last check is older than
 `CHECK_INTERVAL_S`. Maintenance checks as well. No save builds on a checkpoint with missing objects: such a save fails
 like an abandoned one, and the next one is a baseline. With one rank, a check is one LIST of `data/`. With several, each
-rank checks the objects of its own parts by HEAD, because a LIST would return those of all ranks.
+rank checks the objects of its parts by HEAD, because a LIST would return those of all ranks.
 """
 
 from __future__ import annotations

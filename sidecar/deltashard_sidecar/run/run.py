@@ -339,7 +339,7 @@ class Run:
     def still_removed(self, attachment: Attachment, attempt: int) -> str | None:
         """Return why a save of this attempt must not write: the run was removed; None: the run exists.
 
-        The store is asked only after a removal was seen. Each save checks again, because the removal may be temporary,
+        A request is made only after a removal was seen. Each save checks again, because the removal may be temporary,
         such as a directory that was mounted elsewhere.
         """
         log = self.log_of(attachment)

@@ -2,7 +2,7 @@
 
 The checkpoint is copied into the run before its first attempt is opened, like `deltashard cp -c WHICH --as NAME`. The
 log appears with that checkpoint or not at all; an interrupted copy continues at the next Open. The trainer thus always
-restores a checkpoint of its own run, and no other part of the system refers to the source run.
+restores a checkpoint of the same run, and no other part of the system refers to the source run.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 UNAVAILABLE_AFTER_S = 3.0
 UNAVAILABLE_TRIES = 3
 KINDS = {"put": "write", "put_if_absent": "write", "get": "read", "get_into": "read", "head": "read"}
-"""Operation -> kind of request; any other operation is a kind of its own name."""
+"""Operation -> kind of request; any other operation is a separate kind."""
 PER_KIND_CAUSES = frozenset({Cause.DENIED, Cause.FULL, Cause.REFUSED})
 """Causes that do not affect other kinds of requests."""
 UNANSWERED = frozenset({Cause.MISSING, Cause.UNAVAILABLE})

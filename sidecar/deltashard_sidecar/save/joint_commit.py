@@ -1,7 +1,7 @@
-"""Joint commit of a cut's parts from the ranks of one pod: a single call, when the last part is durable.
+"""Joint commit of a snapshot's parts from the ranks of one pod: a single call, when the last part is durable.
 
 Each rank's save ends on its own thread, which calls `commit` with its report. The last one commits, and all others wait
-for its outcome. A rank whose save fails abandons the cut for the other ranks of its pod, and for other pods
+for its outcome. A rank whose save fails abandons it for the other ranks of its pod, and for other pods
 (`abandon_part`). Until then none of the pod's parts was reported, so no peer can have committed them.
 """
 
@@ -25,7 +25,7 @@ Commit = Callable[[Sequence[PartReport]], Committed]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _PendingCommit:
-    """One cut of one attempt, in one pod."""
+    """Reports and outcome of one snapshot in one pod."""
 
     reports: dict[int, PartReport] = field(default_factory=dict)
     committing: bool = False
@@ -39,7 +39,7 @@ class _PendingCommit:
 
 
 class JointCommits:
-    """Collects the reports of a pod's ranks, by attempt and cut. Thread-safe."""
+    """Collects the reports of a pod's ranks, by attempt and snapshot. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -88,13 +88,13 @@ class JointCommits:
             return pending.result()
 
     def withdraw(self, attempt: int, cut: int, rank: int) -> bool:
-        """Withdraw this rank's part; returns False if the cut's commit has already begun or ended."""
+        """Withdraw this rank's part; returns False if the snapshot's commit has already begun or ended."""
         with self._changed:
             pending = self._pending_commit(attempt, cut)
             if pending.committing or pending.outcome is not None:
                 return False
             where = f"attempt {attempt}, cut {cut}"
-            pending.outcome = PartAbandoned(f"rank {rank} abandoned this cut", where=where)
+            pending.outcome = PartAbandoned(f"rank {rank} abandoned this snapshot", where=where)
             self._changed.notify_all()
             return True
 

@@ -282,9 +282,9 @@ def decline(
     joint: JointCommits,
     process_died: bool = False,
 ) -> None:
-    """Report that this rank's part of a cut will not arrive, so that other ranks of the pod and peers do not wait.
+    """Report that this rank's part of a snapshot will not arrive, so that its pod's other ranks and peers do not wait.
 
-    `process_died`: the report also goes to the store, because other ranks may already wait there.
+    `process_died`: the report is also written to the store, because other ranks may already wait there.
     """
     if not joint.withdraw(attempt, cut, attachment.rank) and not process_died:
         return

@@ -94,7 +94,7 @@ def check_attach(request: pb.AttachRequest, lines: int) -> int:
             or not box.row_start < box.row_stop <= table.rows
             or not box.col_start < box.col_stop <= table.columns
         ):
-            what = f"box {box.table}[{box.row_start}:{box.row_stop}] is in no table"
+            what = f"box {box.table}[{box.row_start}:{box.row_stop}] is not within a listed table"
     if what:
         raise BadAttach(what, where="attach")
     return protocol

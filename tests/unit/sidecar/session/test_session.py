@@ -71,8 +71,8 @@ def test_session_is_fenced_until_a_new_attempt_is_open() -> None:
         ({"rank": 1}, "rank 1 of world size 1"),
         ({"layout": "no digest"}, "not the digest of a layout"),
         ({"tables": [table_message(TABLE)] * 2}, "two tables"),
-        ({"tables": []}, "is in no table"),
-        ({"boxes": [box(101)]}, "is in no table"),
+        ({"tables": []}, "is not within a listed table"),
+        ({"boxes": [box(101)]}, "is not within a listed table"),
     ],
 )
 def test_bad_requests_are_refused(more: dict[str, object], says: str) -> None:
