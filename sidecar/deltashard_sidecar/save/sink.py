@@ -201,7 +201,7 @@ class PartSink:
         return commit_message(committed.entry, baseline=part.covers is None)
 
     def _check_chain(self, part: Part, packs: Sequence[str], deadline_s: float) -> None:
-        """Check that the objects the part builds on exist, and for a baseline the part's own: durable means restorable.
+        """Check that the objects of the part and of its chain exist, if a check is due: durable means restorable.
 
         Raises `ChainBroken`, and store errors.
         """

@@ -1,7 +1,7 @@
 """Sessions of attached trainers: one per attachment of a process. A rank that attaches again gets a new session.
 
 A session outlives its streams but not its process. The process counts as alive while it holds the writer lock on its
-control line or has an open Watch stream. Otherwise `reap` drops the session; a staged save continues without it.
+control line or, before it took the lock, has open streams. Otherwise `reap` drops the session; a staged save continues.
 """
 
 from __future__ import annotations
