@@ -998,7 +998,7 @@ class LogWorld:
 MOVES = {
     "step": 60, "train": 6, "cut": 9, "acknowledge": 8, "open": 2, "kill_task": 2, "kill_gang": 1, "reupload": 1,
     "retire": 4, "gc": 3, "compact": 3, "pin": 1, "rewind": 0.4, "janitor": 3, "stall": 0.5, "hint": 1, "hide": 0.3,
-    "show": 1, "break": 1, "late": 1,
+    "unhide": 1, "break": 1, "late": 1,
 }  # fmt: skip
 MODES = ("full", "rebased", *["since_baseline"] * 3, *["since_commit"] * 2)
 
@@ -1054,7 +1054,7 @@ def act(world: LogWorld, move: str) -> None:
             | "stall"
             | "hint"
             | "hide"
-            | "show"
+            | "unhide"
             | "break"
         ):
             getattr(world, f"move_{move}")()

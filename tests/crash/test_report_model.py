@@ -46,7 +46,7 @@ async def _write_over(call: Any, path: str, known: Any, change: Any) -> Any:
 
 
 def _restored_by_process(run: Any, report: Any, said: Any, part: str, **more: Any) -> Any:
-    known = replace(run.ledger, restored={}) if more["fresh"] else run.ledger
+    known = replace(run.ledger, restored={}) if more["is_new"] else run.ledger
     return _with_incident(replace(run, ledger=known), report, said, part, **more)
 
 

@@ -18,7 +18,7 @@ heard = []
 handler = TermHandler(grace_s=lambda: 60.0, notice=lambda: heard.append(True))
 assert handler.install()
 signal.raise_signal(signal.SIGTERM)
-assert heard and handler.left_s > 0
+assert heard and handler.remaining_s > 0
 print("saved", os.getpid())
 handler.chain()
 print("still here")
