@@ -124,8 +124,7 @@ class Arena:
         return self.words[start : start + LINE_BYTES // 8]
 
     def line_lock_range(self, local_rank: int) -> tuple[int, int]:
-        """Return (offset, length) in the file of the control line, on which a live trainer holds a POSIX record lock.
-        """
+        """Return the control line's (offset, length) in the file; a live trainer holds a POSIX record lock on it."""
         return local_rank * LINE_BYTES, LINE_BYTES
 
     def block(self, index: int) -> memoryview:

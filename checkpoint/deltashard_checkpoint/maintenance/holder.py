@@ -64,9 +64,7 @@ def holder(log: RunLog, state: RunState) -> Holder | None:
 
 
 def check_ended(log: RunLog, state: RunState, *, ended: bool, what: str) -> None:
-    """Raise `RunInUse` if a trainer may hold the run; `ended`: a user confirms that it does not. `what` is the
-    operation.
-    """
+    """Raise `RunInUse` for operation `what` if a trainer may hold the run; `ended`: a user confirms it does not."""
     if ended or (found := holder(log, state)) is None:
         return
     raise RunInUse(

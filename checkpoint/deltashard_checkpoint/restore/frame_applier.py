@@ -58,9 +58,7 @@ class TableTarget:
     """Schema of the target's whole table: dtypes of the arrays and kinds of the fields."""
     box: Box
     weights: Array
-    """[box rows, box columns] of the schema's dtype (bfloat16 as uint16); rows contiguous, possibly with a stride
-    between.
-    """
+    """[box rows, box columns] of the schema's dtype (bfloat16 as uint16); rows contiguous, possibly strided."""
     fields: Mapping[str, Array] = field(default_factory=dict)
     """Row-wise [box rows], point-wise [box rows, box columns]; omitted fields are not restored."""
 

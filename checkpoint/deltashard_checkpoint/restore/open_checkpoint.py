@@ -80,9 +80,9 @@ class OpenCheckpoint:
     def of(cls, store: Store, state: RunState, entry: Checkpoint) -> OpenCheckpoint:
         """Open `entry` of the run.
 
-            Raises:
-                InvalidCheckpoint: a manifest or index is wrong, or confirmed missing.
-                StoreUnavailable: the store does not answer.
+        Raises:
+            InvalidCheckpoint: a manifest or index is wrong, or confirmed missing.
+            StoreUnavailable: the store does not answer.
         """
         state = Manifests(store, state.run).listing(state, closure(state, (entry.seq,)))
         links = chain(state, entry.seq)
@@ -143,8 +143,8 @@ class OpenCheckpoint:
     def rows(self, schema: TableSchema, ids: npt.ArrayLike, *, fields: bool = True) -> TableArrays:
         """Return rows `ids` (integers [n], any order, repeats allowed) of one table, in that order.
 
-            Raises:
-                UserError: ids are not integers, or are outside the table.
+        Raises:
+            UserError: ids are not integers, or are outside the table.
         """
         wanted = np.asarray(ids)
         wanted = wanted.astype(np.int64) if wanted.size == 0 else wanted

@@ -413,10 +413,9 @@ def _check_baselines(links: Iterable[ChainLink], indexes: Mapping[str, Index]) -
 
 
 def _check_blob(name: str, chunks: list[FrameInfo]) -> None:
-    """Check that chunks begin at 0, none repeats, and their sizes can add up to the blob: the first allocates its
-    memory.
+    """Check that chunks begin at 0, none repeats, and their sizes can add up to the blob.
 
-    The frames hold the chunks' ends, which are checked during assembly.
+    The first chunk allocates the blob's memory. The frames hold the chunks' ends, which are checked during assembly.
     """
     offsets = sorted(info.blob_offset for info in chunks)
     if offsets[0] != 0 or len(set(offsets)) != len(offsets) or len({info.blob_bytes for info in chunks}) != 1:

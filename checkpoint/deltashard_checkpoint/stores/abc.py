@@ -114,8 +114,7 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, key: str) -> bytes:
-        """Return the whole object; raises `ObjectNotFound`, and `CorruptObject` without a read above `MAX_WHOLE_BYTES`.
-        """
+        """Return the whole object; raises `ObjectNotFound`, and `CorruptObject` above `MAX_WHOLE_BYTES`."""
 
     @abstractmethod
     def get_into(self, key: str, offset: int, out: memoryview) -> None:

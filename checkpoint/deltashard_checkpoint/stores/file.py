@@ -201,8 +201,7 @@ class FileStore(Store):
         return self._walk(directory + slash, prefix, start_after)
 
     def _walk(self, directory: str, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
-        """Yield objects under `directory` ('' or ending in '/') in key order, with one directory in memory at a time.
-        """
+        """Yield objects under `directory` ('' or ending in '/') in key order, one directory in memory at a time."""
         try:
             with os.scandir(self.root / directory) as entries:
                 # Sort as keys do: keys in a directory begin with its name and '/', and '-' sorts before '/'.

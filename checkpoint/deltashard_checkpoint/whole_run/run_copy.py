@@ -196,8 +196,7 @@ def _hash_matches(hashed: Callable[[bytes], str], digest: str) -> Callable[[byte
 def _small_objects(
     state: RunState, indexes: Mapping[str, Index]
 ) -> Iterator[tuple[str, Callable[[bytes], bool]]]:
-    """Yield (key, function that verifies its bytes) of all indexes, manifests and layouts that live checkpoints need.
-    """
+    """Yield (key, function that verifies its bytes) of all indexes, manifests and layouts of live checkpoints."""
     for key in indexes:
         yield key, _hash_matches(digest_hex, parse_index_key(key).xxh3)
     layouts = {each.layout for each in state.attempts.values() if each.layout}
@@ -254,8 +253,7 @@ class _DataWriter:
     def _read_verified(
         self, log: RunLog, key: str, buffer: bytearray, pieces: Sequence[Piece], *, strict: bool = False
     ) -> bool:
-        """Read a pack into `buffer`; return whether all frames match the index. `strict`: a missing pack is an error.
-        """
+        """Read a pack into `buffer`; return whether all frames match the index. `strict`: it must exist."""
         view = memoryview(buffer)
         for _ in range(2):  # a bit error may have happened locally or on the network
             try:

@@ -213,10 +213,9 @@ def read_unopened(  # noqa: PLR0913
     takeover: bool = False,
     deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> tuple[RunState, Checkpoint | None, ResumeBasis]:
-    """Return the run, the checkpoint that `open_attempt` would resume from, and the basis for opening later; write
-    nothing.
+    """Return the run, the checkpoint that `open_attempt` would resume from, and the basis for opening later.
 
-    Raises the errors of `open_attempt` except those of writing.
+    Writes nothing.     Raises the errors of `open_attempt` except those of writing.
     """
     opener = _Opener(
         owner=owner, workload=workload, pod=pod, took_part=took_part, world_size=1, which=which,
@@ -399,7 +398,7 @@ def _load_or_repair(log: RunLog, opener: _Opener, deadline_s: float) -> tuple[Ru
             return log.state, None
         better = found.state.newest()
         if gap is not None and better is None and opener.which == "latest":
-            raise gap  # the lost entry may have held the only checkpoint: starting the run from scratch needs an explicit request
+            raise gap  # the only checkpoint may be lost: no implicit start from scratch
         if gap is None and (better is None or (newest is not None and better.seq <= newest.seq)):
             return log.state, None
         opener.check(found.state)

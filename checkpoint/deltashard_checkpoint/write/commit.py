@@ -84,8 +84,7 @@ def commit_parts(  # noqa: PLR0913
     since_s: float = 0.0,
     deadline_s: float = COMMIT_DEADLINE_S,
 ) -> Committed:
-    """Commit the parts of this process's ranks, whose packs and indexes are durable; return once the entry is in the
-    log.
+    """Commit the parts of this process's ranks, whose packs and indexes are durable; return the logged entry.
 
     `layout` is the digest of the attempt's layout; empty if the parts carry their boxes. The snapshot began `since_s`
     seconds ago, at one step and so at nearly the same time on all ranks. `latency` remembers how long commits take;
@@ -153,9 +152,7 @@ def _wait_for_commit(found: CutReports, wait: CommitWait, retry_budget: RetryBud
 
 
 def _existing_commit(cut: CutReports, state: RunState) -> Committed | None:
-    """Return the entry of this snapshot, if any; raises `FencedError`, `CutAbandoned`, or `LogRemoved` for a missing
-    log.
-    """
+    """Return this snapshot's entry, if any; raises `FencedError`, `CutAbandoned`, `LogRemoved` without a log."""
     if state.tip < 0:  # the attempt was opened in this log
         raise cut.log.removed()
     if entry := state.commit_of(cut.attempt, cut.cut):

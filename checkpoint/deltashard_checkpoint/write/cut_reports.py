@@ -80,8 +80,7 @@ class CutReports:
         put_idempotent(self.log, f"{self._prefix}{name.text}", data, retry_budget)
 
     def add(self, report: PartReport) -> None:
-        """Add the only report of a single-rank snapshot; no other process reads it, so it needs neither bytes nor hash.
-        """
+        """Add the only report of a single-rank snapshot; it needs no hash, because no other process reads it."""
         name = self._report_name(report, ReportBody.of(report, layout=self.layout), "")
         self._found[name.rank] = name
 
@@ -90,9 +89,7 @@ class CutReports:
         return ReportName.of(report, step=self.step, layout=self.layout, body=digest)
 
     def all(self) -> list[tuple[ReportName, ReportBody]]:
-        """Return all reports by rank once none is missing; raises `StoreUnavailable` and the errors of
-        `ReportBody.decode`.
-        """
+        """Return all reports, by rank; raises `StoreUnavailable` and the errors of `ReportBody.decode`."""
         return [(name, self._body(name)) for name in (self._found[rank] for rank in range(self.world_size))]
 
     def missing(self) -> Sequence[int]:

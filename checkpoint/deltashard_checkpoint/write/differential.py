@@ -89,8 +89,7 @@ def baseline_pays(increments: tuple[float, ...]) -> bool:
 
 
 def history(state: RunState, attempt: int, precision: StoredPrecision) -> History:
-    """Return the lineage of `attempt` since its last baseline, newest commits included, at the encodings of
-    `precision`.
+    """Return the lineage of `attempt` since its last baseline, measured at the encodings of `precision`.
 
     Raises `UnknownName` for an unknown encoding.
     """
@@ -130,8 +129,7 @@ def increments_text(found: History, covers: int) -> str:
 
 
 def _before(delta: Checkpoint, baseline: int) -> list[int]:
-    """Return the bytes before encoding of earlier increments over `baseline`; empty if the metadata does not list them.
-    """
+    """Return the bytes before encoding of earlier increments over `baseline`; empty if not in the metadata."""
     text = delta.metadata.get(INCREMENTS_KEY, "")
     found = _INCREMENTS.fullmatch(text[:MAX_INCREMENTS_TEXT])
     if found is None or int(found[1]) != baseline:

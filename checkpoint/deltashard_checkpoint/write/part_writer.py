@@ -77,8 +77,7 @@ class PartTarget:
 
 
 def pack_size(pack_bytes: int, cache: PackCache) -> int:
-    """Return the size of a pack for a requested `pack_bytes`, so that one of each kind fills while another is uploaded.
-    """
+    """Return the pack size, at most `pack_bytes`, at which one pack of each kind fills while another uploads."""
     return min(pack_bytes, cache.budget_bytes // 4)
 
 
@@ -98,8 +97,7 @@ class _Filling:
 
 
 class PartWriter:
-    """Writer of one part; see the module. Exactly one of `finish` and `abort` ends it; leaving the context aborts it.
-    """
+    """Writer of one part. Exactly one of `finish` and `abort` ends it; leaving the context aborts it."""
 
     def __init__(
         self,

@@ -67,8 +67,7 @@ class StoredPrecision:
 
 
 def parse_metadata(text: str) -> StoredPrecision | None:
-    """Parse a commit's metadata; None if it is malformed, because anyone with access to the bucket may have written it.
-    """
+    """Parse a commit's metadata; None if malformed: any writer of the bucket may have written it."""
     try:
         document: Any = json.loads(text[: MAX_TEXT + 1])
         weights, state = document["weights"], document["state"]

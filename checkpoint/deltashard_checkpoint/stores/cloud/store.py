@@ -121,8 +121,7 @@ class CloudStore(Store):
         self._attempt(key, lambda: self._resume(key, offset, view, 0, None))
 
     async def _resume(self, key: str, offset: int, view: memoryview, done: int, etag: str | None) -> None:
-        """Fill view[done:] by range requests, each continuing where the last one broke off, while they make progress.
-        """
+        """Fill view[done:] by range requests, each continuing where the last broke off, while they make progress."""
         where = f"{self.url}/{key}"
         while done < len(view):
             first = offset + done
