@@ -61,7 +61,7 @@ def compact(
         raise stopped(state)
     if _of_several_ranks(state, seq):
         raise UserError(
-            f"checkpoint {seq} is of several ranks, and such are not compacted yet",
+            f"checkpoint {seq} is of several ranks, which compaction does not support",
             where=f"run {log.run}",
             remedy="the next baseline ends its chain",
         )
@@ -90,7 +90,9 @@ def compact(
             build, before="compact.before_log_put", after="compact.after_log_put", deadline_s=deadline_s
         )
     except EntryRefused as error:
-        raise CompactionAbandoned(f"the log refuses it: {error.what}", where=f"run {log.run}") from error
+        raise CompactionAbandoned(
+            f"the log rejects the entry: {error.what}", where=f"run {log.run}"
+        ) from error
     assert sealed is not None
     assert isinstance(sealed.entry, Compacted)
     return sealed.entry

@@ -250,12 +250,12 @@ def not_orphaned_reason(
     `quiet_s`: seconds since the last put under the prefix of a compaction.
     """
     if is_protected(state, prefix):
-        return "it may be of a log entry that was given up: kept until the next attempt"
+        return "it may belong to a voided log entry: kept until the next attempt"
     place = cut_of(prefix)
     if place is None:
         if quiet_s >= timeout_s:
             return None
-        return f"a compaction that may be under way: given up {timeout_s:.0f} s after its last object"
+        return f"a compaction that may be in progress: orphaned {timeout_s:.0f} s after its last object"
     if is_uncommittable(state, *place):
         return None
-    return f"attempt {place[0]} may still commit cut {place[1]}"
+    return f"attempt {place[0]} may still commit snapshot {place[1]}"

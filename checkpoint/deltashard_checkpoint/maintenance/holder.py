@@ -68,22 +68,26 @@ def check_ended(log: RunLog, state: RunState, *, ended: bool, what: str) -> None
     if ended or (found := holder(log, state)) is None:
         return
     raise RunInUse(
-        f"{what} is refused while a trainer may hold the run: attempt {found.attempt}{_workload_suffix(found)} has not said that "
-        + ("it ended: a save of it is still uploading" if found.closing else "it ended"),
+        f"{what} is refused while a trainer may hold the run: attempt {found.attempt}{_workload_suffix(found)} "
+        + ("is still uploading a save" if found.closing else "has not recorded its end"),
         where=f"run {state.run}",
-        remedy="end it (a trainer that closes says so in its last save); if it is gone without a word, say --ended",
+        remedy="end the trainer (closing it records the end); if it has died, pass --ended",
     )
 
 
 def not_last_trained_by(log: RunLog, state: RunState, workload: str) -> str | None:
     """Return why the run was not left by this ended workload, or None if it was. Raises store errors."""
     if state.attempt is None:
-        return "nobody has trained it yet"
+        return "no attempt was opened yet"
     opened = state.attempts[state.attempt]
     if not workload or opened.workload != workload:
-        who = f"workload {opened.workload} opened it since" if opened.workload else "somebody opened it since"
+        who = (
+            f"workload {opened.workload} opened it since"
+            if opened.workload
+            else "another trainer opened it since"
+        )
         return f"{who}, as attempt {state.attempt}"
-    return "a save of it is still uploading" if _closing(log, state.attempt) else None
+    return "its save is still uploading" if _closing(log, state.attempt) else None
 
 
 def _workload_suffix(found: Holder) -> str:

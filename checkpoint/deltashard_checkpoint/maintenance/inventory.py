@@ -109,7 +109,7 @@ class _Classifier:
             return (
                 (GcStatus.DELETABLE, text)
                 if left_s <= 0
-                else (GcStatus.IN_GRACE, f"{text}, {left_s:.0f} s of its grace are left")
+                else (GcStatus.IN_GRACE, f"{text}, {left_s:.0f} s of its grace period are left")
             )
         if prefix in self._readers:
             return GcStatus.KEPT, "; ".join(self._readers[prefix])
@@ -117,32 +117,32 @@ class _Classifier:
             if prefix in self._owners:
                 return GcStatus.IN_GRACE, f"checkpoint {self._owners[prefix]} would be retired now"
             if prefix in self._state.superseded:
-                return GcStatus.IN_GRACE, "a compaction has replaced it"
-            return GcStatus.IN_GRACE, "of a save that failed, or was given up"
+                return GcStatus.IN_GRACE, "replaced by a compaction"
+            return GcStatus.IN_GRACE, "of a failed or aborted save"
         if prefix in self._state.superseded:
             return GcStatus.KEPT, f"a trainer of attempt {self._state.attempt} may be loading it"
         return GcStatus.KEPT, not_orphaned_reason(
             self._state, prefix, quiet_s=quiet_s
-        ) or "named by nothing yet"
+        ) or "orphaned, not retired yet"
 
     def other(self, key: str, info: ObjectInfo) -> tuple[GcStatus, str]:
         """Return the status and reason of an object that is not data."""
         if seq_of(key) is not None:
             return GcStatus.KEPT, "the log: entries are never deleted"
         if key == "log/HINT":
-            return GcStatus.KEPT, "the log: where it ends"
+            return GcStatus.KEPT, "the log: its end"
         if fold_of(key) is not None:
-            return GcStatus.KEPT, "a folded state of the log: the newest two stay"
+            return GcStatus.KEPT, "a folded state of the log: the newest two are kept"
         if key in self._layouts:
             return GcStatus.KEPT, "layout of an attempt: never deleted"
         if attempt_of_marker(key) is not None:
             if info.key in self._expired_markers:
-                return GcStatus.DELETABLE, "mark of a save that has ended"
+                return GcStatus.DELETABLE, "marker of a finished save"
             return (
                 GcStatus.KEPT,
-                f"attempt {attempt_of_marker(key)} may still be uploading a save while its pod ends",
+                f"attempt {attempt_of_marker(key)} may still be uploading a save while its pod terminates",
             )
-        return GcStatus.KEPT, "unknown: not ours"
+        return GcStatus.KEPT, "unknown object: not created by deltashard"
 
 
 def _prefix(key: str) -> str | None:

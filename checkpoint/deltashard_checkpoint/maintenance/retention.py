@@ -63,13 +63,13 @@ def kept(state: RunState, retention: Retention) -> frozenset[int]:
 
 def keep_reasons(state: RunState, retention: Retention) -> dict[int, tuple[str, ...]]:
     asked = _keep_reasons(state, retention)
-    why = {seq: list(said) for seq, said in asked.items()}
+    why = {seq: list(reasons) for seq, reasons in asked.items()}
     based: set[int] = set()
     for seq in sorted(asked, reverse=True):
         for base in sorted(closure(state, (seq,)) - {seq} - based):
             based.add(base)
             why.setdefault(base, []).append(f"chain base of {seq}")
-    return {seq: tuple(said) for seq, said in sorted(why.items())}
+    return {seq: tuple(reasons) for seq, reasons in sorted(why.items())}
 
 
 def _keep_reasons(state: RunState, retention: Retention) -> dict[int, list[str]]:  # noqa: C901
@@ -77,7 +77,7 @@ def _keep_reasons(state: RunState, retention: Retention) -> dict[int, list[str]]
     every = sorted(state.checkpoints)
     newest = state.newest()
     if newest is None:
-        return {seq: ["set aside by a rewind, and nothing else is live"] for seq in every}
+        return {seq: ["superseded by a rewind, and no other checkpoint is live"] for seq in every}
     why: dict[int, list[str]] = {}
 
     def keep(seq: int, reason: str) -> None:
@@ -88,13 +88,13 @@ def _keep_reasons(state: RunState, retention: Retention) -> dict[int, list[str]]
     seqs = [seq for seq in every if seq not in state.detached]
     if retention.keep_last >= KEEP_ALL:
         for seq in every:
-            keep(seq, "live, set aside by a rewind" if seq in state.detached else "live")
+            keep(seq, "live, superseded by a rewind" if seq in state.detached else "live")
     else:
         for seq in seqs[-retention.keep_last :]:
             keep(seq, f"one of the newest {retention.keep_last}")
     for seq in newest.covered:
         if seq in state.checkpoints:
-            keep(seq, f"the newest, {newest.seq}, was written against it")
+            keep(seq, f"covered by the newest, {newest.seq}")
     steps: set[int] = set()
     times: set[int] = set()
     for seq in seqs:
@@ -112,12 +112,12 @@ def _keep_reasons(state: RunState, retention: Retention) -> dict[int, list[str]]
     # one it can return to, read by the plan it made when it opened.
     if (resuming_from := state.resuming_from()) is not None:
         for seq in closure(state, (resuming_from,), written=True):
-            said = "" if seq == resuming_from else f", read with {resuming_from}"
-            keep(seq, f"resume point of attempt {state.attempt}, which has not committed yet{said}")
+            suffix = "" if seq == resuming_from else f", read with {resuming_from}"
+            keep(seq, f"resume point of attempt {state.attempt}, which has not committed yet{suffix}")
     chain = closure(state, (newest.seq,))
     second = (seq for seq in reversed(seqs) if not closure(state, (seq,)) & chain)
     if (other := next(second, None)) is not None:
-        keep(other, "second chain, which shares nothing with the newest one's")
+        keep(other, "second chain, independent of the newest one's")
     return why
 
 
@@ -196,9 +196,9 @@ class RetireBlocked(UserError):
     def __init__(self, blockers: Mapping[int, str], *, where: str) -> None:
         self.blockers = blockers
         super().__init__(
-            "; ".join(f"checkpoint {seq} stays: {why}" for seq, why in sorted(blockers.items())),
+            "; ".join(f"checkpoint {seq} is kept: {why}" for seq, why in sorted(blockers.items())),
             where=where,
-            remedy="retire what builds on it, too; unpin it first; or wait until the run has a newer one",
+            remedy="also retire the checkpoints that build on it; unpin it; or wait until the run has a newer one",
         )
 
 
@@ -216,7 +216,7 @@ def retire_blockers(state: RunState, gone: AbstractSet[int]) -> dict[int, str]:
     newest = state.newest()
     if newest is not None:
         for seq in gone & frozenset(newest.covered):
-            found.setdefault(seq, f"the newest, {newest.seq}, was written against it")
+            found.setdefault(seq, f"it is covered by the newest, {newest.seq}")
         if newest.seq in gone:
             found[newest.seq] = "it is the newest"
     for stays in sorted(state.checkpoints.keys() - gone):

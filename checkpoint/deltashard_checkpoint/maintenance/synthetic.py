@@ -95,7 +95,7 @@ def at_cut(found: CompactionInputs, full: FullCut) -> BaselineVerdict | None:
     compaction, cut = compaction_s(found), full_cut_s(full)
     if full.stored_bytes < MAX_SIZE_RATIO * found.base_bytes or compaction >= cut:
         return None
-    return BaselineVerdict(why="cheaper", text=f"{compaction:.3f} s of training, a full cut {cut:.3f} s")
+    return BaselineVerdict(why="cheaper", text=f"{compaction:.3f} s of training, a full snapshot {cut:.3f} s")
 
 
 def compaction_target(state: RunState, seq: int, *, consecutive: bool) -> int:
@@ -111,7 +111,9 @@ def between_cuts(checkpoints: int, *, deferred: bool, longest: int) -> BaselineV
     follows from the log alone, so a restarted sidecar detects it, too.
     """
     if deferred:
-        return BaselineVerdict(why="deferred", text=f"{checkpoints} checkpoints under the newest cut")
+        return BaselineVerdict(why="deferred", text=f"{checkpoints} checkpoints under the newest snapshot")
     if 0 < longest < checkpoints:
-        return BaselineVerdict(why="length", text=f"{checkpoints} checkpoints, at most {longest} are wanted")
+        return BaselineVerdict(
+            why="length", text=f"{checkpoints} checkpoints, more than the limit of {longest}"
+        )
     return None

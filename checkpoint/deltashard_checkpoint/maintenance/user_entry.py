@@ -42,8 +42,8 @@ def pin(
     """
     if not 0 < len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
         raise UserError(
-            f"{name[:80]!r} cannot be a pinned name",
-            remedy=f"use up to {MAX_NAME} characters that can be seen, without spaces around them",
+            f"{name[:80]!r} is not a valid pinned name",
+            remedy=f"use up to {MAX_NAME} visible characters, without leading or trailing spaces",
         )
     log.refresh(deadline_s=deadline_s)
 

@@ -75,7 +75,7 @@ def _load_index(store: Store, run: str, key: str, shared: SharedReads | None) ->
         except UnsupportedVersion:
             raise
         except ObjectNotFound as error:
-            raise InvalidCheckpoint("an index does not exist", where=where) from error
+            raise InvalidCheckpoint("an index of the checkpoint does not exist", where=where) from error
         except FormatError as error:
             if last:
                 raise InvalidCheckpoint(f"an index cannot be read: {error}", where=where) from error

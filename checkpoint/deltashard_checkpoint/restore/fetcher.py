@@ -218,7 +218,7 @@ class Fetcher:
                         f"the frame at {offset} (+{len(place)} bytes) of checkpoint {planned.seq} is wrong, read twice "
                         f"from the store: {error.what}",
                         where=key,
-                        remedy="an older checkpoint may be whole",
+                        remedy="restore an older checkpoint",
                     ) from None
             rereads -= 1
             if self._cache is not None:
@@ -256,7 +256,7 @@ class Fetcher:
             raise InvalidCheckpoint(
                 "an object of the checkpoint does not exist",
                 where=key,
-                remedy="an older checkpoint may be whole",
+                remedy="restore an older checkpoint",
             ) from error
         except FormatError:
             # Shorter than in its index: read again, like other mismatches.
@@ -267,7 +267,7 @@ class Fetcher:
                 raise InvalidCheckpoint(
                     f"an object of the checkpoint is too short: {error.what}",
                     where=key,
-                    remedy="an older checkpoint may be whole",
+                    remedy="restore an older checkpoint",
                 ) from error
 
     def _timeout_error(self, request: RangeRequest) -> StoreUnavailable:
@@ -299,11 +299,13 @@ class _TailMatcher:
                 tail, state = tails.popleft()
                 try:
                     frame = with_tail(frame, state)
-                except FormatError as error:  # each matches its index, but frame and tail do not match each other
+                except (
+                    FormatError
+                ) as error:  # each matches its index, but frame and tail do not match each other
                     raise InvalidCheckpoint(
                         f"a frame and its tail of checkpoint {planned.seq}: {error.what}",
                         where=request.key,
-                        remedy="an older checkpoint may be whole",
+                        remedy="restore an older checkpoint",
                     ) from error
             yield FetchedFrame(
                 planned=planned,

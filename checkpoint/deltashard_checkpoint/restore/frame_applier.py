@@ -180,7 +180,7 @@ class FrameApplier:
         assert table is not None
         fqn = target.schema.fqn
         if target.fields and frame.info.tail is not None and not frame.fields:
-            raise InternalBug("a frame is applied to optimizer state without its tail", where=table.fqn)
+            raise InternalBug("a frame without its tail cannot restore optimizer state", where=table.fqn)
         if table.columns != target.schema.columns:
             raise SchemaMismatch(
                 f"{table.columns} columns are stored, the model has {target.schema.columns}", where=fqn
@@ -454,9 +454,9 @@ class _RowwiseMerge:
             if differ.any():
                 raise SchemaMismatch(
                     f"row-wise state {self._spec.name} of type {self._spec.dtype} differs between column shards of a "
-                    "row, and such numbers have no mean",
+                    "row, and cannot be averaged",
                     where=self._table,
-                    remedy="restore with the sharding of columns that it was saved with",
+                    remedy="restore with the column sharding of the save",
                 )
             return
         self._sums[at] += quantizer.widened(new_values, self._spec.dtype).astype(np.float64) * (

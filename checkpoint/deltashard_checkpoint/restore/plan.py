@@ -346,7 +346,7 @@ def _differences(model: TableSchema, stored: TableSchema, *, weights_only: bool,
         raise SchemaMismatch(
             "; ".join(sorted(found)),
             where=model.fqn,
-            remedy="strict=False accepts this and says so in its report",
+            remedy="strict=False accepts this and lists it in its report",
         )
     return [f"{model.fqn}: {text}" for text in sorted(found)]
 

@@ -56,7 +56,7 @@ class SharedReads:
                     mine = self._pending[key] = _PendingRead()
                     break
             if not other.done.wait(remaining_s(_LONGEST_WAIT_S)):
-                raise StoreUnavailable("another reader waits for the same bytes in vain", where=str(key))
+                raise StoreUnavailable("another reader's fetch of the same bytes timed out", where=str(key))
             if other.data is not None:
                 return other.data
         try:

@@ -91,7 +91,7 @@ def check_size(size_bytes: int, *, where: str) -> None:
     """Raise `CorruptObject` for an object too large to be read whole, before memory is allocated for it."""
     if size_bytes > MAX_WHOLE_BYTES:
         raise CorruptObject(
-            f"an object of {size_bytes} bytes where at most {MAX_WHOLE_BYTES} can be", where=where
+            f"an object of {size_bytes} bytes exceeds the limit of {MAX_WHOLE_BYTES}", where=where
         )
 
 

@@ -78,9 +78,9 @@ class FileStore(Store):
             _make_directories(self.root)
         except FileExistsError as error:
             raise BucketMissing(
-                "the store's path, or a part of it, is no directory",
+                "the store's path, or a parent of it, is not a directory",
                 where=self.url,
-                remedy="name a directory",
+                remedy="use a path to a directory",
             ) from error
         except OSError as error:
             raise self._translated(error, "") from error
@@ -119,7 +119,8 @@ class FileStore(Store):
                 _sync_directory(path.parent)
         except (NotADirectoryError, IsADirectoryError) as error:
             raise BadKey(
-                "a key cannot be an object and a prefix of others here", where=f"{self.url}/{key}"
+                "in a directory store a key cannot be both an object and a prefix of others",
+                where=f"{self.url}/{key}",
             ) from error
         except OSError as error:
             raise self._translated(error, key) from error
@@ -135,7 +136,7 @@ class FileStore(Store):
             # The deleter was faster again: it removed the grandparent, or a concurrent writer created the directory.
             with suppress(FileNotFoundError, FileExistsError):
                 _make_directories(path.parent)
-        raise OSError(errno.ESTALE, "directory was removed again and again while an object was written")
+        raise OSError(errno.ESTALE, "the directory was removed repeatedly while an object was written")
 
     def _link(self, temporary: Path, path: Path, key: str) -> None:
         try:

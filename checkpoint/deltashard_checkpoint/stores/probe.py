@@ -40,7 +40,9 @@ def probe(store: Store, key: str, *, pause: Callable[[], bool] = lambda: False) 
                 _probe_once(store, key)
             except ObjectNotFound as error:
                 if not pause():
-                    raise StoreUnavailable("the store loses what it acknowledged", where=store.url) from error
+                    raise StoreUnavailable(
+                        "the store has lost an acknowledged object", where=store.url
+                    ) from error
             except StoreUnavailable:
                 if not pause():
                     raise
@@ -59,10 +61,10 @@ def _probe_once(store: Store, key: str) -> None:
             store.put_if_absent(key, data)
     found = store.get(key)
     if found not in {_FIRST, _SECOND}:
-        raise StoreUnavailable("the store reads back neither of two objects that were put", where=store.url)
+        raise StoreUnavailable("the store returns neither of two objects that were put", where=store.url)
     if found == _SECOND:
         raise ConditionalPutUnsupported(
-            "the store overwrites objects that it was asked to create only if absent",
+            "the store overwrites objects on create-only puts",
             where=store.url,
             remedy="use a store that honours If-None-Match on PUT: S3, or MinIO of 2024 or newer",
         )

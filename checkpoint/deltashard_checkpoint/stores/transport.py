@@ -80,7 +80,7 @@ def certificate_refused(reason: str, *, where: str) -> CertificateRefused:
     named = ca_bundle()
     trusted = f"{named[0]}={named[1]}" if named else "the public authorities (certifi)"
     return CertificateRefused(
-        f"TLS failed: {reason}; trusted are those of {trusted}",
+        f"TLS failed: {reason}; trusted authorities: {trusted}",
         where=where,
         remedy="set AWS_CA_BUNDLE or SSL_CERT_FILE to the authority that signed the store's certificate",
     )
@@ -101,9 +101,9 @@ def proxy_of(url: str) -> str | None:
     if not usable:
         name = f"{parts.scheme.upper()}_PROXY"
         raise BadTransport(
-            f"{name} names no proxy",
+            f"{name} is not a proxy URL",
             where=without_credentials(found.geturl()),
-            remedy="it takes http://host:port",
+            remedy="use http://host:port",
         )
     return found.geturl()
 
@@ -137,7 +137,7 @@ def warn_if_plaintext(endpoint: str) -> None:
             return
         _warned.add(endpoint)
     _log.warning(
-        "the object store is reached over plain http (%s): checkpoints can be read and changed by anyone on the way; "
-        "use https unless the network between is trusted",
+        "the object store is reached over plain http (%s): checkpoints can be read and changed in transit; "
+        "use https unless the network is trusted",
         endpoint,
     )

@@ -117,7 +117,7 @@ def _forms() -> str:
 def _parsed(parts: SplitResult, scheme: Scheme, url: str) -> StoreUrl:
     if scheme.bucket.fullmatch(parts.netloc) is None:
         what = (
-            f"{parts.netloc!r} cannot name a bucket"
+            f"{parts.netloc!r} is not a valid bucket name"
             if parts.netloc
             else f"{parts.scheme} URL without a bucket"
         )
@@ -142,6 +142,6 @@ def options_of(query: str, scheme: Scheme, url: str) -> dict[str, str]:
             )
             raise BadStoreUrl(f"{trouble} {name!r} in store URL", where=url, remedy=remedy)
         if scheme.options[name].fullmatch(value) is None:
-            raise BadStoreUrl(f"{value!r} is no {name}", where=url, remedy=scheme.form)
+            raise BadStoreUrl(f"{value!r} is not a valid {name}", where=url, remedy=scheme.form)
         found[name] = value
     return found

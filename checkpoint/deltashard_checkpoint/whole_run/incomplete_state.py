@@ -28,11 +28,11 @@ class IncompleteState(StrEnum):
 
 
 _REMEDY = {
-    IncompleteState.REMOVING: "call `deltashard rm` again",
-    IncompleteState.COPYING: "call `deltashard cp` again, it continues (with -c: as seq:N, the same one); "
+    IncompleteState.REMOVING: "run `deltashard rm` again",
+    IncompleteState.COPYING: "run `deltashard cp` again to continue (with -c: the same checkpoint, as seq:N); "
     "`deltashard rm --ended` removes it",
-    IncompleteState.NO_LOG: "call `deltashard cp` again, if a copy to this name was cut short; `deltashard scan` shows the "
-    "saves that are there, `deltashard rm` removes them",
+    IncompleteState.NO_LOG: "run `deltashard cp` again if a copy to this name was interrupted; "
+    "`deltashard scan` lists the saves, `deltashard rm` removes them",
 }
 
 

@@ -79,9 +79,9 @@ def remove(
         else:
             log.store.delete([log.key("log/HINT")])
         raise RunAdvanced(
-            f"entry {newer} was written while it was looked at: it goes on",
+            f"entry {newer} was written during the check: the run is in use",
             where=f"run {log.run}",
-            remedy="end its trainers, and call again",
+            remedy="end its trainers and run the command again",
         )
     gone: list[int] = []
 

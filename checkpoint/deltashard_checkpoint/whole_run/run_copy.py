@@ -245,7 +245,7 @@ class _DataWriter:
                 raise InvalidCheckpoint(
                     f"{key} is not what its index says: a frame does not match its hash",
                     where=self._source.key(key),
-                    remedy="`deltashard verify --deep` says which checkpoints need it",
+                    remedy="`deltashard verify --deep` lists the checkpoints that need it",
                 )
             self._target.store.put(self._target.key(key), buffer)
         self._count(size, put=True)
@@ -372,9 +372,9 @@ def _check_started_from(target: RunLog, state: RunState, seq: int) -> None:
         raise _target_taken(target)
     if started_from != seq:
         raise TargetTaken(
-            f"run {target.run!r} was begun there with checkpoint {started_from}, and cut short",
+            f"run {target.run!r} is an interrupted copy of checkpoint {started_from}",
             where=target.store.url,
-            remedy=f"say -c seq:{started_from} to continue; `deltashard rm --ended` removes it",
+            remedy=f"pass -c seq:{started_from} to continue; `deltashard rm --ended` removes it",
         )
 
 
@@ -421,9 +421,9 @@ def _missing(target: RunLog, entries: Mapping[int, bytes], first: int = 0) -> li
 
 def _target_taken(target: RunLog) -> TargetTaken:
     return TargetTaken(
-        f"run {target.run!r} is there, and is no copy of this",
+        f"run {target.run!r} exists in the target, and is not a copy of this run",
         where=target.store.url,
-        remedy="name another run; what a copy that was cut short has left, `deltashard rm` removes",
+        remedy="use another run name; `deltashard rm` removes the remains of an interrupted copy",
     )
 
 
@@ -486,7 +486,9 @@ def _check_barrier(target: RunLog, hint: Hint, seq: int) -> None:
         return
     left = IncompleteState.REMOVING if hint == REMOVAL else IncompleteState.COPYING
     raise TargetTaken(
-        f"run {target.run!r} is {left} there, by somebody else", where=target.store.url, remedy=left.remedy
+        f"run {target.run!r} is {left} in the target by another process",
+        where=target.store.url,
+        remedy=left.remedy,
     )
 
 

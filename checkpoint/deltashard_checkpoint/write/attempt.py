@@ -56,9 +56,9 @@ class StaleRestore(FencedError):
 
     def __init__(self, what: str, run: str) -> None:
         super(FencedError, self).__init__(
-            f"the run went on since it was restored here from a store that took no entry: {what}",
+            f"the run advanced since it was restored here from a store that accepted no entry: {what}",
             where=f"run {run}",
-            remedy="end this process; a new one restores what is the newest now",
+            remedy="end this process; a new one restores the newest checkpoint",
         )
 
 
@@ -78,10 +78,8 @@ class ResumeBasis:
         if (now.attempt or 0) != self.attempt:
             raise StaleRestore(f"attempt {now.attempt} was opened", now.run)
         if (None if resume is None else resume.seq) != self.resume:
-            newer = "nothing" if resume is None else f"checkpoint {resume.seq}"
-            raise StaleRestore(
-                f"{newer} is what a restore would load now, and {self.resume} was loaded", now.run
-            )
+            newer = "no checkpoint" if resume is None else f"checkpoint {resume.seq}"
+            raise StaleRestore(f"a restore would load {newer} now, but {self.resume} was loaded", now.run)
 
 
 class OwnerMismatch(UserError):
@@ -279,7 +277,7 @@ class _Opener:
             raise OwnerMismatch(
                 f"the run belongs to {now.owner!r}, not to {self.owner!r}",
                 where=f"run {now.run}",
-                remedy="choose another run name, or say takeover",
+                remedy="choose another run name, or pass takeover=True",
             )
         if (displaced := displacement(now, self.workload, self.pod, self.took_part)) is not None:
             raise displaced
@@ -294,7 +292,7 @@ class _Opener:
                 now.damage() or "",
                 where=f"run {now.run}",
                 remedy=f"restore {entry_key(now.stopped.seq if now.stopped else 0)} from a copy or a version; "
-                "fresh=True begins anew",
+                "fresh=True starts from scratch",
             )
         return resume
 
@@ -321,10 +319,10 @@ def _layout_of(data: bytes, world_size: int) -> Layout:
         found = Layout.decode(data)
     except CorruptObject as error:
         raise UserError(
-            error.what, where="layout", remedy="look at the boxes that the ranks attached with"
+            error.what, where="layout", remedy="check the boxes with which the ranks attached"
         ) from error
     if found.world_size != world_size:
-        raise UserError(f"a layout of {found.world_size} ranks, {world_size} train", where="layout")
+        raise UserError(f"a layout of {found.world_size} ranks, but {world_size} ranks train", where="layout")
     return found
 
 

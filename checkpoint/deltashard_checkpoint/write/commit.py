@@ -54,9 +54,9 @@ class PartsMissing(EnvironmentFault):
     def __init__(self, ranks: Sequence[int], where: str) -> None:
         self.ranks = tuple(ranks)
         super().__init__(
-            f"no part of ranks {', '.join(map(str, self.ranks))} arrived in time",
+            f"the parts of ranks {', '.join(map(str, self.ranks))} did not arrive in time",
             where=where,
-            remedy="look at these ranks' sidecars; the next cut holds the rows of this one",
+            remedy="check the sidecars of these ranks; the next snapshot holds the rows of this one",
         )
 
 
@@ -162,7 +162,9 @@ def _existing_commit(cut: CutReports, state: RunState) -> Committed | None:
         raise fenced
     opened = state.attempts.get(cut.attempt)
     if opened is not None and opened.last_cut is not None and cut.cut <= opened.last_cut:
-        raise CutAbandoned(f"cut {opened.last_cut} was committed before cut {cut.cut}", where=cut.where)
+        raise CutAbandoned(
+            f"snapshot {opened.last_cut} was committed before snapshot {cut.cut}", where=cut.where
+        )
     return None
 
 
@@ -196,7 +198,7 @@ def _create(cut: CutReports, retry_budget: RetryBudget) -> Committed:
             deadline_s=retry_budget.left_s,
         )
     except EntryRefused as error:
-        raise CutAbandoned(f"the log refuses it: {error.what}", where=cut.where) from error
+        raise CutAbandoned(f"the log rejects the entry: {error.what}", where=cut.where) from error
     if sealed is None:
         return found[0]
     assert isinstance(sealed.entry, Checkpoint)

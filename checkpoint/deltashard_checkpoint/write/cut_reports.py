@@ -64,7 +64,7 @@ class CutReports:
         self.step = step
         self.world_size = world_size
         self.layout = layout
-        self.where = f"run {log.run}, attempt {attempt}, cut {cut}"
+        self.where = f"run {log.run}, attempt {attempt}, snapshot {cut}"
         self._prefix = f"{cut_prefix(attempt, cut)}part/"
         self._bodies = bodies
         self._own: dict[str, ReportBody] = {}
@@ -112,7 +112,7 @@ class CutReports:
                 break
         self._advance()
         if abandoned := sorted(failed - self._found.keys()):
-            raise PartAbandoned(f"rank {abandoned[0]} gave this cut up", where=self.where)
+            raise PartAbandoned(f"rank {abandoned[0]} abandoned this snapshot", where=self.where)
         return [rank for rank in range(self._first_missing, self.world_size) if rank not in self._found]
 
     def _advance(self) -> int:
@@ -134,10 +134,10 @@ class CutReports:
         # IMPORTANT: one snapshot, one step, one layout. Ranks at different steps never form one checkpoint.
         if name.step != self.step:
             raise CutAbandoned(
-                f"rank {name.rank} cut at step {name.step}, this one at step {self.step}", where=self.where
+                f"rank {name.rank} is at step {name.step}, this one at step {self.step}", where=self.where
             )
         if name.layout != self.layout:
-            raise CutAbandoned(f"rank {name.rank} keeps another layout", where=self.where)
+            raise CutAbandoned(f"rank {name.rank} has another layout", where=self.where)
         self._found[name.rank] = name
         return name.rank
 

@@ -22,13 +22,15 @@ class FencedError(EnvironmentFault):
         self.attempt = attempt
         self.by = by
         self.workload = workload
-        who, remedy = "", "another process has taken the run over; end this one"
+        who, remedy = "", "another process holds the run; end this one"
         if rewound:
-            who = ", with which a person rewound the run"
-            remedy = "end this process; a new one goes on from where the run was rewound to"
+            who = ", opened by a rewind"
+            remedy = "end this process; a new one continues from the rewound checkpoint"
         elif workload:
             who = f" of another workload ({workload})"
-            remedy = "end this workload, the other one trains on; restore(takeover=True) takes the run back on purpose"
+            remedy = (
+                "end this workload, the other one holds the run; restore(takeover=True) takes the run back"
+            )
         elif pod:
             who = f" of another pod ({pod})"
         super().__init__(

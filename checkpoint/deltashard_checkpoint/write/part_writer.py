@@ -221,20 +221,20 @@ class PartWriter:
     @property
     def _where(self) -> str:
         t = self.target
-        return f"run {t.run}, attempt {t.attempt}, cut {t.cut}, rank {t.rank}"
+        return f"run {t.run}, attempt {t.attempt}, snapshot {t.cut}, rank {t.rank}"
 
     def _raise_if_ended(self) -> None:
         if self._failure is not None:
             raise self._upload_failed(self._failure) from self._failure
         if self._ended:
-            raise PartAborted("the part was given up or is finished already", where=self._where)
+            raise PartAborted("the part was aborted or has finished", where=self._where)
 
     def _upload_failed(self, cause: BaseException) -> UploadFailed:
         kind = UploadNoSpace if isinstance(cause, StoreFull) else UploadFailed
         return kind(
             f"a pack could not be stored: {cause}",
             where=self._where,
-            remedy="make the store reachable, with room; rows that changed stay marked until a save succeeds",
+            remedy="make the store reachable, with free space; changed rows stay marked until a save succeeds",
         )
 
     def _fail(self, error: BaseException) -> None:
@@ -340,7 +340,7 @@ class PartWriter:
         if ended:
             for filling in opened:
                 self._discard(filling)
-            raise PartAborted("the part was given up", where=self._where)
+            raise PartAborted("the part was aborted", where=self._where)
 
     def _pack_key(self, state: bool) -> str:
         t = self.target
@@ -369,7 +369,7 @@ class PartWriter:
                 self._puts.append(self._pool.submit(self._put, filling))
         except BaseException as error:
             if self._ended:
-                raise PartAborted("the part was given up", where=self._where) from error
+                raise PartAborted("the part was aborted", where=self._where) from error
             self._fail(error)
             raise
 

@@ -112,7 +112,7 @@ class ReportBody:
         if r.integer("format") != FORMAT:
             raise UnsupportedVersion("report of another format", where=where, remedy="upgrade deltashard")
         if (found := (r.text("run"), r.integer("world_size"))) != (run, world_size):
-            raise ForeignObject(f"the report is of {found}", where=where)
+            raise ForeignObject(f"the report belongs to {found}", where=where)
         body = cls(**values(r, _BODY))
         r.end()
         return body

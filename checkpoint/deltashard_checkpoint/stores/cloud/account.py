@@ -209,10 +209,10 @@ class AzureAccount(Account):
     def _configuration(self) -> dict[str, str]:
         """Return obstore's configuration, in addition to what it reads from the environment."""
         found = self._connection()
-        said = found.get("account_name")
-        account = self._account or said or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
-        if said and account != said:
-            raise self._unusable(f"the URL names the account {account}, the connection string {said}")
+        stated = found.get("account_name")
+        account = self._account or stated or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+        if stated and account != stated:
+            raise self._unusable(f"the URL names the account {account}, the connection string {stated}")
         if not account or _ACCOUNT.fullmatch(account) is None:
             what = f"{account!r} cannot name a storage account" if account else "no storage account is named"
             raise AccessDenied(

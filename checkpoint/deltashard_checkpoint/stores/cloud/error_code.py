@@ -131,13 +131,13 @@ def _no_token(
 ) -> DeltashardError:
     if not configured:  # a machine without an identity, or with a metadata server that is not up yet
         return CredentialsMissing(
-            f"{source} gave no credentials: {message}", where=where, remedy=credentials_hint
+            f"{source} returned no credentials: {message}", where=where, remedy=credentials_hint
         )
     if status == 0 or status >= 500 or status in {408, 429}:
         return StoreUnavailable(
-            f"{source} gave no credentials now: {message}", where=where, remedy="is the token service up?"
+            f"{source} returned no credentials: {message}", where=where, remedy="is the token service up?"
         )
-    return AccessDenied(f"{source} gave no credentials: {message}", where=where, remedy=credentials_hint)
+    return AccessDenied(f"{source} returned no credentials: {message}", where=where, remedy=credentials_hint)
 
 
 def _error_message(error: str, status: int, code: str) -> str:

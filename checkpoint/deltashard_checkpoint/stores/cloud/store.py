@@ -168,7 +168,7 @@ class CloudStore(Store):
                 break
             except DeltashardError:
                 raise
-            except Exception:  # noqa: BLE001 - the caller goes on by range, and hears of what does not pass
+            except Exception:  # noqa: BLE001 - the caller continues by range and raises persistent errors
                 break
             chunk = memoryview(some)
             if len(chunk) > len(view) - done:
@@ -208,7 +208,7 @@ class CloudStore(Store):
         for found in chain([first], pages):
             if found.key <= last:
                 raise RequestRefused(
-                    f"the store does not list in the order of keys: {found.key!r} after {last!r}",
+                    f"the store does not list objects in key order: {found.key!r} after {last!r}",
                     where=self.url,
                     remedy="use a storage account without hierarchical namespace",
                 )
@@ -226,9 +226,9 @@ class CloudStore(Store):
         except ObjectNotFound:
             return
         raise StoreUnavailable(
-            "the answers are not a store's: an object is there that nobody made",
+            "the endpoint is not an object store: it returns an object that was never created",
             where=f"{self.url} at {self._account.endpoint}{via_proxy(self._account.endpoint)}",
-            remedy="look for a proxy that answers with a page of its own",
+            remedy="check for a proxy that answers every request",
         )
 
     def _pages(self, prefix: str, start_after: str) -> Iterator[ObjectInfo]:

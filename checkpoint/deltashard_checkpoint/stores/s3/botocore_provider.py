@@ -52,14 +52,14 @@ class BotocoreProvider:
             found = self._pending.result(max(0.0, min(ANSWER_TIMEOUT_S, remaining_s())))
         except FutureTimeout:
             raise StoreUnavailable(
-                f"no store credentials by {self._why} yet: it does not answer", where=self._where
+                f"no store credentials from {self._why} yet: it does not respond", where=self._where
             ) from None
         except BaseException:
             self._pending = None
             raise
         self._pending = None
         if found is None:
-            raise CredentialsMissing(f"{self._why} gave no store credentials", where=self._where)
+            raise CredentialsMissing(f"{self._why} returned no store credentials", where=self._where)
         return found
 
     def _start(self) -> Future[Credentials | None]:
@@ -85,7 +85,7 @@ class BotocoreProvider:
         return None if keys is None else Credentials(keys.access_key, keys.secret_key, keys.token)
 
     def _translated(self, error: Exception) -> DeltashardError:
-        what = f"no store credentials by {self._why}"
+        what = f"no store credentials from {self._why}"
         if any(isinstance(error, getattr(self._exceptions, name)) for name in _UNREACHABLE_ERRORS):
             return StoreUnavailable(
                 f"{what} now: {type(error).__name__}", where=self._where, remedy="is the token service up?"
@@ -96,7 +96,7 @@ class BotocoreProvider:
         remedy = (
             "run `aws sso login` with this profile"
             if "sso" in self._why
-            else "`aws sts get-caller-identity` with this profile tells more"
+            else "`aws sts get-caller-identity` with this profile shows details"
         )
         return AccessDenied(f"{what}: {type(error).__name__}{code}", where=self._where, remedy=remedy)
 
@@ -105,7 +105,7 @@ class BotocoreProvider:
             return importlib.import_module(f"botocore.{name}")
         except ImportError:
             raise CredentialsMissing(
-                f"the profile uses {self._why}, which needs botocore, and that is not installed",
+                f"the profile uses {self._why}, which needs botocore, but botocore is not installed",
                 where=self._where,
                 remedy="pip install 'deltashard[aws]'; or give keys, or a role of the pod's service account",
             ) from None

@@ -115,8 +115,8 @@ class StandardProvider(Provider):
             self._from_file = self._file_state = None
             if not files.is_configured:
                 return None
-            said = files.read()
-            if said is None and (files.named or files.name != "default" or files.credentials.is_file()):
+            source = files.read()
+            if source is None and (files.named or files.name != "default" or files.credentials.is_file()):
                 raise CredentialsMissing(
                     f"no store credentials in profile {files.name}",
                     where=_where(files),
@@ -124,7 +124,9 @@ class StandardProvider(Provider):
                     "create the Secret that the CheckpointPolicy names, with the key `credentials`; it is used at once",
                 )
             self._from_file = (
-                BotocoreProvider(files.name, why=said, where=_where(files)) if isinstance(said, str) else said
+                BotocoreProvider(files.name, why=source, where=_where(files))
+                if isinstance(source, str)
+                else source
             )
             self._file_state = state
         kept = self._from_file
@@ -164,10 +166,10 @@ class StandardProvider(Provider):
             failed = not isinstance(error, (ValueError, KeyError)) or "HTTP status code 5" in str(error)
             if configured and failed:
                 raise StoreUnavailable(
-                    f"{source} gave no credentials now: {type(error).__name__}",
+                    f"{source} returned no credentials: {type(error).__name__}",
                     remedy="is the token service up?",
                 ) from None
-            why = "it gave none that can be used" if configured else "there is none"
+            why = "it returned no usable ones" if configured else "there is none"
             raise AccessDenied(f"no store credentials from {source}: {why}", remedy=_HOW) from None
 
 

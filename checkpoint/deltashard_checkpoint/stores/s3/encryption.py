@@ -29,14 +29,14 @@ class Encryption:
 
     def check(self, answer: Mapping[str, str], *, where: str) -> None:
         """Raise `RequestRefused` if the response does not confirm the requested encryption."""
-        said, key = answer.get(HEADER), answer.get(KEY_HEADER, "")
+        kind, key = answer.get(HEADER), answer.get(KEY_HEADER, "")
         # The response has the key's ARN, which may end in `key_id`; only the store can resolve an alias.
         same = not self.key_id or "alias/" in self.key_id or _last(key) == _last(self.key_id)
-        if said != self.kind or not same:
-            how = f"{said} {key}".rstrip() if said else "nothing about encryption"
+        if kind != self.kind or not same:
+            how = f"{kind} {key}".rstrip() if kind else "no encryption header"
             raise RequestRefused(
-                f"the store was asked to encrypt by {self.kind} {self.key_id}".rstrip()
-                + f" and answered {how}",
+                f"the store did not confirm encryption by {self.kind} {self.key_id}".rstrip()
+                + f": it returned {how}",
                 where=where,
                 remedy="use a store that has server-side encryption and this key, or leave sse out",
             )
@@ -51,9 +51,11 @@ def encryption(kind: str | None, key_id: str | None, *, where: str) -> Encryptio
     if kind is None and key_id is None:
         return None
     if kind not in KINDS or (key_id is not None and (kind != "aws:kms" or _KEY_ID.fullmatch(key_id) is None)):
-        what = "kms-key-id without sse=aws:kms" if kind in {None, "AES256"} else f"sse={kind} cannot be had"
+        what = (
+            "kms-key-id without sse=aws:kms" if kind in {None, "AES256"} else f"sse={kind} is not supported"
+        )
         raise RequestRefused(
-            f"kms-key-id {key_id!r} names no key" if kind == "aws:kms" else what,
+            f"kms-key-id {key_id!r} is not a key name" if kind == "aws:kms" else what,
             where=where,
             remedy="use sse=AES256 (the store's own keys), sse=aws:kms, or sse=aws:kms&kms-key-id=NAME",
         )

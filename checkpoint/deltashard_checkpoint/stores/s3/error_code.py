@@ -162,8 +162,10 @@ def _skewed(description: str, where: str, skew_s: float | None) -> ClockSkew:
 
 def _network_text(error: Exception) -> str:
     if isinstance(error, urllib3.exceptions.ProxyError):
-        return f"no way through the proxy: {_network_text(error.original_error)}"
-    if isinstance(error, urllib3.exceptions.NewConnectionError):  # also a ConnectTimeoutError, so checked first
+        return f"the proxy failed: {_network_text(error.original_error)}"
+    if isinstance(
+        error, urllib3.exceptions.NewConnectionError
+    ):  # also a ConnectTimeoutError, so checked first
         reason = str(error.__cause__ or error)
         return f"no connection: {reason.rpartition(': ')[2]}"
     if isinstance(error, urllib3.exceptions.ConnectTimeoutError):

@@ -108,12 +108,12 @@ class S3Store(Store):
             host = endpoint.hostname or ""
             why = ""
             if ":" in host or host.replace(".", "").isdigit():
-                why = f"the endpoint {host} is an address, which has no names below it"
+                why = f"the endpoint {host} is an IP address, which has no subdomains"
             elif "." in self._bucket and endpoint.scheme == "https":
-                why = f"no certificate covers the dots in the bucket's name {self._bucket}"
+                why = f"no wildcard certificate covers the dots in the bucket name {self._bucket}"
             if why:
                 raise RequestRefused(
-                    f"virtual addressing cannot be had: {why}", where=self.url, remedy="use addressing=path"
+                    f"virtual addressing is not possible: {why}", where=self.url, remedy="use addressing=path"
                 )
             self._client.enable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
 
@@ -130,16 +130,18 @@ class S3Store(Store):
         body = slices(data, f"{self.url}/{key}") if len(data) else b""
         response = self._connections.urlopen("PUT", url, body=body, headers=headers, preload_content=False)
         try:
-            said = response.read(cache_content=True)
+            text = response.read(cache_content=True)
         finally:
             response.release_conn()
         if response.status in _WRITTEN:
             if self._encryption is not None:
                 self._encryption.check(response.headers, where=f"{self.url}/{key}")
             if "ETag" not in response.headers:  # for example a proxy's page: nothing was stored
-                raise StoreUnavailable("the answer to an upload is not a store's", where=f"{self.url}/{key}")
+                raise StoreUnavailable(
+                    "the response to an upload is not from an object store", where=f"{self.url}/{key}"
+                )
             return
-        if b"<Error>" in said:
+        if b"<Error>" in text:
             raise S3Error.fromxml(response)
         raise refused("", response.reason or "", response.status, where=f"{self.url}/{key}")
 
@@ -355,11 +357,11 @@ class S3Store(Store):
 def _range_end(response: BaseHTTPResponse, start: int, where: str) -> int:
     """Return the end, within the object, of the response to a range request from `start`."""
     length = int(response.headers.get("Content-Length", "-1"))
-    said = response.headers.get("Content-Range", "")
+    content_range = response.headers.get("Content-Range", "")
     if (
         length < 0
         or (response.status != 206 and start > 0)
-        or (said and not said.startswith(f"bytes {start}-"))
+        or (content_range and not content_range.startswith(f"bytes {start}-"))
     ):
         raise StoreUnavailable("the store (or a proxy before it) ignored the range of a read", where=where)
     return start + length
