@@ -110,7 +110,7 @@ def test_a_root_that_is_missing_or_cannot_be_made_yet(tmp_path):
     with pytest.raises(BucketMissing):
         FileStore(tmp_path / "no", create=False)
     (tmp_path / "file").touch()
-    with pytest.raises(BucketMissing, match="no directory"):
+    with pytest.raises(BucketMissing, match="not a directory"):
         FileStore(tmp_path / "file")
     (tmp_path / "mount").symlink_to("/sys/kernel")  # where not even root makes a directory
     store = FileStore(tmp_path / "mount" / "store")
@@ -143,6 +143,6 @@ def test_an_object_too_large_to_be_read_whole_is_not_read(tmp_path: Path) -> Non
     store = FileStore(tmp_path)
     store.put("huge", b"head")
     os.truncate(tmp_path / "huge", MAX_WHOLE_BYTES + 1)  # sparse
-    with pytest.raises(CorruptObject, match=f"{MAX_WHOLE_BYTES + 1} bytes where at most"):
+    with pytest.raises(CorruptObject, match=f"{MAX_WHOLE_BYTES + 1} bytes exceeds the limit of"):
         store.get("huge")
     assert get_range(store, "huge", 0, 4) == b"head"

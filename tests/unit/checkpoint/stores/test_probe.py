@@ -47,7 +47,7 @@ def test_a_store_that_overwrites_keeps_nothing_or_does_not_answer_is_named():
         probe(store, "probe/a", pause=pauses(5))
     assert list(store.list("")) == []
     store.put_if_absent = lambda key, data: None
-    with pytest.raises(StoreUnavailable, match="loses what it acknowledged"):
+    with pytest.raises(StoreUnavailable, match="has lost an acknowledged object"):
         probe(store, "probe/a", pause=pauses(3))
     silent = FaultyStore(MemoryStore())
     silent.fail_next(Fault.UNAVAILABLE, operation="get", times=100)
