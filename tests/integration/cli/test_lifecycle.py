@@ -181,17 +181,17 @@ def test_retire_lists_dependents(cli: Cli, url: str, tmp_path: Path) -> None:
     written = chain(url, tmp_path)
     full = written.save(step=400, directive="steps")
     delta = written.save(written.train(), step=500, covers=full, directive="steps")
-    assert f"checkpoint {delta} stays: it is the newest" in expect_failure(
+    assert f"checkpoint {delta} is kept: it is the newest" in expect_failure(
         cli, "retire", at(url), "-c", "latest"
     )
     assert f"covered by the newest, {delta}" in expect_failure(
         cli, "retire", at(url), "-c", f"{full}"
     )
-    assert "checkpoint 3 stays: checkpoint 4 builds on it" in expect_failure(
+    assert "checkpoint 3 is kept: checkpoint 4 builds on it" in expect_failure(
         cli, "retire", at(url), "-c", "3"
     )
     text = expect_failure(cli, "retire", at(url), "-c", "2", "-c", "3", "-c", "4")
-    assert "checkpoint 2 stays: it is pinned best" in text
+    assert "checkpoint 2 is kept: it is pinned best" in text
     assert cli("unpin", at(url), "best")[0] == 0
     done = answer(cli, "retire", at(url), "-c", "2", "-c", "3", "-c", "4")
     assert done["retired"] == [2, 3, 4]

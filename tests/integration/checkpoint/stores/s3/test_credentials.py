@@ -220,7 +220,7 @@ def test_hanging_credential_process_is_bounded_by_deadline(http, home):
     script.chmod(0o755)
     (home / ".aws" / "config").write_text(f"[default]\ncredential_process = {script}\n")
     provider = StandardProvider(http=http)
-    with deadline(0.1), pytest.raises(StoreUnavailable, match="does not answer"):
+    with deadline(0.1), pytest.raises(StoreUnavailable, match="does not respond"):
         provider.retrieve()
     (home / "gate").unlink()
     assert provider.retrieve().access_key == "late"
