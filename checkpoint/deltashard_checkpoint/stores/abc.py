@@ -64,7 +64,7 @@ class StoreFull(EnvironmentFault):
 
 
 class ConditionalPutUnsupported(UserError):
-    """The store overwrites on create-only puts, so two trainers could not be told apart."""
+    """The store overwrites on create-only puts, so two trainers could not be distinguished."""
 
 
 class RequestRefused(UserError):
@@ -132,7 +132,7 @@ class Store(ABC):
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; missing keys are ignored."""
 
-    def sweep(self, prefix: str, *, quiet_s: float = QUIET_S) -> int:  # noqa: ARG002 - most stores have no such thing
+    def sweep(self, prefix: str, *, quiet_s: float = QUIET_S) -> int:  # noqa: ARG002 - most stores have no leftovers
         """Remove unlisted leftovers of dead writers under `prefix`; return their number.
 
         Files of living writers, and files written within `quiet_s`, are kept.

@@ -243,7 +243,7 @@ class _DataWriter:
                 return
             if not self._read_verified(self._source, key, buffer, pieces, strict=True):
                 raise InvalidCheckpoint(
-                    f"{key} is not what its index says: a frame does not match its hash",
+                    f"{key} does not match its index: a frame has another hash",
                     where=self._source.key(key),
                     remedy="`deltashard verify --deep` lists the checkpoints that need it",
                 )
