@@ -90,9 +90,7 @@ def compact(
             build, before="compact.before_log_put", after="compact.after_log_put", deadline_s=deadline_s
         )
     except EntryRefused as error:
-        raise CompactionAbandoned(
-            f"the log rejects the entry: {error.what}", where=f"run {log.run}"
-        ) from error
+        raise CompactionAbandoned(f"the log rejects it: {error.what}", where=f"run {log.run}") from error
     assert sealed is not None
     assert isinstance(sealed.entry, Compacted)
     return sealed.entry

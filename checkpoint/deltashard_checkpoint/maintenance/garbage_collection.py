@@ -114,8 +114,7 @@ def collect(
     if not dry_run:
         log.store.delete(expired_markers(log, state, now_s=now_s))
         unfinished = log.store.sweep(log.key(""))
-        # Waiting prefixes must stay recorded; otherwise they would be retired again, and their grace period would
-        # restart.
+        # Waiting prefixes must stay recorded; a second retirement would restart their grace period.
         still = min((state.retired[prefix] for prefix in waiting), default=state.tip + 1)
         _append_reclaim(log, still - 1, min_reclaim_prefixes=min_reclaim_prefixes, deadline_s=deadline_s)
     return CollectResult(
@@ -222,8 +221,7 @@ def orphaned_prefixes(
     """Return prefixes in the store that no live checkpoint reads, no retire entry names, and that may be retired.
 
     These are prefixes of snapshots that can never be committed, and of compactions whose newest object is older than
-    `compaction_timeout_s` by the store's clock. `read_only` uses the local clock, because a directory store reports its
-    time by a write.
+    `compaction_timeout_s` by the store's clock. `read_only` uses the local clock: a directory store's needs a write.
     """
     youngest_s: dict[str, float] = {}
     for prefix, info in data_objects(log):

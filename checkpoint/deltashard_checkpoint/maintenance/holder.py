@@ -81,12 +81,8 @@ def not_last_trained_by(log: RunLog, state: RunState, workload: str) -> str | No
         return "no attempt was opened yet"
     opened = state.attempts[state.attempt]
     if not workload or opened.workload != workload:
-        who = (
-            f"workload {opened.workload} opened it since"
-            if opened.workload
-            else "another trainer opened it since"
-        )
-        return f"{who}, as attempt {state.attempt}"
+        who = f"workload {opened.workload}" if opened.workload else "another trainer"
+        return f"{who} opened it since, as attempt {state.attempt}"
     return "its save is still uploading" if _closing(log, state.attempt) else None
 
 

@@ -4,8 +4,7 @@ Kept are the last `keep_last` (without those superseded by a rewind), the first 
 every `every_s` seconds, the newest of each pinned name, and always: the newest; the checkpoints that its parts cover
 (the next snapshot covers them); the resume point of the newest attempt until that attempt has committed; and a second
 chain without common objects with the newest one's, if there is one (a single corrupt baseline must not invalidate every
-checkpoint). The set is closed over the chains. One entry names all others, with the prefixes of their objects; gc
-deletes them later.
+checkpoint). The set is closed over the chains. One entry names all others with their prefixes; gc deletes them.
 
 A user may also select the checkpoints to retire (`retire_selected`); all others are then kept.
 """
@@ -125,8 +124,7 @@ def retire(state: RunState, retention: Retention, orphaned_prefixes: Iterable[st
     """Return what may be retired now; None if nothing. Pure.
 
     `orphaned_prefixes` are prefixes in the store. Those of snapshots that can never be committed, and of compactions
-    that no checkpoint reads, are retired too. The caller passes a compaction's prefix only if it is old enough to be
-    abandoned.
+    that no checkpoint reads, are retired too. The caller passes only abandoned compactions.
     """
     return _retirement(state, kept(state, retention), orphaned_prefixes)
 

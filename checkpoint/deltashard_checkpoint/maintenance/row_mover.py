@@ -121,8 +121,7 @@ def move_checkpoint(
 ) -> tuple[Part, Index]:
     """Write all rows and blobs that checkpoint `seq` of `log` reads as one part of `target` on `store`.
 
-    Raises `CompactionUnsupported`, `InvalidCheckpoint` (retired in the meantime, or corrupt), `UploadFailed`, and
-    `StoreUnavailable`.
+    Raises `CompactionUnsupported`, `InvalidCheckpoint` (retired since, or corrupt), `UploadFailed`, `StoreUnavailable`.
     """
     entry, parts = state.checkpoints[seq], parts_of(state, seq)
     indexes = load_indexes(

@@ -113,7 +113,5 @@ def between_cuts(checkpoints: int, *, deferred: bool, longest: int) -> BaselineV
     if deferred:
         return BaselineVerdict(why="deferred", text=f"{checkpoints} checkpoints under the newest snapshot")
     if 0 < longest < checkpoints:
-        return BaselineVerdict(
-            why="length", text=f"{checkpoints} checkpoints, more than the limit of {longest}"
-        )
+        return BaselineVerdict(why="length", text=f"{checkpoints} checkpoints, limit {longest}")
     return None

@@ -37,8 +37,7 @@ def pin(
 ) -> Pinned | None:
     """Point a pinned name to checkpoint `which`, or remove it with None; return None if that is the case already.
 
-    Raises `UserError` for an invalid name or, to unpin, an unknown one, and the errors of `resolve_checkpoint` and
-    `RunLog.append`.
+    Raises `UserError` for an invalid or unknown name, and the errors of `resolve_checkpoint` and `RunLog.append`.
     """
     if not 0 < len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
         raise UserError(
@@ -72,9 +71,8 @@ def rewind(
 ) -> Rewound | None:
     """Make the run continue from checkpoint `which`; return None if that is the newest already.
 
-    Nothing is deleted: newer checkpoints are superseded, and stay live until they are retired. `ended`: a user confirms
-    that the run's trainer has ended. Raises `RunInUse` without that certainty, and the errors of `resolve_checkpoint`
-    and `RunLog.append`.
+    Newer checkpoints are superseded, and stay live until they are retired. `ended`: the trainer has ended,
+    as a user confirms. Raises `RunInUse` if it may be alive, and the errors of `resolve_checkpoint` and `RunLog.append`.
     """
     log.refresh(deadline_s=deadline_s)
 

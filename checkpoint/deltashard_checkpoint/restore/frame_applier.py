@@ -160,8 +160,7 @@ class FrameApplier:
     def finish(self, *, initial: Iterable[Box] = (), blobs: Iterable[str] = ()) -> None:
         """Raise `InvalidCheckpoint` unless all targets except `initial` boxes, and all blobs, are complete.
 
-        `blobs` names the required blobs. The plan covered all of them, so a gap is a fault of the checkpoint's writer,
-        and a restore falls back.
+        `blobs` names the required blobs. The plan covered them, so a gap invalidates the checkpoint.
         """
         rest = self.missing()
         for box in initial:
@@ -261,8 +260,7 @@ class _Table:
             if values.shape != shape:
                 raise UserError(f"field {name} {list(values.shape)} for box {box}, {list(shape)} expected")
         self.specs = [specs[name] for name in target.fields]
-        # Column intervals [start, stop) in the box's coordinates, with one flag per row; together they cover all
-        # columns.
+        # Column intervals [start, stop) in the box's coordinates, with one flag per row; they cover all columns.
         self.intervals: list[tuple[int, int, Mask]] = [(0, self.width, np.zeros(self.rows, np.bool_))]
         self._merges: dict[str, _RowwiseMerge] = {}
 

@@ -51,8 +51,7 @@ def _no_progress(_bytes: int) -> None:
 def choose(state: RunState, which: str) -> Checkpoint:
     """Return the live checkpoint selected by `which`: latest, seq:N (or just N), step:N or pin:NAME.
 
-    Raises `CheckpointNotFound`, `LogStopped` if it may be in the unreadable part of the log, and `UserError` for any
-    other selector.
+    Raises `CheckpointNotFound`, `LogStopped` if it may be in an unreadable slot, and `UserError` for other selectors.
     """
     try:
         found = None if which == "none" else select(state, f"seq:{which}" if which.isdecimal() else which)

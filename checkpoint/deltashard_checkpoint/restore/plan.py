@@ -389,8 +389,7 @@ def _check_baselines(links: Iterable[ChainLink], indexes: Mapping[str, Index]) -
     """Check that each baseline part has at least as many (rows x columns) in frames as in boxes, per table.
 
     A trainer's tombstones do not count: a few bytes can name any number of them, and a restore allocates memory for
-    each row. A compaction holds tombstones of the deltas that it replaces, in place of their rows. Repeated rows count
-    once.
+    each row. A compaction holds tombstones of the deltas that it replaces, in place of rows. Repeated rows count once.
     """
     for link in links:
         if link.part.covers is not None:

@@ -5,8 +5,7 @@ up or the caller has abandoned it (`deadline.abandon_when`). Then the last error
 call's deadline grows with the bytes it moves. All other errors are final and raised at once.
 
 **`put_if_absent` is never retried.** After a lost acknowledgement a second try would find the key taken by the first.
-Only the content shows whether that means success, and only the log knows its content. A listing that breaks off
-continues after its last key.
+Only the log can tell from the content whether that is success. An interrupted listing continues after its last key.
 
 A read (`get`, `get_into`) tolerates a silence of `RetryPolicy.idle_timeout_s`, doubled after each try that timed out,
 up to `deadline.IDLE_TIMEOUT_S`: a hung connection costs two seconds. The store remembers the silence that was needed,
@@ -210,8 +209,7 @@ class RetryingStore(Store):
                 now_s = self._clocks.monotonic_s()
                 self.observer.attempted(operation, now_s - try_begun_s, error)
                 self.observer.finished(operation, now_s - begun_s, size_bytes, error)
-                # IMPORTANT: every back-end is called here, and no error of a library or of the system passes without a
-                # place and a remedy.
+                # IMPORTANT: every back-end is called here, and adds place and remedy to all errors.
                 if isinstance(error, (OSError, ValueError)):
                     raise RequestRefused(
                         f"{operation} failed: {type(error).__name__}: {error}",

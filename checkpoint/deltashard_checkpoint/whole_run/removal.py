@@ -98,8 +98,7 @@ def remove(
     drop(info for info in log.store.list(log.key("log/")) if seq_of(info.key[len(log.run) + 1 :]) is not None)
     crash_point("rm.after_log")
     for _ in range(_ROUNDS):
-        # IMPORTANT: the barrier must be in place during the deletion. A writer that read the log before it may have put
-        # its own HINT.
+        # IMPORTANT: the barrier must be in place during the deletion. A concurrent writer may have put its own HINT.
         if not is_being_removed(log):
             _put_barrier(log)
         if not drop(_all_but_hint(log)):

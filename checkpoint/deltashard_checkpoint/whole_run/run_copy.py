@@ -98,8 +98,7 @@ def copy_run(
     """Copy the run, continue a copy, or update it. May be killed at any time and repeated.
 
     `open_progress` receives the bytes of all packs and returns a function that is called with the bytes of each
-    finished pack. Raises `TargetTaken`, `LogStopped`, `InvalidCheckpoint` for a corrupt object of the source, and store
-    errors.
+    finished pack. Raises `TargetTaken`, `LogStopped`, `InvalidCheckpoint` for a corrupt source, and store errors.
     """
     if source.store.url == target.store.url:
         raise UserError(

@@ -371,8 +371,7 @@ def _load_or_repair(log: RunLog, opener: _Opener, deadline_s: float) -> tuple[Ru
     IMPORTANT: repair comes before slots are voided. A repair reads past the bad entry. The attempt continues from the
     repaired log if that keeps a newer checkpoint than the entries before the bad one, or if entries are missing.
 
-    Raises `LogGap` if nothing is left or a copy or removal is in progress, and the errors of `_Opener.check` and
-    `_Opener.resume_point`.
+    Raises `LogGap` if nothing is left or a copy or removal is in progress, and the errors of `_Opener`.
     """
     retry_budget = log.retry_budget(deadline_s)
     while True:

@@ -198,7 +198,7 @@ def _create(cut: CutReports, retry_budget: RetryBudget) -> Committed:
             deadline_s=retry_budget.left_s,
         )
     except EntryRefused as error:
-        raise CutAbandoned(f"the log rejects the entry: {error.what}", where=cut.where) from error
+        raise CutAbandoned(f"the log rejects it: {error.what}", where=cut.where) from error
     if sealed is None:
         return found[0]
     assert isinstance(sealed.entry, Checkpoint)

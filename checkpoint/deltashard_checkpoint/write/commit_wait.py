@@ -21,8 +21,7 @@ class CommitLatency:
     """Seconds from the beginning to the commit of the last snapshot of each kind (baseline or not) of one run.
 
     Uploads differ little between snapshots, so the slowest rank needs about as long as last time. A wrong estimate does
-    no harm: the process that finishes last polls at once and commits, and the others find the entry within
-    `MAX_POLL_S`.
+    no harm: the last process to finish commits at once, and the others find the entry within `MAX_POLL_S`.
     """
 
     def __init__(self) -> None:

@@ -11,15 +11,13 @@ the i-th increment relative to those of all rows:
       Ic = (i + 1) * S_i           lower bound of the cost of the next i + 1 snapshots without a baseline
       baseline when Fc <= Ic, and i = 0 after it
 
-  The "1 +" is the baseline itself, and a baseline clears the history. Without either, every increment would be
-  followed by a baseline.
+  The "1 +" is the baseline itself, and a baseline clears the history. Both prevent a baseline after every increment.
 
 S_i is computed at the current encoding: what the increment and a baseline would cost *now*. With stored sizes, a run
 that changes from 8 to 2 bits would never write another baseline, because no 2-bit increment comes near the size of an
 8-bit baseline. An entry records rows and blobs as one sum of bytes before encoding, and does not record which rows. So
 blobs are assumed to be as large as the baseline's, and all rows to shrink like the average row of the model. If tables
-differ in that (few columns, raw dtypes, bits by table), S_i is off by as much as the increment's mix of tables differs
-from the model's.
+differ in that (few columns, raw dtypes, bits by table), S_i is off by the difference in the mix of tables.
 
 Retention removes superseded increments, but the predictor needs them. So each increment's metadata lists the sizes of
 the increments since its baseline (`INCREMENTS_KEY`).

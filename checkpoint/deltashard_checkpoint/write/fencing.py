@@ -28,9 +28,7 @@ class FencedError(EnvironmentFault):
             remedy = "end this process; a new one continues from the rewound checkpoint"
         elif workload:
             who = f" of another workload ({workload})"
-            remedy = (
-                "end this workload, the other one holds the run; restore(takeover=True) takes the run back"
-            )
+            remedy = "end this workload, the other holds the run; restore(takeover=True) takes it back"
         elif pod:
             who = f" of another pod ({pod})"
         super().__init__(

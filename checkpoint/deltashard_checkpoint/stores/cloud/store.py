@@ -182,8 +182,7 @@ class CloudStore(Store):
         try:
             return self._attempt(key, lambda: self._head(key))
         except ObjectNotFound:
-            # A HEAD response has no body, so a missing bucket looks like a missing object; a listing distinguishes
-            # them.
+            # A HEAD response has no body, so a missing bucket looks like a missing object.
             next(self._pages("no-such-object/", ""), None)
             raise
 

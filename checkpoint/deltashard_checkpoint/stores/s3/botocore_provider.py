@@ -27,8 +27,7 @@ _UNREACHABLE_ERRORS = ("ConnectionError", "HTTPClientError", "EndpointConnection
 class BotocoreProvider:
     """Credentials of one profile through botocore; for one caller at a time.
 
-    `why` is the profile setting that needs botocore, `where` the profile's files. Raises `CredentialsMissing` if
-    botocore is not installed.
+    `why` is the setting that needs botocore, `where` the files. Raises `CredentialsMissing` without botocore.
     """
 
     def __init__(self, profile: str, *, why: str, where: str) -> None:
@@ -78,8 +77,7 @@ class BotocoreProvider:
         try:
             self._found = self._found or self._session.get_credentials()
             keys = None if self._found is None else self._found.get_frozen_credentials()
-        # IMPORTANT: all botocore errors end here. Their text may contain secrets from a process's output, so only the
-        # error class is reported.
+        # IMPORTANT: all botocore errors end here. Their text may contain secrets: report only the class.
         except Exception as error:  # noqa: BLE001 - see above
             raise self._translated(error) from None
         return None if keys is None else Credentials(keys.access_key, keys.secret_key, keys.token)

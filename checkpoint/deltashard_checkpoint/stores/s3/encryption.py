@@ -51,9 +51,7 @@ def encryption(kind: str | None, key_id: str | None, *, where: str) -> Encryptio
     if kind is None and key_id is None:
         return None
     if kind not in KINDS or (key_id is not None and (kind != "aws:kms" or _KEY_ID.fullmatch(key_id) is None)):
-        what = (
-            "kms-key-id without sse=aws:kms" if kind in {None, "AES256"} else f"sse={kind} is not supported"
-        )
+        what = "kms-key-id without sse=aws:kms" if kind in {None, "AES256"} else f"unsupported sse={kind}"
         raise RequestRefused(
             f"kms-key-id {key_id!r} is not a key name" if kind == "aws:kms" else what,
             where=where,

@@ -1,7 +1,6 @@
 """Translate S3 error codes and socket errors into the store errors of this package.
 
-The store's code stays in the message. Unknown server errors (5xx, 429) may succeed later and are retryable; unknown
-client errors (4xx) are not.
+The store's code stays in the message. Unknown server errors (5xx, 429) are retryable, client errors (4xx) not.
 """
 
 from __future__ import annotations

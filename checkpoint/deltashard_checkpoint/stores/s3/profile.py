@@ -95,9 +95,7 @@ def _section(path: Path, title: str, *, must_exist: bool = False) -> dict[str, s
             raise _unreadable(path, title, reason or "") from None
         return {}
     except configparser.Error as error:
-        raise _unreadable(
-            path, title, f"{type(error).__name__}: it is not an AWS configuration file"
-        ) from None
+        raise _unreadable(path, title, f"{type(error).__name__}: not an AWS configuration file") from None
     return dict(parser.items(title)) if parser.has_section(title) else {}
 
 

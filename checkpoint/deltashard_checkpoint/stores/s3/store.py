@@ -137,9 +137,7 @@ class S3Store(Store):
             if self._encryption is not None:
                 self._encryption.check(response.headers, where=f"{self.url}/{key}")
             if "ETag" not in response.headers:  # for example a proxy's page: nothing was stored
-                raise StoreUnavailable(
-                    "the response to an upload is not from an object store", where=f"{self.url}/{key}"
-                )
+                raise StoreUnavailable("the endpoint is not an object store", where=f"{self.url}/{key}")
             return
         if b"<Error>" in text:
             raise S3Error.fromxml(response)
@@ -255,8 +253,7 @@ class S3Store(Store):
             try:
                 found = self._client.stat_object(self._bucket, self._name(key))
             except S3Error as error:
-                # A HEAD response has no body, so a missing bucket looks like a missing object; another request
-                # distinguishes them.
+                # A HEAD response has no body, so a missing bucket looks like a missing object.
                 if error.code == "NoSuchKey" and not self._client.bucket_exists(self._bucket):
                     raise self._bucket_missing() from error
                 raise

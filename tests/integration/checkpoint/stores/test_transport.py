@@ -238,7 +238,7 @@ def test_unavailable_encryption_is_refused(tls_minio, bundle, minio_server, monk
     with FixedAnswers(200) as answers:  # takes every object, and passes over what it does not know
         url = f"s3://bucket?endpoint=http://127.0.0.1:{answers.port}"
         refused(f"{url}&sse=AES256", RequestRefused, "returned no encryption header")
-        refused(url, StoreUnavailable, "not from an object store")
+        refused(url, StoreUnavailable, "endpoint is not an object store")
     for wrong in ("sse=none", "sse=AES256&kms-key-id=k", "kms-key-id=k", "sse=aws:kms&kms-key-id=a%20b"):
         with pytest.raises(RequestRefused, match="use sse="):
             open_store(f"s3://bucket?endpoint=http://127.0.0.1:1&{wrong}")
