@@ -71,8 +71,8 @@ def rewind(
 ) -> Rewound | None:
     """Make the run continue from checkpoint `which`; return None if that is the newest already.
 
-    Newer checkpoints are superseded, and stay live until they are retired. `ended`: the trainer has ended,
-    as a user confirms. Raises `RunInUse` if it may be alive, and the errors of `resolve_checkpoint` and `RunLog.append`.
+    Newer checkpoints are superseded, and stay live until they are retired. `ended`: a user confirms that the trainer
+    has ended. Raises `RunInUse` if it may be alive, and the errors of `resolve_checkpoint` and `RunLog.append`.
     """
     log.refresh(deadline_s=deadline_s)
 
