@@ -242,7 +242,7 @@ class _DataWriter:
                 return
             if not self._read_verified(self._source, key, buffer, pieces, strict=True):
                 raise InvalidCheckpoint(
-                    f"{key} does not match its index: a frame has another hash",
+                    f"{key} does not match its index: a frame does not match its hash",
                     where=self._source.key(key),
                     remedy="`deltashard verify --deep` lists the checkpoints that need it",
                 )
