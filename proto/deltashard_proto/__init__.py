@@ -1,1 +1,1 @@
-"""The contracts between the parts: messages and services (`v1`), `arena_layout`, `cause`, `message_limit`."""
+"""Contracts between the components: messages and services (`v1`), `arena_layout`, `cause`, `message_limit`."""

@@ -1,6 +1,6 @@
-"""Why a save that is due does not happen: the words that trainer and sidecar share, and their form in a control line.
+"""Reasons for which a due save is blocked, shared by trainer and sidecar, and their encoding in a control line.
 
-The values are short: events, counts of skipped saves and the CheckpointRun use them. The log has more.
+The values are short because events, counts of skipped saves and the CheckpointRun use them. The log has details.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class BlockReason(StrEnum):
-    """A closed set; the place in it is the number in a control line, so that new ones come last."""
+    """A closed set. The position is the number in a control line, so new members are appended."""
 
     TORN = "torn"
     STEPPED = "stepped"
@@ -28,12 +28,12 @@ _ALL = tuple(BlockReason)
 
 
 def encode_block_reason(reason: BlockReason, rank: int | None = None) -> int:
-    """The word of a control line that says it; `rank`: the one that blocks the save."""
+    """Encode a reason for a control line; `rank` is the one that blocks the save."""
     return 1 + _ALL.index(reason) + (0 if rank is None else (1 + rank) << 8)
 
 
 def format_block_reason(word: int) -> str:
-    """What a word of a control line says, for people; empty: nothing, or of a newer trainer."""
+    """Format a control line's reason for display; empty for none, or one of a newer trainer."""
     number, rank = (word & 0xFF) - 1, (word >> 8) - 1
     if not 0 <= number < len(_ALL):
         return ""

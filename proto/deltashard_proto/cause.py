@@ -1,6 +1,6 @@
-"""Why something failed or was refused: one closed set for the wire, the errors, metric labels, logs and incidents.
+"""Causes of failures and rejections: one closed set for wire, errors, metric labels, logs and incidents.
 
-The wire carries the word. One that a newer peer made up is taken as it stands.
+The wire carries the string. Unknown values from a newer peer are kept unchanged.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ METADATA = "deltashard-refusal-bin"
 
 
 class Cause(enum.StrEnum):
-    """Why; the value is the word that people, labels and logs see."""
+    """A cause; its value is used in messages, labels and logs."""
 
-    # Of a save.
+    # Causes of a failed save.
     ABORTED = "aborted"
     STALL_BUDGET = "stall_budget"
     BROKEN = "broken"
@@ -32,24 +32,24 @@ class Cause(enum.StrEnum):
     LOG_LOST = "log_lost"
     REMOVED = "removed"
     ERROR = "error"
-    # Of a restore, besides invalid, unavailable and error.
+    # Causes of a failed restore, in addition to invalid, unavailable and error.
     MOVED = "moved"
     NOT_FOUND = "not_found"
     MISMATCH = "mismatch"
-    # Of a store that does not serve, besides unavailable.
+    # Causes of store failures, in addition to unavailable.
     MISSING = "missing"
     DENIED = "denied"
     BUCKET_MISSING = "bucket_missing"
     FULL = "full"
     CLOCK = "clock"
     REFUSED = "refused"
-    # Of other incidents.
+    # Causes of other incidents.
     LOST = "lost"
     AUDIT = "audit"
     DAMAGED_LOG = "damaged_log"
 
     def __repr__(self) -> str:
-        """Repr of the word: causes are keys of what users print (`Checkpointer.stats`)."""
+        """Repr of the value: causes are keys of dicts that users print (`Checkpointer.stats`)."""
         return repr(self.value)
 
 
@@ -57,19 +57,19 @@ _BY_WORD: dict[str, Cause] = {cause.value: cause for cause in Cause}
 
 
 def parse_cause(word: str) -> str:
-    """Cause of a message: a `Cause` where it is known here, else the peer's word; empty where it states none."""
+    """Parse the cause of a message: a `Cause` if known, else the peer's string; empty if there is none."""
     return _BY_WORD.get(word, word)
 
 
 def to_metadata(cause: str) -> tuple[tuple[str, bytes], ...]:
-    """Trailing metadata of a failed call."""
+    """Return the trailing metadata of a failed call."""
     from deltashard_proto.v1.trainer_pb2 import Refusal
 
     return ((METADATA, Refusal(cause=_BY_WORD.get(cause, Cause.ERROR)).SerializeToString()),)
 
 
 def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """Cause in a failed call's trailing metadata; empty where the peer did not answer."""
+    """Return the cause in a failed call's trailing metadata; empty if the peer did not answer."""
     from deltashard_proto.v1.trainer_pb2 import Refusal
 
     for key, value in metadata or ():

@@ -1,1 +1,1 @@
-"""Keeping a run small and whole: retention, garbage collection, compaction, repair, and people's words."""
+"""Maintenance of a run: retention, garbage collection, compaction, repair, and user entries."""

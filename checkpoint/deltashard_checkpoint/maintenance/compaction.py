@@ -1,13 +1,12 @@
-"""Compaction: a chain of checkpoints becomes one synthetic baseline at an existing step.
+"""Compaction: turn a chain of checkpoints into one synthetic baseline at an existing step.
 
-The rows of the chain are *moved*, in the encoding they were written in, newest of each row first: nothing is decoded
-and nothing is quantized a second time, so what restores afterwards is, bit for bit, what restored before. A frame all
-of whose rows survive is copied as it is; of any other frame the surviving encoded rows are gathered into a new one.
-Blobs are the newest checkpoint's and are copied. The result is committed by a `compact` entry: from its slot on,
-chains that pass through the checkpoint end there, and what only they needed may be retired.
+The chain's rows are *moved* in their encoding, newest of each row first, without decoding or quantizing them again. So
+a later restore is bit-identical to an earlier one. A frame whose rows all survive is copied; the surviving encoded rows
+of any other frame are gathered into a new one. Blobs of the newest checkpoint are copied. A `compact` entry commits the
+result: from its slot on, chains through the checkpoint end there, and objects that only they needed may be retired.
 
-A compaction may run anywhere, and lose to anything: if meanwhile the checkpoint was retired, or its own prefix was
-given up as debris, the log refuses the entry.
+A compaction may run on any host and loses every conflict: if the checkpoint was retired in the meantime, or the prefix
+of the compaction was retired as orphaned, the log rejects the entry.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from deltashard_checkpoint.log.run_state import RunState
 
 
 class CompactionAbandoned(EnvironmentFault):
-    """The checkpoint or the compaction's own objects were retired meanwhile: nothing changed."""
+    """The checkpoint or the compaction's objects were retired in the meantime; the run is unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovedRows:
-    """What a mover has made durable under `data/compact-{token}/`."""
+    """Durable objects of a mover under `data/compact-{token}/`."""
 
     parts: tuple[Part, ...]
     encodings: Mapping[str, tuple[str, ...]]
-    """Of these rows, by table."""
+    """Encodings of the rows, by table."""
     rows: int
     stored_bytes: int
 
@@ -45,24 +44,24 @@ Mover = Callable[[RunLog, RunState, int, tuple[ChainLink, ...], str], MovedRows]
 
 
 def compactable(state: RunState, seq: int) -> bool:
-    """Whether restoring `seq` reads more than one checkpoint, and these are of one rank."""
+    """Return whether restoring `seq` reads more than one checkpoint, all of them of one rank."""
     return not _of_several_ranks(state, seq) and any(link.seq != seq for link in chain(state, seq))
 
 
 def compact(
     log: RunLog, seq: int, move: Mover, *, deadline_s: float = DEFAULT_DEADLINE_S
 ) -> Compacted | None:
-    """Compact checkpoint `seq`; None when it already is a baseline (nothing to gain).
+    """Compact checkpoint `seq`; None if it is a baseline already.
 
-    Raises `LogStopped`, `CheckpointNotFound`, `CompactionAbandoned`, `UserError` for one of several ranks, and what the
-    log and `move` raise.
+    Raises `LogStopped`, `CheckpointNotFound`, `CompactionAbandoned`, `UserError` for a checkpoint of several ranks, and
+    the errors of the log and of `move`.
     """
     state = log.refresh(deadline_s=deadline_s)
     if state.stopped is not None:
         raise stopped(state)
     if _of_several_ranks(state, seq):
         raise UserError(
-            f"checkpoint {seq} is of several ranks, and such are not compacted yet",
+            f"checkpoint {seq} is of several ranks, which compaction does not support",
             where=f"run {log.run}",
             remedy="the next baseline ends its chain",
         )
@@ -71,8 +70,8 @@ def compact(
         return None
     moved = move(log, state, seq, links, compaction_token(state.tip))
 
-    # IMPORTANT: chains change with this entry and not before: until it is in the log, the moved rows are garbage that
-    # debris may name (and then the log refuses the entry).
+    # IMPORTANT: this entry changes the chains. Before it is in the log, the moved rows are garbage that may be retired
+    # as orphaned, and the log then rejects the entry.
     def build(_state: RunState, slot: int, writer: str) -> Entry:
         return Compacted(
             seq=slot,
@@ -91,7 +90,7 @@ def compact(
             build, before="compact.before_log_put", after="compact.after_log_put", deadline_s=deadline_s
         )
     except EntryRefused as error:
-        raise CompactionAbandoned(f"the log refuses it: {error.what}", where=f"run {log.run}") from error
+        raise CompactionAbandoned(f"the log rejects it: {error.what}", where=f"run {log.run}") from error
     assert sealed is not None
     assert isinstance(sealed.entry, Compacted)
     return sealed.entry

@@ -1,23 +1,22 @@
-"""Garbage collection: deletes what `retire` entries have named, after a grace, and nothing else.
+"""Garbage collection: delete objects that `retire` entries name, after a grace period, and no others.
 
-The log decides, not the listing: an object goes only if its prefix is named by a retire entry of the log, and that
-entry is older than the grace by the store's own clock (its Last-Modified against the store's now): our clock has no
-say. Because no entry may reference a retired prefix any more, what gc may delete once it may delete for ever: it can
-be killed and run again, run twice at once, and run on an old state. The grace is for readers that still restore a
-checkpoint which was live when they began.
+The log decides, not the listing: an object is deleted only if a retire entry names its prefix and that entry is older
+than the grace period. Its age is its Last-Modified against the store's clock; the local clock is not used. No entry may
+reference a retired prefix again, so a deletion that is allowed once stays allowed: gc can be killed and restarted, run
+twice concurrently, and use an old state. The grace period protects readers that restore a checkpoint retired since.
 
-When enough of what was named is gone, gc says so in the log (`reclaim`), and nobody remembers those prefixes any
-longer: what a run has retired in its life must not add up in every reader. That is one entry for `MIN_RECLAIM_PREFIXES` prefixes.
+Once enough retired prefixes are empty, gc appends a `reclaim` entry and readers forget them, so that a run's retired
+prefixes do not accumulate in every reader. One entry covers at least `MIN_RECLAIM_PREFIXES` prefixes.
 
-Markers of saves that pods had on their way when they ended (`closing/`) go when they are old or their attempt is; and
-what writers that were killed left half written (a sidecar, a copy), where the store is a directory.
+Markers of interrupted saves (`closing/`) are deleted when they are old or their attempt is fenced. So are files left
+half written by killed writers (a sidecar, a copy), if the store is a directory.
 
-On a full store nothing can be named, and naming is a write. There gc begins with what is safe to delete without one
-(`unretired`): parts of cuts that can never be committed any more. No reader reads them, and no entry may reference them.
+A full store accepts no retire entry. There gc starts with objects that are safe to delete without one (`unretired`):
+parts of snapshots that can never be committed. No reader reads them, and no entry may reference them.
 
-A dry run writes nothing at all, not even what some stores need to be asked for their time: it goes by our clock.
+A dry run writes nothing, and therefore uses the local clock: some stores need a write to report their time.
 
-A log that cannot be followed to its end blocks gc: what cannot be read might say that something is still needed.
+A log that cannot be followed to its end blocks gc, because an unreadable entry may still reference an object.
 """
 
 from __future__ import annotations
@@ -39,25 +38,25 @@ from deltashard_checkpoint.write.closing import CLOSING_WAIT_S, attempt_of_marke
 
 DEFAULT_GRACE_S = 600.0
 COMPACTION_TIMEOUT_S = 24 * 3600.0
-"""A compaction that has not been committed for so long is given up (its entry would be refused from then on)."""
+"""A compaction without a commit after this time is abandoned, and its entry is rejected from then on."""
 MIN_RECLAIM_PREFIXES = 64
-"""So many retired prefixes whose objects are gone make a reclaim entry worth its slot."""
+"""Minimum number of empty retired prefixes for a reclaim entry."""
 _BATCH = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectResult:
-    """What one collection did, or would do."""
+    """Result of one collection or dry run."""
 
     objects: int
     bytes: int
     prefixes: tuple[str, ...]
-    """Prefixes that were (or would be) emptied."""
+    """Prefixes that were, or would be, emptied."""
     waiting: tuple[str, ...]
-    """Prefixes with objects whose grace is not over yet."""
+    """Prefixes with objects in their grace period."""
     dry_run: bool
     unfinished: int = 0
-    """Files that writers which died left half written (of a directory; no other store has any)."""
+    """Half-written files of killed writers (only in directory stores)."""
 
     def merged_with(self, later: CollectResult) -> CollectResult:
         return replace(
@@ -78,10 +77,11 @@ def collect(
     unretired: Collection[str] = (),
     deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> CollectResult:
-    """Delete the objects under retired prefixes whose grace is over, and forget those that are empty. Idempotent.
+    """Delete the objects under retired prefixes after their grace period, and reclaim empty prefixes. Idempotent.
 
-    `unretired`: debris (see `orphaned_prefixes`) that goes at once although no entry names it, as far as it is of cuts.
-    Raises `LogStopped` when an entry is unreadable, `LogGap`, `StoreUnavailable`.
+    `unretired` are orphaned prefixes (see `orphaned_prefixes`); those of snapshots are deleted at once without an
+    entry.
+    Raises `LogStopped` if an entry is unreadable, `LogGap`, `StoreUnavailable`.
     """
     state = log.refresh(deadline_s=deadline_s)
     if state.stopped is not None:
@@ -94,8 +94,8 @@ def collect(
     waiting: set[str] = set()
     objects = size_bytes = 0
     for prefix, info in data_objects(log):
-        # IMPORTANT: only what a retire entry names, and only after its grace. No live checkpoint can read it: the law
-        # of the log refuses an entry that references a retired prefix, and a retire entry that names a live one.
+        # IMPORTANT: only prefixes of a retire entry, and only after its grace period. No live checkpoint can read them:
+        # the log rejects an entry that references a retired prefix, and a retire entry that names a live one.
         named_by = state.retired.get(prefix)
         if named_by is None and prefix not in never:
             continue
@@ -114,7 +114,7 @@ def collect(
     if not dry_run:
         log.store.delete(expired_markers(log, state, now_s=now_s))
         unfinished = log.store.sweep(log.key(""))
-        # What waits must be remembered, or it would be named anew, and its grace begin anew, again and again.
+        # Waiting prefixes must stay recorded; a second retirement would restart their grace period.
         still = min((state.retired[prefix] for prefix in waiting), default=state.tip + 1)
         _append_reclaim(log, still - 1, min_reclaim_prefixes=min_reclaim_prefixes, deadline_s=deadline_s)
     return CollectResult(
@@ -128,7 +128,7 @@ def collect(
 
 
 def _uncommittable_prefixes(state: RunState, prefixes: Collection[str]) -> frozenset[str]:
-    """Those of them that are of cuts which no checkpoint reads, and which can never be committed any more."""
+    """Return the prefixes of snapshots that no checkpoint reads and that can never be committed."""
     snapshots = {prefix: snapshot_of(prefix) for prefix in prefixes}
     found = {
         prefix for prefix, place in snapshots.items() if place is not None and is_uncommittable(state, *place)
@@ -137,7 +137,7 @@ def _uncommittable_prefixes(state: RunState, prefixes: Collection[str]) -> froze
 
 
 class GracePeriods:
-    """How long what retire entries named must still wait; each entry is asked for once."""
+    """Remaining grace periods of retire entries; each entry's age is read once."""
 
     def __init__(self, log: RunLog, state: RunState, *, now_s: float, grace_s: float) -> None:
         self._log = log
@@ -147,7 +147,7 @@ class GracePeriods:
         self._left_s: dict[int, float] = {}
 
     def left_s(self, named_by: int) -> float:
-        """Seconds of grace left of what the retire entry at this slot named; 0 or less: it may be deleted."""
+        """Return the seconds of grace left for the retire entry at this slot; 0 or less: deletion is allowed."""
         if named_by not in self._left_s:
             self._left_s[named_by] = self._grace_s - (
                 self._now_s - _written_at_s(self._log, named_by, self._tip)
@@ -156,7 +156,7 @@ class GracePeriods:
 
 
 def _written_at_s(log: RunLog, seq: int, tip: int) -> float:
-    """When an entry was put, by the store's clock; of one that is lost (`folded_state`), no earlier than it was."""
+    """Return when an entry was put, by the store's clock; for a lost entry (`folded_state`), an upper bound."""
     for slot in range(seq, tip):
         with suppress(ObjectNotFound):
             return log.store.head(log.key(entry_key(slot))).modified_at_s
@@ -164,7 +164,7 @@ def _written_at_s(log: RunLog, seq: int, tip: int) -> float:
 
 
 def _append_reclaim(log: RunLog, through: int, *, min_reclaim_prefixes: int, deadline_s: float) -> None:
-    """Say that what was retired up to slot `through` is gone, when that is worth an entry."""
+    """Append a reclaim entry for everything retired up to slot `through`, if it covers enough prefixes."""
     if len(reclaimable(log.state, through)) < min_reclaim_prefixes:
         return
 
@@ -186,7 +186,7 @@ def _delete(log: RunLog, keys: list[str], *, dry_run: bool) -> None:
 
 
 def data_objects(log: RunLog) -> Iterator[tuple[str, ObjectInfo]]:
-    """(deletable prefix, object) of all that lies under `data/` and is a cut's or a compaction's."""
+    """Yield (deletable prefix, object) for all objects of snapshots and compactions under `data/`."""
     for info in log.store.list(log.key("data/")):
         try:
             yield prefix_of(info.key[len(log.run) + 1 :]), info
@@ -195,10 +195,10 @@ def data_objects(log: RunLog) -> Iterator[tuple[str, ObjectInfo]]:
 
 
 def expired_markers(log: RunLog, state: RunState, *, now_s: float) -> list[str]:
-    """Store keys of the markers that no opener waits for any more: their attempt is fenced, or they are old.
+    """Return the store keys of markers that no opener waits for: their attempt is fenced, or they are old.
 
-    `now_s` by the store's clock. An opener looks at a marker for `CLOSING_WAIT_S`; what is older was left by a pod that
-    was killed. Nothing but a marker is named, whatever else lies there.
+    `now_s` is by the store's clock. An opener honours a marker for `CLOSING_WAIT_S`; older ones are left from killed
+    pods. Other objects under the prefix are never returned.
     """
     expired = []
     for info in log.store.list(log.key("closing/")):
@@ -218,11 +218,10 @@ def orphaned_prefixes(
     compaction_timeout_s: float = COMPACTION_TIMEOUT_S,
     read_only: bool = False,
 ) -> tuple[str, ...]:
-    """Prefixes in the store that no live checkpoint reads and no retire entry names yet, and that may be named.
+    """Return prefixes in the store that no live checkpoint reads, no retire entry names, and that may be retired.
 
-    Of cuts: those that can never be committed any more. Of compactions: those whose youngest object is older
-    than `compaction_timeout_s` by the store's clock; by ours when `read_only`: to ask a directory for its time is to
-    write into it.
+    These are prefixes of snapshots that can never be committed, and of compactions whose newest object is older than
+    `compaction_timeout_s` by the store's clock. `read_only` uses the local clock: a directory store's needs a write.
     """
     youngest_s: dict[str, float] = {}
     for prefix, info in data_objects(log):
@@ -244,17 +243,17 @@ def orphaned_prefixes(
 def not_orphaned_reason(
     state: RunState, prefix: str, *, quiet_s: float, timeout_s: float = COMPACTION_TIMEOUT_S
 ) -> str | None:
-    """Why a prefix that nothing live reads may not be named: it may yet be committed; None: it may be named. Pure.
+    """Return why an unread prefix may still be committed and must not be retired; None if it may be retired. Pure.
 
-    `quiet_s`: seconds since the last object was put there, of a compaction.
+    `quiet_s`: seconds since the last put under the prefix of a compaction.
     """
     if is_protected(state, prefix):
-        return "it may be of a log entry that was given up: kept until the next attempt"
+        return "it may belong to a voided log entry: kept until the next attempt"
     place = snapshot_of(prefix)
     if place is None:
         if quiet_s >= timeout_s:
             return None
-        return f"a compaction that may be under way: given up {timeout_s:.0f} s after its last object"
+        return f"a compaction that may be in progress: orphaned {timeout_s:.0f} s after its last object"
     if is_uncommittable(state, *place):
         return None
-    return f"attempt {place[0]} may still commit cut {place[1]}"
+    return f"attempt {place[0]} may still commit snapshot {place[1]}"

@@ -1,10 +1,10 @@
-"""Who may still be training a run, as far as its store tells.
+"""Detection of a trainer that may still hold a run, from the store alone.
 
-There is no lease: a trainer that is cut off, asleep or between two saves says nothing, and silence proves nothing.
-What the log does say is how an attempt ended: its last commit names what asked for it, and a close is an end, as is
-the eviction of a trainer without peers (`deciding.shutdown_reason`). An attempt that no trainer ever had (a rewind's)
-has no holder either. Everything else may be alive, until a person who knows says that it has ended. Nothing
-rests on that word but peace: the log fences a trainer that lives on all the same.
+There is no lease: a trainer that is disconnected, suspended or between two saves writes nothing, so silence proves
+nothing. The log does record how an attempt ended: its last commit names its reason, and a close is an end, as is the
+eviction of a trainer without peers (`deciding.shutdown_reason`). An attempt without a trainer (from a rewind) has no
+holder either. Every other attempt may be alive until a user confirms that it has ended. A wrong confirmation is safe,
+because the log fences a trainer that is still alive.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Holder:
 
     attempt: int
     seen_s: float
-    """Its newest sign of life: when the newest of its entries that is live was written, by its clock."""
+    """Last sign of life: when the newest live entry of the attempt was written, by its writer's clock."""
     workload: str
     closing: bool
-    """A save of it is still uploading while its pod ends."""
+    """Whether a save of the attempt is still uploading while its pod terminates."""
 
 
 class RunInUse(UserError):
@@ -37,13 +37,13 @@ class RunInUse(UserError):
 
 
 def holder(log: RunLog, state: RunState) -> Holder | None:
-    """Who may hold the run; None when it is known that nobody does. Raises store errors."""
+    """Return the possible holder of the run; None if there is certainly none. Raises store errors."""
     if state.attempt is None:
         return None
     try:
         slot = log.read_slot(state.attempt)
     except StoreUnavailable:
-        entry = None  # lost behind a folded state: nothing is known of it
+        entry = None  # removed behind a folded state: its details are unknown
         if state.attempt in log.listed(state.attempt).seqs:
             raise
     else:
@@ -64,26 +64,26 @@ def holder(log: RunLog, state: RunState) -> Holder | None:
 
 
 def check_ended(log: RunLog, state: RunState, *, ended: bool, what: str) -> None:
-    """Refuse `what` while a trainer may hold the run; `ended`: a person says that it does not. Raises `RunInUse`."""
+    """Raise `RunInUse` for operation `what` if a trainer may hold the run; `ended`: a user confirms it does not."""
     if ended or (found := holder(log, state)) is None:
         return
     raise RunInUse(
-        f"{what} is refused while a trainer may hold the run: attempt {found.attempt}{_workload_suffix(found)} has not said that "
-        + ("it ended: a save of it is still uploading" if found.closing else "it ended"),
+        f"{what} is refused while a trainer may hold the run: attempt {found.attempt}{_workload_suffix(found)} "
+        + ("is still uploading a save" if found.closing else "has not recorded its end"),
         where=f"run {state.run}",
-        remedy="end it (a trainer that closes says so in its last save); if it is gone without a word, say --ended",
+        remedy="end the trainer (closing it records the end); if it has died, pass --ended",
     )
 
 
 def not_last_trained_by(log: RunLog, state: RunState, workload: str) -> str | None:
-    """Why the run is not what this workload, which has ended, left; None: it is. Raises store errors."""
+    """Return why the run was not left by this ended workload, or None if it was. Raises store errors."""
     if state.attempt is None:
-        return "nobody has trained it yet"
+        return "no attempt was opened yet"
     opened = state.attempts[state.attempt]
     if not workload or opened.workload != workload:
-        who = f"workload {opened.workload} opened it since" if opened.workload else "somebody opened it since"
-        return f"{who}, as attempt {state.attempt}"
-    return "a save of it is still uploading" if _closing(log, state.attempt) else None
+        who = f"workload {opened.workload}" if opened.workload else "another trainer"
+        return f"{who} opened it since, as attempt {state.attempt}"
+    return "its save is still uploading" if _closing(log, state.attempt) else None
 
 
 def _workload_suffix(found: Holder) -> str:
@@ -91,6 +91,6 @@ def _workload_suffix(found: Holder) -> str:
 
 
 def _closing(log: RunLog, attempt: int) -> bool:
-    """Whether a young marker says that a save of this attempt is still on its way."""
+    """Return whether a recent marker shows a save of this attempt in progress."""
     marks = list(log.store.list(log.key(closing_key(attempt, ""))))
     return bool(marks) and any(log.clocks.wall_s() - mark.modified_at_s < CLOSING_WAIT_S for mark in marks)

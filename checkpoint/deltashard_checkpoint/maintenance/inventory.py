@@ -1,7 +1,7 @@
-"""Every object of a run, and why it is kept or goes: the rules of retention and gc, asked object by object.
+"""List every object of a run, with the reason why it is kept or deleted, by the rules of retention and gc.
 
-Nothing is decided here. Which checkpoints stay and why is `retention`'s, what may be named and what may be deleted is
-`garbage_collection`'s; this only asks them, so that what a dry run says is what a run does.
+This module only queries `retention` (which checkpoints stay, and why) and `garbage_collection` (what may be retired and
+deleted), so a dry run reports exactly what a run does.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from deltashard_checkpoint.write.closing import attempt_of_marker
 
 
 class GcStatus(StrEnum):
-    """What becomes of an object."""
+    """What happens to an object."""
 
     KEPT = "kept"
     IN_GRACE = "in grace"
-    """It is retired, or would be now, and its grace is not over."""
+    """Retired, or due to be, and in its grace period."""
     DELETABLE = "deletable"
 
 
@@ -41,7 +41,7 @@ class Item:
     """One object."""
 
     key: str
-    """Relative to the run's root."""
+    """Key relative to the run's root."""
     bytes: int
     status: GcStatus
     reason: str
@@ -50,9 +50,9 @@ class Item:
 def inventory(
     log: RunLog, state: RunState, retention: Retention, orphaned: Iterable[str], *, grace_s: float
 ) -> Iterator[Item]:
-    """Every object under the run's name, in key order; writes nothing, and goes by our clock.
+    """Yield every object under the run's name, in key order; write nothing, and use the local clock.
 
-    `orphaned` are the prefixes that `orphaned_prefixes` found. Only of a log that is not stopped.
+    `orphaned` are the prefixes found by `orphaned_prefixes`. Requires a log that is not stopped.
     """
     found = list(log.store.list(f"{log.run}/"))
     now_s = log.clocks.wall_s()
@@ -73,7 +73,7 @@ def inventory(
 
 
 class _Classifier:
-    """What retention and gc say now."""
+    """Current verdicts of retention and gc."""
 
     def __init__(
         self,
@@ -102,14 +102,14 @@ class _Classifier:
         self._layouts = {layout_key(each.layout) for each in state.attempts.values() if each.layout}
 
     def data(self, prefix: str, quiet_s: float) -> tuple[GcStatus, str]:
-        """Of an object under this prefix, in which nothing was written for so long."""
+        """Return the status and reason of an object under this prefix, whose last write was `quiet_s` seconds ago."""
         if (named_by := self._state.retired.get(prefix)) is not None:
             left_s = self._graces.left_s(named_by)
             text = f"retired by log entry {named_by}"
             return (
                 (GcStatus.DELETABLE, text)
                 if left_s <= 0
-                else (GcStatus.IN_GRACE, f"{text}, {left_s:.0f} s of its grace are left")
+                else (GcStatus.IN_GRACE, f"{text}, {left_s:.0f} s of its grace period are left")
             )
         if prefix in self._readers:
             return GcStatus.KEPT, "; ".join(self._readers[prefix])
@@ -117,36 +117,36 @@ class _Classifier:
             if prefix in self._owners:
                 return GcStatus.IN_GRACE, f"checkpoint {self._owners[prefix]} would be retired now"
             if prefix in self._state.superseded:
-                return GcStatus.IN_GRACE, "a compaction has replaced it"
-            return GcStatus.IN_GRACE, "of a save that failed, or was given up"
+                return GcStatus.IN_GRACE, "replaced by a compaction"
+            return GcStatus.IN_GRACE, "of a failed or aborted save"
         if prefix in self._state.superseded:
             return GcStatus.KEPT, f"a trainer of attempt {self._state.attempt} may be loading it"
         return GcStatus.KEPT, not_orphaned_reason(
             self._state, prefix, quiet_s=quiet_s
-        ) or "named by nothing yet"
+        ) or "orphaned, not retired yet"
 
     def other(self, key: str, info: ObjectInfo) -> tuple[GcStatus, str]:
-        """Of an object that is no data."""
+        """Return the status and reason of an object that is not data."""
         if seq_of(key) is not None:
             return GcStatus.KEPT, "the log: entries are never deleted"
         if key == "log/HINT":
-            return GcStatus.KEPT, "the log: where it ends"
+            return GcStatus.KEPT, "the log: its end"
         if fold_of(key) is not None:
-            return GcStatus.KEPT, "a folded state of the log: the newest two stay"
+            return GcStatus.KEPT, "a folded state of the log: the newest two are kept"
         if key in self._layouts:
             return GcStatus.KEPT, "layout of an attempt: never deleted"
         if attempt_of_marker(key) is not None:
             if info.key in self._expired_markers:
-                return GcStatus.DELETABLE, "mark of a save that has ended"
+                return GcStatus.DELETABLE, "marker of a finished save"
             return (
                 GcStatus.KEPT,
-                f"attempt {attempt_of_marker(key)} may still be uploading a save while its pod ends",
+                f"attempt {attempt_of_marker(key)} may still be uploading a save while its pod terminates",
             )
-        return GcStatus.KEPT, "unknown: not ours"
+        return GcStatus.KEPT, "unknown object: not created by deltashard"
 
 
 def _prefix(key: str) -> str | None:
-    """The deletable prefix of an object; None of one that is no data."""
+    """Return the deletable prefix of an object; None if it is not data."""
     try:
         return prefix_of(key)
     except CorruptObject:

@@ -1,13 +1,12 @@
-"""Which checkpoints are kept: a pure function of the state, whose answer becomes a `retire` entry.
+"""Select the checkpoints to keep: a pure function of the state, whose result becomes a `retire` entry.
 
-Kept are the last `keep_last` (of those that no rewind has set aside), the first of every `every_steps` steps and of
-every `every_s` seconds, the newest that bears each pinned name, and always: the newest; what its parts were written
-against (or the next cut could not cover it); what the newest attempt resumed from until that attempt has committed; and
-a second chain that shares nothing with the newest one's, once there is one (a single rotten baseline must not take
-every checkpoint with it). All of that closed over the chains. Everything else is named in one entry, with the prefixes
-its objects lie under; gc deletes them later.
+Kept are the last `keep_last` (without those superseded by a rewind), the first of every `every_steps` steps and of
+every `every_s` seconds, the newest of each pinned name, and always: the newest; the checkpoints that its parts cover
+(the next snapshot covers them); the resume point of the newest attempt until that attempt has committed; and a second
+chain without common objects with the newest one's, if there is one (a single corrupt baseline must not invalidate every
+checkpoint). The set is closed over the chains. One entry names all others with their prefixes; gc deletes them.
 
-A person may also say which are to go (`retire_selected`): then everything else is kept.
+A user may also select the checkpoints to retire (`retire_selected`); all others are then kept.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from deltashard_checkpoint.log.replay import is_protected, is_uncommittable
 from deltashard_checkpoint.log.run_state import RunState
 
 KEEP_ALL = 1 << 62
-"""As `keep_last`: nothing is retired for its age."""
+"""Value of `keep_last` with which age retires no checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """What to keep beyond what must be kept."""
+    """Checkpoints to keep in addition to the required ones."""
 
     keep_last: int = 3
-    """The newest so many checkpoints, at least 1."""
+    """Number of newest checkpoints to keep, at least 1."""
     every_steps: int | None = None
-    """The first checkpoint of each so many steps."""
+    """Keep the first checkpoint of each interval of this many steps."""
     every_s: float | None = None
-    """The first checkpoint of each so many seconds of the writers' clocks (3600: hourly)."""
+    """Keep the first checkpoint of each interval of this many seconds by the writers' clocks (3600: hourly)."""
     keep_pins: bool = True
-    """The newest checkpoint of each pinned name."""
+    """Keep the newest checkpoint of each pinned name."""
 
     def __post_init__(self) -> None:
         steps, seconds = self.every_steps, self.every_s
@@ -50,51 +49,51 @@ class Retention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retirement:
-    """What a retire entry would say."""
+    """Contents of a retire entry."""
 
     checkpoints: tuple[int, ...]
     prefixes: tuple[str, ...]
 
 
 def kept(state: RunState, retention: Retention) -> frozenset[int]:
-    """Seqs of the checkpoints to keep, closed over their chains. Pure."""
+    """Return the seqs of the checkpoints to keep, closed over their chains. Pure."""
     return closure(state, _keep_reasons(state, retention))
 
 
 def keep_reasons(state: RunState, retention: Retention) -> dict[int, tuple[str, ...]]:
     asked = _keep_reasons(state, retention)
-    why = {seq: list(said) for seq, said in asked.items()}
+    why = {seq: list(reasons) for seq, reasons in asked.items()}
     based: set[int] = set()
     for seq in sorted(asked, reverse=True):
         for base in sorted(closure(state, (seq,)) - {seq} - based):
             based.add(base)
             why.setdefault(base, []).append(f"chain base of {seq}")
-    return {seq: tuple(said) for seq, said in sorted(why.items())}
+    return {seq: tuple(reasons) for seq, reasons in sorted(why.items())}
 
 
 def _keep_reasons(state: RunState, retention: Retention) -> dict[int, list[str]]:  # noqa: C901
-    """The rule: what is to be kept for its own sake, and why."""
+    """Return the checkpoints to keep for their own sake, with the reasons."""
     every = sorted(state.checkpoints)
     newest = state.newest()
     if newest is None:
-        return {seq: ["set aside by a rewind, and nothing else is live"] for seq in every}
+        return {seq: ["superseded by a rewind, and no other checkpoint is live"] for seq in every}
     why: dict[int, list[str]] = {}
 
     def keep(seq: int, reason: str) -> None:
         why.setdefault(seq, []).append(reason)
 
     keep(newest.seq, "the newest")
-    # What a rewind has set aside counts for nothing here: where checkpoints are retired for their age, these go first.
+    # Checkpoints superseded by a rewind do not count here: they are the first to be retired by age.
     seqs = [seq for seq in every if seq not in state.detached]
     if retention.keep_last >= KEEP_ALL:
         for seq in every:
-            keep(seq, "live, set aside by a rewind" if seq in state.detached else "live")
+            keep(seq, "live, superseded by a rewind" if seq in state.detached else "live")
     else:
         for seq in seqs[-retention.keep_last :]:
             keep(seq, f"one of the newest {retention.keep_last}")
     for seq in newest.covered:
         if seq in state.checkpoints:
-            keep(seq, f"the newest, {newest.seq}, was written against it")
+            keep(seq, f"covered by the newest, {newest.seq}")
     steps: set[int] = set()
     times: set[int] = set()
     for seq in seqs:
@@ -108,24 +107,24 @@ def _keep_reasons(state: RunState, retention: Retention) -> dict[int, list[str]]
     if retention.keep_pins:
         for name, seq in state.pinned.items():
             keep(seq, f"pinned {name}")
-    # IMPORTANT: a trainer may still be loading what its attempt resumed from; until it has committed for itself, that
-    # checkpoint is the only one it can come back to, read by whatever plan it made when it opened.
+    # IMPORTANT: a trainer may still be loading its resume point. Until its first commit, that checkpoint is the only
+    # one it can return to, read by the plan it made when it opened.
     if (resuming_from := state.resuming_from()) is not None:
         for seq in closure(state, (resuming_from,), written=True):
-            said = "" if seq == resuming_from else f", read with {resuming_from}"
-            keep(seq, f"resume point of attempt {state.attempt}, which has not committed yet{said}")
+            suffix = "" if seq == resuming_from else f", read with {resuming_from}"
+            keep(seq, f"resume point of attempt {state.attempt}, which has not committed yet{suffix}")
     chain = closure(state, (newest.seq,))
     second = (seq for seq in reversed(seqs) if not closure(state, (seq,)) & chain)
     if (other := next(second, None)) is not None:
-        keep(other, "second chain, which shares nothing with the newest one's")
+        keep(other, "second chain, independent of the newest one's")
     return why
 
 
 def retire(state: RunState, retention: Retention, orphaned_prefixes: Iterable[str] = ()) -> Retirement | None:
-    """What may go now; None when nothing may. Pure.
+    """Return what may be retired now; None if nothing. Pure.
 
-    `orphaned_prefixes` are prefixes that lie in the store; those of cuts which can never be committed any more, and of compactions
-    that no checkpoint reads, go too. The caller passes a compaction's only when it is old enough to be given up.
+    `orphaned_prefixes` are prefixes in the store. Those of snapshots that can never be committed, and of compactions
+    that no checkpoint reads, are retired too. The caller passes only abandoned compactions.
     """
     return _retirement(state, kept(state, retention), orphaned_prefixes)
 
@@ -162,9 +161,9 @@ def append_retirement(
     attempt: int | None = None,
     deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> Retired | None:
-    """Append the retire entry that the state at its slot asks for; None when there is nothing to retire.
+    """Append the retire entry for the state at its slot; None if there is nothing to retire.
 
-    `attempt`: retire as its trainer, so nothing once another one is the newest. Raises what `RunLog.append` raises.
+    `attempt`: retire as this attempt's trainer, and only while it is the newest. Raises the errors of `RunLog.append`.
     """
     listed = tuple(orphaned_prefixes)
 
@@ -175,9 +174,9 @@ def append_retirement(
 
 
 def retire_selected(log: RunLog, choose: Callable[[RunState], Iterable[int]]) -> Retired | None:
-    """Retire exactly the checkpoints that `choose` names of the state at the entry's slot.
+    """Retire exactly the checkpoints that `choose` selects from the state at the entry's slot.
 
-    Raises `RetireBlocked` for one that something else needs, and what `choose` and `RunLog.append` raise.
+    Raises `RetireBlocked` for one that is still needed, and the errors of `choose` and `RunLog.append`.
     """
 
     def plan(state: RunState) -> Retirement | None:
@@ -190,19 +189,19 @@ def retire_selected(log: RunLog, choose: Callable[[RunState], Iterable[int]]) ->
 
 
 class RetireBlocked(UserError):
-    """A checkpoint that is to be retired is needed."""
+    """A checkpoint selected for retirement is still needed."""
 
     def __init__(self, blockers: Mapping[int, str], *, where: str) -> None:
         self.blockers = blockers
         super().__init__(
-            "; ".join(f"checkpoint {seq} stays: {why}" for seq, why in sorted(blockers.items())),
+            "; ".join(f"checkpoint {seq} is kept: {why}" for seq, why in sorted(blockers.items())),
             where=where,
-            remedy="retire what builds on it, too; unpin it first; or wait until the run has a newer one",
+            remedy="also retire the checkpoints that build on it; unpin it; or wait until the run has a newer one",
         )
 
 
 def retire_blockers(state: RunState, gone: AbstractSet[int]) -> dict[int, str]:
-    """Why some of these may not be retired together; empty: all may. Pure."""
+    """Return why some of these must not be retired together; empty if all may be. Pure."""
     found: dict[int, str] = {}
     for name, seq in state.pinned.items():
         if seq in gone:
@@ -215,7 +214,7 @@ def retire_blockers(state: RunState, gone: AbstractSet[int]) -> dict[int, str]:
     newest = state.newest()
     if newest is not None:
         for seq in gone & frozenset(newest.covered):
-            found.setdefault(seq, f"the newest, {newest.seq}, was written against it")
+            found.setdefault(seq, f"it is covered by the newest, {newest.seq}")
         if newest.seq in gone:
             found[newest.seq] = "it is the newest"
     for stays in sorted(state.checkpoints.keys() - gone):
@@ -225,8 +224,8 @@ def retire_blockers(state: RunState, gone: AbstractSet[int]) -> dict[int, str]:
 
 
 def _append(log: RunLog, plan: Callable[[RunState], Retirement | None], deadline_s: float) -> Retired | None:
-    # IMPORTANT: the plan is made from the state at the very slot it takes. Made any earlier, a commit that got in
-    # between could cover what the plan retires.
+    # IMPORTANT: the plan is made from the state at the very slot it takes. With an earlier state, a commit made in
+    # between could cover a checkpoint that the plan retires.
     log.refresh(deadline_s=deadline_s)
 
     def build(state: RunState, seq: int, writer: str) -> Entry | None:

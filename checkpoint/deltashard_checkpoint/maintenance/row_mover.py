@@ -1,13 +1,12 @@
-"""Moving the encoded rows of a chain into one synthetic baseline: the mover that `compaction.compact` uses.
+"""Move the encoded rows of a chain into one synthetic baseline: the mover for `compaction.compact`.
 
-Frames of the chain are read newest first, as a restore reads them. What a newer frame has provided of a row is
-dropped from an older one; a frame that loses nothing is copied verbatim, any other is rewritten with the rows that
-survive, still encoded. So a restore of the compaction reads, row by row, the very codes, scales and state it would
-have read before. Blobs are the checkpoint's own and are copied.
+Frames of the chain are read newest first, as in a restore. Rows that a newer frame has provided are dropped from older
+frames. A frame that loses no row is copied verbatim; any other is rewritten with the surviving rows, still encoded. So
+a restore of the compaction reads, row by row, the same codes, scales and state as before. Blobs are copied.
 
-What is provided is tracked per table and column range, one byte a row. Chains whose column shards of a row changed in
-between are refused (`CompactionUnsupported`): an encoded row cannot be cut along columns without encoding it anew; the next
-baseline ends such a chain anyway. So are chains with tombstones, unless the target is a compaction: in no other
+Provided rows are tracked per table and column range, one byte per row. A chain whose column shards changed is rejected
+(`CompactionUnsupported`), because an encoded row cannot be split along columns without encoding it again; the next
+baseline ends such a chain anyway. A chain with tombstones is rejected unless the target is a compaction: in no other
 baseline do tombstones count as rows.
 """
 
@@ -41,17 +40,17 @@ DEADLINE_S = 3600.0
 
 
 class CompactionUnsupported(EnvironmentFault):
-    """The rows of this chain cannot be moved; it restores as before."""
+    """The rows of this chain cannot be moved; the chain still restores as before."""
 
 
 @dataclass(slots=True)
 class _ProvidedRows:
-    """Which rows of the tables newer frames have provided already, per column range."""
+    """Rows of each table that newer frames have provided, per column range."""
 
     ranges: dict[str, dict[tuple[int, int], npt.NDArray[np.bool_]]] = field(default_factory=dict)
 
     def claim(self, frame: Frame) -> npt.NDArray[np.bool_]:
-        """Rows of `frame` that no newer frame has, bool [rows]; from now on this one has them."""
+        """Return which rows of `frame` no newer frame has provided, bool [rows], and mark them as provided."""
         info, table = frame.info, frame.table
         assert table is not None
         columns = (info.col_start, info.col_stop)
@@ -72,7 +71,7 @@ class _ProvidedRows:
 
 
 def mover(cache: PackCache, *, throttle: Callable[[], None] = lambda: None) -> Mover:
-    """A `Mover` that spools packs in `cache`; before each frame it calls `throttle`, which may wait a moment."""
+    """Return a `Mover` that spools packs in `cache` and calls `throttle`, which may wait, before each frame."""
     return partial(move_rows, cache=cache, throttle=throttle)
 
 
@@ -86,9 +85,9 @@ def move_rows(
     cache: PackCache,
     throttle: Callable[[], None] = lambda: None,
 ) -> MovedRows:
-    """Write the synthetic baseline of checkpoint `seq` under `data/compact-{token}/`; one part with all its boxes.
+    """Write the synthetic baseline of checkpoint `seq` under `data/compact-{token}/`, as one part with all its boxes.
 
-    Raises what `move_checkpoint` raises.
+    Raises the errors of `move_checkpoint`.
     """
     entry = state.checkpoints[seq]
     target = PartTarget(
@@ -122,7 +121,7 @@ def move_checkpoint(
 ) -> tuple[Part, Index]:
     """Write all rows and blobs that checkpoint `seq` of `log` reads as one part of `target` on `store`.
 
-    Raises `CompactionUnsupported`, `InvalidCheckpoint` (retired meanwhile, or broken), `UploadFailed`, `StoreUnavailable`.
+    Raises `CompactionUnsupported`, `InvalidCheckpoint` (retired since, or corrupt), `UploadFailed`, `StoreUnavailable`.
     """
     entry, parts = state.checkpoints[seq], parts_of(state, seq)
     indexes = load_indexes(

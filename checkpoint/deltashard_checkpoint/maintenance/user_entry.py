@@ -1,8 +1,8 @@
-"""What a person says of a run, as entries of its log: pins, and a rewind.
+"""User actions as log entries: pins and rewinds.
 
-Each is judged at the very slot it takes, beside whatever a trainer commits meanwhile; a slot that is lost is tried for
-again on top of what won it. A pin leaves attempts alone. A rewind fences every attempt before it: so it is refused
-while one may be alive (`holder`), and a trainer that lives on all the same is told at its next commit.
+Each is validated at the slot that it takes, concurrently with a trainer's commits, and retried on top of the winner
+after a lost slot. A pin does not affect attempts. A rewind fences every earlier attempt, so it is rejected while one
+may be alive (`holder`); a trainer that is alive after all is fenced at its next commit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_NAME = 256
 
 
 def resolve_checkpoint(state: RunState, which: str) -> Checkpoint:
-    """The live checkpoint that `which` means: latest, seq:N (or N), step:N or pin:NAME.
+    """Return the live checkpoint selected by `which`: latest, seq:N (or N), step:N or pin:NAME.
 
     Raises `LogStopped` for a log that cannot be followed to its end, `CheckpointNotFound`, and `UserError`.
     """
@@ -35,14 +35,14 @@ def resolve_checkpoint(state: RunState, which: str) -> Checkpoint:
 def pin(
     log: RunLog, name: str, which: str | None, *, deadline_s: float = DEFAULT_DEADLINE_S
 ) -> Pinned | None:
-    """Give a pinned name to checkpoint `which`, None: to nobody; None when that is so already.
+    """Point a pinned name to checkpoint `which`, or remove it with None; return None if that is the case already.
 
-    Raises `UserError` for what is no name or, to unpin, nobody's, and what `resolve_checkpoint` and `RunLog.append` raise.
+    Raises `UserError` for an invalid or unknown name, and the errors of `resolve_checkpoint` and `RunLog.append`.
     """
     if not 0 < len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
         raise UserError(
-            f"{name[:80]!r} cannot be a pinned name",
-            remedy=f"use up to {MAX_NAME} characters that can be seen, without spaces around them",
+            f"{name[:80]!r} is not a valid pinned name",
+            remedy=f"use up to {MAX_NAME} visible characters, without leading or trailing spaces",
         )
     log.refresh(deadline_s=deadline_s)
 
@@ -69,10 +69,10 @@ def pin(
 def rewind(
     log: RunLog, which: str, *, ended: bool = False, deadline_s: float = DEFAULT_DEADLINE_S
 ) -> Rewound | None:
-    """Have the run go on from checkpoint `which`; None when that is the newest already.
+    """Make the run continue from checkpoint `which`; return None if that is the newest already.
 
-    Nothing is deleted: what is newer is set aside, and lives until it is retired. `ended`: a person says that the run's
-    trainer has ended. Raises `RunInUse` where that is not known, and what `resolve_checkpoint` and `RunLog.append` raise.
+    Newer checkpoints are superseded, and stay live until they are retired. `ended`: a user confirms that the trainer
+    has ended. Raises `RunInUse` if it may be alive, and the errors of `resolve_checkpoint` and `RunLog.append`.
     """
     log.refresh(deadline_s=deadline_s)
 
@@ -80,7 +80,7 @@ def rewind(
         to = resolve_checkpoint(state, which)
         if to == state.newest():
             return None
-        # IMPORTANT: asked at the slot that is being won: a trainer that opened an attempt just now holds the run.
+        # IMPORTANT: checked at the slot being won: a trainer that opened an attempt just now holds the run.
         check_ended(log, state, ended=ended, what="a rewind")
         return Rewound(seq=seq, previous="", writer=writer, at_s=0.0, to=to.seq)
 

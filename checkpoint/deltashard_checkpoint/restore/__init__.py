@@ -1,1 +1,1 @@
-"""Reading a checkpoint: plan, fetch, apply frames into arrays."""
+"""Read a checkpoint: plan, fetch, and apply frames to arrays."""

@@ -1,6 +1,6 @@
-"""From a checkpoint in the log to a plan of what is read: manifests, chain, indexes; and memory for whole tables.
+"""Build a read plan for a checkpoint of the log from its manifests, chain and indexes; allocate whole tables.
 
-The shell around `plan`, for the sidecar, which hands frames to its trainer, and for `open_checkpoint`.
+This is the I/O layer around `plan`, for the sidecar, which hands frames to its trainer, and for `open_checkpoint`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_READS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableArrays:
-    """A whole table."""
+    """Arrays of a whole table."""
 
     schema: TableSchema
     weights: Array
@@ -55,11 +55,10 @@ def load_indexes(
     deadline_s: float = 600.0,
     shared: SharedReads | None = None,
 ) -> dict[str, Index]:
-    """The indexes of parts, by index key, fetched in parallel and checked against their names.
+    """Fetch the indexes of parts in parallel, check them against their names and return them by index key.
 
-    Other readers of this process may have read their bytes (`shared`).
-    A wrong one is fetched once more. Raises `InvalidCheckpoint` for one that is wrong again or does not exist, and
-    `StoreUnavailable`.
+    `shared` holds bytes that other readers of this process have read. A mismatch is fetched once more. Raises
+    `InvalidCheckpoint` for an index that is missing or mismatches twice, and `StoreUnavailable`.
     """
     wanted = list(dict.fromkeys(part.index_key for part in parts))
     with deadline(deadline_s), ThreadPoolExecutor(workers, thread_name_prefix="index") as pool:
@@ -76,7 +75,7 @@ def _load_index(store: Store, run: str, key: str, shared: SharedReads | None) ->
         except UnsupportedVersion:
             raise
         except ObjectNotFound as error:
-            raise InvalidCheckpoint("an index does not exist", where=where) from error
+            raise InvalidCheckpoint("an index of the checkpoint does not exist", where=where) from error
         except FormatError as error:
             if last:
                 raise InvalidCheckpoint(f"an index cannot be read: {error}", where=where) from error
@@ -102,11 +101,11 @@ def plan_restore(  # noqa: PLR0913
     shared: SharedReads | None = None,
     deadline_s: float = 600.0,
 ) -> Plan:
-    """The plan that fills `wants` (and blobs: all that `rank` of `world_size` reads, none, or these) from `seq`.
+    """Return the plan that fills `wants` from `seq`; `blobs`: all that `rank` of `world_size` reads, none, or these.
 
-    Indexes not given are fetched, and so are manifests (`manifests` remembers those of its run, `shared` the bytes of
-    indexes for other ranks of this process). Raises what
-    `Manifests`, `chain`, `load_indexes` and `restore_plan` raise.
+    Indexes that are not given are fetched, and so are manifests. `manifests` caches those of its run; `shared` caches
+    index bytes for other ranks of this process. Raises the errors of `Manifests`, `chain`, `load_indexes` and
+    `restore_plan`.
     """
     wants = tuple(wants)
     state = (manifests or Manifests(store, state.run)).listing(state, closure(state, (seq,)))
@@ -137,11 +136,11 @@ def plan_restore(  # noqa: PLR0913
 
 
 def read_consistent(log: RunLog, read: Callable[[RunState], T], *, deadline_s: float) -> T:
-    """`read` of the run at the tip of its log, again when the run went on meanwhile.
+    """Call `read` with the run at the tip of its log, and again if the run advanced in the meantime.
 
-    A reader without an attempt holds nothing back: retention, compaction and gc may take what it has chosen while it
-    reads. So what it finds gone or wrong is condemned only if the log still ends where it did, or in the last of
-    `_MAX_READS` turns. Raises what `read` and the log raise.
+    Without an attempt a reader does not protect what it reads from retention, compaction and garbage collection. So an
+    invalid checkpoint counts as such only if the log has not advanced, or in the last of `_MAX_READS` tries. Raises the
+    errors of `read` and of the log.
     """
     reads = 1
     while True:
@@ -155,7 +154,7 @@ def read_consistent(log: RunLog, read: Callable[[RunState], T], *, deadline_s: f
 
 
 def has_advanced(log: RunLog, state: RunState, *, deadline_s: float) -> bool:
-    """Whether the log has entries behind those that `state` was folded from; raises what reading the log does."""
+    """Return whether the log has entries after those of `state`; raises the errors of reading the log."""
     tip = state.tip
     return log.refresh(deadline_s=deadline_s).tip != tip
 
@@ -171,7 +170,7 @@ def whole_tables(tables: Iterable[TableSchema]) -> tuple[Want, ...]:
 
 
 def target_of(schema: TableSchema, box: Box, *, fields: bool) -> TableTarget:
-    """Memory for one box of a table, zeros; with its optimizer state or without."""
+    """Allocate zeroed arrays for one box of a table, with or without its optimizer state."""
     rows, columns = box.row_stop - box.row_start, box.col_stop - box.col_start
     shapes = {
         spec.name: ((rows, columns) if spec.kind == "pointwise" else (rows,), spec.dtype)

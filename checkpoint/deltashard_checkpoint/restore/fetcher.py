@@ -1,17 +1,15 @@
-"""Executing a plan: frames in order, fetched ahead by a few threads under a budget of bytes, each one checked.
+"""Execute a plan: fetch frames in order, prefetched by a few threads under a byte budget, and check each one.
 
-A request is looked for in the local cache first and read from the store by range otherwise. A frame whose bytes do not
-match its hash, or that is not the one its index describes, is read again from the store (and the cache's copy
-forgotten); if the store's are wrong twice, or it says for sure that there is no such object, the checkpoint is
-*invalid* and `InvalidCheckpoint` says so. Whatever else goes wrong means *unavailable*: the store's own error comes
-through, after its retries, under the plan's deadline.
-A restore falls back to an older checkpoint only for the former.
+A request is served from the local cache if possible, else by a range read from the store. A frame whose hash or
+description mismatches its index is read again from the store, and its cached copy is dropped. If the store returns
+wrong bytes twice, or confirms that the object does not exist, the checkpoint is *invalid* (`InvalidCheckpoint`). Any
+other failure means *unavailable*: the store's error is raised after its retries, under the plan's deadline. A restore
+falls back to an older checkpoint only if this one is invalid.
 
-Bytes may be fetched straight to where they are wanted (blocks of an arena): a `destination` gives memory for each
-request, in order; a request is at most one block long, and its frames lie in it at multiples of 64 bytes. It is asked
-without waiting while others are on their way, and to wait only when nothing else can move, so that a consumer which
-frees its memory as it goes never dead-locks the fetch. A frame is handed over with its tail: memory of the one request
-whose frames await theirs is kept meanwhile.
+Bytes can be fetched directly into their final memory (blocks of an arena): a `destination` gives memory for each
+request, in order. A request is at most one block long, and its frames start at multiples of 64 bytes. The destination
+may block only when no other request can make progress, so a consumer that frees memory as it advances never deadlocks
+the fetch. A frame is returned with its tail; the memory of a request is kept while its frames await tails.
 """
 
 from __future__ import annotations
@@ -55,58 +53,58 @@ _Found = TypeVar("_Found", Frame, Tail)
 DEFAULT_PREFETCH_BYTES = 64 << 20
 DEFAULT_WORKERS = 8
 _GRACE_S = 5.0
-"""Past the deadline the stores raise by themselves; only then does waiting for them end."""
+"""Grace period past the deadline, in which stores raise their own errors, before the wait for them ends."""
 
 
 class _Parsed(NamedTuple):
-    """What was read of a request, each one checked."""
+    """Checked frames or tails of a request."""
 
     frames: list[Frame]
     tails: list[Tail]
 
 
 class Destination(Protocol):
-    """Where the bytes shall lie."""
+    """Provider of memory for fetched bytes."""
 
     def __call__(self, request: RangeRequest, *, wait: bool) -> memoryview | None:
-        """Writable memory of exactly `request.length` bytes (at most 8 MiB), or None when there is none now.
+        """Return writable memory of exactly `request.length` bytes (at most 8 MiB), or None if none is free.
 
-        Called in the plan's order from the thread that iterates. With `wait` it blocks until there is memory, or
-        raises: nothing else is under way then, and what was handed out must be freed by its consumer.
+        Called in the plan's order from the iterating thread. With `wait` it blocks until memory is free, or raises: no
+        other request is running then, and the consumer must free the memory it holds.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedFrame:
-    """A frame and its tail, checked against what the index says: hash, kind, table, rows, columns, step, blob."""
+    """A frame and its tail, checked against the index: hash, kind, table, rows, columns, step, blob."""
 
     planned: PlannedFrame
     frame: Frame
     """Parsed with its tail."""
     data: memoryview
     tail: memoryview | None
-    """None: it has none, or state is not wanted."""
+    """None if the frame has no tail or state is not wanted."""
     request: int
-    """Position in the plan of the request in whose memory `data` lies."""
+    """Position in the plan of the request whose memory holds `data`."""
     tail_request: int
     tail_offset: int
-    """In the memory of that request."""
+    """Offset in the memory of that request."""
     last: bool
-    """Whether no other frame is there yet: the next one may be long in coming."""
+    """Whether no other frame is ready, so the next one may take long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchStats:
-    """Where the bytes came from."""
+    """Bytes by source."""
 
     cache_bytes: int
     store_bytes: int
     reread_bytes: int
-    """Read again because their hash was wrong."""
+    """Bytes read again because of a wrong hash."""
 
 
 class Fetcher:
-    """Fetches plans from one run of a store, with or without a local cache."""
+    """Fetcher of plans from one run of a store, with or without a local cache."""
 
     def __init__(
         self,
@@ -119,9 +117,9 @@ class Fetcher:
         workers: int = DEFAULT_WORKERS,
         deadline_s: float = 3600.0,
     ) -> None:
-        """`prefetch_bytes` may be fetched and not yet consumed; `deadline_s` bounds each plan as a whole.
+        """`prefetch_bytes` bounds fetched, unconsumed bytes; `deadline_s` bounds each plan as a whole.
 
-        `shared` has the blobs that other ranks of this process have just read.
+        `shared` holds blobs that other ranks of this process have just read.
         """
         self._store = store
         self._run = run
@@ -141,10 +139,10 @@ class Fetcher:
             )
 
     def fetch(self, plan: Plan, destination: Destination | None = None) -> Iterator[FetchedFrame]:
-        """The plan's frames in order. Without a destination each lies in memory of its own request, kept while used.
+        """Yield the plan's frames in order. Without a destination, each request has its own memory.
 
-        Raises `InvalidCheckpoint`, `StoreUnavailable` and whatever else the store answers. Closing the iterator stops
-        the fetch and waits for reads that are under way, so that memory of `destination` is not written any more.
+        Raises `InvalidCheckpoint`, `StoreUnavailable` and other store errors. Closing the iterator stops the fetch and
+        waits for running reads, so that the memory of `destination` is no longer written.
         """
         until = time.monotonic() + self._deadline_s
         todo = deque(plan.requests)
@@ -172,7 +170,7 @@ class Fetcher:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, request: RangeRequest, memory: memoryview, until: float) -> _Parsed:
-        """Fill the memory with the request's bytes; its frames, or tails, each one checked."""
+        """Fill the memory with the request's bytes and return its checked frames or tails."""
         if time.monotonic() >= until:
             raise self._timeout_error(request)
         key = object_key.run_key(self._run, request.key)
@@ -184,7 +182,7 @@ class Fetcher:
                 self._cache_bytes += request.length
             else:
                 self._store_bytes += request.length
-        # A wrong bit on the wire must not condemn a checkpoint: the store is always asked twice.
+        # A bit error on the wire must not invalidate a checkpoint: the store is always read twice.
         rereads = 2 if cached else 1
 
         def checked(planned: PlannedFrame, check: Callable[[memoryview, FrameInfo], _Found]) -> _Found:
@@ -206,7 +204,7 @@ class Fetcher:
         *,
         rereads: int,
     ) -> _Found:
-        """A frame or a tail, checked by its index; a wrong one is read again, then the checkpoint is given up."""
+        """Return a frame or tail that matches its index; reread mismatches, then raise `InvalidCheckpoint`."""
         place = memory[planned.span]
         offset = request.offset + planned.offset
         while True:
@@ -220,7 +218,7 @@ class Fetcher:
                         f"the frame at {offset} (+{len(place)} bytes) of checkpoint {planned.seq} is wrong, read twice "
                         f"from the store: {error.what}",
                         where=key,
-                        remedy="an older checkpoint may be whole",
+                        remedy="restore an older checkpoint",
                     ) from None
             rereads -= 1
             if self._cache is not None:
@@ -233,7 +231,7 @@ class Fetcher:
                 self._reread_bytes += len(place)
 
     def _from_shared_or_store(self, key: str, request: RangeRequest, out: memoryview, until: float) -> bool:
-        """Fill `out`; whether that was with what another rank had read. Rows are no other rank's."""
+        """Fill `out`; return whether another rank's read supplied the bytes. Rows are never shared."""
         if self._shared is None or request.tails or any(each.table is not None for each in request.frames):
             self._from_store(key, request.offset, out, until)
             return False
@@ -258,10 +256,10 @@ class Fetcher:
             raise InvalidCheckpoint(
                 "an object of the checkpoint does not exist",
                 where=key,
-                remedy="an older checkpoint may be whole",
+                remedy="restore an older checkpoint",
             ) from error
         except FormatError:
-            # Shorter than its index says: read once more, as any bytes that do not match.
+            # Shorter than in its index: read again, like other mismatches.
             try:
                 with deadline(max(0.0, until - time.monotonic())):
                     self._store.get_into(key, offset, out)
@@ -269,7 +267,7 @@ class Fetcher:
                 raise InvalidCheckpoint(
                     f"an object of the checkpoint is too short: {error.what}",
                     where=key,
-                    remedy="an older checkpoint may be whole",
+                    remedy="restore an older checkpoint",
                 ) from error
 
     def _timeout_error(self, request: RangeRequest) -> StoreUnavailable:
@@ -281,14 +279,14 @@ class Fetcher:
 
 
 class _TailMatcher:
-    """Frames that await their tails, in order."""
+    """Queue of frames that await their tails, in order."""
 
     def __init__(self) -> None:
         self._requests = 0
         self._frames: deque[tuple[PlannedFrame, Frame, int, memoryview]] = deque()
 
     def take(self, request: RangeRequest, memory: memoryview, parsed: _Parsed) -> Iterator[FetchedFrame]:
-        """The frames that are there, with their tails, now that the next request is."""
+        """Yield the frames that are complete, with their tails, after one more request."""
         number = self._requests
         self._requests += 1
         for planned, frame in zip(request.frames, parsed.frames, strict=True):
@@ -301,11 +299,13 @@ class _TailMatcher:
                 tail, state = tails.popleft()
                 try:
                     frame = with_tail(frame, state)
-                except FormatError as error:  # each is what its index says, and they do not go together
+                except (
+                    FormatError
+                ) as error:  # each matches its index, but frame and tail do not match each other
                     raise InvalidCheckpoint(
                         f"a frame and its tail of checkpoint {planned.seq}: {error.what}",
                         where=request.key,
-                        remedy="an older checkpoint may be whole",
+                        remedy="restore an older checkpoint",
                     ) from error
             yield FetchedFrame(
                 planned=planned,

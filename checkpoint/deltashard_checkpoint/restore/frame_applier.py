@@ -1,18 +1,18 @@
-"""Frames into arrays: the one implementation of "the newest frame of a row wins", for trainer, CLI and tests alike.
+"""Apply frames to arrays: the one implementation of "the newest frame of a row wins", for trainer, CLI and tests.
 
-A `FrameApplier` has targets (rectangles of tables, as arrays) and takes frames newest first, in a plan's order. For
-every target it remembers what is already *provided*, per row and per column interval: a frame only fills rows and
-columns that no newer frame has filled, so a newer frame of one column shard never hides the row's other columns. Rows
-are decoded and scattered straight to their place in one pass, whatever the sharding they were saved under.
+A `FrameApplier` has targets (rectangles of tables, as arrays) and receives frames newest first, in a plan's order. For
+every target it records what is *provided*, per row and per column interval. A frame fills only rows and columns that no
+newer frame has filled, so a newer frame of one column shard never hides the row's other columns. Rows are decoded and
+scattered to their final place in one pass, under any saved sharding.
 
-State that is one value a row cannot be cut by columns. Where a target joins column shards s of widths D_s into D
-columns, its value is m = sum_s (D_s / D) m_s; where a target is part of a shard it is a copy of m. (Row-wise Adagrad's
-m is a mean over the row's columns, which this keeps.) What a frame says of a row counts once, by all columns of the row
-that it fills, however these were cut before; a row whose frames all say the same has that, bit for bit, so that what
-was split and is joined again is as it was. Values that are no floats are taken from the newest frame.
+State with one value per row cannot be split by columns. If a target joins column shards s of widths D_s into D columns,
+its value is m = sum_s (D_s / D) m_s; if a target is part of a shard, it copies m. (Row-wise Adagrad's m is a mean over
+the row's columns, which this preserves.) A frame's value for a row is weighted by all columns of the row that the frame
+fills, and a row with equal values in all frames keeps that value bit for bit, so splitting and joining restores the
+original. Values that are not floats come from the newest frame.
 
-A tombstone provides its rows as zeros: frames older than it must not bring them back. Within one checkpoint a row
-beats its tombstone, which is the plan's order: rows first.
+A tombstone provides its rows as zeros, so older frames cannot restore them. Within one checkpoint a row wins over its
+tombstone, because the plan has rows first.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ DEFAULT_MAX_BLOBS_BYTES = 1 << 37
 
 
 class BlobsTooLarge(EnvironmentFault):
-    """The blobs of a checkpoint together exceed what this process was told, or is able, to hold."""
+    """The blobs of a checkpoint exceed the limit or the memory of this process."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TableTarget:
-    """Where rows of one box of one table go."""
+    """Arrays for the rows of one box of one table."""
 
     schema: TableSchema
-    """Of the target's whole table: names the dtypes of the arrays and the kinds of the fields."""
+    """Schema of the target's whole table: dtypes of the arrays and kinds of the fields."""
     box: Box
     weights: Array
-    """[box rows, box columns] of the schema's dtype (bfloat16 as uint16); rows contiguous, possibly strided apart."""
+    """[box rows, box columns] of the schema's dtype (bfloat16 as uint16); rows contiguous, possibly strided."""
     fields: Mapping[str, Array] = field(default_factory=dict)
-    """Row-wise [box rows], point-wise [box rows, box columns]; fields left out are not restored."""
+    """Row-wise [box rows], point-wise [box rows, box columns]; omitted fields are not restored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """Rows of one target that a frame really wrote (in all or some of their columns)."""
+    """Rows of one target that a frame wrote, in all or some of their columns."""
 
     target: TableTarget
     rows: Rows
@@ -73,7 +73,7 @@ class Applied:
 
 
 class FrameApplier:
-    """Applies frames, newest first, to targets; not thread-safe, one applier per thread over disjoint targets is."""
+    """Applies frames, newest first, to targets. Not thread-safe; use one applier per thread, with disjoint targets."""
 
     def __init__(
         self,
@@ -83,14 +83,14 @@ class FrameApplier:
         strict: bool = True,
         max_blobs_bytes: int = DEFAULT_MAX_BLOBS_BYTES,
     ) -> None:
-        """Take targets; `mapping` gives the stored name of a renamed table by its target's name.
+        """`mapping` gives the stored name of a renamed table by its target's name.
 
-        With `strict` false a stored dtype may differ from the target's (converted) and a field may be absent (left as
-        it is): `notes` says which. Raises `UserError` for arrays that do not fit their box.
+        With `strict` false a stored dtype may differ from the target's (it is converted) and a field may be absent (it
+        is left unchanged); `notes` lists these cases. Raises `UserError` for arrays that do not fit their box.
         """
         self.notes: list[str] = []
         self.narrowed: dict[str, str] = {}
-        """Tables of whose optimizer state some was stored in a narrower type than it has, and that type."""
+        """Tables with optimizer state that was stored in a narrower type than the target's, and that type."""
         self._strict = strict
         self._tables: dict[str, list[_Table]] = {}
         for target in targets:
@@ -103,11 +103,11 @@ class FrameApplier:
     def apply(  # noqa: C901
         self, frame: Frame | Buffer, tail: Buffer | None = None, *, verify: bool = False
     ) -> tuple[Applied, ...]:
-        """Apply one frame with its tail (bytes are parsed; hash-checked too with `verify`); what it wrote, per target.
+        """Apply one frame with its tail and return the rows written, per target.
 
-        Without its tail only weights are applied, to targets without fields.
-        Frames of tables that are no target are passed over. Raises `FormatError` for bytes that are no frame and
-        `SchemaMismatch` when the stored table does not fit the target.
+        The arguments may be bytes, which are parsed, and hash-checked with `verify`. Without its tail only weights are
+        applied, to targets without fields. Frames of other tables are skipped. Raises `FormatError` for malformed bytes
+        and `SchemaMismatch` if the stored table does not fit the target.
         """
         if not isinstance(frame, Frame):
             frame = parse_frame(frame, tail, verify=verify)
@@ -126,7 +126,7 @@ class FrameApplier:
                 ids = frame.row_ids()
             faults, fatal = self._faults(frame, table.target)
             if faults:
-                # A field may have appeared after this frame was written: newer frames hold all of its rows then.
+                # A field may have been added after this frame was written; newer frames then hold all its rows.
                 if not table.needs(frame, ids):
                     continue
                 if fatal or self._strict:
@@ -151,17 +151,16 @@ class FrameApplier:
 
     @property
     def blobs(self) -> dict[str, memoryview]:
-        """The blobs by name, 64-byte aligned; whole once `finish` has returned."""
+        """Blobs by name, 64-byte aligned; complete once `finish` has returned."""
         return {name: blob.view for name, blob in self._blobs.items()}
 
     def missing(self) -> list[Box]:
         return [box for tables in self._tables.values() for table in tables for box in table.missing()]
 
     def finish(self, *, initial: Iterable[Box] = (), blobs: Iterable[str] = ()) -> None:
-        """Raise `InvalidCheckpoint` unless all targets (but for `initial` boxes) are provided and all blobs whole.
+        """Raise `InvalidCheckpoint` unless all targets except `initial` boxes, and all blobs, are complete.
 
-        `blobs` names those that must be there. A plan promised all of it, so what lacks here was lost by whoever wrote
-        the checkpoint: a restore falls back.
+        `blobs` names the required blobs. The plan covered them, so a gap invalidates the checkpoint.
         """
         rest = self.missing()
         for box in initial:
@@ -175,12 +174,12 @@ class FrameApplier:
 
     @staticmethod
     def _faults(frame: Frame, target: TableTarget) -> tuple[list[str], bool]:
-        """How the stored schema differs from the target's, and whether no conversion helps."""
+        """Return the differences between stored and target schema, and whether no conversion resolves them."""
         table = frame.table
         assert table is not None
         fqn = target.schema.fqn
         if target.fields and frame.info.tail is not None and not frame.fields:
-            raise InternalBug("a frame is applied to optimizer state without its tail", where=table.fqn)
+            raise InternalBug("a frame without its tail cannot restore optimizer state", where=table.fqn)
         if table.columns != target.schema.columns:
             raise SchemaMismatch(
                 f"{table.columns} columns are stored, the model has {target.schema.columns}", where=fqn
@@ -210,7 +209,7 @@ class FrameApplier:
 
 
 class _Blob:
-    """A blob under assembly, in memory whose pages are touched only as chunks arrive."""
+    """A blob under assembly; its memory pages are touched only as chunks arrive."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name = name
@@ -244,7 +243,7 @@ class _Blob:
 
 
 class _Table:
-    """One target and what of it is provided."""
+    """A target and its provided rows and columns."""
 
     def __init__(self, target: TableTarget) -> None:
         box = target.box
@@ -261,7 +260,7 @@ class _Table:
             if values.shape != shape:
                 raise UserError(f"field {name} {list(values.shape)} for box {box}, {list(shape)} expected")
         self.specs = [specs[name] for name in target.fields]
-        # Column intervals [start, stop) in the box's coordinates, each with one flag a row; together all columns.
+        # Column intervals [start, stop) in the box's coordinates, with one flag per row; they cover all columns.
         self.intervals: list[tuple[int, int, Mask]] = [(0, self.width, np.zeros(self.rows, np.bool_))]
         self._merges: dict[str, _RowwiseMerge] = {}
 
@@ -275,7 +274,7 @@ class _Table:
         )
 
     def apply(self, frame: Frame, ids: Rows) -> Rows:
-        """Write what is not provided yet; the global ids of the rows written."""
+        """Write rows and columns that are not provided yet; return the global ids of the rows written."""
         box, info = self.target.box, frame.info
         positions = ids - box.row_start
         if self._is_first(frame, positions):
@@ -312,9 +311,9 @@ class _Table:
         return ids if written.all() else ids[written]
 
     def _is_first(self, frame: Frame, positions: Rows) -> bool:
-        """Whether all of the frame is wanted, and it has all columns of rows of which nothing is provided.
+        """Return whether all rows of the frame are wanted, in all columns, and none is provided yet.
 
-        So most frames of a baseline are: no row of theirs needs a look of its own.
+        This holds for most frames of a baseline, which then need no check per row.
         """
         box, info = self.target.box, frame.info
         return (
@@ -370,7 +369,7 @@ class _Table:
         for spec in self.specs:
             section = stored.get(spec.name)
             if section is None or spec.kind == "rowwise":
-                continue  # noted by the applier, and written with all columns of its row
+                continue  # recorded by the applier, and written with all columns of its row
             out = target.fields[spec.name][:, fill.first : fill.last]
             if section.stored_dtype in element_type.WEIGHT_DTYPES:
                 decoder.decode_scatter(
@@ -382,12 +381,12 @@ class _Table:
                 decoder.scatter(np.ascontiguousarray(values), out=out, rows=fill.rows, take=fill.take)
 
     def _write_rowwise(self, frame: Frame, rows: Rows, filled: Rows | None) -> None:
-        """What the frame says of rows (positions [n]), of each of which it has just filled so many columns [n].
+        """Merge the frame's row-wise values into rows (positions [n]) of which it has just filled `filled` [n] columns.
 
-        `filled` None: all columns of all of them.
+        `filled` None: all columns of all rows.
         """
         stored = {section.spec.name: section for section in frame.fields}
-        alone: Mask | None = None  # all of them
+        alone: Mask | None = None  # None: all rows
         joins = rows[:0]
         if filled is not None and not (whole := filled == self.width).all():
             alone, joins = whole, np.flatnonzero((filled > 0) & ~whole)
@@ -401,7 +400,7 @@ class _Table:
             elif section is not None:
                 values, dtype = section.values(frame.info.rows), section.stored_dtype
             else:
-                continue  # noted by the applier
+                continue  # recorded by the applier
             if alone is None and frame.contiguous and values.dtype == out.dtype and dtype == spec.dtype:
                 out[_span(frame, rows)] = values
             elif alone is None or alone.any():
@@ -418,7 +417,7 @@ class _Table:
 
 
 def _span(frame: Frame, positions: Rows) -> slice | Rows:
-    """The positions [n] of a frame's rows, as a slice where they are consecutive: many times faster as an index."""
+    """Return the positions [n] of a frame's rows, as a slice if consecutive: indexing is many times faster."""
     if not frame.contiguous:
         return positions
     first = int(positions[0])
@@ -426,7 +425,7 @@ def _span(frame: Frame, positions: Rows) -> slice | Rows:
 
 
 class _RowwiseMerge:
-    """One row-wise field of one target, in rows that several frames provide, some columns each."""
+    """A row-wise field of a target, for rows that several frames provide in part of the columns."""
 
     def __init__(self, table: str, spec: FieldSpec, rows: int) -> None:
         self._table = table
@@ -436,9 +435,9 @@ class _RowwiseMerge:
         self._differing = np.zeros(rows, np.bool_)
 
     def add(self, at: Rows, new_values: Array, filled: Rows, width: int, out: Array) -> None:
-        """A frame says `new_values` [n] (of the field's type) of rows `at`, of which it fills `filled` of `width` columns.
+        """Merge `new_values` [n] (of the field's type) into rows `at`; the frame fills `filled` of `width` columns.
 
-        Raises `SchemaMismatch` for float8, which has no sums, where frames say different things.
+        Raises `SchemaMismatch` for float8, which has no sums, if values differ between frames.
         """
         fresh = ~self._initialized[at]
         out[at[fresh]] = new_values[fresh]
@@ -453,9 +452,9 @@ class _RowwiseMerge:
             if differ.any():
                 raise SchemaMismatch(
                     f"row-wise state {self._spec.name} of type {self._spec.dtype} differs between column shards of a "
-                    "row, and such numbers have no mean",
+                    "row, and cannot be averaged",
                     where=self._table,
-                    remedy="restore with the sharding of columns that it was saved with",
+                    remedy="restore with the column sharding of the save",
                 )
             return
         self._sums[at] += quantizer.widened(new_values, self._spec.dtype).astype(np.float64) * (
@@ -467,12 +466,12 @@ class _RowwiseMerge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fill:
-    """Which rows of a frame go where: columns [first, last) of the target's box."""
+    """Mapping of a frame's rows to columns [first, last) of the target's box."""
 
     rows: Rows
-    """Position in the target of each row of the frame; of rows not taken anything."""
+    """Position in the target of each row of the frame; undefined for rows not taken."""
     take: Mask | None
-    """[n]; None: all."""
+    """[n]; None: all rows."""
     first: int
     last: int
 

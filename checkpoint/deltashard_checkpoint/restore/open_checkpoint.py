@@ -1,7 +1,7 @@
-"""One checkpoint, opened to be read: whole tables one by one, some rows of one, the blobs. Nothing is ever written.
+"""Read-only access to one checkpoint: whole tables one by one, selected rows of a table, and blobs.
 
-Memory is bounded by what is asked for, not by the checkpoint, and progress can be told. Command line and trainer
-library read by this; a restore into a living model goes through the sidecar.
+Memory is bounded by the request, not by the checkpoint, and progress is reported. The command line and the trainer
+library use this; a restore into a living model uses the sidecar.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from deltashard_checkpoint.stores.abc import Store
 
 Rows = npt.NDArray[np.int64]
 Advance = Callable[[int], None]
-"""Told how many bytes more were read."""
+"""Callback with the number of bytes read since the last call."""
 
 _NEAR_ROWS = 64
-"""Rows apart by no more than this are read as one range."""
+"""Rows no farther apart than this are read as one range."""
 _MAX_RANGES = 64
-"""Every frame is looked at once for each range."""
+"""Bound of the ranges that are read at once: every frame is checked against each range."""
 
 
 def _no_progress(_bytes: int) -> None:
@@ -49,10 +49,9 @@ def _no_progress(_bytes: int) -> None:
 
 
 def choose(state: RunState, which: str) -> Checkpoint:
-    """The live checkpoint that `which` names: latest, seq:N (or N alone), step:N or pin:NAME.
+    """Return the live checkpoint selected by `which`: latest, seq:N (or just N), step:N or pin:NAME.
 
-    Raises `CheckpointNotFound`, `LogStopped` when it may stand in the part of the log that cannot be read, and
-    `UserError` for a word that means nothing.
+    Raises `CheckpointNotFound`, `LogStopped` if it may be in an unreadable slot, and `UserError` for other selectors.
     """
     try:
         found = None if which == "none" else select(state, f"seq:{which}" if which.isdecimal() else which)
@@ -81,8 +80,8 @@ class OpenCheckpoint:
         """Open `entry` of the run.
 
         Raises:
-            InvalidCheckpoint: a manifest or index is wrong or gone for sure.
-            StoreUnavailable: the store cannot be asked.
+            InvalidCheckpoint: a manifest or index is wrong, or confirmed missing.
+            StoreUnavailable: the store does not answer.
         """
         state = Manifests(store, state.run).listing(state, closure(state, (entry.seq,)))
         links = chain(state, entry.seq)
@@ -95,14 +94,14 @@ class OpenCheckpoint:
 
     @property
     def blob_names(self) -> tuple[str, ...]:
-        """All blobs, also those that are one rank's own, sorted."""
+        """All blob names, including blobs of single ranks, sorted."""
         parts = parts_of(self.state, self.entry.seq)
         return tuple(sorted({name for part in parts for name in self.indexes[part.index_key].blobs}))
 
     def plan(
         self, tables: Collection[TableSchema], *, blobs: bool | Collection[str], fields: bool = True
     ) -> Plan:
-        """What a restore of these whole tables reads; and blobs: those for all ranks, none, or these."""
+        """Return the plan of a restore of whole tables; `blobs`: those for all ranks, none, or these."""
         return self._plan(whole_tables(tables), blobs=blobs, fields=fields)
 
     def tables(
@@ -112,7 +111,7 @@ class OpenCheckpoint:
         fields: bool = True,
         advance: Advance = _no_progress,
     ) -> Iterator[TableArrays]:
-        """Whole tables, one after the other."""
+        """Yield whole tables, one at a time."""
         for schema in self.entry.tables if schemas is None else schemas:
             yield self.span(schema, 0, schema.rows, fields=fields, advance=advance)
 
@@ -125,26 +124,26 @@ class OpenCheckpoint:
         fields: bool = True,
         advance: Advance = _no_progress,
     ) -> TableArrays:
-        """Rows [start, stop) of one table, which must lie within it, in order."""
+        """Return rows [start, stop) of one table, in order; the range must be within the table."""
         (target,) = self._targets(schema, [(start, stop)], fields=fields, advance=advance)
         return TableArrays(schema=schema, weights=target.weights, fields=target.fields)
 
     def _targets(
         self, schema: TableSchema, spans: Sequence[tuple[int, int]], *, fields: bool, advance: Advance
     ) -> list[TableTarget]:
-        """Rows [start, stop) of one table, once for each of `spans`."""
+        """Return rows [start, stop) of one table, for each of `spans`."""
         boxes = tuple(_rows_of(schema, *span) for span in spans)
-        # Before there is memory: it is checked.
+        # Plan before allocating memory, because planning validates the request.
         plan = self._plan((Want(schema=schema, boxes=boxes),), blobs=False, fields=fields)
         targets = [target_of(schema, box, fields=fields) for box in boxes]
         self._apply(FrameApplier(targets), plan, advance)
         return targets
 
     def rows(self, schema: TableSchema, ids: npt.ArrayLike, *, fields: bool = True) -> TableArrays:
-        """Rows `ids` (integers [n], any order, repeats allowed) of one table, in that order.
+        """Return rows `ids` (integers [n], any order, repeats allowed) of one table, in that order.
 
         Raises:
-            UserError: ids are no integers, or beyond the table.
+            UserError: ids are not integers, or are outside the table.
         """
         wanted = np.asarray(ids)
         wanted = wanted.astype(np.int64) if wanted.size == 0 else wanted
@@ -173,7 +172,7 @@ class OpenCheckpoint:
     def blobs(
         self, names: Collection[str] | None = None, *, advance: Advance = _no_progress
     ) -> Mapping[str, memoryview]:
-        """The blobs for all ranks, or these, by name."""
+        """Return the blobs for all ranks, or the named ones, by name."""
         applier = FrameApplier([])
         wanted = True if names is None else names
         self._apply(applier, self._plan((), blobs=wanted, fields=True), advance)
@@ -202,7 +201,7 @@ def _rows_of(schema: TableSchema, start: int, stop: int) -> Box:
 
 
 def _ranges(ids: Rows) -> list[tuple[int, int]]:
-    """Few ranges [start, stop) that hold `ids` (ascending, unique), apart at the widest gaps."""
+    """Return a few ranges [start, stop) that hold `ids` (ascending, unique), split at the widest gaps."""
     if not len(ids):
         return []
     gaps = np.diff(ids)

@@ -1,14 +1,14 @@
-"""Restore plans: which byte ranges of which packs must be read, in which order, to fill some boxes. Pure.
+"""Restore plans: the byte ranges of packs to read, in order, to fill some boxes. Pure.
 
-The log's chain (`chain.chain`) says which parts speak for which boxes, newest first; their indexes say which frames
-they have. A plan takes blobs first, from the newest checkpoint only, then the frames that meet a wanted box, newest
-checkpoint first and rows before tombstones within one; ranges that lie next to each other are put into one request.
-Tails follow the request of their frames, in the same order, unless weights alone are wanted.
+The log's chain (`chain.chain`) names the parts that cover each box, newest first, and their indexes list the frames. A
+plan has blobs first, from the newest checkpoint only, then the frames that overlap a wanted box, newest checkpoint
+first and rows before tombstones within one. Adjacent ranges are joined into one request. Tails follow the request of
+their frames, in the same order, unless only weights are wanted.
 
-A plan that cannot succeed is refused before a byte is fetched, with what is missing: boxes that no baseline reaches,
-a baseline whose frames have fewer rows than its boxes, tables and fields that are not stored, shapes and types that
-differ. `strict=False` lets tables grow, shrink or be new, and fields be absent or of another float type; what then
-keeps its initial values is in `Plan.initial` and `Plan.notes`, never silent. `mapping` follows renamed tables.
+A plan that cannot succeed is rejected before any fetch, with the missing items: boxes without a baseline, a baseline
+with fewer rows in frames than in boxes, tables and fields that are not stored, and different shapes and types.
+`strict=False` allows tables to grow, shrink or be new, and fields to be absent or of another float type. `Plan.initial`
+and `Plan.notes` list everything that then keeps its initial values. `mapping` follows renamed tables.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from deltashard_checkpoint.log.chain import ChainLink, describe, difference, int
 from deltashard_checkpoint.log.entry import Part
 
 MAX_REQUEST_BYTES = MAX_FRAME_BYTES
-"""Ranges are joined up to this size: one arena block, one prefetch unit. A store answers few large requests sooner."""
+"""Ranges are joined up to this size: one arena block, one prefetch unit. Stores serve few large requests faster."""
 MAX_GAP_BYTES = 64 << 10
-"""Unneeded bytes between two frames that are cheaper to read than another request."""
+"""Largest gap of unneeded bytes between two frames that is cheaper to read than another request."""
 
 
 class IncompletePlan(UserError):
-    """What is stored does not fill what is wanted; `missing` has the boxes, in the target's coordinates."""
+    """Stored frames do not fill the wanted boxes; `missing` has the gaps, in the target's coordinates."""
 
     cause = Cause.MISMATCH
 
@@ -56,7 +56,7 @@ class SchemaMismatch(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Want:
-    """One table that is wanted: its schema in the model, and the boxes of it to fill."""
+    """One wanted table: its schema in the model, and the boxes to fill."""
 
     schema: TableSchema
     boxes: tuple[Box, ...]
@@ -68,54 +68,54 @@ class PlannedFrame:
 
     info: FrameInfo
     offset: int
-    """Within the request's range."""
+    """Offset within the request's range."""
     seq: int
-    """The checkpoint it comes from."""
+    """Checkpoint of the frame."""
     baseline: bool
     """Whether its part holds all rows; rows of other frames re-seed the since-baseline marks."""
     table: TableSchema | None
-    """Of the writer; None for blobs."""
+    """Table of the writer; None for blobs."""
     state: bool = False
-    """Whether its tail is read, too: by a request behind this one."""
+    """Whether its tail is read by a later request."""
     tail: bool = False
-    """It is the tail of the frame that `info` is of."""
+    """Whether this is the tail of the frame that `info` describes."""
 
     @property
     def span(self) -> slice:
-        """Its bytes in the request's range."""
+        """Slice of the frame's bytes in the request's range."""
         length = self.info.tail.length if self.tail and self.info.tail else self.info.length
         return slice(self.offset, self.offset + length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRequest:
-    """One byte range of one pack, with the frames, or the tails, in it, in order."""
+    """One byte range of one pack, with its frames or tails in order."""
 
     key: str
-    """Of the pack, relative to the run's root."""
+    """Key of the pack, relative to the run's root."""
     offset: int
     length: int
     frames: tuple[PlannedFrame, ...] = ()
     tails: tuple[PlannedFrame, ...] = ()
-    """Of frames of requests before, in the order of these."""
+    """Tails of frames of earlier requests, in the order of those frames."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to fetch, in the order in which it must be applied."""
+    """Requests of a restore, in the order in which they must be applied."""
 
     requests: tuple[RangeRequest, ...]
     chain: tuple[int, ...]
-    """Seqs of the checkpoints that are read, newest first."""
+    """Seqs of the checkpoints read, newest first."""
     bytes: int
-    """Of all frames and tails."""
+    """Total size of all frames and tails."""
     frames: int
     blobs: tuple[str, ...]
-    """Names of the blobs that will be whole."""
+    """Names of the blobs that will be complete."""
     initial: tuple[Box, ...] = ()
-    """Boxes that keep their initial values (never empty only with `strict=False`)."""
+    """Boxes that keep their initial values; nonempty only with `strict=False`."""
     notes: tuple[str, ...] = ()
-    """What `strict=False` let pass, for people."""
+    """Human-readable differences that `strict=False` accepted."""
 
 
 def restore_plan(  # noqa: PLR0913
@@ -132,24 +132,24 @@ def restore_plan(  # noqa: PLR0913
     mapping: Mapping[str, str] | None = None,
     weights_only: bool = False,
 ) -> Plan:
-    """The plan that fills `wants` from `links` (newest first) whose indexes are in `index`, by index key.
+    """Return the plan that fills `wants` from `links` (newest first); `indexes` are those of the links, by index key.
 
     Args:
         links: of `chain.chain`, for (at least) the boxes wanted, in *stored* names.
         indexes: by `part.index_key`, of the links' parts and of `blob_parts`.
         wants: schemas and boxes of the model. The stored table is `mapping.get(fqn, fqn)`.
         seq: the checkpoint that is restored.
-        blob_parts: the parts of that checkpoint that hold the blobs wanted (`chain.blob_parts_of`); none: no blobs.
-        blobs: names of the blobs wanted, whosoever they are, absent ones are refused; None: all that `rank` reads.
-        rank: who restores: its own blobs are read beside those for all. None: nobody's own are.
-        world_size: how many restore, None: as many as saved; see `blob_name.is_read_by`.
-        strict: refuse every difference between model and checkpoint.
+        blob_parts: the parts of that checkpoint with the wanted blobs (`chain.blob_parts_of`); none: no blobs.
+        blobs: names of the blobs wanted, of any rank, all required; None: all that `rank` reads.
+        rank: the restoring rank, which reads its own blobs and those for all. None: only those for all.
+        world_size: number of restoring ranks; None: as many as saved; see `blob_name.is_read_by`.
+        strict: reject every difference between model and checkpoint.
         mapping: target name -> stored name, for renamed tables.
-        weights_only: fields of the model are not wanted, stored fields are no difference.
+        weights_only: do not read fields; stored fields are not a difference.
 
     Raises:
-        IncompletePlan: naming table, rows and columns, or blobs, that nothing fills.
-        SchemaMismatch: naming table, field and difference.
+        IncompletePlan: with the table, rows and columns, or blobs, that are not stored.
+        SchemaMismatch: with the table, field and difference.
         InvalidCheckpoint: a baseline with fewer rows than its boxes, or a blob with a hole.
     """
     notes: list[str] = []
@@ -202,8 +202,8 @@ def restore_plan(  # noqa: PLR0913
     for name, infos in held.items():
         _check_blob(name, infos)
     requests = _Requests(state=not weights_only)
-    # Blobs first: a restore compares them with the program before rows change it. As they lie in the packs, so that
-    # ranges join: each chunk says where in which blob it goes.
+    # Blobs first: a restore compares them with the program before rows change it. They are in pack order so that ranges
+    # join; each chunk carries its blob name and offset.
     for index, place in chunks:
         requests.add(index, place, seq, None, baseline=True)
     for link, place, table in _ordered(links, indexes, wanted):
@@ -220,7 +220,7 @@ def restore_plan(  # noqa: PLR0913
 
 
 def plan_of_new_rows(seq: int, index: Index, table: TableSchema) -> Plan:
-    """The frames of a part that say `since`: over the rows of that checkpoint they make those of checkpoint `seq`."""
+    """Return a plan of the frames of a part that have `since`: applied to that checkpoint's rows, they give `seq`."""
     requests = _Requests(state=True)
     for place in sorted(index.places, key=lambda place: place.application_order):
         if place.since is not None and place.info.table == table.fqn:
@@ -233,14 +233,14 @@ def plan_of_new_rows(seq: int, index: Index, table: TableSchema) -> Plan:
 
 @dataclass(slots=True)
 class _Range:
-    """A request in the making."""
+    """A request under construction."""
 
     key: str
     start: int
     end: int
 
     def try_extend(self, key: str, offset: int, length: int) -> bool:
-        """Whether bytes of a pack are read with these; the range has them then."""
+        """Extend the range by bytes of a pack if they are close enough; return whether it was extended."""
         gap = offset - self.end
         if (
             key != self.key
@@ -253,7 +253,7 @@ class _Range:
 
 
 class _Requests:
-    """Frames joined into byte ranges as they come, and behind those of each range their tails."""
+    """Frames joined into byte ranges in order, each range followed by its tails."""
 
     def __init__(self, *, state: bool) -> None:
         self.bytes = 0
@@ -317,7 +317,7 @@ def _newest_schemas(links: Iterable[ChainLink], indexes: Mapping[str, Index]) ->
 
 
 def _differences(model: TableSchema, stored: TableSchema, *, weights_only: bool, strict: bool) -> list[str]:
-    """What of the two schemas differs, as notes; raises `SchemaMismatch` where that may not be."""
+    """Return the accepted differences of two schemas as notes; raises `SchemaMismatch` for the others."""
     if model.columns != stored.columns:
         raise SchemaMismatch(
             f"{stored.columns} columns are stored, the model has {model.columns}", where=model.fqn
@@ -346,13 +346,13 @@ def _differences(model: TableSchema, stored: TableSchema, *, weights_only: bool,
         raise SchemaMismatch(
             "; ".join(sorted(found)),
             where=model.fqn,
-            remedy="strict=False accepts this and says so in its report",
+            remedy="strict=False accepts this and lists it in its report",
         )
     return [f"{model.fqn}: {text}" for text in sorted(found)]
 
 
 def field_differences(model: Iterable[FieldSpec], stored: Iterable[FieldSpec]) -> tuple[list[str], list[str]]:
-    """How fields of the model differ from the stored ones: (where a lenient restore continues, where none can)."""
+    """Return the field differences between model and store: (those a lenient restore accepts, those it cannot)."""
     theirs = {spec.name: spec for spec in stored}
     faults, fatal = [], []
     for spec in model:
@@ -369,7 +369,7 @@ def field_differences(model: Iterable[FieldSpec], stored: Iterable[FieldSpec]) -
 
 
 def _baseline_boxes(links: Iterable[ChainLink]) -> dict[str, list[Box]]:
-    """What the baselines of the chain speak for, by table."""
+    """Return the boxes that the baselines of the chain cover, by table."""
     found: dict[str, list[Box]] = {}
     for link in links:
         if link.part.covers is None:
@@ -386,11 +386,10 @@ def _subtract(box: Box, reached: Mapping[str, Iterable[Box]]) -> list[Box]:
 
 
 def _check_baselines(links: Iterable[ChainLink], indexes: Mapping[str, Index]) -> None:
-    """A part that holds all its rows has at least as many (rows x columns) in frames as in boxes, table by table.
+    """Check that each baseline part has at least as many (rows x columns) in frames as in boxes, per table.
 
-    Tombstones count for nothing in what a trainer wrote: a few bytes name any number of them, and restores give memory
-    for each row. A compaction has those of the deltas that it replaces, in place of their rows.
-    Rows that a frame repeats are counted where they are first.
+    A trainer's tombstones do not count: a few bytes can name any number of them, and a restore allocates memory for
+    each row. A compaction holds tombstones of the deltas that it replaces, in place of rows. Repeated rows count once.
     """
     for link in links:
         if link.part.covers is not None:
@@ -413,9 +412,9 @@ def _check_baselines(links: Iterable[ChainLink], indexes: Mapping[str, Index]) -
 
 
 def _check_blob(name: str, chunks: list[FrameInfo]) -> None:
-    """Chunks begin at 0, none occurs twice, and they can carry the blob: memory for it is taken with the first.
+    """Check that chunks begin at 0, none repeats, and their sizes can add up to the blob.
 
-    Their ends are in the frames and are checked as they are assembled.
+    The first chunk allocates the blob's memory. The frames hold the chunks' ends, which are checked during assembly.
     """
     offsets = sorted(info.blob_offset for info in chunks)
     if offsets[0] != 0 or len(set(offsets)) != len(offsets) or len({info.blob_bytes for info in chunks}) != 1:
@@ -427,7 +426,7 @@ def _check_blob(name: str, chunks: list[FrameInfo]) -> None:
 def _ordered(
     links: Iterable[ChainLink], indexes: Mapping[str, Index], wanted: Iterable[Box]
 ) -> Iterator[tuple[ChainLink, Place, TableSchema]]:
-    """Frames that meet a wanted box, in the order they must be applied.
+    """Yield the frames that overlap a wanted box, in the order in which they must be applied.
 
     Newest checkpoint first; within one by `Place.application_order`.
     """

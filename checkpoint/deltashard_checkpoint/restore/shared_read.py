@@ -1,8 +1,8 @@
-"""What several readers in one process want of a store at about the same time is read once, and kept for a little while.
+"""Cache for reads that several readers in one process make at about the same time.
 
-The ranks of a pod restore together, over one sidecar, and all of them want the same blobs, and the indexes that say
-where these are. Objects never change, so bytes that one has read are right for all; whoever uses them checks them
-against their hash, as if they came from the store, and says so (`forget`) when they are wrong.
+The ranks of a pod restore together over one sidecar, and all of them need the same blobs and their indexes. Objects are
+immutable, so bytes read by one rank serve all. Each user checks the bytes against their hash, as if they came from the
+store, and calls `forget` on a mismatch.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _LONGEST_WAIT_S = 3600.0
 class _PendingRead:
     done: threading.Event = field(default_factory=threading.Event)
     data: Bytes | None = None
-    """None after `done`: it failed."""
+    """None after `done`: the read failed."""
 
 
 class SharedReads:
-    """Bytes by key, of which those that were used last are kept within a budget. Thread-safe."""
+    """Least-recently-used cache of bytes by key, within a budget. Thread-safe."""
 
     def __init__(self, *, budget_bytes: int = BUDGET_BYTES) -> None:
         self._budget_bytes = budget_bytes
-        self._lock = threading.Lock()  # never held while something is read
+        self._lock = threading.Lock()  # never held during a read
         self._cached: dict[Hashable, Bytes] = {}
-        """The one that was used last is last."""
+        """In order of use, the most recent last."""
         self._cached_bytes = 0
         self._pending: dict[Hashable, _PendingRead] = {}
         self._used_s = 0.0
 
     def read(self, key: Hashable, fetch: Callable[[], Bytes]) -> Bytes:
-        """What `fetch` gives, or gave to somebody else; nobody may change it.
+        """Return the result of `fetch`, or of another reader's for the same key; it must not be modified.
 
-        Who comes while another reads waits for that, by its own deadline (`StoreUnavailable`); whose wait was for
-        nothing asks itself. Raises what its own `fetch` raises.
+        A caller that arrives during another's read waits for that, by its own deadline (`StoreUnavailable`), and calls
+        its own `fetch` if that read failed. Raises the errors of its own `fetch`.
         """
         while True:
             with self._lock:
@@ -56,7 +56,7 @@ class SharedReads:
                     mine = self._pending[key] = _PendingRead()
                     break
             if not other.done.wait(remaining_s(_LONGEST_WAIT_S)):
-                raise StoreUnavailable("another reader waits for the same bytes in vain", where=str(key))
+                raise StoreUnavailable("another reader's fetch of the same bytes timed out", where=str(key))
             if other.data is not None:
                 return other.data
         try:
@@ -69,13 +69,13 @@ class SharedReads:
             mine.done.set()
 
     def forget(self, key: Hashable) -> None:
-        """These bytes were wrong: the next reader asks anew."""
+        """Drop wrong bytes, so that the next reader fetches them again."""
         with self._lock:
             if (data := self._cached.pop(key, None)) is not None:
                 self._cached_bytes -= len(data)
 
     def release_idle(self, *, idle_s: float) -> None:
-        """Free all memory when nobody has read anything for so long."""
+        """Free all memory if no read happened for `idle_s` seconds."""
         with self._lock:
             if time.monotonic() - self._used_s >= idle_s:
                 self._cached.clear()

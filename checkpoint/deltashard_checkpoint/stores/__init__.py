@@ -1,1 +1,1 @@
-"""Object stores: one small protocol (`abc.py`), back-ends, retries around them, and the suite that defines them."""
+"""Object stores: a small protocol (`abc.py`), back-ends, and retries around them."""

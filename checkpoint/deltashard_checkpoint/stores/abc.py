@@ -1,8 +1,8 @@
-"""What a store must do: immutable objects by key, one create-only put, ranges, ordered listing, a clock.
+"""The store protocol: immutable objects by key, create-only puts, range reads, ordered listing, and a clock.
 
-Keys are relative to the store's root (`s3://bucket/prefix`, `file:///dir`, `memory://name`), '/'-separated, ASCII.
-A back-end makes one bounded attempt per call and classifies what went wrong; who retries, how long and how is
-the business of `retry.py` alone. Read-after-write and list-after-write consistency are required.
+Keys are relative to the store's root (`s3://bucket/prefix`, `file:///dir`, `memory://name`), '/'-separated, ASCII. A
+back-end makes one bounded attempt per call and classifies its failure; only `retry.py` retries. Read-after-write and
+list-after-write consistency are required.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from deltashard_checkpoint.errors import CorruptObject, DeltashardError, Environ
 
 Buffer = bytes | bytearray | memoryview
 MAX_WHOLE_BYTES = 1 << 30
-"""An object read whole (a log entry, an index) is never larger; packs, which may be, are read by range."""
+"""Largest object that is read whole (a log entry, an index); packs, which may be larger, are read by range."""
 
 
 class StoreUnavailable(EnvironmentFault):
-    """The attempt's outcome is unknown or it failed in a way that a retry may mend (timeout, reset, 5xx, throttle).
+    """The attempt failed in a way that a retry may fix (timeout, reset, 5xx, throttling), or its outcome is unknown.
 
-    A put that raises this may still have happened: only reading back tells.
+    A put that raises this may have succeeded; only a read shows.
     """
 
     cause = Cause.UNAVAILABLE
 
 
 class ObjectNotFound(DeltashardError):
-    """The store answered for sure that no object has this key (a confirmed 404)."""
+    """The store confirmed that no object has this key (a 404)."""
 
 
 class ObjectExists(DeltashardError):
-    """A create-only put found its key taken (by another writer, or by this put's own lost acknowledgement)."""
+    """A create-only put found its key taken, by another writer or by its own unacknowledged attempt."""
 
 
 class AccessDenied(UserError):
@@ -46,7 +46,7 @@ class AccessDenied(UserError):
 
 
 class CredentialsMissing(AccessDenied):
-    """There are no credentials to sign a request with: the file or token is absent or empty. It may yet appear."""
+    """There are no credentials to sign a request: the file or token is absent or empty, but may appear later."""
 
     cause = Cause.MISSING
 
@@ -64,22 +64,22 @@ class StoreFull(EnvironmentFault):
 
 
 class ConditionalPutUnsupported(UserError):
-    """The store overwrites where it was asked to create only: two trainers could not be told apart."""
+    """The store overwrites on create-only puts, so two trainers could not be distinguished."""
 
 
 class RequestRefused(UserError):
-    """The store refused a request as malformed or not allowed, in a way no other error names."""
+    """The store rejected a request as malformed or not allowed, for a reason without a specific error class."""
 
 
 class ClockSkew(UserError):
-    """The store refuses our signature because the two clocks differ too much."""
+    """The store rejects the signature because the clocks differ too much."""
 
     cause = Cause.CLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """One object as the store lists it."""
+    """Listing entry of one object."""
 
     key: str
     size_bytes: int
@@ -88,25 +88,25 @@ class ObjectInfo:
 
 
 def check_size(size_bytes: int, *, where: str) -> None:
-    """Raises `CorruptObject` for an object too large to be one that is read whole, before memory is taken for it."""
+    """Raise `CorruptObject` for an object too large to be read whole, before memory is allocated for it."""
     if size_bytes > MAX_WHOLE_BYTES:
         raise CorruptObject(
-            f"an object of {size_bytes} bytes where at most {MAX_WHOLE_BYTES} can be", where=where
+            f"an object of {size_bytes} bytes exceeds the limit of {MAX_WHOLE_BYTES}", where=where
         )
 
 
 QUIET_S = 3600.0
-"""A writer that has written nothing for so long, and holds no lock, has died."""
+"""A writer without a lock that has written nothing for so long is considered dead."""
 
 
 class Store(ABC):
-    """Each back-end passes the same tests: `StoreTests` of tests/support/checkpoint/store_conformance.py."""
+    """Protocol of a store. Each back-end passes `StoreTests` of tests/support/checkpoint/store_conformance.py."""
 
     url: str
 
     @abstractmethod
     def put(self, key: str, data: Buffer) -> None:
-        """Write `data` whole under `key`, replacing what was there; the buffer must not change until it returns."""
+        """Write `data` under `key`, replacing any object; the buffer must not change before the return."""
 
     @abstractmethod
     def put_if_absent(self, key: str, data: Buffer) -> None:
@@ -114,7 +114,7 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, key: str) -> bytes:
-        """The whole object; raises `ObjectNotFound`, and `CorruptObject` for one beyond `MAX_WHOLE_BYTES`, unread."""
+        """Return the whole object; raises `ObjectNotFound`, and `CorruptObject` above `MAX_WHOLE_BYTES`."""
 
     @abstractmethod
     def get_into(self, key: str, offset: int, out: memoryview) -> None:
@@ -122,26 +122,26 @@ class Store(ABC):
 
     @abstractmethod
     def head(self, key: str) -> ObjectInfo:
-        """Size and Last-Modified; raises `ObjectNotFound`."""
+        """Return size and Last-Modified; raises `ObjectNotFound`."""
 
     @abstractmethod
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        """All objects whose key starts with `prefix` and sorts after `start_after`, in key order."""
+        """Yield all objects whose key starts with `prefix` and sorts after `start_after`, in key order."""
 
     @abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete; keys that do not exist are no error."""
+        """Delete objects; missing keys are ignored."""
 
-    def sweep(self, prefix: str, *, quiet_s: float = QUIET_S) -> int:  # noqa: ARG002 - most stores have no such thing
-        """Remove what writers that died left under `prefix` and no listing shows; how many there were.
+    def sweep(self, prefix: str, *, quiet_s: float = QUIET_S) -> int:  # noqa: ARG002 - most stores have no leftovers
+        """Remove unlisted leftovers of dead writers under `prefix`; return their number.
 
-        Never what a living writer is about to finish; `quiet_s`: nor what was written to within so long.
+        Files of living writers, and files written within `quiet_s`, are kept.
         """
         return 0
 
     @abstractmethod
     def now_s(self) -> float:
-        """The store's own clock, seconds since the epoch: the only clock that ages what it holds."""
+        """Return the store's clock, in seconds since the epoch: the only clock for the age of its objects."""
 
     def close(self) -> None:  # noqa: B027 - most stores hold nothing to close
         """Release connections."""

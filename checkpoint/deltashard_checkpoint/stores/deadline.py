@@ -1,13 +1,12 @@
-"""A deadline that a caller lays around an attempt, and that whoever waits on a socket underneath obeys.
+"""Deadlines that a caller sets around an attempt, and that socket waits underneath obey.
 
-`RetryingStore` promises an overall deadline per call. A back-end's own timeouts bound one silence, not one call: a
-server that sends a byte a second would keep it for ever. So the promise travels down in a context variable.
+`RetryingStore` guarantees an overall deadline per call. A back-end's timeouts bound one silence, not a call: a server
+that sends a byte per second would keep it forever. So the deadline is passed down in a context variable.
 
-A read is also told how long the store may be silent within it (`idle_timeout`): asking again mends a hung connection sooner
-than waiting does.
+For reads, `idle_timeout` also bounds the silence of the store, because a new request fixes a hung connection sooner.
 
-A caller that may lose interest (an aborted part) lays `abandon_when(predicate)` around its calls: from the moment that is true
-no time remains, so nothing is retried and whoever moves bytes stops at the next slice.
+A caller that may lose interest (an aborted part) uses `abandon_when(predicate)`. Once the predicate is true, no time
+remains: no call is retried, and transfers stop at the next slice.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 IDLE_TIMEOUT_S = 20.0
-"""Longest silence of a store: after it an attempt is given up."""
+"""Longest silence of a store before an attempt is abandoned."""
 _deadline_at_s: ContextVar[float | None] = ContextVar("deltashard_store_deadline", default=None)
 _idle_timeout_s: ContextVar[float | None] = ContextVar("deltashard_store_silence", default=None)
 _predicate: ContextVar[Callable[[], bool] | None] = ContextVar("deltashard_store_abandoned", default=None)
@@ -26,7 +25,7 @@ _predicate: ContextVar[Callable[[], bool] | None] = ContextVar("deltashard_store
 
 @contextmanager
 def abandon_when(predicate: Callable[[], bool]) -> Iterator[None]:
-    """Within: no time remains once `predicate()`, or an outer one; it is asked often and must not wait."""
+    """Within: no time remains once `predicate()`, or an outer one, is true; it is called often and must not block."""
     outer = _predicate.get()
     token = _predicate.set(predicate if outer is None else lambda: predicate() or outer())
     try:
@@ -36,7 +35,7 @@ def abandon_when(predicate: Callable[[], bool]) -> Iterator[None]:
 
 
 def is_abandoned() -> bool:
-    """Whether the caller who laid `abandon_when` around this gave up."""
+    """Return whether the predicate of an enclosing `abandon_when` is true."""
     predicate = _predicate.get()
     return predicate is not None and predicate()
 
@@ -54,7 +53,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def remaining_s(default: float = float("inf")) -> float:
-    """Seconds left, never negative, 0 when `is_abandoned`; `default` where no deadline was laid."""
+    """Return the seconds left, never negative, 0 if `is_abandoned`; `default` without a deadline."""
     if is_abandoned():
         return 0.0
     at = _deadline_at_s.get()
@@ -63,7 +62,7 @@ def remaining_s(default: float = float("inf")) -> float:
 
 @contextmanager
 def idle_timeout(seconds: float) -> Iterator[None]:
-    """Within: a store that is silent for so long is given up (`idle_timeout_s`)."""
+    """Within: a read is abandoned after this silence of the store (`idle_timeout_s`)."""
     token = _idle_timeout_s.set(seconds)
     try:
         yield
@@ -72,6 +71,6 @@ def idle_timeout(seconds: float) -> Iterator[None]:
 
 
 def idle_timeout_s(longest_s: float) -> float:
-    """How long to listen to a silent store: `longest_s` at most, and never beyond the deadline."""
+    """Return how long to wait for a silent store: at most `longest_s`, and within the deadline."""
     allowed_s = _idle_timeout_s.get()
     return min(longest_s, remaining_s(), longest_s if allowed_s is None else allowed_s)

@@ -1,14 +1,13 @@
 """A store in a directory: `file:///dir`, on a local disk or a shared file system.
 
-An object appears whole or not at all, and once it is acknowledged it survives a power cut: its bytes go to a temporary
-file beside it, are synced, and the name is made last, by `link` (create-only: fails if the name is taken, atomically,
-on NFS too) or `rename` (overwrite); then the directory is synced. Directories are synced when they are made.
+Objects appear atomically, and survive a power failure once acknowledged: bytes are written to a temporary file in the
+same directory and synced. The name is created last, by `link` (create-only: fails atomically if the name is taken, on
+NFS too) or `rename` (overwrite); then the directory is synced. New directories are synced, too.
 
-Listing walks one directory at a time in key order and enters only those that can hold answers. Temporary files that a
-crash left are invisible; they go with `sweep`, and when their directory is emptied. A writer holds a lock on its own
-until that has its name (`flock`; where the file system knows none, an hour without a write decides). The clock is the
-file system's own: the mtime it gives the root when that is touched. A key cannot be both an object and another key's
-"directory" here; no key of ours is.
+Listing walks one directory at a time in key order and enters only those that can contain results. Temporary files left
+by a crash are not listed; `sweep` removes them, as does emptying their directory. A writer locks its temporary file
+(`flock`) until the rename; without lock support an hour without a write decides. The clock is the file system's: the
+mtime of the root after a touch. A key cannot be both an object and the "directory" of another key; no key of ours is.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _MAX_RACES = 16
-"""How often a put makes its directory again because a deleter found it empty and removed it."""
+"""How often a put recreates its directory after a concurrent deleter removed it as empty."""
 
 
 class FileStore(Store):
-    """Objects as files under `root`, which is made when `create` says so, else must exist.
+    """Objects as files under `root`, which is created with `create`, and must exist otherwise.
 
-    A root that cannot be made now (no right, no answer) is made by the first call that can: until then each call says
-    why not, as one on a bucket does that lets nobody in.
+    A root that cannot be created yet (no permission, no answer) is created by the first call that can. Until then each
+    call raises the reason, like calls on an inaccessible bucket.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, create: bool = True) -> None:
@@ -72,16 +71,16 @@ class FileStore(Store):
                 )
 
     def _make_root(self) -> None:
-        """Make the root where it was asked for and is still to be made."""
+        """Create the root if it was requested and is still missing."""
         if not self._root_pending:
             return
         try:
             _make_directories(self.root)
         except FileExistsError as error:
             raise BucketMissing(
-                "the store's path, or a part of it, is no directory",
+                "the store's path, or a parent of it, is not a directory",
                 where=self.url,
-                remedy="name a directory",
+                remedy="use a path to a directory",
             ) from error
         except OSError as error:
             raise self._translated(error, "") from error
@@ -109,7 +108,7 @@ class FileStore(Store):
                     if create_only:
                         self._link(temporary, path, key)
                     else:
-                        # IMPORTANT: the rename is the commit point of an overwrite; before it the old object is whole.
+                        # IMPORTANT: the rename is the commit point of an overwrite; before it the old object is intact.
                         temporary.rename(path)
                 finally:
                     os.close(descriptor)
@@ -120,7 +119,8 @@ class FileStore(Store):
                 _sync_directory(path.parent)
         except (NotADirectoryError, IsADirectoryError) as error:
             raise BadKey(
-                "a key cannot be an object and a prefix of others here", where=f"{self.url}/{key}"
+                "in a directory store a key cannot be both an object and a prefix of others",
+                where=f"{self.url}/{key}",
             ) from error
         except OSError as error:
             raise self._translated(error, key) from error
@@ -129,22 +129,22 @@ class FileStore(Store):
         for _ in range(_MAX_RACES):
             with suppress(FileNotFoundError):
                 return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
-            # IMPORTANT: the root is made once, for whoever opens the store, and never later. One that vanished under a
-            # living writer (a mount that went, a directory removed) holds nothing of what it is about to build on.
+            # IMPORTANT: the root is created once, when the store is opened, and never later. A root that vanished under
+            # a living writer (a lost mount, a removed directory) has lost the objects on which the writer builds.
             if not self.root.is_dir():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
-            # The deleter was faster again: with the parent's parent, or with what was there when it was to be made.
+            # The deleter was faster again: it removed the grandparent, or a concurrent writer created the directory.
             with suppress(FileNotFoundError, FileExistsError):
                 _make_directories(path.parent)
-        raise OSError(errno.ESTALE, "directory was removed again and again while an object was written")
+        raise OSError(errno.ESTALE, "the directory was removed repeatedly while an object was written")
 
     def _link(self, temporary: Path, path: Path, key: str) -> None:
         try:
-            # IMPORTANT: link is the commit point of a create-only put: atomic, and refused when the name is taken.
+            # IMPORTANT: link is the commit point of a create-only put: atomic, and rejected if the name is taken.
             os.link(temporary, path)
         except FileExistsError as error:
-            # A client of NFS repeats a request whose answer was lost: then the name is taken by our own file.
-            with suppress(FileNotFoundError):  # deleted since: it was taken, all the same
+            # An NFS client repeats a request after a lost reply: the name is then taken by our own file.
+            with suppress(FileNotFoundError):  # deleted since, but it was taken
                 if path.samefile(temporary):
                     return
             raise ObjectExists("object exists", where=f"{self.url}/{key}") from error
@@ -202,10 +202,10 @@ class FileStore(Store):
         return self._walk(directory + slash, prefix, start_after)
 
     def _walk(self, directory: str, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
-        """Objects under `directory` ('' or ending in '/') in key order, one directory in memory at a time."""
+        """Yield objects under `directory` ('' or ending in '/') in key order, one directory in memory at a time."""
         try:
             with os.scandir(self.root / directory) as entries:
-                # Sorted as keys are: a directory's keys all begin with its name and '/', and '-' sorts before '/'.
+                # Sort as keys do: keys in a directory begin with its name and '/', and '-' sorts before '/'.
                 names = sorted(
                     directory + entry.name + ("/" if entry.is_dir() else "")
                     for entry in entries
@@ -225,7 +225,7 @@ class FileStore(Store):
             elif name.startswith(prefix) and name > start_after:
                 with suppress(
                     ObjectNotFound, BadKey
-                ):  # deleted since the directory was read, or no key of ours
+                ):  # deleted since the directory was read, or not one of our keys
                     yield self.head(name)
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -247,7 +247,7 @@ class FileStore(Store):
                 self._prune(parent)
 
     def _prune(self, directory: Path) -> None:
-        """Remove `directory` and its parents up to the root as far as they are empty but for what dead writers left."""
+        """Remove `directory` and its parents up to the root, if empty except for files of dead writers."""
         while directory != self.root:
             try:
                 for left in directory.iterdir():
@@ -256,7 +256,7 @@ class FileStore(Store):
                     left.unlink()
                 directory.rmdir()
             except OSError:
-                return  # a writer came, or another deleter was faster
+                return  # a writer arrived, or another deleter was faster
             directory = directory.parent
 
     def sweep(self, prefix: str, *, quiet_s: float = QUIET_S) -> int:
@@ -275,7 +275,7 @@ class FileStore(Store):
         return swept
 
     def _abandoned(self, path: Path, quiet_s: float) -> bool:
-        """Whether the writer of a temporary file is dead; raises `OSError` when it has gone."""
+        """Return whether the writer of a temporary file is dead; raises `OSError` if the file is gone."""
         if quiet_s and self.now_s() - path.stat().st_mtime < quiet_s:
             return False
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -284,7 +284,7 @@ class FileStore(Store):
         except BlockingIOError:
             return False
         except OSError:
-            return True  # no locks here
+            return True  # no lock support
         finally:
             os.close(descriptor)
         return True
@@ -329,7 +329,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def _make_directories(directory: Path) -> None:
-    """`mkdir -p` that also syncs the parent of every directory it makes."""
+    """Create directories like `mkdir -p`, and sync the parent of each new one."""
     missing = []
     while not directory.is_dir():
         missing.append(directory)

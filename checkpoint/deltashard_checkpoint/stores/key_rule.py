@@ -1,8 +1,7 @@
-"""What an object key may look like, so that every store can hold it and none can be led outside its root.
+"""Rules for object keys that every store can hold and that cannot escape a store's root.
 
-Keys are relative, '/'-separated, printable ASCII, at most `MAX_KEY_BYTES` long. Segments are neither empty, `.`
-nor `..`, at most `MAX_SEGMENT_BYTES` long, and do not begin with `TEMPORARY` (a file store's half-written objects bear
-such names).
+Keys are relative, '/'-separated, printable ASCII, at most `MAX_KEY_BYTES` long. Segments are not empty, `.` or `..`, at
+most `MAX_SEGMENT_BYTES` long, and do not begin with `TEMPORARY` (the prefix of a file store's temporary files).
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ import re
 from deltashard_checkpoint.errors import UserError
 
 MAX_KEY_BYTES = 800
-"""S3 allows 1024; the rest is room for the store's own prefix."""
+"""S3 allows 1024; the rest is reserved for the store's prefix."""
 MAX_SEGMENT_BYTES = 255
-"""Longer names no file system takes."""
+"""Longest file name of common file systems."""
 TEMPORARY = ".tmp-"
 
 _PRINTABLE = re.compile(r"[!-\[\]-~ ]*")
 
 
 class BadKey(UserError):
-    """A key or prefix that not every store can hold, or that leads outside the store's root."""
+    """A key or prefix that some store cannot hold, or that escapes the store's root."""
 
 
 def check_key(key: str) -> str:
-    """`key` itself, when it is one; raises `BadKey`."""
+    """Return `key` if it is valid; raises `BadKey`."""
     segments = key.split("/")
     if "" in segments:
         raise BadKey("object key has an empty segment", where=repr(key))
@@ -36,7 +35,7 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """`prefix` itself, when keys may begin with it ('' and a trailing '/' are fine); raises `BadKey`."""
+    """Return `prefix` if keys may begin with it ('' and a trailing '/' are valid); raises `BadKey`."""
     segments = prefix.split("/")
     if "" in segments[:-1]:
         raise BadKey("key prefix has an empty segment", where=repr(prefix))

@@ -1,7 +1,7 @@
-"""A store in this process's memory: the reference for what the others must do, and the model tests' ground.
+"""A store in this process's memory: the reference implementation, used by model tests.
 
-`memory://name` is one store per name for the whole process, like a bucket; `MemoryStore()` is a store of its own.
-Keys are kept sorted, so that listing is a bisection. One lock makes every operation atomic.
+`memory://name` is one store per name and process, like a bucket; `MemoryStore()` is a separate store. Keys are kept
+sorted, so listing bisects. One lock makes every operation atomic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _named_lock = threading.Lock()
 
 
 class MemoryStore(Store):
-    """Objects in a dict; `clock` (seconds since the epoch) dates them and answers `now_s`."""
+    """Objects in a dict; `clock` (seconds since the epoch) provides their times and `now_s`."""
 
     def __init__(self, *, url: str = "memory://", clock: Callable[[], float] = time.time) -> None:
         self.url = url
@@ -31,7 +31,7 @@ class MemoryStore(Store):
 
     @classmethod
     def named(cls, name: str) -> MemoryStore:
-        """The process's one store of this name, made when first asked for."""
+        """Return the process's store of this name, created on first use."""
         with _named_lock:
             if name not in _named:
                 _named[name] = cls(url=f"memory://{name}")
@@ -70,7 +70,7 @@ class MemoryStore(Store):
         return ObjectInfo(key=key, size_bytes=len(data), modified_at_s=modified_at_s)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        """One consistent view, unlike a real store's."""
+        """Yield from one consistent snapshot of the keys, unlike a real store."""
         check_prefix(prefix)
         found = []
         with self._lock:

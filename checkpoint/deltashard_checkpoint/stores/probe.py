@@ -1,7 +1,7 @@
-"""Before a run trusts a store: does it create only what is absent, and keep what it acknowledged?
+"""Check a store before a run uses it: create-only puts must fail on taken keys, and acknowledged objects must persist.
 
-A store that overwrites where it was asked to create cannot tell two trainers apart: both would believe that they won
-one slot of the log. So it is refused before the first entry, not when the second trainer comes.
+With a store that overwrites on create-only puts, two trainers would both win one slot of the log. So it is rejected
+before the first entry, not when the second trainer arrives.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _probed: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
 def is_probed(store: Store) -> bool:
-    """Whether this process has tried that the store creates only what is absent."""
+    """Return whether this process has verified the store's create-only puts."""
     return store in _probed
 
 
 def probe(store: Store, key: str, *, pause: Callable[[], bool] = lambda: False) -> None:
-    """Try the store with one object at `key`, a name that is nobody else's; it is deleted again.
+    """Probe the store with one object at `key`, which must be unique; the object is deleted afterwards.
 
-    `pause` waits before another try, or says that there is no time for one. Raises `ConditionalPutUnsupported`,
-    `StoreUnavailable` when it did not answer until then, and whatever else it answers (`AccessDenied`, ...).
+    `pause` waits before another try, or returns False if no time is left. Raises `ConditionalPutUnsupported`,
+    `StoreUnavailable` if the store does not answer in time, and other store errors (`AccessDenied`, ...).
     """
     try:
         while True:
@@ -40,7 +40,9 @@ def probe(store: Store, key: str, *, pause: Callable[[], bool] = lambda: False) 
                 _probe_once(store, key)
             except ObjectNotFound as error:
                 if not pause():
-                    raise StoreUnavailable("the store loses what it acknowledged", where=store.url) from error
+                    raise StoreUnavailable(
+                        "the store has lost an acknowledged object", where=store.url
+                    ) from error
             except StoreUnavailable:
                 if not pause():
                     raise
@@ -48,21 +50,21 @@ def probe(store: Store, key: str, *, pause: Callable[[], bool] = lambda: False) 
                 _probed.add(store)
                 return
     finally:
-        # A few bytes may stay behind; whoever may not delete here will hear of it from gc.
+        # A few bytes may be left; gc reports a missing permission to delete.
         with suppress(DeltashardError):
             store.delete([key])
 
 
 def _probe_once(store: Store, key: str) -> None:
     for data in (_FIRST, _SECOND):
-        with suppress(ObjectExists):  # of the first one, too: its acknowledgement was lost
+        with suppress(ObjectExists):  # for the first put, too: its acknowledgement was lost
             store.put_if_absent(key, data)
     found = store.get(key)
     if found not in {_FIRST, _SECOND}:
-        raise StoreUnavailable("the store reads back neither of two objects that were put", where=store.url)
+        raise StoreUnavailable("the store returns neither of two objects that were put", where=store.url)
     if found == _SECOND:
         raise ConditionalPutUnsupported(
-            "the store overwrites objects that it was asked to create only if absent",
+            "the store overwrites objects on create-only puts",
             where=store.url,
             remedy="use a store that honours If-None-Match on PUT: S3, or MinIO of 2024 or newer",
         )

@@ -1,18 +1,16 @@
-"""The one place that retries: every store is used through `RetryingStore`.
+"""The only place that retries: every store is used through `RetryingStore`.
 
-What may be mended by waiting (`StoreUnavailable`) is tried again after an exponential back-off with jitter, until the
-call's deadline or its attempts are spent, or the caller gave up (`deadline.until`); then the last error is raised
-again, with what the store said in it. A call's deadline grows with the bytes it moves. Every other error is an answer,
-and is raised at once.
+`StoreUnavailable` is retried after an exponential back-off with jitter, until the call's deadline or attempts are used
+up or the caller has abandoned it (`deadline.abandon_when`). Then the last error is raised, with the store's message. A
+call's deadline grows with the bytes it moves. All other errors are final and raised at once.
 
-**`put_if_absent` is never tried again.** When its acknowledgement is lost, a second try finds the key taken, by itself;
-whether that means won or lost only the content tells, and only the log knows its own content. A listing that
-breaks off goes on after the last key it gave.
+**`put_if_absent` is never retried.** After a lost acknowledgement a second try would find the key taken by the first.
+Only the log can tell from the content whether that is success. An interrupted listing continues after its last key.
 
-A read (`get`, `get_into`) is patient for `RetryPolicy.idle_timeout_s` only, and twice as long after each try that silence
-ended, up to `deadline.IDLE_TIMEOUT_S`: a hung connection costs two seconds. The store remembers which silence was needed,
-or what a read that failed came to, so one that is slow as a whole is asked again once, not at every read; each read
-that needs no second try takes 2 % off what is remembered.
+A read (`get`, `get_into`) tolerates a silence of `RetryPolicy.idle_timeout_s`, doubled after each try that timed out,
+up to `deadline.IDLE_TIMEOUT_S`: a hung connection costs two seconds. The store remembers the silence that was needed,
+or that a failed read reached, so a slow store is retried once, not for every read. Each read without a second try
+reduces the remembered value by 2 %.
 """
 
 from __future__ import annotations
@@ -43,33 +41,33 @@ from deltashard_checkpoint.stores.deadline import (
 Result = TypeVar("Result")
 BACKOFF = Backoff(first_s=0.1, longest_s=5.0)
 _IDLE_TIMEOUT_DECAY = 0.98
-"""Of the remembered silence, by each read that needed no more."""
+"""Factor on the remembered silence after each read that needed no more."""
 DELETE_BATCH = 1000
-"""Keys in one delete request: what S3 takes."""
+"""Keys per delete request: the limit of S3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How long and how often."""
+    """Deadlines and number of retries."""
 
     deadline_s: float = 60.0
-    """A call that moves no bytes ends within this, one way or the other."""
+    """Deadline of a call that moves no bytes."""
     slowest_bytes_per_s: float = 2.0 * 1024 * 1024
     """A call that moves n bytes has n / this seconds more."""
     attempts: int = 30
-    """At most so many tries a call."""
+    """Maximum number of tries per call."""
     backoff: Backoff = BACKOFF
     """Pauses between tries."""
     idle_timeout_s: float = 2.0
-    """A read that hears nothing for so long is tried again, with twice the patience."""
+    """A read without data for so long is retried, with twice this timeout."""
 
     def allowance_s(self, size_bytes: int) -> float:
-        """The deadline of a call that moves `size_bytes`."""
+        """Return the deadline of a call that moves `size_bytes`."""
         return self.deadline_s + size_bytes / self.slowest_bytes_per_s
 
 
 class StoreObserver:
-    """Where metrics and logs hang on: called once per try and once per call, never to raise. This one does nothing."""
+    """Hook for metrics and logs, called once per try and once per call; must not raise. This one does nothing."""
 
     def attempted(self, operation: str, seconds: float, error: Exception | None) -> None:
         """One try of `operation` (put, put_if_absent, get, get_into, head, list, delete, now) took `seconds`."""
@@ -79,7 +77,7 @@ class StoreObserver:
 
 
 class RetryingStore(Store):
-    """`inner`, with retries by `policy`."""
+    """Wrapper of `inner` that retries by `policy`."""
 
     def __init__(
         self,
@@ -95,7 +93,7 @@ class RetryingStore(Store):
         self.observer = observer or StoreObserver()
         self._clocks = clocks or Clocks()
         self._idle_timeout_s = self.policy.idle_timeout_s
-        """The silence that reads needed lately."""
+        """Silence that recent reads needed."""
 
     def put(self, key: str, data: Buffer) -> None:
         size_bytes = memoryview(data).nbytes
@@ -120,7 +118,7 @@ class RetryingStore(Store):
         return self._call("head", key, 0, lambda: self.inner.head(key))
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        """The deadline is of each silence, not of the whole listing."""
+        """The deadline bounds each silence, not the whole listing."""
         state = ResumedListing(lambda last: self.inner.list(prefix, start_after=last), start_after)
         while (found := self._call("list", prefix, 0, state.step)) is not None:
             yield found
@@ -140,7 +138,7 @@ class RetryingStore(Store):
         self.inner.close()
 
     def _with_idle_timeout(self, read: Callable[[], Result]) -> Callable[[], Result]:
-        """`read` with a bounded silence, for one call: each try that silence ended doubles the next one's."""
+        """Wrap `read` with an idle timeout for one call, doubled after each try that timed out."""
         idle_timeout_s = self._idle_timeout_s
         grown = False
 
@@ -155,7 +153,7 @@ class RetryingStore(Store):
                     self._clocks.monotonic_s() - begun_s >= 0.95 * idle_timeout_s
                 ):  # timers fire a moment early
                     idle_timeout_s, grown = min(2 * idle_timeout_s, IDLE_TIMEOUT_S), True
-                    # At once, not when a try succeeds: the deadline may end this call before one does.
+                    # Now, not when a try succeeds: the deadline may end this call before that.
                     self._idle_timeout_s = max(self._idle_timeout_s, idle_timeout_s)
                 raise
             if not grown:
@@ -194,7 +192,7 @@ class RetryingStore(Store):
                 delay_s = self.policy.backoff.delay_s(failures, self._clocks.uniform)
                 spent_s = now_s - begun_s
                 if last_error is None or spent_s < allowance_s:
-                    last_error = error  # one that the deadline cut off knows nothing of the store
+                    last_error = error  # an error caused by the deadline says nothing about the store
                 if failures < limit and spent_s + delay_s < allowance_s and not is_abandoned():
                     self._clocks.sleep(delay_s)
                     if not is_abandoned():
@@ -211,8 +209,7 @@ class RetryingStore(Store):
                 now_s = self._clocks.monotonic_s()
                 self.observer.attempted(operation, now_s - try_begun_s, error)
                 self.observer.finished(operation, now_s - begun_s, size_bytes, error)
-                # IMPORTANT: every back-end is called here, and no error of a library or of the system gets past it
-                # without a place and a remedy.
+                # IMPORTANT: every back-end is called here, and adds place and remedy to all errors.
                 if isinstance(error, (OSError, ValueError)):
                     raise RequestRefused(
                         f"{operation} failed: {type(error).__name__}: {error}",
@@ -228,7 +225,7 @@ class RetryingStore(Store):
 
 
 class ResumedListing:
-    """The objects that `opener(start_after)` lists, one `step` each."""
+    """The objects that `opener(start_after)` lists, one per `step`."""
 
     def __init__(self, opener: Callable[[str], Iterator[ObjectInfo]], start_after: str) -> None:
         self._opener = opener
@@ -236,7 +233,7 @@ class ResumedListing:
         self._keys: Iterator[ObjectInfo] | None = None
 
     def step(self) -> ObjectInfo | None:
-        """The next object; None at the end. Raises what the listing raises; the step after that goes on behind it."""
+        """Return the next object; None at the end. After an error of the listing, the next step resumes it."""
         try:
             if self._keys is None:
                 self._keys = self._opener(self._last)

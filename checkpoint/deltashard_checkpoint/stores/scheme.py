@@ -1,4 +1,4 @@
-"""Schemes of store URLs: `s3` is core's; packages beside it register theirs as entry points of the group `GROUP`."""
+"""Schemes of store URLs: `s3` is built in; other packages register theirs as entry points of the group `GROUP`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ GROUP = "deltashard.stores"
 
 
 class BadStoreUrl(UserError):
-    """A store URL that names no store."""
+    """A store URL that is invalid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreUrl:
-    """What a URL says; bucket and options match their patterns."""
+    """Parsed store URL; bucket and options match the scheme's patterns."""
 
     scheme: str
     bucket: str
     prefix: str
     options: Mapping[str, str]
     text: str
-    """The URL as it was given."""
+    """The original URL."""
 
     @property
     def bare(self) -> str:
@@ -38,13 +38,13 @@ class Scheme:
     """A kind of store with buckets."""
 
     form: str
-    """How to write such a URL, for messages."""
+    """URL syntax, for messages."""
     bucket: re.Pattern[str]
-    """Of its name."""
+    """Pattern of the bucket name."""
     options: Mapping[str, re.Pattern[str]]
-    """What a URL may say beside the store's name, and what that looks like."""
+    """URL options and their patterns."""
     open: Callable[[StoreUrl], Store]
-    """Makes the store; buckets are met at the first request."""
+    """Creates the store; the bucket is first contacted by a request."""
 
 
 def registered(name: str) -> Scheme | None:

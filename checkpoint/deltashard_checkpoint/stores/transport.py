@@ -1,7 +1,7 @@
-"""What every store over HTTP obeys: whose certificates are trusted, proxies, a warning where nothing is encrypted.
+"""Settings of all HTTP stores: trusted certificates, proxies, and a warning about unencrypted connections.
 
-`AWS_CA_BUNDLE`, else `SSL_CERT_FILE`, names the authorities that are trusted. `HTTPS_PROXY`, `HTTP_PROXY` (for each
-scheme, in either case of letters) and `NO_PROXY` name the way to the store, as they do for other tools.
+`AWS_CA_BUNDLE`, else `SSL_CERT_FILE`, names the trusted authorities. `HTTPS_PROXY`, `HTTP_PROXY` (per scheme, in upper
+or lower case) and `NO_PROXY` configure proxies as in other tools.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _log = logging.getLogger("deltashard.stores")
 _warned: set[str] = set()
 _warned_lock = threading.Lock()
 _CREDENTIALS = re.compile(r"169\.254\.[0-9.]+|fe80:.*|fd00:ec2:.*|100\.100\.100\.200", re.ASCII)
-"""Who gives a machine or a pod its credentials; such a request holds the pod's token, and no proxy may see it."""
+"""Sources of machine or pod credentials; these requests carry the pod's token, which no proxy may see."""
 _BUNDLES = ("AWS_CA_BUNDLE", "SSL_CERT_FILE")
 
 
 class BadTransport(UserError):
-    """A proxy or a bundle of authorities that is named and cannot be used."""
+    """The configured proxy or certificate bundle cannot be used."""
 
 
 class CertificateRefused(UserError):
-    """The store's TLS certificate is not one we trust."""
+    """The store's TLS certificate is not trusted."""
 
 
 def checked_endpoint(endpoint: str, *, path: bool = False) -> SplitResult:
-    """The parts of http(s)://host[:port], with `path` a segment more; raises `RequestRefused`, without a password."""
+    """Split http(s)://host[:port], with `path` plus one segment; raises `RequestRefused`, without a password."""
     parts = urlsplit(endpoint)
     try:
         port = parts.port is None or parts.port > 0
@@ -53,7 +53,7 @@ def checked_endpoint(endpoint: str, *, path: bool = False) -> SplitResult:
 
 
 def ca_bundle() -> tuple[str, Path] | None:
-    """The variable that names a bundle of authorities, and the file; raises `BadTransport` when that cannot be read."""
+    """Return the variable that names a certificate bundle, and the file; raises `BadTransport` if it is unreadable."""
     for name in _BUNDLES:
         if value := os.environ.get(name):
             path = Path(value)
@@ -76,18 +76,18 @@ def _bad_bundle(name: str, value: str, reason: str) -> BadTransport:
 
 
 def certificate_refused(reason: str, *, where: str) -> CertificateRefused:
-    """The error for a certificate that the authorities in force do not vouch for; it names where they come from."""
+    """Return the error for a certificate that no trusted authority signed; it names the source of the authorities."""
     named = ca_bundle()
     trusted = f"{named[0]}={named[1]}" if named else "the public authorities (certifi)"
     return CertificateRefused(
-        f"TLS failed: {reason}; trusted are those of {trusted}",
+        f"TLS failed: {reason}; trusted authorities: {trusted}",
         where=where,
         remedy="set AWS_CA_BUNDLE or SSL_CERT_FILE to the authority that signed the store's certificate",
     )
 
 
 def proxy_of(url: str) -> str | None:
-    """The proxy of requests to `url`, with its credentials; None: they go straight. Raises `BadTransport`."""
+    """Return the proxy for requests to `url`, with its credentials; None: direct. Raises `BadTransport`."""
     parts = urlsplit(url)
     proxies = getproxies_environment()
     proxy = None if _CREDENTIALS.fullmatch(parts.hostname or "") else proxies.get(parts.scheme)
@@ -101,28 +101,28 @@ def proxy_of(url: str) -> str | None:
     if not usable:
         name = f"{parts.scheme.upper()}_PROXY"
         raise BadTransport(
-            f"{name} names no proxy",
+            f"{name} is not a proxy URL",
             where=without_credentials(found.geturl()),
-            remedy="it takes http://host:port",
+            remedy="use http://host:port",
         )
     return found.geturl()
 
 
 def without_credentials(proxy: str) -> str:
-    """A proxy's URL without the credentials in it."""
+    """Return a proxy's URL without its credentials."""
     parts = urlsplit(proxy)
     host = parts.netloc.rpartition("@")[2]
     return urlunsplit((parts.scheme, host, "", "", ""))
 
 
 def via_proxy(url: str) -> str:
-    """` through the proxy http://host:port`, for messages; nothing where requests to `url` go straight."""
+    """Return ` through the proxy http://host:port` for messages; empty if requests to `url` are direct."""
     proxy = proxy_of(url)
     return f" through the proxy {without_credentials(proxy)}" if proxy else ""
 
 
 def warn_if_plaintext(endpoint: str) -> None:
-    """Say once that checkpoints go to `endpoint` unencrypted, unless it is on this machine."""
+    """Warn once that checkpoints are sent to `endpoint` unencrypted, unless it is on this machine."""
     parts = urlsplit(endpoint)
     host = parts.hostname or ""
     if parts.scheme == "https" or host == "localhost":
@@ -131,13 +131,13 @@ def warn_if_plaintext(endpoint: str) -> None:
         if ipaddress.ip_address(host).is_loopback:
             return
     except ValueError:
-        pass  # a name
+        pass  # a host name
     with _warned_lock:
         if endpoint in _warned:
             return
         _warned.add(endpoint)
     _log.warning(
-        "the object store is reached over plain http (%s): checkpoints can be read and changed by anyone on the way; "
-        "use https unless the network between is trusted",
+        "the object store is reached over plain http (%s): checkpoints can be read and changed in transit; "
+        "use https unless the network is trusted",
         endpoint,
     )

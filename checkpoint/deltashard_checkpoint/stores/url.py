@@ -1,9 +1,8 @@
-"""From a URL to a store: `s3://bucket/prefix`, a directory, or what a package beside core has registered (`scheme`).
+"""Open a store by URL: `s3://bucket/prefix`, a directory, or a scheme registered by another package (`scheme`).
 
-A directory is `file:///dir` or a plain path. What is said of a store beside its name are the URL's options, each a
-word of its scheme: `s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1`. Without, the
-environment decides as it does for other tools: `AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL` and `AWS_REGION`.
-Credentials never stand in a URL.
+A directory is `file:///dir` or a plain path. Options of a scheme are given in the query:
+`s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1`. Otherwise the environment decides, as for other
+tools: `AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL` and `AWS_REGION`. A URL never holds credentials.
 """
 
 from __future__ import annotations
@@ -54,17 +53,17 @@ _S3 = Scheme(
 def open_store(
     url: str, *, policy: RetryPolicy | None = None, observer: StoreObserver | None = None, create: bool = True
 ) -> RetryingStore:
-    """The store at `url`, with retries by `policy`; `create` false: a missing file:// directory is an error.
+    """Return the store at `url`, with retries by `policy`; `create` false: a missing file:// directory is an error.
 
     Raises:
-        BadStoreUrl: `url` is not one.
-        BucketMissing: the directory does not exist and must not be made. Buckets are met at the first request.
+        BadStoreUrl: `url` is invalid.
+        BucketMissing: the directory does not exist and `create` is false. Buckets are checked by the first request.
     """
     return RetryingStore(_open(url, create=create), policy=policy, observer=observer)
 
 
 def local_path(text: str) -> Path:
-    """The absolute path of a directory that was named as a shell would; raises `BadStoreUrl` for `~` without a home."""
+    """Return the absolute path of a directory in shell notation; raises `BadStoreUrl` for `~` without a home."""
     try:
         return Path(text).expanduser().absolute()
     except (RuntimeError, ValueError, OSError) as error:
@@ -118,7 +117,7 @@ def _forms() -> str:
 def _parsed(parts: SplitResult, scheme: Scheme, url: str) -> StoreUrl:
     if scheme.bucket.fullmatch(parts.netloc) is None:
         what = (
-            f"{parts.netloc!r} cannot name a bucket"
+            f"{parts.netloc!r} is not a valid bucket name"
             if parts.netloc
             else f"{parts.scheme} URL without a bucket"
         )
@@ -133,7 +132,7 @@ def _parsed(parts: SplitResult, scheme: Scheme, url: str) -> StoreUrl:
 
 
 def options_of(query: str, scheme: Scheme, url: str) -> dict[str, str]:
-    """The URL's options, each known, given once and right: one that is passed over in silence misleads."""
+    """Return the URL's options; raises for unknown, repeated and invalid ones instead of ignoring them."""
     remedy = f"{scheme.form}; its options are {', '.join(scheme.options)}"
     found: dict[str, str] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
@@ -143,6 +142,6 @@ def options_of(query: str, scheme: Scheme, url: str) -> dict[str, str]:
             )
             raise BadStoreUrl(f"{trouble} {name!r} in store URL", where=url, remedy=remedy)
         if scheme.options[name].fullmatch(value) is None:
-            raise BadStoreUrl(f"{value!r} is no {name}", where=url, remedy=scheme.form)
+            raise BadStoreUrl(f"{value!r} is not a valid {name}", where=url, remedy=scheme.form)
         found[name] = value
     return found

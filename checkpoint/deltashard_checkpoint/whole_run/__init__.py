@@ -1,1 +1,1 @@
-"""Runs as a whole: copied, removed."""
+"""Operations on whole runs: copy and remove."""

@@ -1,6 +1,6 @@
-"""What lies where a run should be, and is none: a removal or a copy that was cut short, data without a log. Reads only.
+"""Detect what is left in place of a run: an interrupted removal or copy, or data without a log. Reads only.
 
-A log that is merely damaged is none of these: its reader says what is wrong with it.
+A damaged log is not an incomplete run; its reader reports the damage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from deltashard_checkpoint.write.closing import attempt_of_marker
 
 
 class IncompleteState(StrEnum):
-    """What it is, in a word or two."""
+    """Short description of the incomplete state."""
 
     REMOVING = "being removed"
     COPYING = "half copied"
@@ -28,16 +28,16 @@ class IncompleteState(StrEnum):
 
 
 _REMEDY = {
-    IncompleteState.REMOVING: "call `deltashard rm` again",
-    IncompleteState.COPYING: "call `deltashard cp` again, it continues (with -c: as seq:N, the same one); "
+    IncompleteState.REMOVING: "run `deltashard rm` again",
+    IncompleteState.COPYING: "run `deltashard cp` again to continue (with -c: the same checkpoint, as seq:N); "
     "`deltashard rm --ended` removes it",
-    IncompleteState.NO_LOG: "call `deltashard cp` again, if a copy to this name was cut short; `deltashard scan` shows the "
-    "saves that are there, `deltashard rm` removes them",
+    IncompleteState.NO_LOG: "run `deltashard cp` again if a copy to this name was interrupted; "
+    "`deltashard scan` lists the saves, `deltashard rm` removes them",
 }
 
 
 def incomplete_state(store: Store, root: str) -> IncompleteState | None:
-    """What is left under `root` (of a run: its name and "/"; empty: the store is the run's); None: nothing, or a log.
+    """Return what is left under `root` (the run's name and "/"; empty for the whole store); None: nothing, or a log.
 
     Raises store errors.
     """
@@ -55,7 +55,7 @@ def incomplete_state(store: Store, root: str) -> IncompleteState | None:
         return None
     if hint is not None or seen.folds:
         return IncompleteState.NO_LOG
-    # Its names sort before those of anybody else's objects there, or close to them.
+    # These names sort before most other objects under the root.
     for begin in ("data/0", "data/compact-", "closing/0"):
         first = next(store.list(root + begin), None)
         if first is not None and is_run_key(first.key[len(root) :]):
@@ -64,7 +64,7 @@ def incomplete_state(store: Store, root: str) -> IncompleteState | None:
 
 
 def is_run_key(key: str) -> bool:
-    """Whether a key, relative to a run's root, is one that only a run has. Pure."""
+    """Return whether a key, relative to a run's root, can only belong to a run. Pure."""
     if key == "log/HINT" or seq_of(key) is not None or fold_of(key) is not None:
         return True
     if attempt_of_marker(key) is not None:

@@ -1,17 +1,17 @@
-"""A whole run, removed: in an order in which a removal that was killed leaves nothing that restores.
+"""Remove a whole run, in an order in which an interrupted removal leaves nothing that restores.
 
-1. `log/HINT` says that the log goes on to a slot that no log has: from here on every reader finds its newest entries
-   gone (`LogGap`) and restores, commits and deletes nothing. A living trainer finds the log changed under it. On a full
-   store it takes the place of copies: of the old HINT, and of folded states. Without them a run is as whole as before.
-2. The folded states, then the entries, oldest first: should HINT be lost, a gap is left at the beginning, not a shorter
-   log that looks whole.
-3. Data, layouts and all else that is a run's, and once more what somebody may have written meanwhile, who had read the
-   log before (and HINT again, which he wrote over): listed again until a round finds nothing. Last of all HINT.
-4. A last look: what is there now came after the rounds, and is said (`Content.left`). Where the rounds did not come to
-   an end, HINT stays, and with it the door is shut.
+1. Put a barrier: a `log/HINT` that names a slot beyond any log. Every reader then misses the newest entries (`LogGap`)
+   and neither restores, commits nor deletes; a living trainer finds the log changed. On a full store the barrier takes
+   the space of redundant copies: the old HINT and folded states, without which a run is still complete.
+2. Delete the folded states, then the entries, oldest first: if HINT is lost, the log has a gap at its beginning instead
+   of looking like a shorter complete log.
+3. Delete data, layouts and all other objects of the run, and again those of concurrent writers that had read the log
+   before (and the HINT that they may have overwritten), until a round finds nothing. Delete HINT last.
+4. List once more: remaining objects were put after the rounds and are reported (`Content.left`). If the rounds did not
+   reach an end, HINT stays and keeps readers out.
 
-Begun again it goes on: HINT says what this is. Only folders that every run has are touched, so a run whose name begins
-with this one's (`a/b` beside `a`) keeps its own.
+A repeated call continues, because HINT identifies a removal. Only folders that every run has are touched, so a run
+whose name begins with this one's (`a/b` next to `a`) keeps its objects.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from deltashard_checkpoint.stores.abc import ObjectInfo, ObjectNotFound, StoreFu
 
 _BATCH = 1000
 _ROUNDS = 8
-"""Of what others write meanwhile; who goes on longer is a trainer that should have been ended."""
+"""Rounds against concurrent writes; a longer-lived writer is a trainer that should have been ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What lies under a run's name."""
+    """Objects under a run's name."""
 
     objects: int
     bytes: int
     left: int = 0
-    """Objects that a removal saw when it was done: somebody put them meanwhile."""
+    """Objects found after the removal, from concurrent writers."""
 
 
 def content(log: RunLog) -> Content:
-    """Everything that a removal would delete; reads only."""
+    """Return everything that a removal would delete; reads only."""
     objects = size = 0
     for info in _all_objects(log):
         objects, size = objects + 1, size + info.size_bytes
@@ -56,21 +56,21 @@ def is_being_removed(log: RunLog) -> bool:
 
 
 class RunAdvanced(UserError):
-    """The log went on while it was being looked at: the run is somebody's."""
+    """The log advanced during the check: the run is in use."""
 
 
 def remove(
     log: RunLog, *, through: int | None = None, advance: Callable[[int], None] = lambda _bytes: None
 ) -> Content:
-    """Remove the run; what was deleted, and what is left. May be killed at any instant and run again.
+    """Remove the run; return what was deleted and what is left. May be killed at any time and repeated.
 
-    The caller has asked whether anyone holds the run (`holder`), by the log up to slot `through`: whoever wrote behind
-    it meanwhile keeps the run. None: whoever writes is not to be minded.
+    The caller has checked that the run has no holder (`holder`), by the log up to slot `through`; a later entry aborts
+    the removal. None: ignore later entries.
 
     Raises `RunAdvanced`, with nothing removed, and store errors.
     """
     hint = None if through is None else _hint(log)
-    # IMPORTANT: before anything goes. From here on nobody takes what is left for a run.
+    # IMPORTANT: before any deletion. From here on no reader accepts the rest as a run.
     _put_barrier(log)
     crash_point("rm.after_barrier")
     if through is not None and (newer := _first_after(log, through)) is not None:
@@ -79,9 +79,9 @@ def remove(
         else:
             log.store.delete([log.key("log/HINT")])
         raise RunAdvanced(
-            f"entry {newer} was written while it was looked at: it goes on",
+            f"entry {newer} was written during the check: the run is in use",
             where=f"run {log.run}",
-            remedy="end its trainers, and call again",
+            remedy="end its trainers and run the command again",
         )
     gone: list[int] = []
 
@@ -94,11 +94,11 @@ def remove(
 
     drop(log.store.list(log.key("log/fold-")))
     crash_point("rm.after_folds")
-    # A listing is in the order of keys: entries oldest first.
+    # Listings are in key order: entries oldest first.
     drop(info for info in log.store.list(log.key("log/")) if seq_of(info.key[len(log.run) + 1 :]) is not None)
     crash_point("rm.after_log")
     for _ in range(_ROUNDS):
-        # IMPORTANT: the barrier stands while data goes. A writer that read the log before it may have put its own HINT.
+        # IMPORTANT: the barrier must be in place during the deletion. A concurrent writer may have put its own HINT.
         if not is_being_removed(log):
             _put_barrier(log)
         if not drop(_all_but_hint(log)):
@@ -116,7 +116,7 @@ def remove(
 
 
 def _put_barrier(log: RunLog) -> None:
-    """Put the barrier; raises `StoreFull` when there is no room even without the copies."""
+    """Put the barrier; raises `StoreFull` if there is no space even without the redundant copies."""
     try:
         log.put_hint(REMOVAL)
     except StoreFull:
@@ -133,7 +133,7 @@ def _hint(log: RunLog) -> bytes | None:
 
 
 def _first_after(log: RunLog, through: int) -> int | None:
-    """The first entry of the log behind a slot; None: there is none."""
+    """Return the first entry of the log after a slot; None if there is none."""
     after = log.key(entry_key(through)) if through >= 0 else ""
     found = (
         seq_of(info.key[len(log.run) + 1 :]) for info in log.store.list(log.key("log/"), start_after=after)
@@ -153,7 +153,7 @@ def _delete(log: RunLog, batch: list[ObjectInfo], advance: Callable[[int], None]
 
 
 def _all_objects(log: RunLog) -> Iterator[ObjectInfo]:
-    """Of the log first: should HINT be lost, entries without data are worse than data without entries."""
+    """The log comes first: if HINT is lost, entries without data are worse than data without entries."""
     for folder in sorted(RESERVED, key=lambda name: (name != "log", name)):
         yield from log.store.list(log.key(f"{folder}/"))
 

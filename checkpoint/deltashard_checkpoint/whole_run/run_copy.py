@@ -1,17 +1,17 @@
-"""A run copied into another store under its own name, and one checkpoint made the first of a new run.
+"""Copy a run to another store under its own name, or start a new run from one checkpoint.
 
-    1. Data, layouts and folded states. Packs are checked by their frames' hashes, all else by the hash in its name.
-    2. `log/HINT`: where the log will end, and that it is not whole yet.
+    1. Data, layouts and folded states. Packs are checked by their frames' hashes, others by the hash in their name.
+    2. `log/HINT`: where the log will end, and that it is not complete yet.
     3. The entries of the log, oldest first, created only if absent.
-    4. `log/HINT` again: the log is whole.
+    4. `log/HINT` again: the log is complete.
 
-A log that ends before the slot of HINT, or has a hole, has lost entries for every reader (`LogGap`). So a copy that was
-killed is never taken for a whole run, and no trainer begins one there. Called again it passes over what is there and
-whole. Genesis is created only if absent: a run of that name that another process begins first stays, with its HINT.
+A log that ends before HINT's slot, or has a hole, reads as a log with lost entries (`LogGap`). So no reader accepts an
+interrupted copy as a complete run, and no trainer starts one there. A repeated call skips complete objects. Genesis is
+created only if absent: a run of that name that another process starts first stays, with its HINT.
 
-A copy of a run has the source's bytes under the source's keys, so a later call brings it up to date, unless it went on
-by itself. A new run has three entries. Its rows are moved as a compaction moves them (`row_mover`), into one part
-without a layout; what a call that was killed has put of it lies under the same prefix, and goes with it.
+A copy of a run has the source's bytes under the source's keys, so a later call updates it, unless the copy advanced
+separately. A new run has three entries. Its rows are moved as in a compaction (`row_mover`), into one part without a
+layout; leftovers of an interrupted call are under the same prefix and are removed with it.
 """
 
 from __future__ import annotations
@@ -57,35 +57,35 @@ from deltashard_checkpoint.write.part_writer import PartTarget
 WORKERS = 8
 LOG_WORKERS = 16
 IN_FLIGHT_BYTES = 256 << 20
-"""Of packs that are in memory at once (one that is larger is alone)."""
+"""Bytes of packs in memory at once (a larger pack is alone)."""
 FIRST_ATTEMPT, FIRST_CUT = 1, 1
-"""Of a new run that a checkpoint begins."""
+"""First attempt and snapshot of a run started from a checkpoint."""
 
 
 class TargetTaken(UserError):
-    """A run of that name is there, and is no copy of this source."""
+    """A run of that name exists, and is not a copy of this source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyResult:
-    """What a copy did."""
+    """Result of a copy."""
 
     run: str
     seq: int | None
-    """The newest checkpoint, in the copy; None: it has none."""
+    """Newest checkpoint of the copy; None if it has none."""
     source_seq: int | None
-    """What the source calls it."""
+    """Its seq in the source."""
     step: int | None
     checkpoints: int
     through: int
-    """The last slot of the source's log that the copy knows."""
+    """Last slot of the source's log in the copy."""
     objects: int
     """Data objects put."""
     bytes: int
     skipped: int
-    """Data objects that were there already, and whole."""
+    """Complete data objects that existed already."""
     entries: int
-    """Log entries put; 0: the copy was whole already."""
+    """Log entries put; 0: the copy was complete already."""
 
 
 def copy_run(
@@ -95,11 +95,10 @@ def copy_run(
     open_progress: Callable[[int], Callable[[int], None]] = lambda _total: lambda _bytes: None,
     deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> CopyResult:
-    """Copy the run, or continue a copy, or bring it up to date. May be killed at any instant and begun again.
+    """Copy the run, continue a copy, or update it. May be killed at any time and repeated.
 
-    `open_progress` takes the bytes of all packs and returns the function that is called with the bytes of each one done.
-    Raises `TargetTaken`, `LogStopped`, `InvalidCheckpoint` for an object of the source that is not whole, and store
-    errors.
+    `open_progress` receives the bytes of all packs and returns a function that is called with the bytes of each
+    finished pack. Raises `TargetTaken`, `LogStopped`, `InvalidCheckpoint` for a corrupt source, and store errors.
     """
     if source.store.url == target.store.url:
         raise UserError(
@@ -123,13 +122,13 @@ def start_run(
     resume: bool = False,
     deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> CopyResult:
-    """Begin the run `target` with one checkpoint of the source, which holds all its rows there.
+    """Start the run `target` from one checkpoint of the source, with all its rows.
 
-    `cache` holds packs on their way. `owner` has the new run; None: the source's. `resume`: a copy that was cut short
-    goes on with the checkpoint that it began with, whatever `which` means by now.
-    May be killed at any instant and begun again.
+    `cache` holds packs in transit. `owner` owns the new run; None: the source's owner. With `resume`, an interrupted
+    copy continues with its original checkpoint, whatever `which` selects now. May be killed at any time and repeated.
+
     Raises `TargetTaken`, `CompactionUnsupported` for a chain whose column shards changed or that holds tombstones,
-    `InvalidCheckpoint`, what `resolve_checkpoint` raises, and store errors.
+    `InvalidCheckpoint`, the errors of `resolve_checkpoint`, and store errors.
     """
     validate_new_run(target.run)
 
@@ -167,7 +166,7 @@ def _copy(
     for key, digest in _small_objects(live, indexes):
         put.put_small(key, digest)
     for name in listed.folds:
-        with suppress(InvalidCheckpoint):  # one that is gone or rotten counts for nothing, here as there
+        with suppress(InvalidCheckpoint):  # a missing or corrupt one is ignored in the copy as in the source
             put.put_small(fold_key(name), _hash_matches(content_digest, name.digest))
     crash_point("cp.after_data")
     if missing or not target.hint().whole:
@@ -196,7 +195,7 @@ def _hash_matches(hashed: Callable[[bytes], str], digest: str) -> Callable[[byte
 def _small_objects(
     state: RunState, indexes: Mapping[str, Index]
 ) -> Iterator[tuple[str, Callable[[bytes], bool]]]:
-    """(key, whether bytes are its) of all indexes, manifests and layouts that live checkpoints need."""
+    """Yield (key, function that verifies its bytes) of all indexes, manifests and layouts of live checkpoints."""
     for key in indexes:
         yield key, _hash_matches(digest_hex, parse_index_key(key).xxh3)
     layouts = {each.layout for each in state.attempts.values() if each.layout}
@@ -209,7 +208,7 @@ def _small_objects(
 
 
 class _DataWriter:
-    """Puts the data objects of a copy, each once it was checked."""
+    """Puts the data objects of a copy, each after verification."""
 
     def __init__(self, source: RunLog, target: RunLog) -> None:
         self._source = source
@@ -227,7 +226,7 @@ class _DataWriter:
         self.bytes = 0
 
     def packs(self, indexes: Mapping[str, Index]) -> None:
-        """Raises `InvalidCheckpoint` and store errors."""
+        """Copy all packs; raises `InvalidCheckpoint` and store errors."""
         found = [
             (pack.key, pack.bytes, pieces) for index in indexes.values() for pack, pieces in index.pieces()
         ]
@@ -243,9 +242,9 @@ class _DataWriter:
                 return
             if not self._read_verified(self._source, key, buffer, pieces, strict=True):
                 raise InvalidCheckpoint(
-                    f"{key} is not what its index says: a frame does not match its hash",
+                    f"{key} does not match its index: a frame does not match its hash",
                     where=self._source.key(key),
-                    remedy="`deltashard verify --deep` says which checkpoints need it",
+                    remedy="`deltashard verify --deep` lists the checkpoints that need it",
                 )
             self._target.store.put(self._target.key(key), buffer)
         self._count(size, put=True)
@@ -253,9 +252,9 @@ class _DataWriter:
     def _read_verified(
         self, log: RunLog, key: str, buffer: bytearray, pieces: Sequence[Piece], *, strict: bool = False
     ) -> bool:
-        """Read a pack into `buffer`; whether all in it is as its index says. `strict`: it must be there."""
+        """Read a pack into `buffer`; return whether all frames match the index. `strict`: it must exist."""
         view = memoryview(buffer)
-        for _ in range(2):  # the wrong bit may have been ours, or the network's
+        for _ in range(2):  # a bit error may have happened locally or on the network
             try:
                 log.store.get_into(log.key(key), 0, view)
                 for piece in pieces:
@@ -270,7 +269,7 @@ class _DataWriter:
         return False
 
     def put_small(self, key: str, matches: Callable[[bytes], bool]) -> None:
-        """An object whose name has its hash. Raises `InvalidCheckpoint` and store errors."""
+        """Copy an object whose name has its hash; raises `InvalidCheckpoint` and store errors."""
         if key in self._existing and matches(self._target.store.get(self._target.key(key))):
             self._count(0, put=False)
             return
@@ -285,7 +284,7 @@ class _DataWriter:
 
     @contextmanager
     def _reserve_memory(self, size: int) -> Iterator[None]:
-        """Wait until `size` bytes more may be in memory."""
+        """Wait until another `size` bytes fit into memory."""
         with self._lock:
             self._lock.wait_for(lambda: not self._in_flight or self._in_flight + size <= IN_FLIGHT_BYTES)
             self._in_flight += size
@@ -361,25 +360,25 @@ def _start(
 
 
 def _token(entry: Checkpoint) -> str:
-    """The writer of a run that this checkpoint begins: a copy that was cut short is known by it."""
+    """Return the writer token of a run started from this checkpoint; it identifies an interrupted copy."""
     return content_digest(canonical(document_of(entry)))[:16]
 
 
 def _check_started_from(target: RunLog, state: RunState, seq: int) -> None:
-    """Raises `TargetTaken` unless what is there was begun with this checkpoint, and was cut short."""
+    """Raise `TargetTaken` unless the target is an interrupted copy of this checkpoint."""
     started_from = _started_from(target, state)
     if started_from is None or target.hint().whole:
         raise _target_taken(target)
     if started_from != seq:
         raise TargetTaken(
-            f"run {target.run!r} was begun there with checkpoint {started_from}, and cut short",
+            f"run {target.run!r} is an interrupted copy of checkpoint {started_from}",
             where=target.store.url,
-            remedy=f"say -c seq:{started_from} to continue; `deltashard rm --ended` removes it",
+            remedy=f"pass -c seq:{started_from} to continue; `deltashard rm --ended` removes it",
         )
 
 
 def _started_from(target: RunLog, state: RunState) -> int | None:
-    """The checkpoint of the source that what is there was begun with."""
+    """Return the source's checkpoint from which the target was started."""
     return {_token(entry): each for each, entry in state.checkpoints.items()}.get(_writer(target, 0))
 
 
@@ -389,7 +388,7 @@ def _writer(target: RunLog, seq: int) -> str:
 
 
 def _sealed_log(run: str, entries: Sequence[Entry]) -> dict[int, bytes]:
-    """The bytes of a log of these entries, judged by the law."""
+    """Return the bytes of a log of these entries, after validation."""
     sealed, previous = [], ""
     for entry in entries:
         sealed.append(seal(replace(entry, previous=previous)))
@@ -403,9 +402,9 @@ def _sealed_log(run: str, entries: Sequence[Entry]) -> dict[int, bytes]:
 
 
 def _missing(target: RunLog, entries: Mapping[int, bytes], first: int = 0) -> list[int]:
-    """Slots, from `first` on, that are not at the target yet.
+    """Return the slots from `first` on that are missing in the target.
 
-    Raises `TargetTaken` when what is there is another log's.
+    Raises `TargetTaken` if the target has another log.
     """
     there = target.listed(first).seqs
 
@@ -421,9 +420,9 @@ def _missing(target: RunLog, entries: Mapping[int, bytes], first: int = 0) -> li
 
 def _target_taken(target: RunLog) -> TargetTaken:
     return TargetTaken(
-        f"run {target.run!r} is there, and is no copy of this",
+        f"run {target.run!r} exists in the target, and is not a copy of this run",
         where=target.store.url,
-        remedy="name another run; what a copy that was cut short has left, `deltashard rm` removes",
+        remedy="use another run name; `deltashard rm` removes the remains of an interrupted copy",
     )
 
 
@@ -431,9 +430,9 @@ def _put_log(target: RunLog, entries: Mapping[int, bytes], missing: Sequence[int
     target.probe()
     before = _hint(target)
     _check_barrier(target, Hint.of(before), whole.seq)
-    if missing:  # putting data took its time: somebody may have begun a run, or gone on with it
+    if missing:  # copying data takes time: a run may have been started or advanced since
         missing = _missing(target, entries, missing[0])
-    # IMPORTANT: HINT first. It keeps everyone away from a log that is not whole yet.
+    # IMPORTANT: HINT first. It keeps readers away from a log that is not complete yet.
     mark = replace(whole, whole=False)
     target.put_hint(mark)
     crash_point("cp.after_hint")
@@ -456,7 +455,7 @@ def _put_log(target: RunLog, entries: Mapping[int, bytes], missing: Sequence[int
         for seq in missing[1:][-1:]:
             put(seq)
     except BaseException as error:
-        # Somebody began a run of this name, or went on with it, just now: it must not be kept shut.
+        # Another process started or advanced a run of this name: remove the barrier.
         if isinstance(error, TargetTaken) or (
             missing and not _is_ours(target, missing[0], entries, absent=True)
         ):
@@ -467,13 +466,13 @@ def _put_log(target: RunLog, entries: Mapping[int, bytes], missing: Sequence[int
 
 
 def _put_whole_hint(target: RunLog, whole: Hint) -> None:
-    """Leave HINT of a log that is whole now, unless a longer copy or a trainer has left its own."""
+    """Put the HINT of a complete log, unless a longer copy or a trainer has put its own."""
     if target.hint() == replace(whole, whole=False):
         target.put_hint(whole)
 
 
 def _is_ours(target: RunLog, seq: int, entries: Mapping[int, bytes], *, absent: bool = False) -> bool:
-    """Whether the target's slot holds these bytes; `absent`: or nothing."""
+    """Return whether the target's slot holds these bytes; with `absent`, or is empty."""
     try:
         return target.store.get(target.key(entry_key(seq))) == entries[seq]
     except ObjectNotFound:
@@ -481,12 +480,14 @@ def _is_ours(target: RunLog, seq: int, entries: Mapping[int, bytes], *, absent: 
 
 
 def _check_barrier(target: RunLog, hint: Hint, seq: int) -> None:
-    """Refuse what ends at slot `seq` beside a removal, or a copy that goes further: its HINT must stand."""
+    """Raise if a removal or a longer copy is in progress, whose HINT must stay; this log ends at slot `seq`."""
     if hint.whole or hint.seq <= seq:
         return
     left = IncompleteState.REMOVING if hint == REMOVAL else IncompleteState.COPYING
     raise TargetTaken(
-        f"run {target.run!r} is {left} there, by somebody else", where=target.store.url, remedy=left.remedy
+        f"run {target.run!r} is {left} in the target by another process",
+        where=target.store.url,
+        remedy=left.remedy,
     )
 
 

@@ -1,1 +1,1 @@
-"""Writing a checkpoint: open an attempt, choose what the cut holds, write parts, commit."""
+"""Write a checkpoint: open an attempt, choose the rows of a snapshot, write parts, commit."""

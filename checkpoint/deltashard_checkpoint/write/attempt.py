@@ -1,25 +1,23 @@
-"""Opening an attempt: from here on this trainer's checkpoints count, and every older trainer's do not.
+"""Open an attempt, which fences every older trainer of the run.
 
-An attempt is opened by winning the next slot of the log. The entry names the checkpoint that will be loaded, chosen
-at that very slot: if an older trainer (a zombie) commits first, its entry has the slot, the opener sees that
-checkpoint and resumes from it; if the opener wins, the zombie finds a higher attempt and is fenced. One total order,
-no leases, no clocks.
+An attempt is opened by winning the next slot of the log. Its entry names the checkpoint to load, chosen for that very
+slot. If an older trainer (a zombie) commits first, it takes the slot, and the opener resumes from that checkpoint. If
+the opener wins, the zombie sees a higher attempt and is fenced. The log is one total order: no leases, no clocks.
 
-A sidecar whose pod is being terminated with a save still uploading leaves a marker (`write.closing`); an opener waits
-for it. A marker that was not removed (its process was killed) costs one bound at most.
+A sidecar whose pod is terminating while a save uploads leaves a marker (`write.closing`), and an opener waits for it. A
+marker of a killed process costs at most one bounded wait.
 
-A run with a name of the user's (`run-id`) may be handed from one workload to the next: each enters with its first
-attempt. A workload that another one displaced does not come back by itself (`TakenOver`), nor does a pod that another
-pod displaced: two that live at once end in one, and never in a loop in which each restart of the one fences the other.
+A run with a user-chosen name (`run-id`) may be handed from one workload to the next; each workload enters with its
+first attempt. A superseded workload (`TakenOver`) or pod cannot reopen the run, so two live trainers end in one and
+their restarts do not fence each other in a loop.
 
-A full or read-only store takes no entry, but it can be read: a trainer that is alone restores all the same
-(`read_unopened`), trains on, and opens its attempt late, with the entry that it would have had (`ResumeBasis`). Until
-then nothing of it counts. The entry is written only if the run stands where it was read: no attempt was opened since,
-and the same checkpoint would be chosen. So of two that restored from one full store the first to find room goes on,
-and the other one is `StaleRestore`, as is one whose predecessor lived on and committed.
+A full or read-only store accepts no entry but can be read. A single trainer then restores (`read_unopened`), trains,
+and opens its attempt later with the entry that it would have had (`ResumeBasis`). Until then its checkpoints do not
+count. The entry is written only if no attempt was opened since the read and the same checkpoint would be chosen.
+Otherwise, for example when another trainer opened first or a predecessor committed, the open raises `StaleRestore`.
 
-What could not be loaded is excluded, loudly, by the caller who tried: `exclude` takes away every checkpoint whose
-chain reads an excluded one, and another attempt is opened that names what was really loaded.
+A caller that fails to load a checkpoint passes it in `exclude`, which drops every checkpoint whose chain reads it. The
+caller then opens another attempt, which names the checkpoint that was really loaded.
 """
 
 from __future__ import annotations
@@ -54,36 +52,34 @@ from deltashard_checkpoint.write.fencing import FencedError, displacement
 
 
 class StaleRestore(FencedError):
-    """The run went on since this trainer restored it from a store that took no entry."""
+    """The run advanced after this trainer restored it from a store that accepted no entry."""
 
     def __init__(self, what: str, run: str) -> None:
         super(FencedError, self).__init__(
-            f"the run went on since it was restored here from a store that took no entry: {what}",
+            f"the run advanced since it was restored here from a store that accepted no entry: {what}",
             where=f"run {run}",
-            remedy="end this process; a new one restores what is the newest now",
+            remedy="end this process; a new one restores the newest checkpoint",
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeBasis:
-    """What a trainer trains on whose attempt could not be opened."""
+    """State from which a trainer runs while its attempt is not open yet."""
 
     attempt: int
-    """The newest attempt when it was read; 0: none."""
+    """Newest attempt at the time of the read; 0 if there was none."""
     resume: int | None
-    """Seq of what the entry names."""
+    """Seq of the checkpoint that was loaded."""
     token: str
-    """Writer of the entry to come: one whose answer was lost is found by it."""
+    """Writer token of the future entry; finds an entry whose acknowledgement was lost."""
 
     def check(self, now: RunState, resume: Checkpoint | None) -> None:
-        """Raise `StaleRestore` unless the run stands where it was read. Pure."""
+        """Raise `StaleRestore` if an attempt was opened since, or another checkpoint would be chosen. Pure."""
         if (now.attempt or 0) != self.attempt:
             raise StaleRestore(f"attempt {now.attempt} was opened", now.run)
         if (None if resume is None else resume.seq) != self.resume:
-            newer = "nothing" if resume is None else f"checkpoint {resume.seq}"
-            raise StaleRestore(
-                f"{newer} is what a restore would load now, and {self.resume} was loaded", now.run
-            )
+            newer = "no checkpoint" if resume is None else f"checkpoint {resume.seq}"
+            raise StaleRestore(f"a restore would load {newer} now, but {self.resume} was loaded", now.run)
 
 
 class OwnerMismatch(UserError):
@@ -92,22 +88,22 @@ class OwnerMismatch(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedAttempt:
-    """An attempt that is ours."""
+    """An attempt opened by this process."""
 
     attempt: int
-    """Its number: the seq of its own entry."""
+    """Attempt number: the seq of its entry."""
     resume: Checkpoint | None
-    """What it must load; None: nothing was ever committed, or "none" was asked for, and the first cut is a baseline."""
+    """Checkpoint to load; None if the run has none or "none" was requested. The first snapshot is then a baseline."""
     state: RunState
-    """The run right after the entry."""
+    """Run state right after the entry."""
     waited_s: float
     """Seconds spent waiting for saves of terminating pods."""
     fell_back: bool
-    """Newer checkpoints than `resume` are live but were excluded, or may have stood in slots that cannot be read."""
+    """Newer live checkpoints than `resume` were excluded, or may be in unreadable slots."""
     voided: tuple[int, int] | None = None
-    """Slots [first, stop) of the log that could not be read and count for nothing from now on: commits may be lost."""
+    """Unreadable slots [first, stop) of the log, ignored from now on; commits in them may be lost."""
     damage: str = ""
-    """With `voided`: what is wrong with the log, for people."""
+    """Human-readable description of the log damage, set with `voided`."""
 
 
 def open_attempt(  # noqa: PLR0913
@@ -126,16 +122,15 @@ def open_attempt(  # noqa: PLR0913
     deadline_s: float = DEFAULT_DEADLINE_S,
     basis: ResumeBasis | None = None,
 ) -> OpenedAttempt:
-    """Open the next attempt of the run, creating the run if it does not exist.
+    """Open the next attempt of the run; create the run if it does not exist.
 
-    `layout` are the bytes of the layout (`format.layout`) that `world_size` ranks keep; None: one rank holds every
-    table whole. `workload` and `pod` are UIDs of what this trainer runs in, if that is a cluster; `took_part` is the
-    newest attempt in which the pod is known to have been, whoever opened it. `basis`: what the trainer has
-    loaded already.
-    Raises `OwnerMismatch`, `FencedError` (`StaleRestore`), what `select` raises, `LogStopped` when the log holds an entry
-    of a newer version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline, and `UserError` for a new run
-    of a name that is taken (`key_rule.RESERVED`), and for a layout of another world size or one that does not tile its
-    tables.
+    `layout` is the encoded layout (`format.layout`) of the `world_size` ranks; None if one rank holds every table
+    whole. `workload` and `pod` are cluster UIDs of this trainer, if any. `took_part` is the newest attempt in which the
+    pod is known to have taken part. `basis` describes what the trainer has loaded already.
+
+    Raises `OwnerMismatch`, `FencedError` (`StaleRestore`), the errors of `select`, `LogStopped` for an entry of a newer
+    version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline, and `UserError` for a new run with a
+    reserved name (`key_rule.RESERVED`) or a layout that has another world size or does not tile its tables.
     """
     kept = None if layout is None else _layout_of(layout, world_size)
     opener = _Opener(
@@ -154,14 +149,14 @@ def open_attempt(  # noqa: PLR0913
             deadline_s=deadline_s,
         )
     if kept is not None:
-        # IMPORTANT: an entry names only what is durable. A layout that no entry names is a small, harmless leftover.
+        # IMPORTANT: an entry names only durable objects. A layout that no entry names is a small, harmless leftover.
         _put_layout(log, kept, deadline_s)
     waited_s = wait_for_closing(log, bound_s=closing_wait_s) if marked else 0.0
     chosen: list[tuple[RunState, Checkpoint | None]] = []
 
     def build(now: RunState, seq: int, writer: str) -> Entry:
-        # IMPORTANT: the resume point is chosen against the state at the slot that is being won. Chosen any earlier, a
-        # commit that got in between would be lost though it was acknowledged.
+        # IMPORTANT: the resume point is chosen against the state at the slot being won. An earlier choice would lose an
+        # acknowledged commit that was made in between.
         opener.check(now)
         resume = opener.resume_point(now)
         if basis is not None:
@@ -192,7 +187,6 @@ def open_attempt(  # noqa: PLR0913
 
 
 def _repair_summary(repaired: Salvage) -> str:
-    """What to say of a log that this attempt has repaired."""
     lost = ", ".join(map(str, repaired.lost)) or "the newest"
     newest = repaired.state.newest()
     return (
@@ -217,9 +211,9 @@ def read_unopened(  # noqa: PLR0913
     takeover: bool = False,
     deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> tuple[RunState, Checkpoint | None, ResumeBasis]:
-    """What `open_attempt` would resume from, without a write: (the run, the checkpoint, what to open late with).
+    """Return the run, the checkpoint that `open_attempt` would resume from, and the basis for opening later.
 
-    Raises what `open_attempt` raises but for writing.
+    Writes nothing.     Raises the errors of `open_attempt` except those of writing.
     """
     opener = _Opener(
         owner=owner, workload=workload, pod=pod, took_part=took_part, world_size=1, which=which,
@@ -234,7 +228,7 @@ def read_unopened(  # noqa: PLR0913
 
 
 def _opened_before(log: RunLog, state: RunState, basis: ResumeBasis) -> OpenedAttempt | None:
-    """The attempt that an earlier try with this basis opened, and whose answer was lost; None: none did."""
+    """Return the attempt that an earlier try with this basis opened without an acknowledgement, or None."""
     if (state.attempt or 0) <= basis.attempt:
         return None
     slot = log.read_slot(state.attempt or 0)
@@ -251,7 +245,7 @@ def _opened_before(log: RunLog, state: RunState, basis: ResumeBasis) -> OpenedAt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opener:
-    """Who opens an attempt, and what it asks to resume from. Pure: every answer is about the state it is given."""
+    """Identity of the opener and the resume point it requests. Pure: every result depends only on the given state."""
 
     owner: str
     workload: str
@@ -262,10 +256,10 @@ class _Opener:
     excluded: tuple[int, ...]
     takeover: bool
     layout: str
-    """Digest; empty: none."""
+    """Digest of the layout; empty if there is none."""
 
     def check(self, now: RunState) -> None:
-        """Refuse what may not open: a log that cannot be read on, another's run, a workload or pod that was followed.
+        """Reject an unreadable log, a run of another owner, and a superseded workload or pod.
 
         Raises `LogStopped`, `OwnerMismatch`, `FencedError` or `TakenOver`.
         """
@@ -283,27 +277,27 @@ class _Opener:
             raise OwnerMismatch(
                 f"the run belongs to {now.owner!r}, not to {self.owner!r}",
                 where=f"run {now.run}",
-                remedy="choose another run name, or say takeover",
+                remedy="choose another run name, or pass takeover=True",
             )
         if (displaced := displacement(now, self.workload, self.pod, self.took_part)) is not None:
             raise displaced
 
     def resume_point(self, now: RunState) -> Checkpoint | None:
-        """The checkpoint to load, None for none; raises what `select` raises."""
+        """Return the checkpoint to load, or None; raises the errors of `select`."""
         resume = select(now, self.which, self.excluded)
         if now.damage() is not None and resume is None and self.which == "latest":
-            # IMPORTANT: only silence would follow: the attempt that leaves the bad slot behind makes the log look as if
-            # nothing had ever been committed, and training would begin anew.
+            # IMPORTANT: an attempt that skips the bad slot would make the log look as if nothing had been committed,
+            # and training would silently start from scratch.
             raise NothingRestorable(
                 now.damage() or "",
                 where=f"run {now.run}",
                 remedy=f"restore {entry_key(now.stopped.seq if now.stopped else 0)} from a copy or a version; "
-                "fresh=True begins anew",
+                "fresh=True starts from scratch",
             )
         return resume
 
     def entry(self, now: RunState, seq: int, writer: str, resume: Checkpoint | None) -> AttemptOpened:
-        """The entry for slot `seq`; a slot before it that cannot be read counts for nothing from then on."""
+        """Return the entry for slot `seq`; it voids unreadable slots before it."""
         return AttemptOpened(
             seq=seq,
             previous="",
@@ -325,15 +319,15 @@ def _layout_of(data: bytes, world_size: int) -> Layout:
         found = Layout.decode(data)
     except CorruptObject as error:
         raise UserError(
-            error.what, where="layout", remedy="look at the boxes that the ranks attached with"
+            error.what, where="layout", remedy="check the boxes with which the ranks attached"
         ) from error
     if found.world_size != world_size:
-        raise UserError(f"a layout of {found.world_size} ranks, {world_size} train", where="layout")
+        raise UserError(f"a layout of {found.world_size} ranks, but {world_size} ranks train", where="layout")
     return found
 
 
 def _put_layout(log: RunLog, layout: Layout, deadline_s: float) -> None:
-    """Put the layout unless it is there, and whole: every checkpoint of its ranks needs it."""
+    """Put the layout unless an intact one exists: every checkpoint of its ranks needs it."""
     retry_budget = log.retry_budget(deadline_s)
     crash_point("layout.before_put")
     while True:
@@ -357,10 +351,10 @@ def _genesis(state: RunState, seq: int, writer: str, owner: str) -> Genesis:
 def _load_state(
     log: RunLog, opener: _Opener, closing_wait_s: float, deadline_s: float
 ) -> tuple[RunState, bool, Salvage | None]:
-    """(the log's state, whether a save of a terminating pod may still upload, what the log was repaired to).
+    """Return (log state, whether a save of a terminating pod may still upload, result of a log repair).
 
-    Asked for at once where that may be. It does not matter which answer is older: a save that ends in between has the
-    slot that the opener tries for.
+    The marker is read concurrently with the log. The order of the two reads does not matter: a save that finishes in
+    between takes the slot that the opener tries to win.
     """
     if not log.concurrent:
         state, repaired = _load_or_repair(log, opener, deadline_s)
@@ -372,13 +366,12 @@ def _load_state(
 
 
 def _load_or_repair(log: RunLog, opener: _Opener, deadline_s: float) -> tuple[RunState, Salvage | None]:
-    """The log's state, and what the log was repaired to if it had to be: it is as damaged as any other one's.
+    """Return the log state, and the result of a repair if the log needed one.
 
-    IMPORTANT: before slots are made void. A repair reads on behind what is bad; where it keeps a newer checkpoint than
-    the entries before the bad one do, or where entries are missing, it is what the attempt goes on from.
+    IMPORTANT: repair comes before slots are voided. A repair reads past the bad entry. The attempt continues from the
+    repaired log if that keeps a newer checkpoint than the entries before the bad one, or if entries are missing.
 
-    Raises `LogGap` where nothing is left, and where a copy or a removal is under way; and what `_Opener.check` and
-    `_Opener.resume_point` raise.
+    Raises `LogGap` if nothing is left or a copy or removal is in progress, and the errors of `_Opener`.
     """
     retry_budget = log.retry_budget(deadline_s)
     while True:
@@ -402,7 +395,7 @@ def _load_or_repair(log: RunLog, opener: _Opener, deadline_s: float) -> tuple[Ru
             return log.state, None
         better = found.state.newest()
         if gap is not None and better is None and opener.which == "latest":
-            raise gap  # what is lost may have been the only checkpoint: the run is not begun anew unasked
+            raise gap  # the only checkpoint may be lost: no implicit start from scratch
         if gap is None and (better is None or (newest is not None and better.seq <= newest.seq)):
             return log.state, None
         opener.check(found.state)

@@ -1,6 +1,6 @@
-"""Saves that a terminating pod still uploads: its sidecar leaves a marker, and who opens an attempt waits for it.
+"""Markers for saves that a terminating pod still uploads; an opener waits for them.
 
-The wait is bounded, because that save is worth waiting for, but a marker may be left by a process that was killed.
+The wait is bounded because a killed process may leave its marker behind.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.abc import StoreUnavailable
 
 CLOSING_WAIT_S = 60.0
-"""How long an opener waits for a save that a terminating pod still uploads, and how old a marker may be."""
+"""Longest wait of an opener for the save of a terminating pod, and the maximum age of a marker."""
 _MARKER = re.compile(r"closing/(\d{20})/[0-9a-z-]{1,64}", re.ASCII)
 
 
 def closing_key(attempt: int, name: str) -> str:
-    """Key of a marker, relative to the run's root; `name` tells the attempt's processes apart (rank and token)."""
+    """Return the key of a marker, relative to the run's root; `name` identifies the process (rank and token)."""
     return f"closing/{attempt:020d}/{name}"
 
 
 def attempt_of_marker(key: str) -> int | None:
-    """The attempt a marker's key (relative to the run's root) speaks of; None for any other key."""
+    """Return the attempt of a marker's key (relative to the run's root), or None for any other key."""
     match = _MARKER.fullmatch(key)
     return int(match[1]) if match else None
 
 
 def mark_closing(log: RunLog, attempt: int, name: str) -> None:
-    """This process's save is still uploading though its pod is terminating."""
+    """Record that this process is still uploading a save while its pod terminates."""
     log.store.put(log.key(closing_key(attempt, name)), b"")
 
 
 def unmark_closing(log: RunLog, attempt: int, name: str) -> None:
-    """It has ended, committed or not."""
+    """Remove the marker after the save has finished, committed or not."""
     log.store.delete([log.key(closing_key(attempt, name))])
 
 
 def wait_for_closing(log: RunLog, *, bound_s: float) -> float:
-    """Wait until no young marker is left, at most `bound_s`; the seconds spent.
+    """Wait until no recent marker is left, at most `bound_s` seconds; return the seconds spent.
 
-    Only a courtesy: nothing but the waiting depends on markers, so a store that does not answer here is passed over.
+    The wait is best effort: if the store does not answer, it is skipped.
     """
     retry_budget = log.retry_budget(bound_s)
     while has_recent_marker(log, bound_s):
@@ -49,7 +49,7 @@ def wait_for_closing(log: RunLog, *, bound_s: float) -> float:
 
 
 def has_recent_marker(log: RunLog, bound_s: float) -> bool:
-    """Whether a young marker is there, or may be for all that the store says."""
+    """Return whether a recent marker exists; True as well if the store does not answer."""
     try:
         marks = list(log.store.list(log.key("closing/")))
         now_s = log.store.now_s() if marks else 0.0

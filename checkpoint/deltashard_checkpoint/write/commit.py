@@ -1,20 +1,19 @@
-"""Committing a cut without a leader.
+"""Commit a snapshot without a leader.
 
-Every rank's sidecar uploads its packs and its index, then (with more than one rank) a *report* under the cut's `part/`
-(`write.report`), and lists these (`write.snapshot_reports`). Whoever sees those of all ranks puts the manifest and creates
-the log entry; losing that race to a peer with the same (attempt, cut) is success. Who does not see them all yet waits,
-polling the log *and*, after growing delays, listing again: the last rank to finish may have died between its report and
-the entry, and then any other must do it. The pod of rank 0 lists at once, the others a moment later: if all goes well,
-the pod that finishes last commits, or that of rank 0 when several finish together. A process remembers how long after
-their beginnings cuts were committed, and until then looks at the log seldom (`write.commit_wait`).
+Every rank's sidecar uploads its packs and its index. With more than one rank it then puts a *report* under `part/` of
+the snapshot (`write.report`) and lists all reports (`write.snapshot_reports`). The process that sees a report of every rank
+puts the manifest and creates the log entry. Losing that race to a peer with the same (attempt, cut) is success. A
+process with missing reports polls the log and, after growing delays, lists again: the last rank may have died between
+its report and the entry, and any other process must then commit. The pod of rank 0 lists at once, the others a moment
+later. So normally the pod that finishes last commits, or rank 0's if several finish together. A process remembers how
+long commits take and polls slowly until then (`write.commit_wait`).
 
-In the steady state, and if rank 0's pod does it, a commit gets no object at all: bodies of reports are known by their
-hashes. With one rank there is no other process, and no report.
+In the steady state a commit by rank 0's pod reads no object, because report bodies are known by their hashes. With one
+rank there is no other process, and no report.
 
-Cuts commit in increasing order: a cut that is not newer than one in the log is abandoned, however complete, so its
-data is provably dead. A cut whose `covers` is no longer live at its slot is abandoned too, and so is one whose ranks
-were at different steps, or keep different layouts. Nothing is lost by that: rows of an abandoned cut are still marked,
-and the next cut holds them.
+Snapshots commit in increasing order. A snapshot is abandoned, even if complete, when it is not newer than one in the
+log, when its `covers` is no longer live at its slot, or when ranks have different steps or layouts. No rows are lost:
+the rows of an abandoned snapshot stay marked, and the next snapshot holds them.
 """
 
 from __future__ import annotations
@@ -48,27 +47,27 @@ COMMIT_DEADLINE_S = 600.0
 
 
 class PartsMissing(EnvironmentFault):
-    """The deadline ended before every rank had uploaded its part."""
+    """The deadline passed before every rank had uploaded its part."""
 
     cause = Cause.DEADLINE
 
     def __init__(self, ranks: Sequence[int], where: str) -> None:
         self.ranks = tuple(ranks)
         super().__init__(
-            f"no part of ranks {', '.join(map(str, self.ranks))} arrived in time",
+            f"the parts of ranks {', '.join(map(str, self.ranks))} did not arrive in time",
             where=where,
-            remedy="look at these ranks' sidecars; the next cut holds the rows of this one",
+            remedy="check the sidecars of these ranks; the next snapshot holds the rows of this one",
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """The cut is in the log."""
+    """A snapshot that is in the log."""
 
     seq: int
     entry: Checkpoint
     by_us: bool
-    """This process created the entry (or found it had, after a lost acknowledgement)."""
+    """Whether this process created the entry, possibly with a lost acknowledgement."""
 
 
 def commit_parts(  # noqa: PLR0913
@@ -85,14 +84,14 @@ def commit_parts(  # noqa: PLR0913
     since_s: float = 0.0,
     deadline_s: float = COMMIT_DEADLINE_S,
 ) -> Committed:
-    """Commit the parts of this process's ranks, whose packs and indexes are durable; returns when the cut is logged.
+    """Commit the parts of this process's ranks, whose packs and indexes are durable; return the logged entry.
 
-    `layout` is the digest of the attempt's layout, empty where the parts say their boxes themselves. The cut began
-    `since_s` ago, at one step and so nearly at one time on all ranks; `latency` remembers how long cuts take; None: this
-    one is looked for often, because somebody waits for it.
+    `layout` is the digest of the attempt's layout; empty if the parts carry their boxes. The snapshot began `since_s`
+    seconds ago, at one step and so at nearly the same time on all ranks. `latency` remembers how long commits take;
+    with None the log is polled often, for callers that block on the commit.
 
     Raises `FencedError`, `SnapshotAbandoned` (`PartAbandoned`), `PartsMissing` past the deadline, `AppendUnknown` or
-    `StoreUnavailable` when the store does not answer until then, `LogStopped`, `LogGap` (`LogRemoved`).
+    `StoreUnavailable` if the store does not answer until then, `LogStopped`, `LogGap` (`LogRemoved`).
     """
     retry_budget = log.retry_budget(deadline_s)
     found = SnapshotReports(
@@ -125,7 +124,7 @@ def commit_parts(  # noqa: PLR0913
 
 
 def _wait_for_commit(found: SnapshotReports, wait: CommitWait, retry_budget: RetryBudget) -> Committed:
-    """The commit of a cut whose reports of this process are there, by whoever makes it."""
+    """Return the commit by any process of a snapshot to which this process has put its reports."""
     log = found.log
     wait.begin()
     while True:
@@ -138,8 +137,8 @@ def _wait_for_commit(found: SnapshotReports, wait: CommitWait, retry_budget: Ret
                     crash_point("commit.after_list")
                     return _create(found, retry_budget)
             except SnapshotAbandoned:
-                # It may be in the log all the same: of a rank that reported twice, or gave up and then came, a peer
-                # may have seen the one and not the other.
+                # A peer may have committed it all the same: if a rank reported twice, or reported after it had
+                # abandoned its part, peers may have seen different reports.
                 if done := _existing_commit(found, log.refresh(deadline_s=retry_budget.left_s)):
                     return done
                 raise
@@ -153,26 +152,26 @@ def _wait_for_commit(found: SnapshotReports, wait: CommitWait, retry_budget: Ret
 
 
 def _existing_commit(cut: SnapshotReports, state: RunState) -> Committed | None:
-    """What the log has of this cut already; raises `FencedError`, `SnapshotAbandoned`, or, of no log, `LogRemoved`."""
-    if state.tip < 0:  # this attempt was opened in it
+    """Return this snapshot's entry, if any; raises `FencedError`, `SnapshotAbandoned`, `LogRemoved` without a log."""
+    if state.tip < 0:  # the attempt was opened in this log
         raise cut.log.removed()
     if entry := state.commit_of(cut.attempt, cut.cut):
         return Committed(seq=entry.seq, entry=entry, by_us=False)
-    # IMPORTANT: fencing is this comparison, made against the very state whose next slot is being won.
+    # IMPORTANT: this comparison is the fencing. It uses the very state whose next slot is being won.
     if fenced := fencing(state, cut.attempt):
         raise fenced
     opened = state.attempts.get(cut.attempt)
     if opened is not None and opened.last_snapshot is not None and cut.cut <= opened.last_snapshot:
         raise SnapshotAbandoned(
-            f"cut {opened.last_snapshot} was committed before cut {cut.cut}", where=cut.where
+            f"snapshot {opened.last_snapshot} was committed before snapshot {cut.cut}", where=cut.where
         )
     return None
 
 
 def _create(cut: SnapshotReports, retry_budget: RetryBudget) -> Committed:
-    """Create the entry of a cut of which no report is missing, or find that a peer did."""
-    # IMPORTANT: nothing is visible before this entry, and everything it names is durable before it is put: packs, then
-    # index, then (with more than one rank) report and manifest, then the entry. A death in between leaves garbage only.
+    """Create the entry of a snapshot with all reports, or return the one that a peer created."""
+    # IMPORTANT: nothing is visible before this entry, and every object it names is durable before it: packs, then
+    # index, then (with more than one rank) report and manifest, then the entry. A crash in between leaves only garbage.
     reports = cut.all()
     entry = _checkpoint_of(cut, reports)
     if cut.layout:
@@ -199,7 +198,7 @@ def _create(cut: SnapshotReports, retry_budget: RetryBudget) -> Committed:
             deadline_s=retry_budget.left_s,
         )
     except EntryRefused as error:
-        raise SnapshotAbandoned(f"the log refuses it: {error.what}", where=cut.where) from error
+        raise SnapshotAbandoned(f"the log rejects it: {error.what}", where=cut.where) from error
     if sealed is None:
         return found[0]
     assert isinstance(sealed.entry, Checkpoint)
@@ -207,8 +206,8 @@ def _create(cut: SnapshotReports, retry_budget: RetryBudget) -> Committed:
 
 
 def _checkpoint_of(cut: SnapshotReports, reports: Sequence[tuple[ReportName, ReportBody]]) -> Checkpoint:
-    """The entry of a cut, for no slot yet; its parts are its own unless a manifest is to list them."""
-    # Most ranks have the same body: each counts once, at the lowest rank that has it.
+    """Return the entry of a snapshot without a slot; it lists its parts unless a manifest does."""
+    # Most ranks have equal bodies: each body counts once, at its lowest rank.
     bodies = list({name.body: body for name, body in reports}.values())
     tables: dict[str, TableSchema] = {}
     for table in (table for body in bodies for table in body.tables):
@@ -273,7 +272,7 @@ def _manifest(cut: SnapshotReports, reports: Sequence[tuple[ReportName, ReportBo
 
 
 def _merged(metadata: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Metadata of all ranks, rank 0 first: its counts where they differ, but for the bits that rows have at least."""
+    """Merge the metadata of all ranks: rank 0 wins, except that the coarsest precision of any rank is kept."""
     merged = {name: text for each in reversed(metadata) for name, text in each.items()}
     if (least := coarsest(each[PRECISION_KEY] for each in metadata if PRECISION_KEY in each)) is not None:
         merged[PRECISION_KEY] = least.text()

@@ -1,4 +1,4 @@
-"""When a process that waits for the commit of a cut looks again: at the log often, at the ranks' reports seldom."""
+"""Polling schedule of a process that waits for a commit: frequent log reads, rare listings of the ranks' reports."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ from dataclasses import replace
 from deltashard_checkpoint.backoff import RetryBudget
 
 FOLLOWERS_WAIT_S = 0.25
-"""Before a pod without rank 0 looks: of pods that finish together, that of rank 0 commits."""
+"""Initial wait of a pod without rank 0: of pods that finish together, rank 0's commits."""
 FOLLOWERS_RELIST_FROM = 8
-"""Looks of such a pod before it lists reports a second time; any pod lists at looks whose number is a power of two."""
+"""Polls of a pod without rank 0 before it lists again. Every pod lists only at polls whose number is a power of two."""
 MAX_POLL_S = 9.0
-"""Between looks at the log, at most, while a cut of this kind is not usually committed yet."""
+"""Longest pause between log reads while a snapshot of this kind is usually not committed yet."""
 _FAST_COMMIT_S = 2.0
-"""When it usually is so soon, looks follow one another as if nothing were known."""
+"""If commits usually take no longer than this, the typical latency is ignored."""
 
 
 class CommitLatency:
-    """How long after its beginning a cut was committed the last time, per kind (baseline or not); of one run.
+    """Seconds from the beginning to the commit of the last snapshot of each kind (baseline or not) of one run.
 
-    What ranks upload differs little from cut to cut, so the slowest needs about as long as it did. A wrong guess does
-    no harm: the process that finishes last looks at once and commits, the others find the entry `MAX_POLL_S` later at
-    most.
+    Uploads differ little between snapshots, so the slowest rank needs about as long as last time. A wrong estimate does
+    no harm: the last process to finish commits at once, and the others find the entry within `MAX_POLL_S`.
     """
 
     def __init__(self) -> None:
         self._usual_s: dict[bool, float] = {}  # each value is replaced as a whole: no lock
 
     def typical_s(self, baseline: bool) -> float:
-        """Seconds from the beginning of a cut to its entry; 0 when none was seen yet."""
+        """Return the seconds from the beginning of a snapshot to its entry; 0 if none was observed."""
         return self._usual_s.get(baseline, 0.0)
 
     def observe(self, baseline: bool, seconds: float) -> None:
@@ -37,7 +36,7 @@ class CommitLatency:
 
 
 class CommitWait:
-    """The looks of one process for the commit of one cut."""
+    """Polling state of one process for the commit of one snapshot."""
 
     def __init__(
         self,
@@ -48,20 +47,20 @@ class CommitWait:
         baseline: bool,
         since_s: float,
     ) -> None:
-        """`is_leader`: it is rank 0's process. `since_s`: seconds since the cut began."""
+        """`is_leader`: this is rank 0's process. `since_s`: seconds since the snapshot began."""
         self._retry_budget = retry_budget
         self._latency = latency
-        # A little late: it is not a second later than usual, as a rule, and pods must not ask in step.
+        # Aim slightly late: commits are rarely a second later than usual, and pods must not poll in step.
         typical_s = latency.typical_s(baseline)
         self._expected_s = typical_s * (1 + (1 + retry_budget.clocks.uniform()) / 32)
-        first_s = max(retry_budget.backoff.first_s, typical_s / 32)  # how much later still is not known
+        first_s = max(retry_budget.backoff.first_s, typical_s / 32)  # the remaining delay is not known
         retry_budget.backoff = replace(retry_budget.backoff, first_s=first_s)
         self._leads = is_leader
         self._baseline = baseline
         self._since_s = since_s - retry_budget.spent_s
         self._polls = 0
         self._last_miss_s = 0.0
-        """Of the cut, when it was looked for last and not there yet."""
+        """Age of the snapshot at the last poll that did not find its entry."""
         self._polls_slowly = False
 
     @property
@@ -73,7 +72,7 @@ class CommitWait:
             self._retry_budget.sleep(FOLLOWERS_WAIT_S * (0.5 + 0.5 * self._retry_budget.clocks.uniform()))
 
     def should_list(self) -> bool:
-        """Whether this look, which did not find the entry, lists reports."""
+        """Return whether this poll, which did not find the entry, lists the reports."""
         self._last_miss_s = self._now_s
         if not self._retry_budget.left_s:
             return True
@@ -84,7 +83,7 @@ class CommitWait:
         return self._polls == 1 or (again and self._polls & (self._polls - 1) == 0)
 
     def pause(self) -> None:
-        """Until the next look: when the cut is usually committed, in case that lies far ahead."""
+        """Sleep until the next poll: the typical commit time if that is far ahead, else the back-off."""
         ahead_s = self._expected_s - self._now_s
         pauses = math.ceil(ahead_s / MAX_POLL_S) if ahead_s > _FAST_COMMIT_S else 0
         self._polls_slowly = pauses > 1
@@ -94,5 +93,5 @@ class CommitWait:
             self._retry_budget.pause()
 
     def record_commit(self, ago_s: float) -> None:
-        """The entry was made `ago_s` ago, by two clocks that may disagree: it was after the last look without it."""
+        """Record the latency of a commit made `ago_s` ago; clock skew is bounded by the last poll without the entry."""
         self._latency.observe(self._baseline, min(self._now_s, max(self._last_miss_s, self._now_s - ago_s)))

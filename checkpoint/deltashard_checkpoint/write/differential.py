@@ -1,29 +1,28 @@
-"""What the next cut holds: everything, what changed since the baseline, or what changed since the last commit. Pure.
+"""Decide what the next snapshot holds: all rows, rows changed since the baseline, or since the last commit. Pure.
 
-- `full`: every cut is a baseline.
-- `one-shot`: one baseline, then every cut holds what changed since it. Restore reads two checkpoints; cuts grow.
-- `consecutive`: every cut holds what changed since the last commit. Smallest cuts; restore reads all of them.
-- `intermittent` (default): one-shot, with a predictor that says when a new baseline pays (Check-N-Run, NSDI'22):
-  with S_i the bytes of the i-th increment over those of all rows,
+- `full`: every snapshot is a baseline.
+- `one-shot`: one baseline, then every snapshot holds the changes since it. Restore reads two checkpoints; snapshots
+grow.
+- `consecutive`: every snapshot holds the changes since the last commit. Smallest snapshots; restore reads all of them.
+- `intermittent` (default): one-shot, with a predictor for new baselines (Check-N-Run, NSDI'22). With S_i the bytes of
+the i-th increment relative to those of all rows:
 
-      Fc = 1 + S_1 + ... + S_i     the next i + 1 cuts, if a baseline is taken now and history repeats
-      Ic = (i + 1) * S_i           at least the next i + 1 cuts, if not
+      Fc = 1 + S_1 + ... + S_i     cost of the next i + 1 snapshots after a baseline, if history repeats
+      Ic = (i + 1) * S_i           lower bound of the cost of the next i + 1 snapshots without a baseline
       baseline when Fc <= Ic, and i = 0 after it
 
-  The "1 +" is the baseline itself, and history is cleared by a baseline: without either, every increment
-  would be followed by a baseline.
+  The "1 +" is the baseline itself, and a baseline clears the history. Both prevent a baseline after every increment.
 
-S_i counts at the encoding in force, not at those of the past: it is what an increment of these rows, and a baseline,
-would be *now*. Counted as stored, a run that goes from 8 to 2 bits never takes a baseline again, for no increment of
-2 bits comes near a baseline of 8. An entry says its rows and blobs as one sum of bytes before encoding, and not which
-rows: blobs are taken to be as large as the baseline's, and all rows of an increment to shrink as all tables together
-do. Where tables differ in that (few columns, raw dtypes, bits by table) S_i is off by as much as the increment's mix of
-tables differs from the model's.
+S_i is computed at the current encoding: what the increment and a baseline would cost *now*. With stored sizes, a run
+that changes from 8 to 2 bits would never write another baseline, because no 2-bit increment comes near the size of an
+8-bit baseline. An entry records rows and blobs as one sum of bytes before encoding, and does not record which rows. So
+blobs are assumed to be as large as the baseline's, and all rows to shrink like the average row of the model. If tables
+differ in that (few columns, raw dtypes, bits by table), S_i is off by the difference in the mix of tables.
 
-Retention lets go of increments that newer ones have made superfluous, and the predictor must not forget them: each says
-in its metadata what came before it since its baseline (`INCREMENTS_KEY`).
+Retention removes superseded increments, but the predictor needs them. So each increment's metadata lists the sizes of
+the increments since its baseline (`INCREMENTS_KEY`).
 
-A compacted checkpoint is a baseline, too, if the newest one is read through it: the base of its chain lies there.
+A compacted checkpoint counts as a baseline if the newest checkpoint is read through it: it is the base of the chain.
 """
 
 from __future__ import annotations
@@ -47,26 +46,26 @@ Decision = Literal["full", "since_baseline", "since_commit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What the lineage of the running attempt has committed since its last baseline."""
+    """Commits of the running attempt's lineage since its last baseline."""
 
     baseline: int | None = None
-    """Seq of the newest baseline of the lineage, a compacted one included; None: none, or not live any more."""
+    """Seq of the lineage's newest baseline, compacted ones included; None if there is none or it is no longer live."""
     newest: int | None = None
-    """Seq of the newest checkpoint of the lineage."""
+    """Seq of the lineage's newest checkpoint."""
     increments: tuple[float, ...] = ()
-    """S_1 .. S_i: bytes of each checkpoint since then over those of all rows, at the encoding in force."""
+    """S_1 .. S_i: bytes of each later checkpoint relative to those of all rows, at the current encoding."""
     full_bytes: int = 0
-    """What a baseline would store now, blobs included."""
+    """Stored bytes of a baseline written now, blobs included."""
     raw_bytes: int = 0
-    """The same before encoding."""
+    """Bytes of a baseline before encoding."""
     raw_increments: tuple[int, ...] = ()
-    """Bytes of the same checkpoints before encoding."""
+    """Bytes of the later checkpoints before encoding."""
 
 
 def decide(name: str, history: History, *, force_full: bool = False) -> Decision:
-    """What the next cut must hold at least under the differential of that name; raises `UnknownName`.
+    """Return the minimum content of the next snapshot under the named differential; raises `UnknownName`.
 
-    `force_full`: tracking cannot vouch for its marks, or the caller knows the covered checkpoint to be gone.
+    `force_full`: tracking cannot guarantee its marks, or the covered checkpoint is known to be gone.
     """
     differential = differential_named(name)
     if force_full or differential == "full" or history.baseline is None:
@@ -79,7 +78,7 @@ def decide(name: str, history: History, *, force_full: bool = False) -> Decision
 
 
 def baseline_pays(increments: tuple[float, ...]) -> bool:
-    """The predictor: whether a baseline now is predicted to cost no more than going on."""
+    """Return whether the predictor expects a baseline now to cost no more than further increments."""
     if not increments:
         return False
     full_cost = 1.0 + sum(increments)
@@ -88,9 +87,9 @@ def baseline_pays(increments: tuple[float, ...]) -> bool:
 
 
 def history(state: RunState, attempt: int, precision: StoredPrecision) -> History:
-    """The history of the lineage of `attempt`, newest commits included, as the log tells it; `precision` is in force.
+    """Return the lineage of `attempt` since its last baseline, measured at the encodings of `precision`.
 
-    Raises `UnknownName` for an encoding that is none.
+    Raises `UnknownName` for an unknown encoding.
     """
     newest: int | None = None
     deltas: list[Checkpoint] = []
@@ -119,16 +118,16 @@ def history(state: RunState, attempt: int, precision: StoredPrecision) -> Histor
 
 
 def increments_text(found: History, covers: int) -> str:
-    """What a cut that covers a baseline says of the increments before it, for its metadata: the newest 64.
+    """Return the metadata text of a snapshot over baseline `covers`: the sizes of the newest 64 increments before it.
 
-    `covers` may be another checkpoint than the history's baseline: one that becomes a baseline. Nothing came since.
+    `covers` may differ from the history's baseline if a checkpoint becomes the baseline; no increments follow it yet.
     """
     raw = found.raw_increments if covers == found.baseline else ()
     return f"{covers}:{','.join(map(str, raw[-MAX_INCREMENTS:]))}"
 
 
 def _before(delta: Checkpoint, baseline: int) -> list[int]:
-    """Bytes, before encoding, of the increments over `baseline` before this one; none where it does not say."""
+    """Return the bytes before encoding of earlier increments over `baseline`; empty if not in the metadata."""
     text = delta.metadata.get(INCREMENTS_KEY, "")
     found = _INCREMENTS.fullmatch(text[:MAX_INCREMENTS_TEXT])
     if found is None or int(found[1]) != baseline:
@@ -138,7 +137,7 @@ def _before(delta: Checkpoint, baseline: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tables:
-    """All rows of all tables: how many, and their bytes before encoding and at the encoding in force."""
+    """Total rows of all tables, with their bytes before encoding and at the current encoding."""
 
     rows: int
     raw_bytes: int
@@ -157,11 +156,11 @@ class _Tables:
         return cls(rows=sum(table.rows for table in entry.tables), raw_bytes=raw, stored_bytes=stored)
 
     def stored(self, raw_bytes: int) -> float:
-        """What some rows of so many bytes before encoding would be."""
+        """Return the encoded size of rows that have `raw_bytes` bytes before encoding."""
         return max(0, raw_bytes) * self.stored_bytes / max(1, self.raw_bytes)
 
 
 def _blob_bytes(base: Checkpoint, tables: _Tables) -> int:
-    """Bytes of a cut that are no rows. Of a compacted delta, whose own rows are some: as if all were equally long."""
+    """Return the bytes that are not rows. For a compacted delta, rows are assumed to have equal length."""
     rows = base.rows * tables.raw_bytes // max(1, tables.rows) if not base.baseline else tables.raw_bytes
     return max(0, base.raw_bytes - rows)

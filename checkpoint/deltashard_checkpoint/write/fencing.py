@@ -1,4 +1,4 @@
-"""Who may not commit, or open, any more: a newer attempt is open, or another workload or pod has followed. Pure."""
+"""Fencing of attempts that a newer attempt, another workload or another pod has superseded. Pure."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from deltashard_checkpoint.log.run_state import RunState
 
 
 class FencedError(EnvironmentFault):
-    """A newer attempt is open: this trainer's run is over, it must neither save nor open an attempt again."""
+    """A newer attempt is open: this trainer must neither save nor open an attempt again."""
 
     cause = Cause.FENCED
 
     def __init__(
         self, attempt: int, by: int, run: str, *, workload: str = "", pod: str = "", rewound: bool = False
     ) -> None:
-        """`workload` or `pod`: UID of what opened the newer attempt, where it is another one; `rewound`: no process."""
+        """`workload` or `pod` is the UID of the newer attempt's opener if it differs; `rewound`: a rewind opened it."""
         self.attempt = attempt
         self.by = by
         self.workload = workload
-        who, remedy = "", "another process has taken the run over; end this one"
+        who, remedy = "", "another process holds the run; end this one"
         if rewound:
-            who = ", with which a person rewound the run"
-            remedy = "end this process; a new one goes on from where the run was rewound to"
+            who = ", opened by a rewind"
+            remedy = "end this process; a new one continues from the rewound checkpoint"
         elif workload:
             who = f" of another workload ({workload})"
-            remedy = "end this workload, the other one trains on; restore(takeover=True) takes the run back on purpose"
+            remedy = "end this workload, the other holds the run; restore(takeover=True) takes it back"
         elif pod:
             who = f" of another pod ({pod})"
         super().__init__(
@@ -37,13 +37,13 @@ class FencedError(EnvironmentFault):
 
 
 class TakenOver(FencedError):
-    """Another workload (Job, JobSet, ...) holds the run now: for this workload it is over, restarts included."""
+    """Another workload (Job, JobSet, ...) holds the run: this workload has ended, restarts included."""
 
     cause = Cause.TAKEN_OVER
 
 
 def fencing(state: RunState, attempt: int) -> FencedError | None:
-    """Why `attempt` can commit no more, if a newer one is open."""
+    """Return the error with which `attempt` is fenced, or None if no newer attempt is open."""
     if state.attempt is None or state.attempt <= attempt:
         return None
     newest = state.attempts[state.attempt]
@@ -54,9 +54,9 @@ def fencing(state: RunState, attempt: int) -> FencedError | None:
 
 
 def displacement(state: RunState, workload: str, pod: str, took_part: int = 0) -> FencedError | None:
-    """The refusal of a workload, or pod, that held this run once and was followed by another one.
+    """Return the error for a workload or pod that held this run once and was superseded, or None.
 
-    A pod of a group is not followed by the pods that open attempts in which it takes part (up to `took_part`).
+    Pods that open attempts in which a pod of the same group takes part (up to `took_part`) do not supersede it.
     """
     if lost := _superseded_by({n: opened.workload for n, opened in state.attempts.items()}, workload):
         return TakenOver(*lost, state.run, workload=state.attempts[lost[1]].workload)
@@ -67,7 +67,7 @@ def displacement(state: RunState, workload: str, pod: str, took_part: int = 0) -
 
 
 def _superseded_by(names: Mapping[int, str], mine: str) -> tuple[int, int] | None:
-    """(the last attempt of `mine`, the newer one of another), if there are both; nameless attempts don't count."""
+    """Return (last attempt of `mine`, newer attempt of another name), or None; unnamed attempts do not count."""
     own = [number for number, name in names.items() if mine and name == mine]
     newest = max((number for number, name in names.items() if name), default=-1)
     return (max(own), newest) if own and newest > max(own) else None

@@ -1,13 +1,13 @@
-"""Writing one rank's part of a cut (or a compaction): frames in, packs uploaded in parallel, the index last.
+"""Write one rank's part of a snapshot or of a compaction: collect frames, upload packs in parallel, put the index last.
 
-`add` places a frame into the pack being filled, a file in the cache directory, and its tail into another: weights and
-optimizer state lie in packs of their own, in the same order. A full pack is uploaded from a mapping of that file by one
-of a few threads while the next one fills. So the heap holds nothing, a slow store costs disk and not training time, and
-what is being uploaded cannot change. Packs that cannot be uploaded pile up in the cache until its budget is full of
-them; then `add` waits for one to get through, under a deadline, and fails.
+`add` places a frame into the pack being filled, a file in the cache directory, and the frame's tail into a second one:
+weights and optimizer state are in separate packs, in the same order. One of a few threads uploads a full pack from a
+mapping of its file while the next pack fills. So the heap holds no data, a slow store costs disk space instead of
+training time, and uploaded data cannot change. Packs that cannot be uploaded accumulate in the cache until its budget
+is used up. `add` then waits for an upload to finish, under a deadline, and fails past it.
 
-`finish` waits for the uploads and puts the index, whose name carries its hash. Until then nothing refers to the packs;
-a part that fails leaves garbage under its cut's prefix and nothing else; one that finds the store full deletes its own.
+`finish` waits for the uploads and puts the index, whose name carries its hash. Until then nothing refers to the packs.
+A part that fails leaves garbage only under the prefix of its snapshot; if the store is full, it deletes its packs.
 Frames may be added from several threads.
 """
 
@@ -40,28 +40,28 @@ from deltashard_checkpoint.stores.deadline import abandon_when, deadline
 
 DEFAULT_UPLOADS = 4
 CLEANUP_DEADLINE_S = 5.0
-"""For deleting the packs of a part that found its store full."""
+"""Deadline for deleting the packs of a part after its store was found full."""
 
 
 class UploadFailed(EnvironmentFault):
-    """A pack or index could not be put; the cut it belongs to is lost, and the next one covers its rows."""
+    """A pack or index could not be stored; the snapshot is lost, and the next one covers its rows."""
 
     cause = Cause.UNAVAILABLE
 
 
 class UploadNoSpace(UploadFailed):
-    """A pack or index could not be put because the store is full."""
+    """A pack or index could not be stored because the store is full."""
 
     cause = Cause.FULL
 
 
 class PartAborted(EnvironmentFault):
-    """The part was given up (`abort`) while this call was waiting or before it."""
+    """The part was aborted (`abort`) before or during this call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartTarget:
-    """Whose part it is, and what it holds."""
+    """Identity and contents of a part."""
 
     run: str
     attempt: int
@@ -69,7 +69,7 @@ class PartTarget:
     step: int
     rank: int
     token: str
-    """Of this process (`key_rule.new_token`); of the compaction, when `compaction`."""
+    """Token of this process (`key_rule.new_token`), or of the compaction if `compaction`."""
     tables: tuple[TableSchema, ...]
     boxes: tuple[Box, ...]
     covers: int | None
@@ -77,27 +77,27 @@ class PartTarget:
 
 
 def pack_size(pack_bytes: int, cache: PackCache) -> int:
-    """Bytes of a pack where `pack_bytes` are asked for: one of each kind is filled while another is on its way."""
+    """Return the pack size, at most `pack_bytes`, at which one pack of each kind fills while another uploads."""
     return min(pack_bytes, cache.budget_bytes // 4)
 
 
 @dataclass(slots=True)
 class _Filling:
-    """A pack between its creation and its upload."""
+    """A pack that is being filled."""
 
     number: int
     """Position among all packs of the part."""
     key: str
     spool: PackSpool
     state: bool
-    """Whether it has tails."""
+    """Whether it holds tails."""
     writers: int = 0
     full: bool = False
     places: list[Place] = field(default_factory=list)
 
 
 class PartWriter:
-    """See the module. Exactly one of `finish` and `abort` ends it; leaving the context aborts what is not finished."""
+    """Writer of one part. Exactly one of `finish` and `abort` ends it; leaving the context aborts it."""
 
     def __init__(
         self,
@@ -109,13 +109,13 @@ class PartWriter:
         uploads: int = DEFAULT_UPLOADS,
         deadline_s: float = 3600.0,
     ) -> None:
-        """`uploads` packs are on their way at once; `deadline_s` bounds the whole part, from here to the index."""
+        """`uploads` packs upload in parallel; `deadline_s` bounds the whole part, from construction to the index."""
         self.target = target
         self._store = store
         self._cache = cache
         self._pack_bytes = pack_size(pack_bytes, cache)
         self._deadline_at_s = time.monotonic() + deadline_s
-        self._placing = threading.Lock()  # held while a place is chosen, possibly waiting for room
+        self._placing = threading.Lock()  # held while a place is chosen, which may wait for space
         self._state = threading.Lock()  # guards everything below; never held while waiting
         self._packs: list[_Filling] = []
         self._filling: dict[bool, _Filling | None] = {False: None, True: None}
@@ -125,15 +125,14 @@ class PartWriter:
         self._raw_bytes = 0
         self._pool = ThreadPoolExecutor(uploads, thread_name_prefix="upload")
         self.index: Index | None = None
-        """What was written, once it is."""
+        """The written index; None before `finish`."""
 
     def add(self, frame: EncodedFrame, *, since: int | None = None, again: int = 0) -> None:
-        """Append a whole frame and its tail; their buffer may be reused when this returns.
+        """Append a whole frame and its tail; the buffer may be reused after the return.
 
-        `since` and `again` are what the index says of it (`Place`).
+        The index records `since` and `again` for the frame (`Place`).
 
-        Raises `CacheFull` when there is no room and none came in time, `UploadFailed` when an earlier pack failed, and
-        `PartAborted`.
+        Raises `CacheFull` if no space became free in time, `UploadFailed` if an earlier pack failed, and `PartAborted`.
         """
         pieces = self._place(frame, since=since, again=again)
         with contextlib.ExitStack() as written:
@@ -147,7 +146,7 @@ class PartWriter:
                 raise
 
     def finish(self) -> Part:
-        """Wait for all uploads, put the index, and say what the log entry must know; `index` is set.
+        """Wait for all uploads, put the index, set `index`, and return the part for the log entry.
 
         Raises `UploadFailed` (with the store's error as its cause) or `PartAborted`; the part is aborted then.
         """
@@ -186,7 +185,7 @@ class PartWriter:
         return part
 
     def abort(self) -> None:
-        """Give the part up: no more uploads start, those under way give up, local files go. Idempotent."""
+        """Abort the part: cancel pending and running uploads and delete local files. Idempotent."""
         with self._state:
             if self._ended:
                 return
@@ -201,10 +200,10 @@ class PartWriter:
             self._delete_uploaded()
 
     def _delete_uploaded(self) -> None:
-        """Delete the packs that this part has put: they take the room that the store does not have.
+        """Delete the packs that this part has put, to free space in a full store.
 
-        IMPORTANT: only a part that has no index may do so; nobody can ever name its packs. Without this, each try to
-        save on a full store would leave what fills it up again.
+        IMPORTANT: only a part without an index may do so, because no entry can ever name its packs. Otherwise each
+        retry on a full store would leave more garbage in it.
         """
         puts = list(self._puts)
         with contextlib.suppress(DeltashardError), deadline(CLEANUP_DEADLINE_S):
@@ -222,20 +221,20 @@ class PartWriter:
     @property
     def _where(self) -> str:
         t = self.target
-        return f"run {t.run}, attempt {t.attempt}, cut {t.cut}, rank {t.rank}"
+        return f"run {t.run}, attempt {t.attempt}, snapshot {t.cut}, rank {t.rank}"
 
     def _raise_if_ended(self) -> None:
         if self._failure is not None:
             raise self._upload_failed(self._failure) from self._failure
         if self._ended:
-            raise PartAborted("the part was given up or is finished already", where=self._where)
+            raise PartAborted("the part was aborted or has finished", where=self._where)
 
     def _upload_failed(self, cause: BaseException) -> UploadFailed:
         kind = UploadNoSpace if isinstance(cause, StoreFull) else UploadFailed
         return kind(
             f"a pack could not be stored: {cause}",
             where=self._where,
-            remedy="make the store reachable, with room; rows that changed stay marked until a save succeeds",
+            remedy="make the store reachable, with free space; changed rows stay marked until a save succeeds",
         )
 
     def _fail(self, error: BaseException) -> None:
@@ -250,7 +249,7 @@ class PartWriter:
     def _place(
         self, frame: EncodedFrame, *, since: int | None, again: int
     ) -> list[tuple[_Filling, int, memoryview]]:
-        """Places of the frame and its tail in the packs being filled, or in new ones, and their bytes."""
+        """Return (pack, offset, bytes) for the frame and its tail, in current or new packs."""
         info = frame.info
         lengths = [info.length] if info.tail is None else [info.length, info.tail.length]
         data = [frame.data] if frame.tail is None else [frame.data, frame.tail]
@@ -269,15 +268,15 @@ class PartWriter:
                 if info.tail is not None:
                     place = replace(place, tail_pack=tail.number, tail_offset=tail_offset)
                 filling.places.append(place)
-                # Each row counts once: bytes beyond those of the rows are taken for blobs.
+                # Each row counts once: bytes beyond those of the rows count as blobs.
                 self._raw_bytes += 0 if again else frame.raw_bytes
         return [(*spot, each) for spot, each in zip(spots, data, strict=True)]
 
     def _reserve(self, lengths: Sequence[int]) -> list[tuple[_Filling, int]]:
-        """Places for a frame, and for its tail if it has one. Called with the lock of places.
+        """Reserve places for a frame and its tail, if any; the caller holds the placing lock.
 
-        Room in the cache is waited for while no pack is being filled: writers of one cache, each with one kind of pack
-        and in want of the other, would wait for one another.
+        No pack is being filled while this waits for cache space. Otherwise writers that share a cache, each with one
+        kind of pack and waiting for the other, would deadlock.
         """
         kinds = [False, True][: len(lengths)]
         wanted = [
@@ -304,7 +303,7 @@ class PartWriter:
         return spots
 
     def _close(self, state: bool) -> None:
-        """No more for the pack of this kind that is being filled: upload it, or leave that to its last writer."""
+        """Close the pack of this kind: upload it now, or leave the upload to its last writer."""
         with self._state:
             filling, self._filling[state] = self._filling[state], None
             if filling is None:
@@ -315,7 +314,7 @@ class PartWriter:
             self._upload(filling)
 
     def _open_packs(self, kinds: Sequence[bool], *, wait_s: float) -> None:
-        """Begin a pack of frames (False), of tails (True), or both; raises `CacheFull` where there is no room."""
+        """Open a pack of frames (False), of tails (True), or both; raises `CacheFull` if there is no space."""
         number = len(self._packs)
         keys = [self._pack_key(state) for state in kinds]
         try:
@@ -327,7 +326,7 @@ class PartWriter:
             )
         except EnvironmentFault:
             with self._state:
-                self._raise_if_ended()  # the reason why there is no room
+                self._raise_if_ended()  # raises the reason for the lack of space
             raise
         opened = [
             _Filling(number + n, key, spool, state)
@@ -341,7 +340,7 @@ class PartWriter:
         if ended:
             for filling in opened:
                 self._discard(filling)
-            raise PartAborted("the part was given up", where=self._where)
+            raise PartAborted("the part was aborted", where=self._where)
 
     def _pack_key(self, state: bool) -> str:
         t = self.target
@@ -370,7 +369,7 @@ class PartWriter:
                 self._puts.append(self._pool.submit(self._put, filling))
         except BaseException as error:
             if self._ended:
-                raise PartAborted("the part was given up", where=self._where) from error
+                raise PartAborted("the part was aborted", where=self._where) from error
             self._fail(error)
             raise
 
@@ -382,7 +381,7 @@ class PartWriter:
             with (
                 self._cache.mapped(key) as data,
                 deadline(self._deadline_at_s - time.monotonic()),
-                # A part that is over holds no thread, and no mapping of a file that the budget does not count.
+                # A finished part keeps no thread, and no mapping of a file that the budget does not count.
                 abandon_when(self._stopped),
             ):
                 crash_point("pack.before_put")
@@ -391,7 +390,7 @@ class PartWriter:
                     during.start()
                 self._store.put(key, data)
                 if during.ident is not None:
-                    during.join()  # a death that is due comes before the part goes on, however late its thread runs
+                    during.join()  # a scheduled crash happens before the part continues, however late its thread runs
                 crash_point("pack.after_put")
         except BaseException as error:
             self._fail(error)
@@ -432,6 +431,6 @@ class PartWriter:
         return Part(rank=t.rank, index_key=key, boxes=t.boxes, stored_bytes=stored_bytes, covers=t.covers)
 
     def _discard(self, pack: _Filling) -> None:
-        """Remove a pack's local file; an upload of it that is under way has its own mapping."""
+        """Remove a pack's local file; a running upload has its own mapping."""
         with contextlib.suppress(OSError):
             self._cache.discard(pack.spool)

@@ -1,12 +1,12 @@
-"""How many bits the rows of a checkpoint are stored with, at least: said by its commit, and what raises them. Pure.
+"""Precision of the stored rows of a checkpoint, recorded in its commit, and detection of raised precision. Pure.
 
-A delta leaves the other rows as what it covers stored them. So a commit says, under `PRECISION_KEY` in its metadata,
-the coarsest encodings that a row of its whole chain may have been written with: its own for a baseline, for a delta the
-coarser of its own and of what the covered checkpoint says. That stays true when older checkpoints of the chain are
-compacted and retired. It is an upper bound of the harm: all coarse rows may have been overwritten since.
+A delta keeps other rows as the covered checkpoint stored them. So a commit records under `PRECISION_KEY` in its
+metadata the coarsest encodings that any row of its chain may have: its own for a baseline; for a delta, the coarser of
+its own and the covered checkpoint's. This stays true after older checkpoints of the chain are compacted and retired. It
+is a bound: all coarse rows may have been overwritten since.
 
-When the policy asks for more bits than that, deltas would keep the coarse rows for as long as nobody touches them, and
-nothing would say so: the next cut is a baseline. A checkpoint that says nothing (an import) raises nothing.
+If the policy asks for more bits, deltas would silently keep the coarse rows until they change, so the next snapshot is
+a baseline. A checkpoint without a record (an import) does not cause one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from deltashard_checkpoint.vocabulary import (
 )
 
 OTHERS = "*"
-"""Instead of a table's name: every table that is not named."""
+"""Key for every table that is not named."""
 MAX_TEXT = 1 << 16
 
 
@@ -39,12 +39,12 @@ class StoredPrecision:
     """Encodings of weights by table, and of point-wise optimizer state."""
 
     weights: Mapping[str, str]
-    """Table's fully qualified name -> encoding; `OTHERS` is always among them."""
+    """Table's fully qualified name -> encoding; always contains `OTHERS`."""
     state: str = DEFAULT_STATE_ENCODING
 
     @classmethod
     def of(cls, weights: str | Mapping[str, str], state: str = DEFAULT_STATE_ENCODING) -> StoredPrecision:
-        """One encoding for all tables, or one by table (with `OTHERS`)."""
+        """Create from one encoding for all tables, or one per table (with `OTHERS`)."""
         named = {OTHERS: weights} if isinstance(weights, str) else dict(weights)
         return cls(weights=MappingProxyType(named), state=state)
 
@@ -53,12 +53,12 @@ class StoredPrecision:
 
     @property
     def others(self) -> str:
-        """Encoding of the tables that are not named."""
+        """Encoding of tables that are not named."""
         return self.weights[OTHERS]
 
     @property
     def named(self) -> dict[str, str]:
-        """Encodings of the tables that are not stored as `others` are."""
+        """Encodings of tables that differ from `others`."""
         return {table: name for table, name in self.weights.items() if name != self.others}
 
     def text(self) -> str:
@@ -67,7 +67,7 @@ class StoredPrecision:
 
 
 def parse_metadata(text: str) -> StoredPrecision | None:
-    """What a commit's metadata says; None when it cannot be read: whoever can write the bucket wrote it."""
+    """Parse a commit's metadata; None if malformed: any writer of the bucket may have written it."""
     try:
         document: Any = json.loads(text[: MAX_TEXT + 1])
         weights, state = document["weights"], document["state"]
@@ -79,7 +79,7 @@ def parse_metadata(text: str) -> StoredPrecision | None:
 
 
 def coarser(one: StoredPrecision, other: StoredPrecision) -> StoredPrecision:
-    """The fewer bits of both, for every table."""
+    """Return the fewer bits of the two, for every table."""
     weights = {
         table: min(one.of_table(table), other.of_table(table), key=_bits)
         for table in (*one.weights, *(name for name in other.weights if name not in one.weights))
@@ -88,7 +88,7 @@ def coarser(one: StoredPrecision, other: StoredPrecision) -> StoredPrecision:
 
 
 def finer(one: StoredPrecision, other: StoredPrecision) -> StoredPrecision:
-    """The weights' more bits of both, for every table; the state of `one`."""
+    """Return the more bits of the two for every table's weights, and the state of `one`."""
     weights = {
         table: max(one.of_table(table), other.of_table(table), key=_bits)
         for table in (*one.weights, *(name for name in other.weights if name not in one.weights))
@@ -97,23 +97,23 @@ def finer(one: StoredPrecision, other: StoredPrecision) -> StoredPrecision:
 
 
 def coarsest(texts: Iterable[str]) -> StoredPrecision | None:
-    """What several ranks say of one checkpoint, together; None when none can be read."""
+    """Return the coarsest of several ranks' records; None if none can be parsed."""
     found = [one for one in map(parse_metadata, texts) if one is not None]
     return reduce(coarser, found) if found else None
 
 
 def stored_precision(state: RunState, seq: int) -> StoredPrecision | None:
-    """What live checkpoint `seq` says of its rows; None when it says nothing (an import), or cannot be read."""
+    """Return the record of live checkpoint `seq`; None if it has none (an import) or it cannot be parsed."""
     return parse_metadata(state.checkpoints[seq].metadata.get(PRECISION_KEY, ""))
 
 
 def encoded_alike(
     state: RunState, attempt: int, seq: int, *, tables: Iterable[TableSchema], precision: StoredPrecision
 ) -> bool:
-    """Whether a row of `tables` that `attempt` encodes with `precision` is as in checkpoint `seq` if it did not change.
+    """Return whether an unchanged row of `tables` encodes to the same bytes in `attempt` as in checkpoint `seq`.
 
-    So it is if that row was encoded from the same values in the same way: by this attempt, for what another one wrote
-    was decoded since, with these encodings, and with what does not depend on the frame's other rows.
+    This holds if the row was encoded from the same values in the same way: by this attempt (values of another attempt
+    were decoded since), with these encodings, and independently of the frame's other rows.
     """
     schemas = {table.fqn: table for table in tables}
     if seq not in state.checkpoints or any(_bits(name) < 8 for name in precision.weights.values()):
@@ -134,7 +134,7 @@ def encoded_alike(
 
 
 def too_coarse_reason(asked: StoredPrecision, stored: StoredPrecision | None) -> str:
-    """Why rows stored with `stored` are too coarse for what is `asked`, for people; empty: they are not."""
+    """Return why rows at `stored` are too coarse for `asked`, for display; empty if they are not."""
     if stored is None:
         return ""
     for table in sorted({*asked.weights, *stored.weights}):

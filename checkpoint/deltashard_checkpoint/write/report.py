@@ -1,9 +1,9 @@
-"""What one rank reports of its part of a cut: an object that the commit of all ranks' parts is made from.
+"""The report of one rank's part of a snapshot: an object from which the commit of all ranks' parts is built.
 
-Its name has all that has to agree and to add up (`ReportName`): rank, step, layout, covers, rows, bytes, stall, and the
-hashes of the index and of the report's bytes. The bytes (`ReportBody`) have the rest: schemas, encodings; of rank 0
-the time of the cut, directive, metadata and pins. They are the same at every cut but for rank 0's, so they are
-remembered by their hash (`ReportBodyCache`).
+The name (`ReportName`) carries everything that must agree or be summed: rank, step, layout, covers, rows, bytes, stall,
+and the hashes of the index and of the report. The bytes (`ReportBody`) carry schemas and encodings, and for rank 0 the
+time of the snapshot, directive, metadata and pins. Except for rank 0's they do not change between snapshots, so bodies
+are cached by hash (`ReportBodyCache`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
-    """What one rank's part brings into the entry."""
+    """Contribution of one rank's part to the entry."""
 
     part: Part
     tables: tuple[TableSchema, ...]
@@ -61,30 +61,30 @@ class PartReport:
     raw_bytes: int
     stall_s: float
     cut_at_s: float = 0.0
-    """Rank 0's counts, as do its directive, its fingerprint, and its metadata where ranks differ."""
+    """Rank 0's value is used; likewise for directive, fingerprint, and metadata that differs between ranks."""
     directive: str = ""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     pins: tuple[str, ...] = ()
     common_blobs: bool = True
-    """Whether the part may hold blobs for all ranks: where it does not, no other rank reads its index for them."""
+    """Whether the part may hold blobs for all ranks; if not, other ranks do not read its index for blobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportBody:
-    """The bytes of a report."""
+    """Contents of a report."""
 
     tables: tuple[TableSchema, ...]
     encodings: Mapping[str, tuple[str, ...]]
     boxes: tuple[Box, ...]
-    """Without a layout only: with one they stand there."""
+    """Empty with a layout, which holds the boxes."""
     cut_at_s: float
     directive: str
     fingerprint: Mapping[str, str]
     metadata: Mapping[str, str]
     pins: tuple[str, ...]
     blobs: bool
-    """Whether the part may hold some for all ranks."""
+    """Whether the part may hold blobs for all ranks."""
 
     @classmethod
     def of(cls, report: PartReport, *, layout: str) -> ReportBody:
@@ -112,7 +112,7 @@ class ReportBody:
         if r.integer("format") != FORMAT:
             raise UnsupportedVersion("report of another format", where=where, remedy="upgrade deltashard")
         if (found := (r.text("run"), r.integer("world_size"))) != (run, world_size):
-            raise ForeignObject(f"the report is of {found}", where=where)
+            raise ForeignObject(f"the report belongs to {found}", where=where)
         body = cls(**values(r, _BODY))
         r.end()
         return body
@@ -120,22 +120,22 @@ class ReportBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportName:
-    """The name of a report under its cut's `part/`."""
+    """Name of a report under its snapshot's `part/`."""
 
     rank: int
     token: str
     step: int
     layout: str
-    """Digest; empty: none."""
+    """Digest of the layout; empty if there is none."""
     covers: int | None
     rows: int
     raw_bytes: int
     stored_bytes: int
     stall_us: int
     xxh3: str
-    """Of the index's bytes."""
+    """Hash of the index."""
     body: str
-    """SHA-256 of the report's bytes, the first 32 digits."""
+    """First 32 hexadecimal digits of the SHA-256 of the report."""
 
     @classmethod
     def of(cls, report: PartReport, *, step: int, layout: str, body: str) -> ReportName:
@@ -164,7 +164,7 @@ class ReportName:
 
 
 def parse_report_name(text: str) -> ReportName | None:
-    """None for any other name."""
+    """Parse a report's name; None for any other name."""
     match = _NAME.fullmatch(text)
     if match is None:
         return None
@@ -185,7 +185,7 @@ def parse_report_name(text: str) -> ReportName | None:
 
 
 class ReportBodyCache:
-    """Bodies of reports that this process has read, by their hash; for all cuts of one run."""
+    """Cache of report bodies read by this process, by hash, for all snapshots of one run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -196,7 +196,7 @@ class ReportBodyCache:
             return self._bodies.get(digest)
 
     def put(self, digest: str, body: ReportBody) -> None:
-        """The oldest is forgotten when there are too many."""
+        """Add a body; the oldest is evicted when the cache is full."""
         with self._lock:
             self._bodies[digest] = body
             while len(self._bodies) > _CACHED_BODIES:

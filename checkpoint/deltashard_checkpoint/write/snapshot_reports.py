@@ -1,10 +1,10 @@
-"""The reports of one cut's ranks, under its `part/`: put, seen by listing, read where their bodies are not known yet.
+"""The ranks' reports of one snapshot, under its `part/`: put, listed, and read if their bodies are not cached.
 
-A LIST is what waiting costs. Names are sorted by rank, so a listing begins at the first rank that is missing, and ends
-with the page that shows that it still is.
+Waiting costs LIST requests. Names sort by rank, so a listing starts at the first missing rank and stops at the page
+that shows that the rank is still missing.
 
-A rank that abandons its part puts an empty object, `{rank}-{token}-failed`. That is advice: who reads it stops waiting
-for a part that will not come. The log's entry alone decides.
+A rank that abandons its part puts an empty object, `{rank}-{token}-failed`. This is advice: readers stop waiting for
+the part. Only the log's entry decides.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from deltashard_checkpoint.write.report import (
 )
 
 LIST_PAGE = 1000
-"""Names that one request of a listing gives, on S3."""
+"""Names per page of an S3 listing."""
 _FAILED = re.compile(rf"([0-9]{{5}})-({TOKEN_PATTERN})-failed", re.ASCII)
 
 
 class SnapshotAbandoned(EnvironmentFault):
-    """This cut will never be committed; its rows are still marked and the next cut holds them."""
+    """This snapshot will never be committed; its rows stay marked and the next snapshot holds them."""
 
     cause = Cause.ABANDONED
 
 
 class PartAbandoned(SnapshotAbandoned):
-    """Some rank abandoned its part of this cut: it will not come."""
+    """A rank abandoned its part of this snapshot."""
 
 
 class SnapshotReports:
-    """Reports of one cut, as one process sees them."""
+    """Reports of one snapshot, as seen by one process."""
 
     def __init__(
         self,
@@ -57,20 +57,20 @@ class SnapshotReports:
         layout: str,
         bodies: ReportBodyCache,
     ) -> None:
-        """`layout` is the digest of the attempt's layout; empty: none."""
+        """`layout` is the digest of the attempt's layout; empty if there is none."""
         self.log = log
         self.attempt = attempt
         self.cut = cut
         self.step = step
         self.world_size = world_size
         self.layout = layout
-        self.where = f"run {log.run}, attempt {attempt}, cut {cut}"
+        self.where = f"run {log.run}, attempt {attempt}, snapshot {cut}"
         self._prefix = f"{snapshot_prefix(attempt, cut)}part/"
         self._bodies = bodies
         self._own: dict[str, ReportBody] = {}
-        """Bodies that are this process's; what another rank reports is often the same."""
+        """Bodies of this process's reports; other ranks often report equal ones."""
         self._found: dict[int, ReportName] = {}
-        """By rank; each is of a whole part, so it counts from when it was seen."""
+        """Reports by rank. Each describes a complete part, so the first one seen counts."""
         self._first_missing = 0
 
     def put(self, report: PartReport, retry_budget: RetryBudget) -> None:
@@ -80,7 +80,7 @@ class SnapshotReports:
         put_idempotent(self.log, f"{self._prefix}{name.text}", data, retry_budget)
 
     def add(self, report: PartReport) -> None:
-        """Count the only report of a cut, which no other process has to see: it needs no bytes, and so no hash."""
+        """Add the only report of a single-rank snapshot; it needs no hash, because no other process reads it."""
         name = self._report_name(report, ReportBody.of(report, layout=self.layout), "")
         self._found[name.rank] = name
 
@@ -89,20 +89,19 @@ class SnapshotReports:
         return ReportName.of(report, step=self.step, layout=self.layout, body=digest)
 
     def all(self) -> list[tuple[ReportName, ReportBody]]:
-        """By rank, once none is missing. Raises `StoreUnavailable` and what `ReportBody.decode` raises."""
+        """Return all reports, by rank; raises `StoreUnavailable` and the errors of `ReportBody.decode`."""
         return [(name, self._body(name)) for name in (self._found[rank] for rank in range(self.world_size))]
 
     def missing(self) -> Sequence[int]:
-        """List reports; the ranks of which none was seen.
+        """List reports; return the ranks without one.
 
-        From the first missing rank on, whose name sorts before those of later ranks, and no further than the page that
-        shows that it is still missing (the first, for all waits for it): a look that is too early is one request.
-        A rank that reported twice (its sidecar died and was restarted in between) has two whole parts: the one that was
-        seen first is taken, of those the first by name. Raises `SnapshotAbandoned` when ranks cut at different steps or keep
-        different layouts, and `PartAbandoned`.
+        The listing starts at the first missing rank, whose name sorts before those of later ranks, and stops at the
+        page that shows that it is still missing, so an early poll costs one request. If a rank reported twice because
+        its sidecar restarted, both parts are complete, and the one seen first is used, or the first by name. Raises
+        `SnapshotAbandoned` if ranks have different steps or layouts, and `PartAbandoned`.
         """
         failed: set[int] = set()
-        # IMPORTANT: not after the names that were seen, but before those of the first rank that was not: a report may
+        # IMPORTANT: start before the names of the first missing rank, not after the names already seen: a report may
         # appear in between at any time.
         prefix = self.log.key(self._prefix)
         first = f"{prefix}{self._first_missing:05d}"
@@ -113,17 +112,17 @@ class SnapshotReports:
                 break
         self._advance()
         if abandoned := sorted(failed - self._found.keys()):
-            raise PartAbandoned(f"rank {abandoned[0]} gave this cut up", where=self.where)
+            raise PartAbandoned(f"rank {abandoned[0]} abandoned this snapshot", where=self.where)
         return [rank for rank in range(self._first_missing, self.world_size) if rank not in self._found]
 
     def _advance(self) -> int:
-        """The first rank whose report was not seen."""
+        """Return the first rank without a report."""
         while self._first_missing in self._found:
             self._first_missing += 1
         return self._first_missing
 
     def _record_name(self, text: str, failed: set[int]) -> int | None:
-        """Take note of a name under `part/`; the rank that it is of, None for what is no rank's."""
+        """Record a name under `part/`; return its rank, or None if it is not a rank's."""
         if (gone := _FAILED.fullmatch(text)) is not None:
             failed.add(rank := int(gone[1]))
             return rank
@@ -132,18 +131,18 @@ class SnapshotReports:
             return None
         if name.rank in self._found:
             return name.rank
-        # IMPORTANT: one cut, one step, one layout. Ranks that cut at different steps never make one checkpoint.
+        # IMPORTANT: one snapshot, one step, one layout. Ranks at different steps never form one checkpoint.
         if name.step != self.step:
             raise SnapshotAbandoned(
-                f"rank {name.rank} cut at step {name.step}, this one at step {self.step}", where=self.where
+                f"rank {name.rank} is at step {name.step}, this one at step {self.step}", where=self.where
             )
         if name.layout != self.layout:
-            raise SnapshotAbandoned(f"rank {name.rank} keeps another layout", where=self.where)
+            raise SnapshotAbandoned(f"rank {name.rank} has another layout", where=self.where)
         self._found[name.rank] = name
         return name.rank
 
     def _body(self, name: ReportName) -> ReportBody:
-        """Read once in this process; rank 0's is another at every cut, and not kept."""
+        """Return the body, read once per process; rank 0's differs in every snapshot and is not cached."""
         if (known := self._own.get(name.body) or self._bodies.get(name.body)) is not None:
             return known
         key = f"{self._prefix}{name.text}"
@@ -161,7 +160,7 @@ class SnapshotReports:
 
 
 def abandon_part(log: RunLog, *, attempt: int, cut: int, rank: int, token: str, deadline_s: float) -> None:
-    """Tell peers that this rank's part of a cut will not come, so that none waits for it. Only advice.
+    """Mark this rank's part of a snapshot as abandoned, so that peers stop waiting for it. Only advice.
 
     Raises `StoreUnavailable` past the deadline.
     """
@@ -170,7 +169,7 @@ def abandon_part(log: RunLog, *, attempt: int, cut: int, rank: int, token: str, 
 
 
 def put_idempotent(log: RunLog, key: str, data: bytes, retry_budget: RetryBudget) -> None:
-    """Put an object that is ours, or equal, if it is there already: its name holds our token or its hash."""
+    """Put an object unless it exists; an existing one is ours or equal, because its name has our token or its hash."""
     while True:
         try:
             log.store.put_if_absent(log.key(key), data)

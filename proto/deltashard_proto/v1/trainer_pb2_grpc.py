@@ -75,36 +75,37 @@ class TrainerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request, context):
-        """One trainer process per (rank) attaches; the reply says where the arena is and what the sidecar knows.
+        """Attaches one trainer process (rank). The reply has the arena's location and the sidecar's state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Open(self, request, context):
-        """Rank 0 opens the attempt: wins the next slot of the log, or says why it cannot. Blocks, under a deadline, while
-        the store is unreachable or an older save is still closing.
+        """Opens the attempt (rank 0): wins the next slot of the log, or fails with the reason. Blocks, under a deadline,
+        while the store is unreachable or an older save is still uploading.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Save(self, request_iterator, context):
-        """One cut. The call is opened ahead of it with `ready`, and ends at `staged` (the bytes are the sidecar's) or `failed`.
+        """One snapshot. The call may be opened in advance with `ready`. It ends with `staged` (the sidecar has all bytes) or
+        `failed`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Restore(self, request_iterator, context):
-        """The frames of one checkpoint, byte for byte as stored, in the order they must be applied (newest first).
+        """Streams the frames of one checkpoint as stored, in the order in which they must be applied (newest first).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Notices, and (beside AttachReply) the only road of commit acknowledgements.
+        """Streams notices. Commits are acknowledged only here and in AttachReply.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,8 +118,8 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Notify(self, request, context):
-        """From outside the trainer (preStop hook, an operator's agent): have every attached trainer save now. Returns at
-        once; with no trainer attached it does nothing.
+        """Called by a preStop hook or an operator's agent: requests a save of every attached trainer. Returns at once;
+        without a trainer it does nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

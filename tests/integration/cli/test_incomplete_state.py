@@ -56,7 +56,7 @@ def listed(cli: Cli, url: str, *, code: int = 1) -> dict[str, Any]:
     return {"warning": document.get("warning")} | {one["run"]: one["state"] for one in document["runs"]}
 
 
-NO_LOG = "`deltashard cp` again, if a copy to this name was cut short; `deltashard scan` shows the saves that are there"
+NO_LOG = "`deltashard cp` again if a copy to this name was interrupted; `deltashard scan` lists the saves"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ NO_LOG = "`deltashard cp` again, if a copy to this name was cut short; `deltasha
     [
         ("data", "no log", NO_LOG),
         ("HINT", "no log", NO_LOG),
-        ("log", "half copied", "call `deltashard cp` again"),
+        ("log", "half copied", "run `deltashard cp` again"),
     ],
 )
 def test_partial_copy_is_listed_and_resumable(
@@ -129,13 +129,13 @@ def test_partial_removal_is_listed_and_removable(
         assert cli("rm", run_url(file_url, RUN), "--yes")[0] == 4
     found = listed(cli, file_url)
     assert (found[RUN], found["team/run-2"]) == ("being removed", "ok")
-    assert f"{RUN}: being removed: call `deltashard rm` again" in found["warning"]
+    assert f"{RUN}: being removed: run `deltashard rm` again" in found["warning"]
     code, text = cli("inspect", run_url(file_url, RUN))
     assert code in {2, 3}
     assert "again" in text
     code, text = cli("repair", run_url(file_url, RUN))
     assert code == 2, text
-    assert "call `deltashard rm` again" in " ".join(text.split())
+    assert "run `deltashard rm` again" in " ".join(text.split())
     assert cli("rm", file_url, "--run", RUN, "--yes")[0] == 0
     assert listed(cli, file_url, code=0) == {"warning": None, "team/run-2": "ok"}
 

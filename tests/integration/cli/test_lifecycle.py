@@ -131,26 +131,26 @@ def test_gc_explains_why_objects_are_kept(cli: Cli, url: str, tmp_path: Path) ->
         cut: reason for key, reason in why.items() for cut in range(1, 8) if snapshot_prefix(1, cut) in key
     }
     assert by_snapshot[5] == ("kept", "checkpoint 6: the newest, one of the newest 1")
-    assert by_snapshot[4] == ("kept", "checkpoint 5: the newest, 6, was written against it, chain base of 6")
+    assert by_snapshot[4] == ("kept", "checkpoint 5: covered by the newest, 6, chain base of 6")
     assert by_snapshot[1] == ("kept", "checkpoint 2: pinned best, chain base of 4")
     assert by_snapshot[3] == (
         "kept",
-        "checkpoint 4: second chain, which shares nothing with the newest one's",
+        "checkpoint 4: second chain, independent of the newest one's",
     )
-    assert by_snapshot[6] == ("kept", "attempt 1 may still commit cut 6")
-    assert why["notes.txt"] == ("kept", "unknown: not ours")
+    assert by_snapshot[6] == ("kept", "attempt 1 may still commit snapshot 6")
+    assert why["notes.txt"] == ("kept", "unknown object: not created by deltashard")
     assert why["log/HINT"][0] == why[entry_key(2)][0] == "kept"
 
     # A new attempt that has not committed: its resume point; the old one's cut can never be committed any more.
     open_attempt(RunLog(store, RUN), owner="tests", closing_wait_s=0.0)
     said = reasons(cli, run_url(url), "--keep-last", "1")
     assert any("resume point of attempt 7, which has not committed yet" in reason for reason in said)
-    assert said["of a save that failed, or was given up"] == "in grace"
+    assert said["of a failed or aborted save"] == "in grace"
     assert cli("gc", run_url(url), "--keep-last", "1")[0] == 0
     said = reasons(cli, run_url(url), "--keep-last", "1")
     (grace,) = [reason for reason, status in said.items() if status == "in grace"]
     assert grace.startswith("retired by log entry 8, ")
-    assert "of its grace are left" in grace
+    assert "of its grace period are left" in grace
     goes = json_output(cli, "gc", run_url(url), "--dry-run", "-v", "--grace", "0")
     doomed = {f"{RUN}/{item['key']}" for item in goes["objects"] if item["status"] == "deletable"}
     before = keys(store)
@@ -189,24 +189,24 @@ def test_pin_survives_live_trainer_and_moves(cli: Cli, url: str, tmp_path: Path)
     written.save(step=1000, directive="steps")
     assert json_output(cli, "verify", "--deep", run_url(url))["ok"] is True
     for wrong in ("", " x", "a\nb", "x" * 300):
-        assert "cannot be a pinned name" in expect_failure(cli, "pin", run_url(url), wrong)
+        assert "is not a valid pinned name" in expect_failure(cli, "pin", run_url(url), wrong)
 
 
 def test_retire_lists_dependents(cli: Cli, url: str, tmp_path: Path) -> None:
     written = chain(url, tmp_path)
     full = written.save(step=400, directive="steps")
     delta = written.save(written.train(), step=500, covers=full, directive="steps")
-    assert f"checkpoint {delta} stays: it is the newest" in expect_failure(
+    assert f"checkpoint {delta} is kept: it is the newest" in expect_failure(
         cli, "retire", run_url(url), "-c", "latest"
     )
-    assert f"the newest, {delta}, was written against it" in expect_failure(
+    assert f"covered by the newest, {delta}" in expect_failure(
         cli, "retire", run_url(url), "-c", f"{full}"
     )
-    assert "checkpoint 3 stays: checkpoint 4 builds on it" in expect_failure(
+    assert "checkpoint 3 is kept: checkpoint 4 builds on it" in expect_failure(
         cli, "retire", run_url(url), "-c", "3"
     )
     text = expect_failure(cli, "retire", run_url(url), "-c", "2", "-c", "3", "-c", "4")
-    assert "checkpoint 2 stays: it is pinned best" in text
+    assert "checkpoint 2 is kept: it is pinned best" in text
     assert cli("unpin", run_url(url), "best")[0] == 0
     done = json_output(cli, "retire", run_url(url), "-c", "2", "-c", "3", "-c", "4")
     assert done["retired"] == [2, 3, 4]
@@ -226,7 +226,7 @@ def test_rewind_to_older_checkpoint_and_back(cli: Cli, url: str, tmp_path: Path)
     written = chain(url, tmp_path)
     wanted = {seq: read_checkpoint(written.store, RUN, f"seq:{seq}") for seq in (3, 4)}
     text = expect_failure(cli, "rewind", run_url(url), "-c", "3")
-    assert "attempt 1 has not said that it ended" in text
+    assert "attempt 1 has not recorded its end" in text
     assert "--ended" in text
     written.save(written.train(), step=400, covers=4, directive="close")
     done = json_output(cli, "rewind", run_url(url), "-c", "3")
@@ -260,7 +260,7 @@ def test_rewind_refuses_incomplete_checkpoint(cli: Cli, file_url: str, tmp_path:
     written = chain(file_url, tmp_path)
     state = written.log.refresh()
     written.store.delete([f"{RUN}/{state.checkpoints[2].parts[0].index_key}"])
-    assert "an index does not exist" in expect_failure(
+    assert "an index of the checkpoint does not exist" in expect_failure(
         cli, "rewind", run_url(file_url), "-c", "3", "--ended", code=1
     )
     assert written.log.refresh().tip == 4
@@ -303,7 +303,7 @@ def test_cp_to_another_store_is_bit_exact(cli: Cli, url: str, other: str, tmp_pa
     opened = open_attempt(RunLog(copy, RUN), owner="tests", closing_wait_s=0.0)
     assert opened.resume.step == 500
     assert RunLog(copy, RUN).refresh().pinned == {"best": 2, "paper": 3}
-    assert "is there, and is no copy of this" in expect_failure(cli, "cp", run_url(url), other)
+    assert "exists in the target, and is not a copy of this run" in expect_failure(cli, "cp", run_url(url), other)
     written.close()
 
 
@@ -352,8 +352,8 @@ def test_cp_refuses_target_that_is_not_a_copy(cli: Cli, file_url: str, tmp_path:
     there = f"file://{tmp_path}/there"
     chain(there, tmp_path / "b").close()
     before = keys(open_store(there), RUN)
-    assert "is no copy of this" in expect_failure(cli, "cp", run_url(file_url), there)
-    assert "is no copy of this" in expect_failure(cli, "cp", run_url(file_url), there, "-c", "2", "--as", RUN)
+    assert "is not a copy of this run" in expect_failure(cli, "cp", run_url(file_url), there)
+    assert "is not a copy of this run" in expect_failure(cli, "cp", run_url(file_url), there, "-c", "2", "--as", RUN)
     assert keys(open_store(there), RUN) == before
     assert "onto itself" in expect_failure(cli, "cp", run_url(file_url), file_url)
     for alone in (("-c", "2"), ("--as", "n")):

@@ -88,9 +88,9 @@ def _damaged(cli: Cli, url: str) -> None:
 @pytest.mark.parametrize(
     ("made", "then", "why"),
     [
-        ({"workload": ""}, None, "somebody opened it"),
+        ({"workload": ""}, None, "another trainer opened it"),
         ({"pins": ("best",)}, None, "it has a pin, 'best'"),
-        ({}, _opened, "somebody opened it since"),
+        ({}, _opened, "another trainer opened it since"),
         ({}, _rewound, "opened it since"),
         ({}, _damaged, "its log is damaged"),
     ],
@@ -193,6 +193,6 @@ def test_run_opened_during_reclaim_is_kept(
         barrier(self, said)
 
     monkeypatch.setattr(RunLog, "put_hint", opened_before)
-    assert "it goes on" in reclaim(cli, file_url)["kept"][0]["why"]
+    assert "the run is in use" in reclaim(cli, file_url)["kept"][0]["why"]
     assert cli("verify", file_url, "--run", RUN, "--deep")[0] == 0
     assert "uid-of-another opened it since" in reclaim(cli, file_url)["kept"][0]["why"]

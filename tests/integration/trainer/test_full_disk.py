@@ -170,7 +170,7 @@ def test_trainer_on_full_disk_is_fenced_by_earlier_open(make: MakeCheckpointer, 
         loop.train(1, ckpt)  # step() itself tries, once its back-off is over
         ckpt.save("user").wait(60)
 
-    with pytest.raises(FencedError, match="went on since it was restored"):
+    with pytest.raises(FencedError, match="advanced since it was restored"):
         save()
 
 

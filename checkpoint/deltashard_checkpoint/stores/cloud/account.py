@@ -1,15 +1,13 @@
-"""obstore's client of one bucket, made from the environment, and made anew when a credentials file changed.
+"""obstore client of one bucket, created from the environment and recreated when a credentials file changes.
 
-Google: `GOOGLE_APPLICATION_CREDENTIALS` (a key file, or gcloud's own), `GOOGLE_SERVICE_ACCOUNT_KEY`,
-`GOOGLE_BEARER_TOKEN`, or the metadata server: the node's service account, under workload identity of GKE the pod's
-own. Azure: `AZURE_STORAGE_CONNECTION_STRING` or `AZURE_STORAGE_CONNECTION_STRING_FILE`; else the account's name
-(`?account=` or `AZURE_STORAGE_ACCOUNT_NAME`) with `AZURE_STORAGE_ACCOUNT_KEY`, `AZURE_STORAGE_SAS_TOKEN`, a
-client's secret, a federated token (`AZURE_FEDERATED_TOKEN_FILE`: workload identity of AKS) or the machine's managed
-identity.
+Google: `GOOGLE_APPLICATION_CREDENTIALS` (a key file, or gcloud's), `GOOGLE_SERVICE_ACCOUNT_KEY`, `GOOGLE_BEARER_TOKEN`,
+or the metadata server: the node's service account, or with GKE workload identity the pod's. Azure:
+`AZURE_STORAGE_CONNECTION_STRING` or `AZURE_STORAGE_CONNECTION_STRING_FILE`; else the account's name (`?account=` or
+`AZURE_STORAGE_ACCOUNT_NAME`) with `AZURE_STORAGE_ACCOUNT_KEY`, `AZURE_STORAGE_SAS_TOKEN`, a client secret, a federated
+token (`AZURE_FEDERATED_TOKEN_FILE`: AKS workload identity) or the machine's managed identity.
 
-A file that is absent or empty is `CredentialsMissing`: in a pod the Secret may come later, and the next request
-finds it. Nothing here is put into a message but the *name* of the source. The client retries nothing: that is
-`retry.py`'s.
+An absent or empty file raises `CredentialsMissing`: in a pod the Secret may appear later, and the next request uses it.
+Messages contain only the *name* of the source. The client does not retry; `retry.py` does.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 5.0
 _LONGEST = timedelta(days=1)
-"""The client's own bound of a request; ours are laid around it, by what it moves."""
+"""Request timeout of the client; effectively off, because each request has a deadline by its size."""
 _GOOGLE_FILES = ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH")
 _GOOGLE_VALUES = ("GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN")
 _AZURE_VALUES = (
@@ -49,14 +47,14 @@ _ACCOUNT = re.compile(r"[a-z0-9]{3,24}", re.ASCII)
 
 
 class Account(ABC):
-    """One bucket's (container's) client; thread-safe."""
+    """Client of one bucket (container); thread-safe."""
 
     where: str
     """The store's URL."""
     endpoint: str
     """http(s)://host[:port][/account]."""
     credentials_hint: str
-    """What to set, for messages."""
+    """Settings to change, for messages."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,7 +62,7 @@ class Account(ABC):
         self._state: tuple[object, ...] = ()
 
     def client(self) -> Client:
-        """The client to make the next request with; raises `CredentialsMissing` and `AccessDenied`."""
+        """Return the client for the next request; raises `CredentialsMissing` and `AccessDenied`."""
         with self._lock:
             state = tuple(self._stat(name, Path(value)) for name, value in self._files())
             if self._client is None or state != self._state:
@@ -73,7 +71,7 @@ class Account(ABC):
             return self._client
 
     def forget(self) -> None:
-        """The next request is made by a new client, with credentials read anew."""
+        """Drop the client, so that the next request reads the credentials again."""
         with self._lock:
             self._client = None
 
@@ -84,12 +82,12 @@ class Account(ABC):
         return names[0] if names else self._ambient()
 
     def configured(self) -> bool:
-        """Whether a source is named, so that only a machine's own identity is left."""
+        """Whether a source is configured, rather than the machine's identity."""
         return self.source() != self._ambient()
 
     @abstractmethod
     def _files(self) -> list[tuple[str, str]]:
-        """(variable, path) of the files that are named."""
+        """(variable, path) of the configured files."""
 
     @abstractmethod
     def _values(self) -> tuple[str, ...]:
@@ -97,7 +95,7 @@ class Account(ABC):
 
     @abstractmethod
     def _ambient(self) -> str:
-        """The source where none is named."""
+        """The source if none is configured."""
 
     @abstractmethod
     def _make_client(self) -> Client: ...
@@ -142,7 +140,7 @@ class Account(ABC):
 
 
 class GoogleAccount(Account):
-    """Google's storage, or what speaks like it at `endpoint`."""
+    """Google Cloud Storage, or a compatible service at `endpoint`."""
 
     credentials_hint = (
         "set GOOGLE_APPLICATION_CREDENTIALS to a service account's key file, or give the pod's service account "
@@ -178,7 +176,7 @@ class GoogleAccount(Account):
 
 
 class AzureAccount(Account):
-    """Azure's storage, or what speaks like it at `endpoint`."""
+    """Azure Blob Storage, or a compatible service at `endpoint`."""
 
     credentials_hint = (
         "set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_CONNECTION_STRING, or give the pod's service account workload "
@@ -194,7 +192,7 @@ class AzureAccount(Account):
         self._account = account
         self._configured_endpoint = endpoint
         self.endpoint = ""
-        """Empty until a connection string is there that says it."""
+        """Empty until a connection string provides it."""
         with suppress(CredentialsMissing):
             self.endpoint = self._configuration()["endpoint"]
 
@@ -209,12 +207,12 @@ class AzureAccount(Account):
         return "the machine's managed identity"
 
     def _configuration(self) -> dict[str, str]:
-        """Obstore's configuration, beside what it reads from the environment itself."""
+        """Return obstore's configuration, in addition to what it reads from the environment."""
         found = self._connection()
-        said = found.get("account_name")
-        account = self._account or said or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
-        if said and account != said:
-            raise self._unusable(f"the URL names the account {account}, the connection string {said}")
+        stated = found.get("account_name")
+        account = self._account or stated or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+        if stated and account != stated:
+            raise self._unusable(f"the URL names the account {account}, the connection string {stated}")
         if not account or _ACCOUNT.fullmatch(account) is None:
             what = f"{account!r} cannot name a storage account" if account else "no storage account is named"
             raise AccessDenied(
@@ -229,7 +227,7 @@ class AzureAccount(Account):
         return found | {"account_name": account, "endpoint": endpoint.rstrip("/")}
 
     def _connection(self) -> dict[str, str]:
-        """What a connection string says: account_name, account_key or sas_key, endpoint."""
+        """Parse the connection string: account_name, account_key or sas_key, endpoint."""
         text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
         if path := os.environ.get("AZURE_STORAGE_CONNECTION_STRING_FILE"):
             try:
@@ -275,5 +273,5 @@ def _obstore() -> tuple[Any, type[Exception]]:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what the client says of a configuration: it may quote a name, never a key."""
+    """Return the first line of a client's configuration error, which may quote a name but never a key."""
     return re.sub(r"[A-Za-z0-9+/=_-]{40,}", "***", str(error).partition("\n")[0])[:200]

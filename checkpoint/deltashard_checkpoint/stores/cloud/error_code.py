@@ -1,7 +1,7 @@
-"""What an answer of Google's or Azure's storage means: from obstore's errors to our few named ones.
+"""Translate obstore's errors for Google and Azure into the store errors of this package.
 
-obstore tells a few cases by their class and the rest in its text: the HTTP status and the code that the server
-gave. Both stay in the message; addresses are told without their query, where a signature may stand.
+obstore distinguishes a few cases by class and the rest in its text, by HTTP status and server code. Both stay in the
+message; addresses are printed without their query, which may hold a signature.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from deltashard_checkpoint.stores.abc import (
 from deltashard_checkpoint.stores.transport import certificate_refused
 
 _STATUS = re.compile(r"(?:non-2xx status code: |\(code: )(\d{3})")
-"""Of an answer; or, of one of several deletions that went as one request."""
+"""Status of a response, or of one of several deletions in one request."""
 _CODES = (re.compile(r"<Code>\s*([A-Za-z0-9]+)\s*</Code>"), re.compile(r'"reason":\s*"([A-Za-z0-9]+)"'))
 _MESSAGES = (re.compile(r"<Message>\s*([^<]*?)\s*</Message>"), re.compile(r'"message":\s*"([^"]*)"'))
 _QUERY = re.compile(r"\?\S*")
@@ -50,12 +50,12 @@ _SKEWED = (
 
 
 def out_of_range(error: Exception) -> bool:
-    """Whether a read was refused because the object ends before it."""
+    """Return whether a read was rejected because the object ends before its range."""
     return _status(str(error)) == 416 or "Wanted range starting at" in str(error)
 
 
 def _status(text: str) -> int:
-    """The HTTP status in what obstore says; 0: none came."""
+    """Return the HTTP status in obstore's text; 0 if there is none."""
     found = _STATUS.search(text)
     return int(found[1]) if found else 0
 
@@ -70,9 +70,10 @@ def translated(  # noqa: C901
     configured: bool,
     writes: bool = False,
 ) -> DeltashardError:
-    """The named error for what obstore raised at `where`.
+    """Return the store error for an obstore error at `where`.
 
-    `via_proxy` tells the proxy, `source` and `credentials_hint` the credentials, `configured` whether some are named; `writes`: of a put.
+    `via_proxy` describes the proxy; `source` and `credentials_hint` the credentials; `configured`: whether some are
+    configured; `writes`: the request was a put.
     """
     if isinstance(error, DeltashardError):
         return error
@@ -128,15 +129,15 @@ def _conflict(message: str, code: str, where: str, *, writes: bool) -> Deltashar
 def _no_token(
     message: str, status: int, where: str, source: str, credentials_hint: str, *, configured: bool
 ) -> DeltashardError:
-    if not configured:  # a machine that has no identity, or one whose metadata server is not up yet
+    if not configured:  # a machine without an identity, or with a metadata server that is not up yet
         return CredentialsMissing(
-            f"{source} gave no credentials: {message}", where=where, remedy=credentials_hint
+            f"{source} returned no credentials: {message}", where=where, remedy=credentials_hint
         )
     if status == 0 or status >= 500 or status in {408, 429}:
         return StoreUnavailable(
-            f"{source} gave no credentials now: {message}", where=where, remedy="is the token service up?"
+            f"{source} returned no credentials: {message}", where=where, remedy="is the token service up?"
         )
-    return AccessDenied(f"{source} gave no credentials: {message}", where=where, remedy=credentials_hint)
+    return AccessDenied(f"{source} returned no credentials: {message}", where=where, remedy=credentials_hint)
 
 
 def _error_message(error: str, status: int, code: str) -> str:
@@ -155,7 +156,7 @@ def _certificate(text: str) -> str:
 
 
 def _network(text: str) -> str:
-    """What broke, of an error without an answer."""
+    """Describe the network failure of an error without a response."""
     lower = text.lower()
     for sign, reason in (
         ("connection refused", "no connection: Connection refused"),

@@ -1,8 +1,8 @@
-"""Requests of an asynchronous client, made from threads: each ends with its caller's deadline.
+"""Run requests of an asynchronous client from threads, each bounded by its caller's deadline.
 
-A request runs on one event loop, in the caller's context, so that `deadline`, `idle_timeout` and `abandon_when` hold
-within it. Its thread waits; when no time remains the request is cancelled. A buffer that
-was lent to the client is waited for: until it has let go of it, the memory could still be sent.
+A request runs on one event loop, in the caller's context, so `deadline`, `idle_timeout` and `abandon_when` apply. The
+calling thread waits, and cancels the request when no time remains. It then waits until the client has released a
+borrowed buffer, because until then the memory could still be sent.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from deltashard_checkpoint.stores.deadline import idle_timeout_s, remaining_s
 Result = TypeVar("Result")
 _DEADLINE_PASSED = "the call's deadline passed"
 _POLL_S = 0.25
-"""How often a waiting thread asks whether its caller gave up."""
+"""How often a waiting thread checks whether its caller has abandoned the request."""
 _RELEASE_S = 60.0
-"""A cancelled request lets go of its buffer at once; this bounds the wait for one that does not."""
+"""Bound of the wait for a buffer, which a cancelled request normally releases at once."""
 
 
 class EventLoopThread:
-    """One event loop on a thread of its own, begun by the first request; thread-safe; not to be used across a fork."""
+    """An event loop on its own thread, started by the first request; thread-safe; not to be used across a fork."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -37,7 +37,7 @@ class EventLoopThread:
         self._thread: threading.Thread | None = None
 
     def run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        """What the coroutine that `work` makes returns or raises; `StoreUnavailable` when no time remained for it."""
+        """Return or raise the result of the coroutine from `work`; `StoreUnavailable` if no time remained for it."""
         loop = self._ensure_loop()
         answer: Future[Result] = Future()
         task: list[asyncio.Task[Any]] = []
@@ -87,7 +87,7 @@ class EventLoopThread:
             return self._loop
 
     def close(self) -> None:
-        """End the loop; requests under way are cancelled."""
+        """Stop the loop and cancel running requests."""
         with self._lock:
             loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is None or thread is None:
@@ -109,7 +109,7 @@ class EventLoopThread:
 
 
 async def with_timeout(step: Awaitable[Result], longest_s: float, what: str, where: str) -> Result:
-    """What `step` gives; `StoreUnavailable` when none comes in `longest_s` or in the silence of a read."""
+    """Await `step`; `StoreUnavailable` after `longest_s` or the idle timeout of a read."""
     try:
         async with asyncio.timeout(idle_timeout_s(longest_s)):
             return await step
@@ -118,7 +118,7 @@ async def with_timeout(step: Awaitable[Result], longest_s: float, what: str, whe
 
 
 async def wait_released(view: memoryview, where: str) -> None:
-    """Wait until a view that was lent is nobody's any more; raises `StoreUnavailable` when it stays lent."""
+    """Wait until a borrowed view is released; raises `StoreUnavailable` if it is not."""
     ends_at_s = time.monotonic() + _RELEASE_S
     pause_s = 0.0
     while True:
@@ -127,7 +127,7 @@ async def wait_released(view: memoryview, where: str) -> None:
         except BufferError:
             if time.monotonic() > ends_at_s:
                 raise StoreUnavailable("the client does not let go of a buffer", where=where) from None
-            with contextlib.suppress(asyncio.CancelledError):  # nothing may cut this short
+            with contextlib.suppress(asyncio.CancelledError):  # must not be interrupted
                 await asyncio.sleep(pause_s)
             pause_s = min(0.05, pause_s * 2 + 0.0005)
         else:

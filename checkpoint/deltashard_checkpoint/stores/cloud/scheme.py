@@ -1,4 +1,4 @@
-"""The schemes `gs` and `az`: entry points of the package, so that nothing else imports this folder."""
+"""The schemes `gs` and `az`, loaded as entry points of the package, so no other module imports this folder."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """A store in a bucket of Google Cloud Storage or a container of Azure Blob Storage, through obstore.
 
 **Create-only is the client's mode `create`**: `x-goog-if-generation-match: 0` with Google, `If-None-Match: *` with
-Azure. Reads stream into the caller's buffer; one that breaks off goes on by range where it stopped, of the same
-ETag. Uploads send the caller's own memory, and return only when the client has let go of it.
+Azure. Reads stream into the caller's buffer; a read that breaks off continues by range, pinned to the same ETag.
+Uploads send the caller's memory and return only when the client has released it.
 
-Neither service is told a checksum of what it receives: TLS guards the bytes on the way, and over plain http nothing
-does until a frame's hash is checked by a restore, so an endpoint that is neither TLS nor on this machine is warned
-of, once.
+Neither service receives a checksum: TLS protects the bytes in transit. Over plain http they are unprotected until a
+restore checks a frame's hash, so the store warns once about an endpoint that is neither TLS nor on this machine.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 CHUNK_BYTES = 256 * 1024
-"""What a read is asked for at a time; what came of a chunk that breaks off is asked for again."""
+"""Chunk size of a read; a chunk that breaks off is requested again."""
 PAGE = 1000
 SLOWEST_BYTES_PER_S = 2.0 * 1024 * 1024
-"""An upload cannot be watched: one that is slower than this is given up, and tried again."""
+"""Uploads report no progress: one that is slower than this is abandoned and retried."""
 _DELETES = 16
-"""Deletions under way at a time: neither service deletes many names with one request as S3 does."""
+"""Concurrent deletions: unlike S3, neither service deletes many objects per request."""
 
 
 class CloudStore(Store):
@@ -122,7 +121,7 @@ class CloudStore(Store):
         self._attempt(key, lambda: self._resume(key, offset, view, 0, None))
 
     async def _resume(self, key: str, offset: int, view: memoryview, done: int, etag: str | None) -> None:
-        """Fill view[done:] by range requests: each goes on where the one before broke off, as long as they advance."""
+        """Fill view[done:] by range requests, each continuing where the last broke off, while they make progress."""
         where = f"{self.url}/{key}"
         while done < len(view):
             first = offset + done
@@ -160,7 +159,7 @@ class CloudStore(Store):
         return await with_timeout(asking, self._max_idle_s, "the store went silent", f"{self.url}/{key}")
 
     async def _receive(self, answer: GetResult, view: memoryview, done: int, where: str) -> int:
-        """How far `view` is filled: to its end, or as far as it came before the connection broke."""
+        """Return how far `view` is filled: to its end, or to where the connection broke."""
         stream = answer.stream(CHUNK_BYTES)
         while done < len(view):
             try:
@@ -169,7 +168,7 @@ class CloudStore(Store):
                 break
             except DeltashardError:
                 raise
-            except Exception:  # noqa: BLE001 - the caller goes on by range, and hears of what does not pass
+            except Exception:  # noqa: BLE001 - the caller continues by range and raises persistent errors
                 break
             chunk = memoryview(some)
             if len(chunk) > len(view) - done:
@@ -183,7 +182,7 @@ class CloudStore(Store):
         try:
             return self._attempt(key, lambda: self._head(key))
         except ObjectNotFound:
-            # The answer to a HEAD has no body, so a missing bucket looks like a missing object: only asking tells.
+            # A HEAD response has no body, so a missing bucket looks like a missing object.
             next(self._pages("no-such-object/", ""), None)
             raise
 
@@ -208,7 +207,7 @@ class CloudStore(Store):
         for found in chain([first], pages):
             if found.key <= last:
                 raise RequestRefused(
-                    f"the store does not list in the order of keys: {found.key!r} after {last!r}",
+                    f"the store does not list objects in key order: {found.key!r} after {last!r}",
                     where=self.url,
                     remedy="use a storage account without hierarchical namespace",
                 )
@@ -219,20 +218,20 @@ class CloudStore(Store):
                 return
 
     def _check_is_store(self) -> None:
-        """Raises `StoreUnavailable` where something answers everything: to obstore its page is an empty listing."""
+        """Raise `StoreUnavailable` if a server answers every request, whose page obstore reads as an empty listing."""
         name = f"no-such-object-{secrets.token_hex(8)}"
         try:
             self._attempt(name, lambda: self._head(name))
         except ObjectNotFound:
             return
         raise StoreUnavailable(
-            "the answers are not a store's: an object is there that nobody made",
+            "the endpoint is not an object store: it returns an object that was never created",
             where=f"{self.url} at {self._account.endpoint}{via_proxy(self._account.endpoint)}",
-            remedy="look for a proxy that answers with a page of its own",
+            remedy="check for a proxy that answers every request",
         )
 
     def _pages(self, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
-        """Objects of the folder of `prefix`: obstore lists whole folders."""
+        """Yield objects of the folder of `prefix`: obstore lists whole folders."""
         import obstore
 
         folder = (self._prefix + prefix).rpartition("/")[0]
@@ -276,13 +275,13 @@ class CloudStore(Store):
                 raise each
 
     def now_s(self) -> float:
-        """In whole seconds, asked without credentials."""
+        """Return the Date of an unauthenticated response, in whole seconds."""
         endpoint = self._account.endpoint
         if not endpoint:
-            self._account.client()  # says what is missing
+            self._account.client()  # raises for missing credentials
             endpoint = self._account.endpoint
         context = ssl.create_default_context(cafile=certifi.where())
-        if (bundle := ca_bundle()) is not None:  # besides the public ones, as the client has it
+        if (bundle := ca_bundle()) is not None:  # in addition to the public ones, as in the client
             context.load_verify_locations(bundle[1])
         opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
         try:
@@ -335,7 +334,7 @@ class CloudStore(Store):
         except Exception as error:
             named = self._translated(error, f"{self.url}/{key}", writes=writes)
             if isinstance(named, AccessDenied):
-                self._account.forget()  # a token that was good an hour ago is asked for anew
+                self._account.forget()  # a token that was valid an hour ago may have expired
             raise named from error
 
     def _translated(self, error: Exception, where: str, *, writes: bool = False) -> DeltashardError:

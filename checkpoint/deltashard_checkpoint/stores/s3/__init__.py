@@ -1,4 +1,4 @@
-"""A store in a bucket of MinIO or S3: requests, connections, credentials, what refusals mean."""
+"""A store in a bucket of MinIO or S3: requests, connections, credentials, and error translation."""
 
 from importlib.util import find_spec
 

@@ -1,7 +1,7 @@
-"""Credentials of the kinds that only AWS's own library knows: processes, single sign-on, roles assumed from a profile.
+"""Credentials that need AWS's library: processes, single sign-on, and roles assumed from a profile.
 
-botocore is optional (`deltashard[aws]`) and imported when a profile asks for it. It renews what ends by itself. It may
-run a program or ask a token service, without any bound of its own, so a thread does that and is waited for.
+botocore is optional (`deltashard[aws]`), imported when a profile needs it, and renews expiring credentials. It may run
+a program or call a token service without a timeout, so it runs on a thread, with a bounded wait.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from deltashard_checkpoint.stores.abc import AccessDenied, CredentialsMissing, S
 from deltashard_checkpoint.stores.deadline import remaining_s
 
 ANSWER_TIMEOUT_S = 30.0
-"""The longest wait for a process or a token service."""
+"""Longest wait for a process or a token service."""
 _UNREACHABLE_ERRORS = ("ConnectionError", "HTTPClientError", "EndpointConnectionError")
 
 
 class BotocoreProvider:
-    """The credentials of one profile, by botocore; for one caller at a time.
+    """Credentials of one profile through botocore; for one caller at a time.
 
-    `why` is the setting of the profile that needs it, `where` the files of the profile.
-    Raises `CredentialsMissing` when botocore is not installed.
+    `why` is the setting that needs botocore, `where` the files. Raises `CredentialsMissing` without botocore.
     """
 
     def __init__(self, profile: str, *, why: str, where: str) -> None:
@@ -45,21 +44,21 @@ class BotocoreProvider:
         self._pending: Future[Credentials | None] | None = None
 
     def retrieve(self) -> Credentials:
-        """Keys that are good now; raises `CredentialsMissing`, `AccessDenied` or `StoreUnavailable`."""
-        # One that did not answer in time is still being asked: it is waited for again, not asked twice.
+        """Return valid keys; raises `CredentialsMissing`, `AccessDenied` or `StoreUnavailable`."""
+        # A request that timed out is still running: wait for it instead of starting another.
         self._pending = self._pending or self._start()
         try:
             found = self._pending.result(max(0.0, min(ANSWER_TIMEOUT_S, remaining_s())))
         except FutureTimeout:
             raise StoreUnavailable(
-                f"no store credentials by {self._why} yet: it does not answer", where=self._where
+                f"no store credentials from {self._why} yet: it does not respond", where=self._where
             ) from None
         except BaseException:
             self._pending = None
             raise
         self._pending = None
         if found is None:
-            raise CredentialsMissing(f"{self._why} gave no store credentials", where=self._where)
+            raise CredentialsMissing(f"{self._why} returned no store credentials", where=self._where)
         return found
 
     def _start(self) -> Future[Credentials | None]:
@@ -78,14 +77,13 @@ class BotocoreProvider:
         try:
             self._found = self._found or self._session.get_credentials()
             keys = None if self._found is None else self._found.get_frozen_credentials()
-        # IMPORTANT: the one place where botocore's errors end, of whatever class they are. Their text may hold what a
-        # process printed, and that a secret: only the kind is told.
+        # IMPORTANT: all botocore errors end here. Their text may contain secrets: report only the class.
         except Exception as error:  # noqa: BLE001 - see above
             raise self._translated(error) from None
         return None if keys is None else Credentials(keys.access_key, keys.secret_key, keys.token)
 
     def _translated(self, error: Exception) -> DeltashardError:
-        what = f"no store credentials by {self._why}"
+        what = f"no store credentials from {self._why}"
         if any(isinstance(error, getattr(self._exceptions, name)) for name in _UNREACHABLE_ERRORS):
             return StoreUnavailable(
                 f"{what} now: {type(error).__name__}", where=self._where, remedy="is the token service up?"
@@ -96,7 +94,7 @@ class BotocoreProvider:
         remedy = (
             "run `aws sso login` with this profile"
             if "sso" in self._why
-            else "`aws sts get-caller-identity` with this profile tells more"
+            else "`aws sts get-caller-identity` with this profile shows details"
         )
         return AccessDenied(f"{what}: {type(error).__name__}{code}", where=self._where, remedy=remedy)
 
@@ -105,7 +103,7 @@ class BotocoreProvider:
             return importlib.import_module(f"botocore.{name}")
         except ImportError:
             raise CredentialsMissing(
-                f"the profile uses {self._why}, which needs botocore, and that is not installed",
+                f"the profile uses {self._why}, which needs botocore, but botocore is not installed",
                 where=self._where,
                 remedy="pip install 'deltashard[aws]'; or give keys, or a role of the pod's service account",
             ) from None

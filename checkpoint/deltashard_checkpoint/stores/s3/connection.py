@@ -1,15 +1,14 @@
-"""The HTTP connections of an S3 store: no retries, no redirects, and no wait beyond the caller's deadline.
+"""HTTP connections of an S3 store: no retries, no redirects, and no wait beyond the caller's deadline.
 
-Proxies and authorities are as `transport` finds them in the environment; minio-py asks for a `PoolManager`, so this
-is one.
+Proxies and authorities come from the environment (`transport`). The class is a `PoolManager`, as minio-py requires.
 
-urllib3's connect time-out also bounds each `send` on a fresh connection (Python bounds a whole `sendall` by it), so
-a body is sent in slices: each gets the time-out anew, and between two the deadline is looked at. The same for what
-is received: `read1` returns what is there, so that a server which trickles cannot keep a call for ever.
+urllib3's connect timeout also bounds each `send` on a fresh connection (Python bounds a whole `sendall` by it). So a
+body is sent in slices, each with a new timeout, and the deadline is checked in between. Receiving works alike: `read1`
+returns available bytes, so a slow server cannot keep a call forever.
 
-MinIO hangs up after it refused an upload, without announcing it, and urllib3 gives a connection back to its pool by
-itself when an answer was read to its end: the next request could meet the reset. So a connection is given up as
-soon as the refusal's head was read; the answer holds its socket open until its own end.
+MinIO closes the connection after it rejects an upload, without announcing it, and urllib3 returns a connection to its
+pool once the response is read: the next request could hit the reset. So a connection is dropped after the head of a
+rejection; the response keeps its socket open to its end.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _UPLOADS = frozenset({"PUT", "POST"})
 
 
 class _Connection(HTTPConnection):
-    """Not used again after a refused upload."""
+    """Connection that is not reused after a rejected upload."""
 
     _method = ""
 
@@ -50,14 +49,14 @@ class _Connection(HTTPConnection):
     def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as urllib3 itself does
         response = super().getresponse()
         if response.status >= 400 and self._method in _UPLOADS and self.sock is not None:
-            # As http.client does for an announced end: the answer reads on from its own handle of the socket.
+            # As http.client does for an announced close: the response reads on from its own handle of the socket.
             sock, self.sock = self.sock, None
             sock.close()
         return response
 
 
 class _SecureConnection(_Connection, HTTPSConnection):
-    """The same over TLS."""
+    """Same over TLS."""
 
 
 class _Pool(HTTPConnectionPool):
@@ -72,7 +71,7 @@ _POOLS = {"http": _Pool, "https": _SecurePool}
 
 
 class Connections(urllib3.PoolManager):
-    """A connection pool that obeys `deadline` and remembers, per thread, when the store says it is."""
+    """A connection pool that obeys `deadline` and records the store's time per thread."""
 
     def __init__(self, max_idle_s: float) -> None:
         bundle = ca_bundle()
@@ -89,7 +88,7 @@ class Connections(urllib3.PoolManager):
         self._seen = threading.local()
 
     def urlopen(self, method: str, url: str, redirect: bool = True, **kw: Any) -> BaseHTTPResponse:  # type: ignore[override]  # noqa: ARG002 - the base's signature; redirects are never followed
-        """One request, bounded by the time-outs and the deadline."""
+        """Send one request, bounded by the timeouts and the deadline."""
         check_deadline(url.partition("?")[0])
         left_s = max(_SHORTEST_S, remaining_s())
         kw["timeout"] = urllib3.Timeout(
@@ -134,23 +133,23 @@ class Connections(urllib3.PoolManager):
 
     @property
     def date_s(self) -> float | None:
-        """The Date of this thread's last answer, seconds since the epoch."""
+        """Return the Date of this thread's last response, in seconds since the epoch."""
         return getattr(self._seen, "date_s", None)
 
     @property
     def skew_s(self) -> float | None:
-        """How far this machine's clock was ahead of the store's at this thread's last answer."""
+        """Return the seconds by which the local clock was ahead of the store's at this thread's last response."""
         return getattr(self._seen, "skew_s", None)
 
 
 def slices(data: memoryview, where: str) -> Iterator[memoryview]:
-    """`data` in views of `SLICE_BYTES`, as long as the deadline lasts."""
+    """Yield `data` in views of `SLICE_BYTES` within the deadline."""
     for start in range(0, len(data), SLICE_BYTES):
         check_deadline(where)
         yield data[start : start + SLICE_BYTES]
 
 
 def check_deadline(where: str) -> None:
-    """Raises `StoreUnavailable` when the deadline has passed."""
+    """Raise `StoreUnavailable` if the deadline has passed."""
     if remaining_s() <= 0:
         raise StoreUnavailable("the call's deadline passed", where=where)

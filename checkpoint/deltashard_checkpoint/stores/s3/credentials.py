@@ -1,14 +1,14 @@
-"""Where an S3 store's credentials come from: the first source that is configured, asked anew for every request.
+"""Credentials of an S3 store: the first configured source, checked for every request.
 
 In order: `AWS_ACCESS_KEY_ID` + `AWS_SECRET_ACCESS_KEY` (+ `AWS_SESSION_TOKEN`); `MINIO_ACCESS_KEY` +
-`MINIO_SECRET_KEY`; a web identity (`AWS_WEB_IDENTITY_TOKEN_FILE`: service accounts on EKS, or MinIO's own STS
-by `AWS_ENDPOINT_URL_STS`); the profile `AWS_PROFILE` of AWS's two files (`profile`): keys, or by botocore a process, a
-single sign-on or a role (`botocore_provider`); the container's or the instance's role.
+`MINIO_SECRET_KEY`; a web identity (`AWS_WEB_IDENTITY_TOKEN_FILE`: service accounts on EKS, or MinIO's STS by
+`AWS_ENDPOINT_URL_STS`); the profile `AWS_PROFILE` of AWS's two files (`profile`): keys, or through botocore a process,
+single sign-on or a role (`botocore_provider`); the container's or instance's role.
 
-A file or token that is absent or empty is `CredentialsMissing`: in a pod the Secret may be created later, and the
-next request finds it. A file is read again when it changed (its inode, size or mtime), so a rotated secret is used by
-the next request: minio-py's own chain would keep the first answer for ever. Temporary credentials are renewed before
-they end. Nothing here is ever logged or put into a message but the *name* of the source.
+An absent or empty file or token raises `CredentialsMissing`: in a pod the Secret may be created later, and the next
+request uses it. A file is read again when its inode, size or mtime changes, so a rotated secret takes effect with the
+next request; minio-py's chain would keep the first result forever. Temporary credentials are renewed before they
+expire. Logs and messages contain only the *name* of the source.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _HOW = (
 
 
 class _Role(IamAwsProvider):
-    """minio-py's, with a token file of a container that ends in a newline."""
+    """minio-py's provider, with support for a container token file that ends in a newline."""
 
     def fetch(self, url: str, headers: dict[str, Any] | None = None) -> Credentials:
         return super().fetch(url, headers and {name: str(value).strip() for name, value in headers.items()})
 
 
 class StandardProvider(Provider):
-    """The process's S3 credentials by the standard order; thread-safe."""
+    """S3 credentials of the process in the standard order; thread-safe."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class StandardProvider(Provider):
         self._role: _Role | None = None
 
     def retrieve(self) -> Credentials:
-        """Credentials to sign the next request with; raises `CredentialsMissing` when no source has any."""
+        """Return credentials for the next request; raises `CredentialsMissing` if no source has any."""
         static = self._static()
         if static is not None:
             return static
@@ -81,7 +81,7 @@ class StandardProvider(Provider):
             return self._assumed("the container's or instance's role")
 
     def forget(self) -> None:
-        """Drop what was cached: the store said it is expired."""
+        """Drop cached credentials that the store reported as expired."""
         with self._lock:
             self._from_file = self._file_state = None
             self._role = None
@@ -109,14 +109,14 @@ class StandardProvider(Provider):
         return None
 
     def _read(self, files: ProfileFiles) -> Credentials | None:
-        """What the profile has; None when there is none. Raises `CredentialsMissing` when it has nothing of use."""
+        """Return the profile's credentials; None without a profile. Raises `CredentialsMissing` if it has none."""
         state = files.state
         if self._from_file is None or state != self._file_state:
             self._from_file = self._file_state = None
             if not files.is_configured:
                 return None
-            said = files.read()
-            if said is None and (files.named or files.name != "default" or files.credentials.is_file()):
+            source = files.read()
+            if source is None and (files.named or files.name != "default" or files.credentials.is_file()):
                 raise CredentialsMissing(
                     f"no store credentials in profile {files.name}",
                     where=_where(files),
@@ -124,14 +124,16 @@ class StandardProvider(Provider):
                     "create the Secret that the CheckpointPolicy names, with the key `credentials`; it is used at once",
                 )
             self._from_file = (
-                BotocoreProvider(files.name, why=said, where=_where(files)) if isinstance(said, str) else said
+                BotocoreProvider(files.name, why=source, where=_where(files))
+                if isinstance(source, str)
+                else source
             )
             self._file_state = state
         kept = self._from_file
         return kept.retrieve() if isinstance(kept, BotocoreProvider) else kept
 
     def _check_token(self, path: Path) -> None:
-        """A projected token that is not there (yet) is told from a token service that fails."""
+        """Raise for a missing projected token, to distinguish it from a failing token service."""
         try:
             empty = path.stat().st_size == 0
         except OSError as error:
@@ -157,21 +159,21 @@ class StandardProvider(Provider):
             )
         try:
             return self._role.retrieve()
-        # IMPORTANT: the one place where errors of minio's providers end, of whatever class they are.
+        # IMPORTANT: all errors of minio's providers end here.
         except Exception as error:  # noqa: BLE001 - see above
-            # The error's text may hold the request's URL, and that a token: only its type is told.
+            # The error's text may contain the request's URL with a token, so only its class is reported.
             configured = any(self._environment.get(name) for name in _ROLE_SETTINGS)
             failed = not isinstance(error, (ValueError, KeyError)) or "HTTP status code 5" in str(error)
             if configured and failed:
                 raise StoreUnavailable(
-                    f"{source} gave no credentials now: {type(error).__name__}",
+                    f"{source} returned no credentials: {type(error).__name__}",
                     remedy="is the token service up?",
                 ) from None
-            why = "it gave none that can be used" if configured else "there is none"
+            why = "it returned no usable ones" if configured else "there is none"
             raise AccessDenied(f"no store credentials from {source}: {why}", remedy=_HOW) from None
 
 
 def _where(files: ProfileFiles) -> str:
-    """The files that a profile is of, as far as they are there."""
+    """Return the existing files of a profile."""
     there = [path for path in (files.credentials, files.config) if path.is_file()]
     return " and ".join(map(str, there)) or str(files.credentials)

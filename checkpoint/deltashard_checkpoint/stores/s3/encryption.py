@@ -1,4 +1,4 @@
-"""Encryption at rest, asked for with every object: what is sent, and whether the store says it did so."""
+"""Encryption at rest: headers requested for every object, and verification of the store's response."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from deltashard_checkpoint.stores.abc import RequestRefused
 HEADER = "x-amz-server-side-encryption"
 KEY_HEADER = f"{HEADER}-aws-kms-key-id"
 KINDS = ("AES256", "aws:kms")
-"""The store's own keys (SSE-S3), or a key of its key service (SSE-KMS)."""
+"""The store's keys (SSE-S3), or a key of its key service (SSE-KMS)."""
 _KEY_ID = re.compile(r"[A-Za-z0-9:/_.-]{1,512}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encryption:
-    """Of the objects of one store."""
+    """Encryption setting of a store's objects."""
 
     kind: str
     key_id: str = ""
-    """Of the key service; empty: the bucket's default key."""
+    """Key of the key service; empty: the bucket's default key."""
 
     def headers(self) -> dict[str, str]:
         found = {HEADER: self.kind}
         return found | {KEY_HEADER: self.key_id} if self.key_id else found
 
     def check(self, answer: Mapping[str, str], *, where: str) -> None:
-        """Raises `RequestRefused` when the store does not say that it encrypted as asked."""
-        said, key = answer.get(HEADER), answer.get(KEY_HEADER, "")
-        # The answer has the key's ARN, of which `key_id` may be the end; what an alias stands for only the store knows.
+        """Raise `RequestRefused` if the response does not confirm the requested encryption."""
+        kind, key = answer.get(HEADER), answer.get(KEY_HEADER, "")
+        # The response has the key's ARN, which may end in `key_id`; only the store can resolve an alias.
         same = not self.key_id or "alias/" in self.key_id or _last(key) == _last(self.key_id)
-        if said != self.kind or not same:
-            how = f"{said} {key}".rstrip() if said else "nothing about encryption"
+        if kind != self.kind or not same:
+            how = f"{kind} {key}".rstrip() if kind else "no encryption header"
             raise RequestRefused(
-                f"the store was asked to encrypt by {self.kind} {self.key_id}".rstrip()
-                + f" and answered {how}",
+                f"the store did not confirm encryption by {self.kind} {self.key_id}".rstrip()
+                + f": it returned {how}",
                 where=where,
                 remedy="use a store that has server-side encryption and this key, or leave sse out",
             )
@@ -47,13 +47,13 @@ def _last(key_id: str) -> str:
 
 
 def encryption(kind: str | None, key_id: str | None, *, where: str) -> Encryption | None:
-    """What a URL asks for; None: nothing. Raises `RequestRefused`."""
+    """Return the encryption that a URL requests, or None. Raises `RequestRefused`."""
     if kind is None and key_id is None:
         return None
     if kind not in KINDS or (key_id is not None and (kind != "aws:kms" or _KEY_ID.fullmatch(key_id) is None)):
-        what = "kms-key-id without sse=aws:kms" if kind in {None, "AES256"} else f"sse={kind} cannot be had"
+        what = "kms-key-id without sse=aws:kms" if kind in {None, "AES256"} else f"unsupported sse={kind}"
         raise RequestRefused(
-            f"kms-key-id {key_id!r} names no key" if kind == "aws:kms" else what,
+            f"kms-key-id {key_id!r} is not a key name" if kind == "aws:kms" else what,
             where=where,
             remedy="use sse=AES256 (the store's own keys), sse=aws:kms, or sse=aws:kms&kms-key-id=NAME",
         )

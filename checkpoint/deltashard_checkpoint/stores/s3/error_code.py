@@ -1,7 +1,6 @@
-"""What a store's refusal means: from S3 error codes and socket errors to our few named errors.
+"""Translate S3 error codes and socket errors into the store errors of this package.
 
-The store's own code always stays in the message. What no rule knows and the server calls its own failure (5xx,
-429) may be mended by waiting; what it calls ours (4xx) will not, and is raised as such.
+The store's code stays in the message. Unknown server errors (5xx, 429) are retryable, client errors (4xx) not.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from deltashard_checkpoint.stores.abc import (
 from deltashard_checkpoint.stores.transport import certificate_refused
 
 LARGEST_SKEW_S = 600.0
-"""A refused signature with clocks further apart than this is a clock's fault (S3 allows 900 s)."""
+"""A signature rejected with a larger clock difference is a clock problem (S3 allows 900 s)."""
 
 EXPIRED = frozenset(
     {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "InvalidTokenId", "TokenRefreshRequired"}
@@ -76,9 +75,9 @@ _REGION = frozenset(
 def translated(
     error: Exception, *, where: str, skew_s: float | None = None, source: str = "", via_proxy: str = ""
 ) -> DeltashardError:
-    """The named error for what minio-py or urllib3 raised at `where`, which `via_proxy` tells the proxy of.
+    """Return the store error for an error of minio-py or urllib3 at `where`; `via_proxy` describes the proxy.
 
-    `skew_s` is how far our clock is ahead of the store's, when known; `source` names where the credentials came from.
+    `skew_s` is how far the local clock is ahead of the store's, if known; `source` names the source of the credentials.
     """
     if isinstance(error, DeltashardError):
         return error
@@ -90,7 +89,7 @@ def translated(
     if isinstance(error, ServerError):
         return refused("", str(error), error.status_code, where=where, skew_s=skew_s, source=source)
     if isinstance(error, InvalidResponseError):
-        text = " ".join(str(error).split())[:200]  # not S3's XML: a proxy or another service answered
+        text = " ".join(str(error).split())[:200]  # not S3's XML: from a proxy or another service
         status = getattr(error, "_code", 0)
         return refused(
             "", text, status if isinstance(status, int) else 0, where=where, skew_s=skew_s, source=source
@@ -111,7 +110,7 @@ def translated(
 def refused(
     code: str, message: str, status: int, *, where: str, skew_s: float | None = None, source: str = ""
 ) -> DeltashardError:
-    """The named error for an answer with this S3 error `code`, `message` and HTTP `status`."""
+    """Return the store error for a response with this S3 error `code`, `message` and HTTP `status`."""
     description = f"{code or status}: {message}".rstrip(": ")
     if code in _SKEWED or any(text in message for text in _SKEWED_TEXTS):
         return _skewed(description, where, skew_s)
@@ -162,8 +161,10 @@ def _skewed(description: str, where: str, skew_s: float | None) -> ClockSkew:
 
 def _network_text(error: Exception) -> str:
     if isinstance(error, urllib3.exceptions.ProxyError):
-        return f"no way through the proxy: {_network_text(error.original_error)}"
-    if isinstance(error, urllib3.exceptions.NewConnectionError):  # a ConnectTimeoutError too, so asked first
+        return f"the proxy failed: {_network_text(error.original_error)}"
+    if isinstance(
+        error, urllib3.exceptions.NewConnectionError
+    ):  # also a ConnectTimeoutError, so checked first
         reason = str(error.__cause__ or error)
         return f"no connection: {reason.rpartition(': ')[2]}"
     if isinstance(error, urllib3.exceptions.ConnectTimeoutError):

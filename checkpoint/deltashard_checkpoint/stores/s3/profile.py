@@ -1,8 +1,8 @@
-"""A profile of AWS's two files, as far as it has keys; what else it may say is botocore's to follow.
+"""Keys of a profile in AWS's two files; other profile settings need botocore.
 
-The credentials file (`AWS_SHARED_CREDENTIALS_FILE`, else `~/.aws/credentials`) names a profile's section `NAME`, the
-config file (`AWS_CONFIG_FILE`, else `~/.aws/config`) names it `profile NAME`. Which one counts is decided as botocore
-does: a role or a single sign-on first, then keys of the credentials file, a process, and keys of the config file.
+The credentials file (`AWS_SHARED_CREDENTIALS_FILE`, else `~/.aws/credentials`) has the section `NAME`, the config file
+(`AWS_CONFIG_FILE`, else `~/.aws/config`) the section `profile NAME`. Precedence is botocore's: a role or single
+sign-on, keys of the credentials file, a process, keys of the config file.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from deltashard_checkpoint.stores.abc import CredentialsMissing
 
 BEFORE_KEYS = ("role_arn", "sso_session", "sso_start_url", "login_session")
 AFTER_KEYS = ("credential_process",)
-"""Settings that only botocore follows: before keys of the credentials file, and after them."""
+"""Settings that need botocore: with precedence over keys of the credentials file, and after them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileFiles:
-    """The two files, and which profile of them is meant."""
+    """The two files and the selected profile."""
 
     name: str
     credentials: Path
     config: Path
     named: bool
-    """Whether anybody named the credentials file."""
+    """Whether the credentials file is configured explicitly."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> ProfileFiles:
-        """As the environment has it; a home that is not set is the root directory."""
+        """Create from the environment; a missing home is the root directory."""
         folder = Path(environment.get("HOME") or "/") / ".aws"
         credentials = environment.get("AWS_SHARED_CREDENTIALS_FILE")
         return cls(
@@ -61,9 +61,9 @@ class ProfileFiles:
         return "default" if self.name == "default" else f"profile {self.name}"
 
     def read(self) -> Credentials | str | None:
-        """Keys; or the setting that only botocore follows; or None: the profile has neither.
+        """Return keys, the setting that needs botocore, or None if the profile has neither.
 
-        Raises `CredentialsMissing` when a file that was named cannot be read, or either cannot be parsed.
+        Raises `CredentialsMissing` if a configured file is unreadable, or either is malformed.
         """
         mine = _section(self.credentials, self.name, must_exist=self.named)
         config = _section(self.config, self._title)
@@ -85,7 +85,7 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 
 
 def _section(path: Path, title: str, *, must_exist: bool = False) -> dict[str, str]:
-    """What a section says; nothing when there is no such file or section."""
+    """Return a section's settings; empty if the file or section is missing."""
     parser = configparser.RawConfigParser(strict=False)
     try:
         parser.read_string(path.read_text(encoding="utf-8"), source=str(path))
@@ -95,7 +95,7 @@ def _section(path: Path, title: str, *, must_exist: bool = False) -> dict[str, s
             raise _unreadable(path, title, reason or "") from None
         return {}
     except configparser.Error as error:
-        raise _unreadable(path, title, f"{type(error).__name__}: it is no file of AWS's kind") from None
+        raise _unreadable(path, title, f"{type(error).__name__}: not an AWS configuration file") from None
     return dict(parser.items(title)) if parser.has_section(title) else {}
 
 

@@ -1,13 +1,13 @@
-"""A store in a bucket of MinIO, S3 or what speaks like them, through minio-py.
+"""A store in a bucket of MinIO, S3 or a compatible service, through minio-py.
 
-Uploads go around minio-py's `put_object`, which copies and hashes: a request is signed over its headers
-(`UNSIGNED-PAYLOAD`) and the caller's own memory is sent over the same connections, in slices; a CRC-32 header, which
-the server verifies, guards the bytes on the way. **Create-only is the header `If-None-Match: *` on the request
-itself**; given to minio-py as `metadata=` it would become user metadata, and overwrite. Reads stream into the
-caller's buffer; one that breaks off goes on by range where it stopped, pinned to the same ETag.
+Uploads bypass minio-py's `put_object`, which copies and hashes: the request's headers are signed (`UNSIGNED-PAYLOAD`)
+and the caller's memory is sent over the same connections, in slices. The server verifies a CRC-32 header, which
+protects the bytes in transit. **Create-only is the header `If-None-Match: *` of the request**; passed to minio-py as
+`metadata=` it would become user metadata, and the put would overwrite. Reads stream into the caller's buffer; a read
+that breaks off continues by range, pinned to the same ETag.
 
-The payload is not signed, so over plain http an attacker in the path could change it unseen until a
-frame's hash is checked on restore: an endpoint that is neither TLS nor on this machine is warned of, once.
+The payload is not signed, so over plain http an attacker in the path could change it until a restore checks a frame's
+hash. The store warns once about an endpoint that is neither TLS nor on this machine.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class S3Store(Store):
         encryption: Encryption | None = None,
         max_idle_s: float = IDLE_TIMEOUT_S,
     ) -> None:
-        """`addressing`: the bucket in the path, in the host's name (virtual), or as suits the endpoint (auto)."""
+        """`addressing`: bucket in the path (path), in the host name (virtual), or by endpoint (auto)."""
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket = bucket
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
@@ -108,12 +108,12 @@ class S3Store(Store):
             host = endpoint.hostname or ""
             why = ""
             if ":" in host or host.replace(".", "").isdigit():
-                why = f"the endpoint {host} is an address, which has no names below it"
+                why = f"the endpoint {host} is an IP address, which has no subdomains"
             elif "." in self._bucket and endpoint.scheme == "https":
-                why = f"no certificate covers the dots in the bucket's name {self._bucket}"
+                why = f"no wildcard certificate covers the dots in the bucket name {self._bucket}"
             if why:
                 raise RequestRefused(
-                    f"virtual addressing cannot be had: {why}", where=self.url, remedy="use addressing=path"
+                    f"virtual addressing is not possible: {why}", where=self.url, remedy="use addressing=path"
                 )
             self._client.enable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
 
@@ -130,22 +130,22 @@ class S3Store(Store):
         body = slices(data, f"{self.url}/{key}") if len(data) else b""
         response = self._connections.urlopen("PUT", url, body=body, headers=headers, preload_content=False)
         try:
-            said = response.read(cache_content=True)
+            text = response.read(cache_content=True)
         finally:
             response.release_conn()
         if response.status in _WRITTEN:
             if self._encryption is not None:
                 self._encryption.check(response.headers, where=f"{self.url}/{key}")
-            if "ETag" not in response.headers:  # a proxy's page, say: nothing was stored
-                raise StoreUnavailable("the answer to an upload is not a store's", where=f"{self.url}/{key}")
+            if "ETag" not in response.headers:  # for example a proxy's page: nothing was stored
+                raise StoreUnavailable("the endpoint is not an object store", where=f"{self.url}/{key}")
             return
-        if b"<Error>" in said:
+        if b"<Error>" in text:
             raise S3Error.fromxml(response)
         raise refused("", response.reason or "", response.status, where=f"{self.url}/{key}")
 
     def _signed_put(self, key: str, data: memoryview) -> tuple[str, dict[str, str]]:
-        """URL and headers of a PUT whose x-amz-* headers are signed and whose payload is not."""
-        # minio-py's public way to the address and region it would use; the query, a signature itself, is dropped.
+        """Return URL and headers of a PUT with signed x-amz-* headers and an unsigned payload."""
+        # minio-py's public way to get the address and region it would use; the query, itself a signature, is dropped.
         presigned = urlsplit(self._client.get_presigned_url("PUT", self._bucket, self._name(key)))
         region = parse_qs(presigned.query)["X-Amz-Credential"][0].split("/")[-3]
         url = presigned._replace(query="")
@@ -204,7 +204,7 @@ class S3Store(Store):
         self._attempt(key, lambda: self._resume(key, offset, view, 0, None))
 
     def _resume(self, key: str, offset: int, view: memoryview, done: int, etag: str | None) -> None:
-        """Fill view[done:] by range requests: each goes on where the one before broke off, as long as they advance."""
+        """Fill view[done:] by range requests, each continuing where the last broke off, while they make progress."""
         where = f"{self.url}/{key}"
         while done < len(view):
             left = len(view) - done
@@ -232,14 +232,14 @@ class S3Store(Store):
                 raise StoreUnavailable("answer truncated, and again without a byte", where=where)
 
     def _receive(self, response: BaseHTTPResponse, view: memoryview) -> int:
-        """Bytes received into `view`: all, or as many as came before the connection broke."""
+        """Return the bytes received into `view`: all, or up to where the connection broke."""
         done = 0
         while done < len(view):
             check_deadline(self.url)
             try:
                 some = response.read1(min(SLICE_BYTES, len(view) - done), decode_content=False)
             except (HTTPError, OSError):
-                break  # the caller goes on by range
+                break  # the caller continues by range
             if not some:
                 break
             view[done : done + len(some)] = some
@@ -253,7 +253,7 @@ class S3Store(Store):
             try:
                 found = self._client.stat_object(self._bucket, self._name(key))
             except S3Error as error:
-                # A HEAD has no body, so a missing bucket looks like a missing object: only asking tells.
+                # A HEAD response has no body, so a missing bucket looks like a missing object.
                 if error.code == "NoSuchKey" and not self._client.bucket_exists(self._bucket):
                     raise self._bucket_missing() from error
                 raise
@@ -265,7 +265,7 @@ class S3Store(Store):
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         check_prefix(prefix)
-        # A page that a renewed token asks for again comes from a listing of its own, after the last key there was.
+        # A page repeated with renewed credentials comes from a new listing that starts after the last key.
         listing = ResumedListing(lambda last: self._pages(prefix, last), start_after)
         while (found := self._attempt(prefix, listing.step, is_key=False)) is not None:
             yield found
@@ -295,9 +295,9 @@ class S3Store(Store):
                 raise failure
 
     def now_s(self) -> float:
-        """See `Store.now_s`: the Date of an answer, in whole seconds.
+        """Return the Date of a response, in whole seconds; see `Store.now_s`.
 
-        Also of one that refuses: keys that reach one prefix of a bucket may not look at the bucket itself.
+        A rejection counts, too: keys with access to one prefix may not access the bucket itself.
         """
 
         def attempt() -> float:
@@ -329,7 +329,7 @@ class S3Store(Store):
         )
 
     def _attempt(self, key: str, attempt: Callable[[], Result], *, is_key: bool = True) -> Result:
-        """One attempt with named errors; credentials that the store calls expired are fetched again once."""
+        """Make one attempt with translated errors; expired credentials are fetched again once."""
         if is_key:
             check_key(key)
         for renewed in (False, True):
@@ -352,20 +352,20 @@ class S3Store(Store):
 
 
 def _range_end(response: BaseHTTPResponse, start: int, where: str) -> int:
-    """Where in the object the answer to a range request from `start` ends."""
+    """Return the end, within the object, of the response to a range request from `start`."""
     length = int(response.headers.get("Content-Length", "-1"))
-    said = response.headers.get("Content-Range", "")
+    content_range = response.headers.get("Content-Range", "")
     if (
         length < 0
         or (response.status != 206 and start > 0)
-        or (said and not said.startswith(f"bytes {start}-"))
+        or (content_range and not content_range.startswith(f"bytes {start}-"))
     ):
         raise StoreUnavailable("the store (or a proxy before it) ignored the range of a read", where=where)
     return start + length
 
 
 def _release(response: BaseHTTPResponse) -> None:
-    """Give the connection back for the next request, if its answer was read to the end, else close it."""
+    """Return the connection to the pool if its response was read completely, else close it."""
     if response.length_remaining == 0:
         response.drain_conn()
     else:

@@ -58,7 +58,7 @@ def test_mismatched_layout_is_refused_before_the_attempt(tmp_path: Path) -> None
     tip = run.log.refresh().tip
     good = Layout.of(2, {TABLE.fqn: (40, 8)}, dict(enumerate(HALVES)))
     for data, world_size, why in (
-        (good.data, 3, "layout of 2 ranks, 3 train"),
+        (good.data, 3, "layout of 2 ranks, but 3 ranks train"),
         (good.data[:-8], 2, "layout"),
         (Layout.of(2, {TABLE.fqn: (40, 8)}, {0: HALVES[0]}).data, 2, "no rank holds rows 20 to 39"),
     ):

@@ -47,7 +47,7 @@ def test_unsuitable_store_is_reported():
         probe(store, "probe/a", pause=pauses(5))
     assert list(store.list("")) == []
     store.put_if_absent = lambda key, data: None
-    with pytest.raises(StoreUnavailable, match="loses what it acknowledged"):
+    with pytest.raises(StoreUnavailable, match="has lost an acknowledged object"):
         probe(store, "probe/a", pause=pauses(3))
     silent = FaultyStore(MemoryStore())
     silent.fail_next(Fault.UNAVAILABLE, operation="get", times=100)

@@ -41,7 +41,7 @@ def test_credential_endpoints_bypass_the_proxy(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("proxy", ["ftp://proxy", "http://", "http://proxy:0", "http://proxy:99999"])
 def test_invalid_proxy_is_refused(monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
     monkeypatch.setenv("HTTPS_PROXY", proxy)
-    with pytest.raises(BadTransport, match="HTTPS_PROXY names no proxy"):
+    with pytest.raises(BadTransport, match="HTTPS_PROXY is not a proxy URL"):
         proxy_of("https://host")
 
 

@@ -195,7 +195,7 @@ def test_run_created_concurrently_at_the_target_is_not_closed(
     hints: list[Hint] = []
     put_hint = RunLog.put_hint
     monkeypatch.setattr(RunLog, "put_hint", lambda log, hint: (hints.append(hint), put_hint(log, hint)))
-    with pytest.raises(TargetTaken, match="no copy of this"):
+    with pytest.raises(TargetTaken, match="not a copy of this run"):
         copy()
     if before == "00.pack":
         assert all(hint.whole for hint in hints), "the run was there, and was not shut for a moment"

@@ -103,7 +103,7 @@ def test_failed_upload_fails_the_part_and_cleans_up(cache: PackCache) -> None:
     store = FaultyStore(MemoryStore())
     store.fail_next(Fault.UNAVAILABLE)
     writer = PartWriter(store, _target(), cache, pack_bytes=20_000)
-    with pytest.raises(UploadFailed, match="cut 2, rank 0") as caught:
+    with pytest.raises(UploadFailed, match="snapshot 2, rank 0") as caught:
         _write(writer)
     assert caught.value.__cause__ is not None
     assert not [info for info in store.list("") if info.key.endswith(".index")]

@@ -183,7 +183,7 @@ def test_role_is_assumed_from_source_profile(http, home, monkeypatch):
     refusal = b"<ErrorResponse><Error><Code>AccessDenied</Code><Message>secret words</Message></Error></ErrorResponse>"
     with FixedResponses(403, refusal) as sts:
         monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
-        with pytest.raises(AccessDenied, match=r"by role_arn: ClientError \(AccessDenied\)") as caught:
+        with pytest.raises(AccessDenied, match=r"from role_arn: ClientError \(AccessDenied\)") as caught:
             StandardProvider(http=http).retrieve()
         assert "secret words" not in str(caught.value)
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{free_port()}")
@@ -196,11 +196,11 @@ def test_failed_botocore_chain_gives_one_line_error(http, home, monkeypatch):
     config = home / ".aws" / "config"
     sso = "sso_start_url = https://x.awsapps.com/start\nsso_region = eu-west-1\nsso_account_id = 1\nsso_role_name = r\n"
     config.write_text(f"[default]\nregion = eu-west-1\n{sso}")
-    with pytest.raises(AccessDenied, match="by sso_start_url") as caught:
+    with pytest.raises(AccessDenied, match="from sso_start_url") as caught:
         StandardProvider(http=http).retrieve()
     assert "aws sso login" in caught.value.remedy
     config.write_text("[default]\ncredential_process = sh -c 'echo hush >&2; exit 1'\n")
-    with pytest.raises(AccessDenied, match="by credential_process: CredentialRetrievalError") as caught:
+    with pytest.raises(AccessDenied, match="from credential_process: CredentialRetrievalError") as caught:
         StandardProvider(http=http).retrieve()
     assert "hush" not in str(caught.value)
     assert caught.value.where == str(config)
@@ -220,7 +220,7 @@ def test_hanging_credential_process_is_bounded_by_deadline(http, home):
     script.chmod(0o755)
     (home / ".aws" / "config").write_text(f"[default]\ncredential_process = {script}\n")
     provider = StandardProvider(http=http)
-    with deadline(0.1), pytest.raises(StoreUnavailable, match="does not answer"):
+    with deadline(0.1), pytest.raises(StoreUnavailable, match="does not respond"):
         provider.retrieve()
     (home / "gate").unlink()
     assert provider.retrieve().access_key == "late"
