@@ -113,8 +113,8 @@ def _field(r: Reader, item: Any) -> FieldSpec:
 def _index_key(r: Reader, key: str) -> str:
     found = r.text(key)
     if not is_index_key(found):
-        r.fail("index_key is no index's name")
         r.fail("index_key is not the name of an index")
+    return found
 
 
 def _encodings(r: Reader, key: str) -> dict[str, tuple[str, ...]]:

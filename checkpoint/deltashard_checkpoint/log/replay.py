@@ -385,7 +385,7 @@ def reclaimable(state: RunState, through: int) -> frozenset[str]:
 
 
 def is_uncommittable(state: RunState, attempt: int, cut: int) -> bool:
-    """Whether this snapshot can never be committed: the log has a higher attempt, or its attempt an equal or later cut."""
+    """Whether this snapshot can never be committed: a higher attempt, or an equal or later cut, is in the log."""
     opened = state.attempts.get(attempt)
     if state.attempt is None or attempt > state.attempt:
         return False
