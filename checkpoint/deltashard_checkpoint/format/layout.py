@@ -43,7 +43,7 @@ _COLUMNS = (
     ("col_stop", np.dtype("<u4")),
 )
 _MAX_CELLS = 1 << 23
-"""Limit of boxes times the row bands they are split into, between all edges of their table. No real sharding needs more."""
+"""Maximum number of pieces when all boxes of a table are split at all row edges. No real sharding needs more."""
 
 _SLICE = 1 << 16
 """Boxes checked at once."""

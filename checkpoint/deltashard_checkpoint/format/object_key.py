@@ -85,7 +85,7 @@ def run_key(run: str, key: str) -> str:
 
 
 def validate_run(run: str) -> str:
-    """Return `run` if it is a valid run name: '/'-separated parts of letters, digits, '.', '_', '-'; else `UserError`."""
+    """Return `run` if it is a valid name: '/'-separated parts of letters, digits, '.', '_', '-'; else `UserError`."""
     if len(run) > 512 or _RUN.fullmatch(run) is None:
         raise UserError(
             f"{run!r} cannot name a run",

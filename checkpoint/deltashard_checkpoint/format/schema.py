@@ -1,7 +1,7 @@
 """Logical coordinates of an embedding table: (table FQN, global row, column range), never rank and offset.
 
-A `TableSchema` has a table's name, global shape and per-row optimizer-state fields; a `Box` is a rectangle of it. Stored
-data refers to boxes only, so a checkpoint can be restored to any other sharding.
+A `TableSchema` has a table's name, global shape and per-row optimizer-state fields; a `Box` is a rectangle of it.
+Stored data refers to boxes only, so a checkpoint can be restored to any other sharding.
 """
 
 from __future__ import annotations
