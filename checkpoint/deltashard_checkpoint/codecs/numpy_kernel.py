@@ -164,7 +164,7 @@ def greedy(x: Array, bits: int, bins: int, steps: int, lo: Array, hi: Array) -> 
 def refit(x: Array, bits: int, trims: Array, passes: int, lo: Array, hi: Array) -> None:
     """Range search by least squares (`quantizer` describes it). lo, hi float32 [n] as for `greedy`.
 
-    trims float32 [starts, 2]: fractions of the range cut off below and above at each start.
+    trims float32 [starts, 2]: fractions of the range trimmed below and above at each start.
     """
     n, d = x.shape
     qmax, count = _F32((1 << bits) - 1), _F32(d)

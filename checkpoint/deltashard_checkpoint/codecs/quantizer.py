@@ -181,7 +181,7 @@ def widened(weights: Array, name: str) -> Array:
 
 
 def narrowed(values: Array, name: str) -> Array:
-    """Return float32 or float64 `values` as dtype `name` (bfloat16 as uint16), round to nearest even, overflow to Inf."""
+    """Return float32 or float64 `values` as `name` (bfloat16 as uint16), round to nearest even, overflow to Inf."""
     if name == "bfloat16":
         with np.errstate(over="ignore"):
             return bfloat_bits(np.ascontiguousarray(values, np.float32))

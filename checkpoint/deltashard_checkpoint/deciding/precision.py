@@ -60,16 +60,18 @@ def parse_encodings(text: str, *, where: str) -> Mapping[str, str]:
     return found
 
 
-def match_tables(said: Mapping[str, str], tables: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return (encodings by full table name, unmatched names); `said` has names with or without `.weight`."""
+def match_tables(
+    requested: Mapping[str, str], tables: Iterable[str]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return (encodings by full table name, unmatched names); `requested` has names with or without `.weight`."""
     found, used = {}, set()
     for table in tables:
         for name in (table, table.removesuffix(".weight")):
-            if name in said:
-                found[table] = said[name]
+            if name in requested:
+                found[table] = requested[name]
                 used.add(name)
                 break
-    return found, tuple(sorted(said.keys() - used))
+    return found, tuple(sorted(requested.keys() - used))
 
 
 def format_encodings(encodings: Mapping[str, str]) -> str:

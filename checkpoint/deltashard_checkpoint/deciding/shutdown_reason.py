@@ -19,9 +19,9 @@ class HasDirective(Protocol):
         """The reason is the first field."""
 
 
-def user_reason(said: str) -> str:
+def user_reason(requested: str) -> str:
     """Return the reason of a save that a user requested: never one that indicates a shutdown."""
-    return f"user {said}" if said == CLOSE or said in TERMINATION_REASONS else said
+    return f"user {requested}" if requested == CLOSE or requested in TERMINATION_REASONS else requested
 
 
 def has_ended(checkpoint: HasDirective, world_size: int) -> bool:

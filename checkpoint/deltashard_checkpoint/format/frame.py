@@ -217,7 +217,7 @@ def parse_frame(
     if header.kind is FrameKind.BLOB:
         frame = _parse_blob(header, sections)
     elif header.kind is FrameKind.TAIL:
-        raise CorruptObject("a tail lies where a frame of rows should")
+        raise CorruptObject("found a tail, expected a frame of rows, tombstones or a blob")
     else:
         frame = _parse_rows(header, sections)
     sections.end()
@@ -236,7 +236,7 @@ def parse_tail(buffer: bytes | bytearray | memoryview, *, verify: bool = True) -
     """Parse the tail in `buffer`, like `parse_frame`."""
     header, sections = _opened(buffer, verify=verify)
     if header.kind is not FrameKind.TAIL:
-        raise CorruptObject("another frame lies where a tail should")
+        raise CorruptObject("found another frame, expected a tail")
     if header.encoding or header.ids_kind or header.exponent or header.ids_bytes or header.exceptions_bytes:
         raise CorruptObject("a tail claims weights")
     meta = MetaReader(sections.take(header.meta_bytes))
@@ -381,7 +381,7 @@ def check_info(frame: Frame, expected: FrameInfo) -> None:
     """Raise `ForeignObject` if an intact frame is not the one an index or plan describes."""
     if frame.info != expected:
         raise ForeignObject(
-            f"frame of {frame.info.table or frame.info.name!r} lies where the index has "
+            f"frame of {frame.info.table or frame.info.name!r} is where the index has "
             f"{expected.table or expected.name!r}, or they differ in rows, columns or step"
         )
 

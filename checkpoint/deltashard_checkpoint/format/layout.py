@@ -207,13 +207,13 @@ class Layout:
         for table, wanted in by_table.items():
             at = order[starts[table] : starts[table + 1]]
             for box in wanted:
-                meets = (
+                overlaps = (
                     (self.row_start[at] < box.row_stop)
                     & (self.row_stop[at] > box.row_start)
                     & (self.col_start[at] < box.col_stop)
                     & (self.col_stop[at] > box.col_start)
                 )
-                found.update(np.unique(self.rank[at[meets]]).tolist())
+                found.update(np.unique(self.rank[at[overlaps]]).tolist())
         return tuple(sorted(found))
 
     @cached_property
@@ -234,7 +234,9 @@ class Layout:
             raise UserError("tables are not sorted by name, or one occurs twice", where="layout")
         for table in self.tables:
             if not (0 < table.rows <= MAX_ROWS and 0 < table.columns <= MAX_COLUMNS):
-                raise UserError(f"[{table.rows}, {table.columns}] is not a valid table shape", where=table.fqn)
+                raise UserError(
+                    f"[{table.rows}, {table.columns}] is not a valid table shape", where=table.fqn
+                )
         if len(self) and (
             int(self.rank.max()) >= self.world_size or int(self.table.max()) >= len(self.tables)
         ):

@@ -2,7 +2,7 @@
 
 `refresh` determines the tip by LIST only. It lists from the last known slot, which detects a stale listing (one that
 lacks an entry known to exist). A gap is an error: a missing entry must never be taken for the end of the log. A 404
-proves nothing about the tip. `log/HINT` is best effort: it tells a cold reader which folded state (`folded_state`) to
+proves nothing about the tip. `log/HINT` is best effort: it gives a cold reader the folded state (`folded_state`) to
 start from, and how far the listing must reach; a shorter listing means that the newest entries are lost.
 
 `append` builds an entry on the state at the tip, validates it with the readers' rules, and creates the next slot with

@@ -174,7 +174,7 @@ def _contradiction(state: RunState) -> str | None:
     if any(each.attempt not in state.attempts for each in live.values()):
         return "a checkpoint of an attempt that was never opened"
     if any(covers >= seq for seq, each in live.items() for covers in each.covered):
-            return "a checkpoint covers a later checkpoint"
+        return "a checkpoint covers a later checkpoint"
     if not all(live.keys() >= set(c.covered) for seq, c in live.items() if seq not in state.compactions):
         return "a checkpoint covers one that is not live"
     named = {entry.checkpoint for entry in state.user_entries.values()} - {None}

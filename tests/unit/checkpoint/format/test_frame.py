@@ -123,9 +123,9 @@ def test_only_the_tail_that_a_frame_names_is_its_tail() -> None:
             parse_frame(one.data, other.tail)
         with pytest.raises(CorruptObject, match="hash"):
             checked_tail(other.tail, one.info)
-    with pytest.raises(CorruptObject, match="another frame lies"):
+    with pytest.raises(CorruptObject, match="found another frame"):
         parse_frame(one.data, one.data)
-    with pytest.raises(CorruptObject, match="a tail lies"):
+    with pytest.raises(CorruptObject, match="found a tail"):
         parse_frame(one.tail)
 
 

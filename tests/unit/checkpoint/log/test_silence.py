@@ -153,7 +153,7 @@ def test_a_store_that_went_back_under_a_living_writer_fails_its_saves_by_name(wh
                 run.commit(attempt_2, cut)
             run.log = living
     before = {info.key for info in run.memory.list("job/log/")}
-    with pytest.raises(LogRolledBack, match="while this writer lived"):
+    with pytest.raises(LogRolledBack, match="while this writer was running"):
         run.commit(attempt, 9)
     assert {info.key for info in run.memory.list("job/log/")} == before
 

@@ -106,7 +106,7 @@ def test_a_frame_that_is_not_the_one_its_index_describes_is_invalid(written: Wri
         for each in plan.requests
     )
     wrong: Plan = replace(plan, requests=requests)
-    with pytest.raises(InvalidCheckpoint, match="lies where the index has"):
+    with pytest.raises(InvalidCheckpoint, match="is where the index has"):
         list(Fetcher(written.run.store, RUN).fetch(wrong))
 
 
