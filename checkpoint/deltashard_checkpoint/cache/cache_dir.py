@@ -105,9 +105,7 @@ def _try_acquire(directory: Path) -> int | None:
         if directory.resolve() in _owned:
             raise _owned_elsewhere(directory)
         try:
-            with suppress(
-                FileExistsError
-            ):  # `exist_ok` checks again and raises if the directory was just swept
+            with suppress(FileExistsError):  # `exist_ok` raises if the directory was just swept
                 directory.mkdir(parents=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
         except FileNotFoundError:  # swept between mkdir and open

@@ -20,7 +20,7 @@ _quiet = np.errstate(all="ignore")
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c in float32, rounded once: exact in float64 (a has 8 bits), with the sum rounded to odd first."""
+    """Return a * b + c in float32, rounded once: exact in float64 (a has 8 bits), with the sum rounded to odd first."""
     product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
     total = product + addend
     part = total - product

@@ -60,18 +60,16 @@ def parse_encodings(text: str, *, where: str) -> Mapping[str, str]:
     return found
 
 
-def match_tables(
-    requested: Mapping[str, str], tables: Iterable[str]
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return (encodings by full table name, unmatched names); `requested` has names with or without `.weight`."""
+def match_tables(given: Mapping[str, str], tables: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return (encodings by full table name, unmatched names); `given` has names with or without `.weight`."""
     found, used = {}, set()
     for table in tables:
         for name in (table, table.removesuffix(".weight")):
-            if name in requested:
-                found[table] = requested[name]
+            if name in given:
+                found[table] = given[name]
                 used.add(name)
                 break
-    return found, tuple(sorted(requested.keys() - used))
+    return found, tuple(sorted(given.keys() - used))
 
 
 def format_encodings(encodings: Mapping[str, str]) -> str:

@@ -472,9 +472,7 @@ def _check_hint(message: index_pb2.Frame) -> None:
     if message.HasField("since") and message.kind != index_pb2.FRAME_KIND_ROWS:
         raise CorruptObject("a frame without rows has `since`")
     if message.again > (message.rows if message.HasField("since") else 0):
-        raise CorruptObject(
-            f"{message.again} of {message.rows} rows of a frame are marked as in other frames, too"
-        )
+        raise CorruptObject(f"`again` of a frame is {message.again}, it has {message.rows} rows")
 
 
 def _check_places(places: list[Place], stored: tuple[Pack, ...]) -> None:

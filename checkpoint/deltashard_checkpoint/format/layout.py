@@ -234,9 +234,7 @@ class Layout:
             raise UserError("tables are not sorted by name, or one occurs twice", where="layout")
         for table in self.tables:
             if not (0 < table.rows <= MAX_ROWS and 0 < table.columns <= MAX_COLUMNS):
-                raise UserError(
-                    f"[{table.rows}, {table.columns}] is not a valid table shape", where=table.fqn
-                )
+                raise UserError(f"invalid table shape [{table.rows}, {table.columns}]", where=table.fqn)
         if len(self) and (
             int(self.rank.max()) >= self.world_size or int(self.table.max()) >= len(self.tables)
         ):

@@ -330,9 +330,7 @@ def _check(r: Reader, entry: Entry) -> None:
             if (entry.listed is None and not ranks) or ranks != list(range(len(ranks))):
                 r.fail("parts are not one per rank, in order")
             if any(part.prefix != prefix for part in entry.parts):
-                raise ForeignObject(
-                    "checkpoint references an index of another attempt or snapshot", where=r.where
-                )
+                raise ForeignObject("checkpoint has an index of another attempt or snapshot", where=r.where)
             if len({table.fqn for table in entry.tables}) != len(entry.tables):
                 r.fail("a table occurs twice")
         case Compacted():

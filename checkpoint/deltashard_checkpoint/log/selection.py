@@ -48,9 +48,7 @@ def select(state: RunState, which: str = "latest", exclude: Iterable[int] = ()) 
         found.sort(key=lambda c: (c.seq not in state.detached, c.seq))
     else:
         raise UserError(
-            f"which={which!r} is not a selector",
-            where=where,
-            remedy="latest, none, seq:N, step:N or pin:NAME",
+            f"which={which!r} is unknown", where=where, remedy="latest, none, seq:N, step:N or pin:NAME"
         )
     if not found:
         raise CheckpointNotFound(

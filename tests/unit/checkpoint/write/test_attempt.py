@@ -37,7 +37,7 @@ def test_which_chooses_by_seq_step_pin_or_nothing():
         with pytest.raises(CheckpointNotFound, match="no live, valid checkpoint"):
             select(state, which)
     for which in ("newest", "seq:", "seq:x", "step:-1", "seq:\u00b2"):
-        with pytest.raises(UserError, match="is not a selector"):
+        with pytest.raises(UserError, match="is unknown"):
             select(state, which)
 
 
