@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deltashard_operator import VERSION
 from deltashard_operator.kube.api_access import api_access
-from deltashard_operator.kube.call import Answer, ApiUnavailable, Caller
+from deltashard_operator.kube.call import ApiResponse, ApiUnavailable, Caller
 from deltashard_operator.kube.cluster_name import POLICY, SIDECAR
 from deltashard_operator.main import EXIT_FAILED, options_of
 
@@ -35,7 +35,7 @@ class Options:
     kubeconfig: Path | None = None  # how to reach the API; without, as a pod
 
 
-async def created(call: Caller, namespace: str, policy: str) -> Answer:
+async def create_job(call: Caller, namespace: str, policy: str) -> ApiResponse:
     """The API's answer to a Job with this policy, in a dry run; raises `ApiUnavailable`."""
     pod = {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "example.invalid/train"}]}
     document = {
@@ -48,18 +48,18 @@ async def created(call: Caller, namespace: str, policy: str) -> Answer:
     return await call("POST", path, document, query={"dryRun": "All"}, tries=1)
 
 
-async def asked(call: Caller, options: Options) -> tuple[bool, str]:
+async def check(call: Caller, options: Options) -> tuple[bool, str]:
     """Whether all is as it should be, and what is so."""
     named = f"a Job with {POLICY}: {options.policy}"
     try:
-        answer = await created(call, options.namespace, NO_SUCH_POLICY)
+        answer = await create_job(call, options.namespace, NO_SUCH_POLICY)
         if answer.ok:
             return False, f"a Job whose policy does not exist was admitted: is {options.namespace} exempt?"
         if "(PolicyNotFound)" not in answer.sentence:
             return False, f"the webhook did not answer: {answer.sentence}"
         if not options.policy:
             return True, "the webhook answers"
-        answer = await created(call, options.namespace, options.policy)
+        answer = await create_job(call, options.namespace, options.policy)
     except ApiUnavailable as error:
         return False, str(error)
     if not answer.ok:
@@ -69,14 +69,14 @@ async def asked(call: Caller, options: Options) -> tuple[bool, str]:
     return bool(images), f"the webhook answers, and {named} gets the sidecar {images}"
 
 
-async def passed(options: Options) -> bool:
+async def wait_until_ok(options: Options) -> bool:
     """Whether all is as it should be before the time is up; each look is printed."""
     ends_at_s = time.monotonic() + options.deadline_s
     call = Caller(api_access(options.kubeconfig, f"{PROGRAM}/{VERSION}"), timeout_s=REQUEST_S)
     try:
         while True:
-            ok, said = await asked(call, options)
-            sys.stdout.write(f"{'ok' if ok else 'not yet'}: {said}\n")
+            ok, message = await check(call, options)
+            sys.stdout.write(f"{'ok' if ok else 'not yet'}: {message}\n")
             if ok or time.monotonic() > ends_at_s:
                 return ok
             await asyncio.sleep(PAUSE_S)
@@ -86,7 +86,7 @@ async def passed(options: Options) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-chart-test`."""
-    return 0 if asyncio.run(passed(options_of(Options, PROGRAM, argv))) else EXIT_FAILED
+    return 0 if asyncio.run(wait_until_ok(options_of(Options, PROGRAM, argv))) else EXIT_FAILED
 
 
 if __name__ == "__main__":

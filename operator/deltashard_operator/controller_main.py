@@ -117,9 +117,9 @@ class Process:
             on_list=watches.on_list,
             count=lambda outcome, kind: metrics.watched.labels(outcome, kind).inc(),
         )
-        metrics.watch_age.set_function(self.watch.heard_s)
-        self._late_s = collections.deque([0.0], LAG_TICKS)
-        metrics.loop_lag.set_function(lambda: max(self._late_s))
+        metrics.watch_age.set_function(self.watch.staleness_s)
+        self._lag_s = collections.deque([0.0], LAG_TICKS)
+        metrics.loop_lag.set_function(lambda: max(self._lag_s))
         self.authority: Authority | None = None
         if options.certificates == "builtin":
             self.authority = Authority(call, options.namespace, self.prometheus)
@@ -127,7 +127,7 @@ class Process:
         self.reviewer = Reviewer(reviews, count=lambda outcome: fleet_metrics.reviews.labels(outcome).inc())
         self.certificate = Certificate(options.certificate_dir, "fleet", self.prometheus)
         self.fleet = ReportServer(
-            ledger=self.controller.report,
+            handle_report=self.controller.report,
             reviewer=self.reviewer,
             certificate=self.certificate,
             metrics=fleet_metrics,
@@ -136,19 +136,22 @@ class Process:
         )
         fleet_metrics.sidecars.set_function(lambda: self.controller.sidecars)
         self.nudger = Nudger(fleet_metrics)
-        self.controller.follow(self.nudger.nudge)
+        self.controller.set_nudger(self.nudger.nudge)
         self.stopping = False
 
     def unready(self) -> list[str]:
         """Why it does not do its work, which is no more than to stand by while another leads."""
-        led, refused, authority = self.lease.led, self.lease.refused, self.authority
+        was_leader, refused, authority = self.lease.was_leader, self.lease.refused, self.authority
         reasons = (
             ("sidecars cannot report: there is no certificate yet", self.certificate.loaded is None),
             (f"the API does not let it have the Lease that one must hold to write: {refused}", refused),
-            ("not everything that there is was seen yet", led and not self.controller.synced),
-            ("the API is not heard", led and self.watch.heard_s() > STALE_S),
-            ("the webhook's authority is not published yet", led and authority and not authority.checked),
-            ("no controller was seen to lead yet", not led and not self.lease.followed),
+            ("not everything that there is was seen yet", was_leader and not self.controller.synced),
+            ("the API is not heard", was_leader and self.watch.staleness_s() > STALE_S),
+            (
+                "the webhook's authority is not published yet",
+                was_leader and authority and not authority.checked,
+            ),
+            ("no controller was seen to lead yet", not was_leader and not self.lease.other_leader_seen),
             ("stopping", self.stopping),
         )
         return [reason for reason, is_so in reasons if is_so]
@@ -192,7 +195,7 @@ class Process:
         serving.start(self.controller.pump(), "pump")
         _log.info("controller.leading")
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.controller.watches.settle_for_ever())
+            group.create_task(self.controller.watches.resolve_forever())
             await self.watch.run()
 
     async def _measure_lag(self) -> None:
@@ -200,7 +203,7 @@ class Process:
         while True:
             due_s = time.monotonic() + LAG_TICK_S
             await asyncio.sleep(LAG_TICK_S)
-            self._late_s.append(max(time.monotonic() - due_s, 0.0))
+            self._lag_s.append(max(time.monotonic() - due_s, 0.0))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

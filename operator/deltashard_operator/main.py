@@ -25,7 +25,7 @@ from kubernetes import config
 
 from deltashard_operator import VERSION
 from deltashard_operator.admission.metric import WebhookMetrics
-from deltashard_operator.admission.run_holder import Holders
+from deltashard_operator.admission.run_holder import RunHolders
 from deltashard_operator.admission.webhook import Webhook
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.policy_cache import PolicyCache
@@ -40,7 +40,7 @@ AGENT = f"{PROGRAM}/{VERSION}"
 CONNECTIONS = 32
 """Of admissions that look at the API at once."""
 EXIT_FAILED, EXIT_USAGE = 1, 2
-STOP_S = 2.0
+SHUTDOWN_TIMEOUT_S = 2.0
 """Requests get so long to end when their server is closed."""
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ OPTION_TYPES: Mapping[str, Callable[[str], Any]] = {
     "bool": {"true": True, "false": False}.get,
     "Path": Path,
     "Path | None": Path,
-    "tuple[str, ...]": watched_namespace.listed,
+    "tuple[str, ...]": watched_namespace.parse_namespaces,
     "TaintKeys": lambda text: tuple(each.strip() for each in text.split(",") if each.strip()),
 }
 """How an option's text is read, by the type of its field; any other is text."""
@@ -110,11 +110,11 @@ class Serving:
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run this beside the others; its fault stops the program."""
         task = asyncio.create_task(work, name=name)
-        task.add_done_callback(self._over)
+        task.add_done_callback(self._on_task_done)
         self._tasks.append(task)
         return task
 
-    def _over(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             self.stop.set()
 
@@ -123,7 +123,7 @@ class Serving:
     ) -> None:
         """Serve this at a listening socket. Handshakes fail until the context has a certificate."""
         runner = web.AppRunner(
-            application, access_log=None, shutdown_timeout=STOP_S, handler_cancellation=True
+            application, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, handler_cancellation=True
         )
         self._runners.append(runner)
         await runner.setup()
@@ -177,7 +177,7 @@ async def serve(options: Options, api: ApiAccess) -> None:
     webhook = Webhook(
         certificate=Certificate(options.certificate_dir, "webhook", metrics.registry),
         cache=cache,
-        holders=Holders(call),
+        holders=RunHolders(call),
         defaults=Defaults(options.default_policy, options.fleet_ca),
         metrics=metrics,
         namespaces=options.watch_namespaces,

@@ -11,7 +11,7 @@ templates, and versions mix. So `inject(inject(x)) == inject(x)`. Only the workl
 template of another kind than a Job's could not say them. Whether its sidecar is the one that its annotations mean is
 `check_marked`'s question.
 
-Who applies the manifest of a JobSet again sends its lists without what was put into them. `put_back` adds it.
+Who applies the manifest of a JobSet again sends its lists without what was put into them. `restore_injected` adds it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from deltashard_operator.api.workload_policy import Policy, whole_blocks
 from deltashard_operator.kube import quantity, run_identity
 from deltashard_operator.kube.cluster_name import (
     ARENA_SIZE,
+    BACKUP_EXCLUDED_VOLUMES,
     DEFAULT_CONTAINER,
     ENCODING,
     EVICTABLE_VOLUMES,
@@ -47,7 +48,6 @@ from deltashard_operator.kube.cluster_name import (
     SIDECAR,
     SOCKET_PATH,
     SOCKET_VARIABLE,
-    UNSAVED_VOLUMES,
     USER_ID,
     is_mesh_proxy,
 )
@@ -69,10 +69,10 @@ Document = dict[str, Any]
 
 
 def is_injected(template: Mapping[str, Any]) -> bool:
-    return INJECTED in _notes(template)
+    return INJECTED in _annotations(template)
 
 
-def _notes(template: Mapping[str, Any]) -> Mapping[str, str]:
+def _annotations(template: Mapping[str, Any]) -> Mapping[str, str]:
     return (template.get("metadata") or {}).get("annotations") or {}
 
 
@@ -119,7 +119,7 @@ def inject(
                 where=INJECTED,
                 remedy="remove the annotation",
             )
-        return _identified(template, recipe, policy.said.run_id)
+        return _with_identity(template, recipe, policy.annotations.run_id)
     if taken:
         raise Refusal(
             "ContainerNameTaken",
@@ -128,7 +128,7 @@ def inject(
             remedy="rename your container",
         )
     _check_supported(spec)
-    trainer = _trainer(spec, policy.said.container or _default_container(template))
+    trainer = _trainer(spec, policy.annotations.container or _default_container(template))
     grace_s = int(spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S))
     if grace_s == DEFAULT_GRACE_S and not keep_grace:
         grace_s = policy.grace_s
@@ -140,14 +140,14 @@ def inject(
     notes = {  # nothing in the volumes is worth a node that has to stay, or a backup: the store has it
         POLICY: policy.name,
         EVICTABLE_VOLUMES: ",".join(disks),
-        UNSAVED_VOLUMES: ",".join(ours),
+        BACKUP_EXCLUDED_VOLUMES: ",".join(ours),
         INJECTED: VERSION,
     }
     secrets = [{"name": name} for name in policy.sidecar["imagePullSecrets"]]
-    return _assembled(template, str(trainer["name"]), sidecar, volumes, secrets, notes, grace_s)
+    return _with_sidecar(template, str(trainer["name"]), sidecar, volumes, secrets, notes, grace_s)
 
 
-def _assembled(
+def _with_sidecar(
     template: Mapping[str, Any],
     trainer: str,
     sidecar: Document,
@@ -177,12 +177,12 @@ def _assembled(
     if not context.get("supplementalGroups") and "fsGroup" not in context:
         spec["securityContext"] = {**context, "supplementalGroups": [USER_ID]}
     result["metadata"] = labelled(result.get("metadata") or {})
-    said = {key: note for key, note in notes.items() if note}
-    result["metadata"]["annotations"] = {**said, **_notes(result)}
+    annotations = {key: note for key, note in notes.items() if note}
+    result["metadata"]["annotations"] = {**annotations, **_annotations(result)}
     return result
 
 
-def put_back(template: Mapping[str, Any], injected: Mapping[str, Any]) -> Document:
+def restore_injected(template: Mapping[str, Any], injected: Mapping[str, Any]) -> Document:
     """The template, with what it lacks of that which was put into `injected`, as it was before an update.
 
     The sidecar is the one that it had: Trainer applies its runtime's again and again, which does not know how many pods
@@ -191,7 +191,7 @@ def put_back(template: Mapping[str, Any], injected: Mapping[str, Any]) -> Docume
     Raises:
         Refusal: it has no place for it any more.
     """
-    spec, notes, sidecar = injected["spec"], _notes(injected), _sidecar(injected)
+    spec, notes, sidecar = injected["spec"], _annotations(injected), _sidecar(injected)
     trainer = next((each["name"] for each in spec["containers"] if SHM_VOLUME in _mounted(each)), None)
     if sidecar is None or trainer is None:
         return copy.deepcopy(dict(template))
@@ -199,8 +199,10 @@ def put_back(template: Mapping[str, Any], injected: Mapping[str, Any]) -> Docume
     if grace_s == DEFAULT_GRACE_S:
         grace_s = spec.get("terminationGracePeriodSeconds", grace_s)
     volumes = [each for each in spec.get("volumes") or [] if each["name"] in _mounted(sidecar)]
-    kept = {key: notes.get(key, "") for key in (POLICY, INJECTED, EVICTABLE_VOLUMES, UNSAVED_VOLUMES)}
-    return _assembled(template, trainer, sidecar, volumes, spec.get("imagePullSecrets") or [], kept, grace_s)
+    kept = {key: notes.get(key, "") for key in (POLICY, INJECTED, EVICTABLE_VOLUMES, BACKUP_EXCLUDED_VOLUMES)}
+    return _with_sidecar(
+        template, trainer, sidecar, volumes, spec.get("imagePullSecrets") or [], kept, grace_s
+    )
 
 
 def _mounted(container: Mapping[str, Any]) -> set[Any]:
@@ -208,7 +210,7 @@ def _mounted(container: Mapping[str, Any]) -> set[Any]:
     return {each.get("name") for each in container.get("volumeMounts") or []}
 
 
-def _identified(template: Mapping[str, Any], recipe: IdentityRecipe, run_id: str) -> Document:
+def _with_identity(template: Mapping[str, Any], recipe: IdentityRecipe, run_id: str) -> Document:
     """A marked template, whose sidecar knows its workload, and how many pods of a JobSet there are."""
     result = copy.deepcopy(dict(template))
     if (sidecar := _sidecar(result)) is None:
@@ -229,7 +231,7 @@ def _identified(template: Mapping[str, Any], recipe: IdentityRecipe, run_id: str
     return result
 
 
-def check_marked(template: Mapping[str, Any], said: Annotations, recipe: IdentityRecipe) -> None:
+def check_marked(template: Mapping[str, Any], annotations: Annotations, recipe: IdentityRecipe) -> None:
     """Raise `Refusal` (CopiedManifest) where a marked template's sidecar is not that of these annotations.
 
     An injected manifest that is copied (`kubectl get -o yaml`) brings the sidecar of the workload it was copied from,
@@ -243,7 +245,7 @@ def check_marked(template: Mapping[str, Any], said: Annotations, recipe: Identit
     if sidecar is None:
         return  # which `inject` refuses
     has = {str(each.get("name")): each for each in sidecar.get("env") or []}
-    wants = {each["name"]: each for each in run_identity.environment(recipe, said.run_id)}
+    wants = {each["name"]: each for each in run_identity.environment(recipe, annotations.run_id)}
     by_label = _source(has.get("DELTASHARD_WORKLOAD_UID", {})) == _source(run_identity.JOBSET.uid or {})
     if recipe.kind == "JobSet" and by_label and "value" in (recipe.uid or {}):
         raise Refusal(
@@ -255,12 +257,12 @@ def check_marked(template: Mapping[str, Any], said: Annotations, recipe: Identit
     for name in _IDENTITY:
         if name in has and name in wants and _source(has[name]) != _source(wants[name]):
             raise _copied(INJECTED, "its sidecar was put in for another workload, or for one of another kind")
-    interval, precision = said.spec.get("interval", {}), said.spec.get("precision", {})
+    interval, precision = annotations.spec.get("interval", {}), annotations.spec.get("precision", {})
     settings = [
-        ("DELTASHARD_POLICY", POLICY, said.policy),
+        ("DELTASHARD_POLICY", POLICY, annotations.policy),
         ("DELTASHARD_RUN_ID", RUN_ID, str(wants["DELTASHARD_RUN_ID"]["value"])),
-        ("DELTASHARD_RUNS", RUNS, said.runs),
-        ("DELTASHARD_RESTORE_FROM", RESTORE_FROM, sidecar_container.restore_from(said.restore_from)),
+        ("DELTASHARD_RUNS", RUNS, annotations.runs),
+        ("DELTASHARD_RESTORE_FROM", RESTORE_FROM, sidecar_container.restore_from(annotations.restore_from)),
     ]
     if recipe.kind != "JobSet":
         settings.append((_PODS, INJECTED, str(recipe.pods or "")))
@@ -269,8 +271,8 @@ def check_marked(template: Mapping[str, Any], said: Annotations, recipe: Identit
         settings.append(("DELTASHARD_EVERY_S", INTERVAL, every))
     if "encoding" in precision:
         settings.append(("DELTASHARD_ENCODING", ENCODING, precision["encoding"]))
-    if "arenaSize" in said.spec:
-        arena = str(whole_blocks(quantity.bytes_of(said.spec["arenaSize"])))
+    if "arenaSize" in annotations.spec:
+        arena = str(whole_blocks(quantity.bytes_of(annotations.spec["arenaSize"])))
         settings.append(("DELTASHARD_ARENA_BYTES", ARENA_SIZE, arena))
     for name, key, want in settings:
         value = has.get(name, {}).get("value", "")
@@ -327,7 +329,7 @@ def _trainer(spec: Mapping[str, Any], name: str) -> Document:
 
 def _default_container(template: Mapping[str, Any]) -> str:
     """The pod's main container where it says which one is: Argo's pods do, whose first is not."""
-    name = _notes(template).get(DEFAULT_CONTAINER, "")
+    name = _annotations(template).get(DEFAULT_CONTAINER, "")
     named = any(each.get("name") == name for each in template["spec"]["containers"])
     return name if named and not is_mesh_proxy(name) else ""
 

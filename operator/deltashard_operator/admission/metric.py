@@ -29,7 +29,7 @@ class WebhookMetrics:
         self.seconds = Histogram(
             "deltashard_webhook_admission_seconds", "Time to answer one", buckets=_BUCKETS, registry=r
         )
-        self.unknown = Counter(
+        self.holder_unknown = Counter(
             "deltashard_webhook_holders_unknown", "Admitted without knowing who holds the run", registry=r
         )
         self.ready = Gauge("deltashard_webhook_ready", "1 when admissions can be answered", registry=r)

@@ -29,10 +29,10 @@ from deltashard_operator.admission.injection import (
     check_marked,
     inject,
     is_injected,
-    put_back,
+    restore_injected,
 )
 from deltashard_operator.admission.run_holder import RunClaim
-from deltashard_operator.admission.workload_kind import Target
+from deltashard_operator.admission.workload_kind import InjectionTarget
 from deltashard_operator.api import annotation
 from deltashard_operator.api.annotation import Annotations
 from deltashard_operator.api.refusal import Refusal
@@ -41,7 +41,7 @@ from deltashard_operator.kube import run_identity
 from deltashard_operator.kube.cluster_name import QUEUE_LABEL
 
 
-class BadReview(UserError):
+class InvalidReview(UserError):
     """The request body is no AdmissionReview that can be answered."""
 
 
@@ -49,14 +49,14 @@ class BadReview(UserError):
 class AnnotatedTemplate:
     """An annotated Job or pod, or the template of one."""
 
-    target: Target
-    said: Annotations
+    target: InjectionTarget
+    annotations: Annotations
     claim: RunClaim | None = None
     """The run it goes on with; None: it begins a new one, or it is not the one that would."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class AdmissionRequest:
     """The CREATE of an object with annotated parts."""
 
     uid: str
@@ -68,7 +68,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ReviewResult:
     """The review to send back, and what happened, for log and metrics."""
 
     review: dict[str, Any]
@@ -80,18 +80,18 @@ class Answer:
     """What a refused user reads."""
 
 
-def parse(body: bytes) -> Request | Answer:
+def parse(body: bytes) -> AdmissionRequest | ReviewResult:
     """What is asked for, or the answer where nothing has to be looked up for it.
 
     Raises:
         ValueError: the body is no JSON.
-        BadReview: it is no review.
+        InvalidReview: it is no review.
     """
     review = json.loads(body)
     request = review.get("request") if isinstance(review, Mapping) else None
     known = isinstance(request, Mapping) and review.get("apiVersion") == "admission.k8s.io/v1"
     if not isinstance(request, Mapping) or not known or not isinstance(request.get("uid"), str):
-        raise BadReview("no AdmissionReview of admission.k8s.io/v1 with a request", where="request body")
+        raise InvalidReview("no AdmissionReview of admission.k8s.io/v1 with a request", where="request body")
     uid, namespace = request["uid"], str(request.get("namespace", ""))
     group, kind = (str((request.get("kind") or {}).get(key, "")) for key in ("group", "kind"))
     document, operation = request.get("object"), request.get("operation")
@@ -101,60 +101,64 @@ def parse(body: bytes) -> Request | Answer:
     if not asked or not isinstance(document, Mapping) or (operation != "CREATE" and before is None):
         return _answer(uid, "other", "unchanged", allowed=True)
     try:
-        parts = _parts(kind, document, "" if templated else namespace)
+        parts = _annotated_parts(kind, document, "" if templated else namespace)
         if before is not None:
-            return _updated(uid, kind, document, parts, _parts(kind, before))
+            return _update_response(uid, kind, document, parts, _annotated_parts(kind, before))
     except Refusal as refusal:
-        return refused(uid, kind, refusal)
+        return rejection(uid, kind, refusal)
     if not parts:
         return _answer(uid, kind, "unchanged", allowed=True)
-    return Request(uid=uid, namespace=namespace, kind=kind, document=document, parts=parts)
+    return AdmissionRequest(uid=uid, namespace=namespace, kind=kind, document=document, parts=parts)
 
 
-def _parts(kind: str, document: Mapping[str, Any], namespace: str = "") -> tuple[AnnotatedTemplate, ...]:
+def _annotated_parts(
+    kind: str, document: Mapping[str, Any], namespace: str = ""
+) -> tuple[AnnotatedTemplate, ...]:
     """The annotated parts of an object; raises `Refusal` where one contradicts itself.
 
     `namespace`: where it claims a run, if it is no template of what will.
     """
     parts = []
     for target in workload_kind.targets(kind, document):
-        if not annotation.opted_in(*target.annotations):
+        if not annotation.has_policy(*target.annotations):
             continue
-        said = annotation.read(*target.annotations)
-        workload_kind.check(target)
+        annotations = annotation.read(*target.annotations)
+        workload_kind.check_supported(target)
         if is_injected(target.template):
-            check_marked(target.template, said, target.recipe)
+            check_marked(target.template, annotations, target.recipe)
         claim = RunClaim(
             namespace=namespace,
-            run_id=said.run_id,
+            run_id=annotations.run_id,
             workload_uid=run_identity.workload_uid(kind, target.document),
         )
         claims = namespace and (claim.run_id or claim.workload_uid)
-        parts.append(AnnotatedTemplate(target=target, said=said, claim=claim if claims else None))
+        parts.append(
+            AnnotatedTemplate(target=target, annotations=annotations, claim=claim if claims else None)
+        )
     return tuple(parts)
 
 
-def answer(request: Request, policies: Sequence[Policy]) -> Answer:
+def answer(request: AdmissionRequest, policies: Sequence[Policy]) -> ReviewResult:
     """The object with its sidecar, by the policy of each part; raises `Refusal`, `InternalBug` for a fault of ours."""
-    changed: list[tuple[Target, Mapping[str, Any]]] = []
+    changed: list[tuple[InjectionTarget, Mapping[str, Any]]] = []
     warnings: list[str] = []
     for part, policy in zip(request.parts, policies, strict=True):
         target = part.target
         queued = QUEUE_LABEL in target.labels
         template = inject(
-            target.template, policy, target.recipe, keep_grace=target.states_grace, queued=queued
+            target.template, policy, target.recipe, keep_grace=target.has_explicit_grace, queued=queued
         )
         if template != target.template:
-            changed.append((target, target.put(template, part.said.run_id)))
+            changed.append((target, target.with_template(template, part.annotations.run_id)))
             warnings += _warnings(target, policy)
-    return _patched(request.uid, request.kind, request.document, changed, warnings)
+    return _patch_response(request.uid, request.kind, request.document, changed, warnings)
 
 
-def _warnings(target: Target, policy: Policy) -> Iterator[str]:
+def _warnings(target: InjectionTarget, policy: Policy) -> Iterator[str]:
     """What the author of an injected workload should do something about; at most 200 characters each."""
     spec, job = target.template.get("spec") or {}, target.document.get("spec") or {}
     grace_s = spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)
-    if grace_s < policy.grace_s and (grace_s != DEFAULT_GRACE_S or target.states_grace):
+    if grace_s < policy.grace_s and (grace_s != DEFAULT_GRACE_S or target.has_explicit_grace):
         yield (
             f"deltashard: terminationGracePeriodSeconds is {grace_s} s and policy {policy.name} asks for "
             f"{policy.grace_s} s; a save at eviction may not end in time"
@@ -165,7 +169,7 @@ def _warnings(target: Target, policy: Policy) -> Iterator[str]:
             "deltashard: on hostNetwork with this dnsPolicy the sidecar cannot find the controller, or a store in the "
             "cluster, by a Service's name: set dnsPolicy ClusterFirstWithHostNet"
         )
-    if policy.reclaim == DELETE and not policy.reclaims:
+    if policy.reclaim == DELETE and not policy.can_reclaim:
         yield (
             f"deltashard: policy {policy.name} has reclaim.policy Delete, and the chart's reclaim.enabled is false: "
             "the checkpoints of this run will stay"
@@ -184,13 +188,13 @@ def _warnings(target: Target, policy: Policy) -> Iterator[str]:
         )
 
 
-def _updated(
+def _update_response(
     uid: str,
     kind: str,
     document: Mapping[str, Any],
     parts: tuple[AnnotatedTemplate, ...],
     before: tuple[AnnotatedTemplate, ...],
-) -> Answer:
+) -> ReviewResult:
     """What was injected when the object was created, again in what was applied over it."""
     old = {each.target.path: each for each in before if is_injected(each.target.template)}
     changed = []
@@ -198,26 +202,26 @@ def _updated(
         was = old.get(part.target.path)
         if was is None:
             continue
-        if part.said != was.said:
+        if part.annotations != was.annotations:
             raise Refusal(
                 "BadAnnotation",
                 f"the {kind} got its sidecar when it was created, by other annotations than these",
                 where=".".join(map(str, part.target.path)),
                 remedy="create it anew",
             )
-        template = put_back(part.target.template, was.target.template)
-        changed.append((part.target, part.target.put(template, part.said.run_id)))
-    return _patched(uid, kind, document, changed)
+        template = restore_injected(part.target.template, was.target.template)
+        changed.append((part.target, part.target.with_template(template, part.annotations.run_id)))
+    return _patch_response(uid, kind, document, changed)
 
 
-def _patched(
+def _patch_response(
     uid: str,
     kind: str,
     before: Mapping[str, Any],
-    changed: Sequence[tuple[Target, Mapping[str, Any]]],
+    changed: Sequence[tuple[InjectionTarget, Mapping[str, Any]]],
     warnings: Sequence[str] = (),
-) -> Answer:
-    after = workload_kind.with_each(before, changed)
+) -> ReviewResult:
+    after = workload_kind.with_targets(before, changed)
     if before == after:
         return _answer(uid, kind, "unchanged", allowed=True)
     more: dict[str, Any] = {"warnings": list(dict.fromkeys(warnings))} if warnings else {}
@@ -231,17 +235,17 @@ def _patched(
     return _answer(uid, kind, "injected", allowed=True, **more)
 
 
-def refused(uid: str, kind: str, refusal: Refusal) -> Answer:
+def rejection(uid: str, kind: str, refusal: Refusal) -> ReviewResult:
     """Why the workload may not be admitted."""
     code, sentence = 503 if refusal.code == "PolicyUnavailable" else 422, refusal.sentence
     status = {"code": code, "reason": refusal.code, "message": sentence}
     return _answer(uid, kind, refusal.code, sentence, allowed=False, status=status)
 
 
-def _answer(uid: str, kind: str, outcome: str, sentence: str = "", **response: Any) -> Answer:
+def _answer(uid: str, kind: str, outcome: str, sentence: str = "", **response: Any) -> ReviewResult:
     review = {
         "apiVersion": "admission.k8s.io/v1",
         "kind": "AdmissionReview",
         "response": {"uid": uid, **response},
     }
-    return Answer(review=review, kind=kind, outcome=outcome, sentence=sentence)
+    return ReviewResult(review=review, kind=kind, outcome=outcome, sentence=sentence)

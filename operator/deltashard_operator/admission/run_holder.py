@@ -53,11 +53,11 @@ class RunClaim:
 
         `record`: the CheckpointRun whose word alone says that it does.
         """
-        what = f"run {self.run_id!r} is held by {workload.called}, which is not finished"
-        return _taken(what, "wait for its end, delete it, or choose another id", record)
+        what = f"run {self.run_id!r} is held by {workload.display_name}, which is not finished"
+        return _run_id_taken(what, "wait for its end, delete it, or choose another id", record)
 
 
-class Holders:
+class RunHolders:
     """Looks at Jobs, CheckpointRuns and their workloads."""
 
     def __init__(self, call: Caller) -> None:
@@ -69,14 +69,14 @@ class Holders:
         Raises `ApiUnavailable` when the API cannot be asked.
         """
         if claim.source or not claim.run_id:
-            moved = [_moved(claim, each, url) for each in await self._list(API_VERSION, PLURAL, claim)]
+            moved = [_store_moved(claim, each, url) for each in await self._list(API_VERSION, PLURAL, claim)]
             moved = [] if claim.source and None in moved else moved
             return next(filter(None, moved), None)
         for job in map(observed_object.job_of, await self._list("batch/v1", "jobs", claim)):
             if not job.outcome and job.workload.uid != claim.workload_uid:
                 return claim.held_by(job.workload)
         for record in await self._list(API_VERSION, PLURAL, claim):
-            if refusal := await self._held_by_record(claim, record) or _moved(claim, record, url):
+            if refusal := await self._held_by_record(claim, record) or _store_moved(claim, record, url):
                 return refusal
         return None
 
@@ -91,18 +91,18 @@ class Holders:
             api_version=reference.get("apiVersion", ""),
         )
         if _reclaim(record) == ReclaimState.REMOVING:
-            what = f"the checkpoints of run {claim.run_id!r} are being removed, since {workload.called} is finished"
-            return _taken(what, "wait until its CheckpointRun says Removed, or choose another id")
+            what = f"the checkpoints of run {claim.run_id!r} are being removed, since {workload.display_name} is finished"
+            return _run_id_taken(what, "wait until its CheckpointRun says Removed, or choose another id")
         if status.get("phase") == "Finished" or workload.uid == claim.workload_uid:
             return None
         if not workload.native:
             return claim.held_by(workload, record["metadata"]["name"])
-        lives = observed_object.lives(workload, await object_at(self._call, workload.path))
-        return claim.held_by(workload) if lives else None
+        alive = observed_object.is_alive(workload, await object_at(self._call, workload.path))
+        return claim.held_by(workload) if alive else None
 
     async def _list(self, api_version: str, plural: str, claim: RunClaim) -> list[Document]:
         path = f"/apis/{api_version}/namespaces/{claim.namespace}/{plural}"
-        return await self._call.every(path, selector=claim.label)
+        return await self._call.list_all(path, selector=claim.label)
 
 
 def _reclaim(record: Document) -> str:
@@ -110,12 +110,16 @@ def _reclaim(record: Document) -> str:
     return str(((record.get("status") or {}).get("reclaim") or {}).get("state", ""))
 
 
-def _moved(claim: RunClaim, record: Document, url: str) -> Refusal | None:
+def _store_moved(claim: RunClaim, record: Document, url: str) -> Refusal | None:
     """The refusal where a run's checkpoints are in another store."""
     store, run_id = (record.get("status") or {}).get("store", ""), record["spec"]["runId"]
-    if not store or _place(store) == _place(url) or _reclaim(record) == ReclaimState.REMOVED:
+    if (
+        not store
+        or _store_location(store) == _store_location(url)
+        or _reclaim(record) == ReclaimState.REMOVED
+    ):
         return None
-    what = f"the policy names the store {_place(url)}, and the checkpoints of run {run_id!r} are in {_place(store)}"
+    what = f"the policy names the store {_store_location(url)}, and the checkpoints of run {run_id!r} are in {_store_location(store)}"
     where, remedy = (
         "spec.store.url of the CheckpointPolicy",
         "name that store; or copy the run (`deltashard cp`)",
@@ -127,13 +131,13 @@ def _moved(claim: RunClaim, record: Document, url: str) -> Refusal | None:
     return Refusal("StoreMoved", what, where=where, remedy=remedy)
 
 
-def _place(url: str) -> str:
+def _store_location(url: str) -> str:
     """Which bucket, container or directory a store is, whatever way leads there."""
     base, _, options = url.partition("?")
     account = parse_qs(options).get("account", [""])[0]
     return base.rstrip("/") + (f"?account={account}" if account else "")
 
 
-def _taken(what: str, remedy: str, record: str = "") -> Refusal:
+def _run_id_taken(what: str, remedy: str, record: str = "") -> Refusal:
     gone = f"; if it is gone, delete CheckpointRun {record}" if record else ""
     return Refusal("RunIdTaken", what, where=RUN_ID, remedy=remedy + gone)

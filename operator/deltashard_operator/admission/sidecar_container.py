@@ -35,11 +35,11 @@ Document = dict[str, Any]
 COMMAND = "deltashard-sidecar"
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 """Label of nodes."""
-START_S = 120
+STARTUP_TIMEOUT_S = 120
 """Patience of the startup probe with the smallest arena; Python starts slowly on a busy node."""
-START_S_PER_GIB = 4
+STARTUP_TIMEOUT_S_PER_GIB = 4
 """More patience for each GiB of arena, all of which has to be touched."""
-LEAVE_S = 5
+EXIT_RESERVE_S = 5
 """Seconds of the grace period that are kept back for exits."""
 
 
@@ -63,8 +63,8 @@ def sidecar(
         queued: Kueue admits the workload, by the resources that it requests.
     """
     volumes, port = sidecar_volume.of_pod(spec, policy), metrics_port(spec, policy)
-    save_s = str(max(1, grace_s - LEAVE_S))
-    start_s = START_S + START_S_PER_GIB * -(-policy.arena_bytes // (1 << 30))
+    save_s = str(max(1, grace_s - EXIT_RESERVE_S))
+    start_s = STARTUP_TIMEOUT_S + STARTUP_TIMEOUT_S_PER_GIB * -(-policy.arena_bytes // (1 << 30))
     settings = {
         "DELTASHARD_URL": policy.url,
         "DELTASHARD_DIR": SHM_PATH,
@@ -81,8 +81,8 @@ def sidecar(
         "DELTASHARD_METRICS_PORT": str(port or -1),
         "DELTASHARD_METRICS_HOST": ANY_ADDRESS,
         "DELTASHARD_POLICY": policy.name,
-        "DELTASHARD_RUNS": policy.said.runs,
-        "DELTASHARD_RESTORE_FROM": restore_from(policy.said.restore_from),
+        "DELTASHARD_RUNS": policy.annotations.runs,
+        "DELTASHARD_RESTORE_FROM": restore_from(policy.annotations.restore_from),
         "DELTASHARD_PODS": str(recipe.pods or ""),
         **restricted.HOME,
         **store_access.settings(policy),
@@ -91,7 +91,7 @@ def sidecar(
         "DELTASHARD_FLEET_CA": policy.fleet_ca if policy.fleet else "",
     }
     env = [
-        *run_identity.environment(recipe, policy.said.run_id),
+        *run_identity.environment(recipe, policy.annotations.run_id),
         *({"name": name, "value": value} for name, value in settings.items() if value),
     ]
     _check_env(policy, {each["name"] for each in env})
@@ -127,9 +127,9 @@ def number(value: Any) -> str:
     return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
-def restore_from(said: str) -> str:
+def restore_from(annotation: str) -> str:
     """The sidecar's setting for what the annotation says: a run of the pod's own namespace."""
-    return f"$(POD_NAMESPACE)/{said}" if said else ""
+    return f"$(POD_NAMESPACE)/{annotation}" if annotation else ""
 
 
 def group_of(spec: Mapping[str, Any]) -> int:
@@ -151,8 +151,8 @@ def _profile_key(spec: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:
     resources = trainer.get("resources") or {}
     limits = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
     node = (spec.get("nodeSelector") or {}).get(INSTANCE_TYPE, "")
-    said = [trainer.get("image", ""), *(f"{name} {limits[name]}" for name in sorted(limits)), node]
-    return ", ".join(str(each) for each in said if each)
+    parts = [trainer.get("image", ""), *(f"{name} {limits[name]}" for name in sorted(limits)), node]
+    return ", ".join(str(each) for each in parts if each)
 
 
 def _check_env(policy: Policy, taken: set[str]) -> None:
@@ -161,6 +161,6 @@ def _check_env(policy: Policy, taken: set[str]) -> None:
             raise Refusal(
                 "BadPolicy",
                 f"spec.sidecar.env states {each['name']}, which this policy sets by another field",
-                where=workload_policy.called(policy.name),
+                where=workload_policy.display_name(policy.name),
                 remedy="leave one of them out",
             )

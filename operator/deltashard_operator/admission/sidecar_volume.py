@@ -44,7 +44,7 @@ class Volumes:
 
 
 def of_pod(spec: Mapping[str, Any], policy: Policy) -> Volumes:
-    """Volumes for a pod with this spec; raises `Refusal` (VolumeUnfit) for a declared volume that cannot serve."""
+    """Volumes for a pod with this spec; raises `Refusal` (VolumeUnsupported) for a declared volume that cannot serve."""
     declared = {each["name"]: each for each in spec.get("volumes") or []}
     shm = {"medium": "Memory", "sizeLimit": quantity.format_bytes(policy.arena_bytes + SHM_SLACK_BYTES)}
     disk = {"sizeLimit": quantity.format_bytes(policy.cache_bytes)}
@@ -61,7 +61,7 @@ def of_pod(spec: Mapping[str, Any], policy: Policy) -> Volumes:
             claimed if "persistentVolumeClaim" in each else CACHE_VOLUME
         ):
             raise Refusal(
-                "VolumeUnfit",
+                "VolumeUnsupported",
                 "the name is taken",
                 where=f"volume {each['name']}",
                 remedy="rename your volume, or the policy's",
@@ -90,7 +90,7 @@ def _claimed(declared: Mapping[str, Mapping[str, Any]], claim: str | None) -> st
             continue
         if source.get("readOnly"):
             raise Refusal(
-                "VolumeUnfit",
+                "VolumeUnsupported",
                 f"it is the store's claim {claim}, and read-only",
                 where=f"volume {name}",
                 remedy="declare it without persistentVolumeClaim.readOnly; your mounts of it may be readOnly",
@@ -106,7 +106,7 @@ def _cache(volume: Mapping[str, Any], default_bytes: int) -> tuple[int, bool]:
         return default_bytes, False
     if source.get("medium"):
         raise Refusal(
-            "VolumeUnfit",
+            "VolumeUnsupported",
             "it lies in memory, the cache needs a disk",
             where=f"volume {CACHE_VOLUME}",
             remedy="declare it without emptyDir.medium, or not at all",

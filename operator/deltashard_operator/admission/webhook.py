@@ -17,7 +17,7 @@ from deltashard_checkpoint.errors import DeltashardError
 
 from deltashard_operator.admission import injection, review
 from deltashard_operator.admission.metric import WebhookMetrics
-from deltashard_operator.admission.run_holder import Holders, RunClaim
+from deltashard_operator.admission.run_holder import RunClaim, RunHolders
 from deltashard_operator.api import workload_policy
 from deltashard_operator.api.chart_defaults import Defaults, FleetAuthorityMissing
 from deltashard_operator.api.policy_cache import BUDGET_S, PolicyCache, Spec, unavailable
@@ -43,7 +43,7 @@ class Webhook:
         *,
         certificate: Certificate,
         cache: PolicyCache,
-        holders: Holders,
+        holders: RunHolders,
         defaults: Defaults,
         metrics: WebhookMetrics,
         namespaces: tuple[str, ...] = (),
@@ -84,7 +84,7 @@ class Webhook:
             if answer.sentence:
                 _log.info("admission.refused", kind=kind, code=outcome, sentence=answer.sentence)
             response = web.json_response(answer.review)
-        except (review.BadReview, ValueError) as error:
+        except (review.InvalidReview, ValueError) as error:
             response = web.Response(status=400, text=str(error))
         except DeltashardError as error:
             _log.error("admission.failed", error=str(error))
@@ -99,35 +99,35 @@ class Webhook:
             response.force_close()
         return response
 
-    async def answer(self, body: bytes, end_s: float) -> review.Answer:
+    async def answer(self, body: bytes, end_s: float) -> review.ReviewResult:
         """The answer to the body of a request, at this time of the loop at the latest; raises what `review` raises."""
         request = review.parse(body)
-        if isinstance(request, review.Answer):
+        if isinstance(request, review.ReviewResult):
             return request
         try:
             policies = [await self._policy(request.namespace, each, end_s) for each in request.parts]
             return review.answer(request, policies)
         except Refusal as refusal:
-            return review.refused(request.uid, request.kind, refusal)
+            return review.rejection(request.uid, request.kind, refusal)
 
     async def _policy(self, namespace: str, part: review.AnnotatedTemplate, end_s: float) -> Policy:
         """The policy of a part of an annotated workload; raises `Refusal`."""
         if not watched_namespace.is_watched(namespace, self._namespaces):
             raise not_watched(namespace)
-        name = part.said.policy
+        name = part.annotations.policy
         if self._namespaces and name.startswith(workload_policy.CLUSTER):
             raise Refusal(
                 "PolicyNotFound",
-                f"{workload_policy.called(name)} cannot be read: deltashard watches some namespaces here and has no "
+                f"{workload_policy.display_name(name)} cannot be read: deltashard watches some namespaces here and has no "
                 "right beyond them",
                 where=POLICY,
                 remedy="name a CheckpointPolicy of the namespace",
             )
-        policy = workload_policy.read(name, await self._spec(namespace, name, end_s), part.said)
+        policy = workload_policy.read(name, await self._spec(namespace, name, end_s), part.annotations)
         url = injection.store_of(part.target.template) or policy.url
         if part.claim is not None:
             await self._check_holder(part.claim, url, end_s)
-        source = part.said.restore_from.partition("@")[0]
+        source = part.annotations.restore_from.partition("@")[0]
         if source and (part.claim is None or not part.claim.workload_uid):
             # Pods of a workload that is there already may have a run that began long ago.
             await self._check_holder(RunClaim(namespace=namespace, run_id=source, source=True), url, end_s)
@@ -139,7 +139,7 @@ class Webhook:
         if spec is None:
             try:
                 async with asyncio.timeout_at(end_s):
-                    spec = await self._cache.look(namespace, name)
+                    spec = await self._cache.fetch(namespace, name)
             except TimeoutError:  # it waits for its turn, or its answer drips
                 raise unavailable(name, "the API did not answer in time") from None
         try:
@@ -157,8 +157,10 @@ class Webhook:
                 refusal = await self._holders.refusal(claim, url)
         except (ApiUnavailable, TimeoutError) as error:
             why = f"{type(error).__name__}: {error}"[:300]
-            _log.warning("holders.unknown", namespace=claim.namespace, run_id=claim.run_id, error=why)
-            self.metrics.unknown.inc()
+            _log.warning(
+                "admission.holder_unknown", namespace=claim.namespace, run_id=claim.run_id, error=why
+            )
+            self.metrics.holder_unknown.inc()
             return
         if refusal is not None:
             raise refusal
@@ -166,5 +168,5 @@ class Webhook:
 
 def not_watched(namespace: str) -> Refusal:
     """The refusal of an annotated workload where nobody looks after it."""
-    said = watched_namespace.not_watched(namespace)
-    return Refusal("NamespaceNotWatched", said, where=POLICY, remedy=watched_namespace.REMEDY)
+    message = watched_namespace.not_watched(namespace)
+    return Refusal("NamespaceNotWatched", message, where=POLICY, remedy=watched_namespace.REMEDY)

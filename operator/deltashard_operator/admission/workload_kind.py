@@ -64,7 +64,7 @@ KINDS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class InjectionTarget:
     """A Job or pod at its CREATE, or the template of one in another object, taken apart for injection."""
 
     kind: str
@@ -99,7 +99,7 @@ class Target:
         return owner_reference.controller_of(self.document) if self.kind == "Pod" else None
 
     @property
-    def states_grace(self) -> bool:
+    def has_explicit_grace(self) -> bool:
         """Whether the user's own manifest is known to state a grace period, anywhere in it.
 
         The API's default cannot be told from a written 30 in the object. But an applied manifest leaves its trace:
@@ -110,7 +110,7 @@ class Target:
         owned = [each for each in metadata.get("managedFields") or [] if each.get("operation") == "Apply"]
         return GRACE in f"{(metadata.get('annotations') or {}).get(LAST_APPLIED)} {owned}"
 
-    def put(self, template: Document, run_id: str) -> Document:
+    def with_template(self, template: Document, run_id: str) -> Document:
         """The Job or pod with this template in the place of its own, and the labels by which it is found."""
         document = self.document
         if self.kind == "Pod":
@@ -121,19 +121,19 @@ class Target:
         return {**document, "metadata": metadata, "spec": {**document["spec"], "template": template}}
 
 
-def targets(kind: str, document: Mapping[str, Any]) -> tuple[Target, ...]:
+def targets(kind: str, document: Mapping[str, Any]) -> tuple[InjectionTarget, ...]:
     """What there is to inject in an object of one of `ADMITTED`."""
     known = next(each for each in KINDS if each.kind == kind)
     if MIRROR in ((document.get("metadata") or {}).get("annotations") or {}):
         return ()
     return tuple(
         _target(known, document, path, inner)
-        for path, inner in _each(document, known.path)
+        for path, inner in _walk(document, known.path)
         if isinstance(inner, Mapping)
     )
 
 
-def _each(document: Any, path: tuple[str, ...]) -> Iterator[tuple[Path, Any]]:
+def _walk(document: Any, path: tuple[str, ...]) -> Iterator[tuple[Path, Any]]:
     """(keys, value) of all that lies under a path."""
     if not path:
         yield (), document
@@ -144,11 +144,11 @@ def _each(document: Any, path: tuple[str, ...]) -> Iterator[tuple[Path, Any]]:
     elif isinstance(document, Mapping):
         found = document.items() if path[0] == "*" else [(path[0], document.get(path[0]))]
     for key, value in found:
-        for keys, inner in _each(value, path[1:]):
+        for keys, inner in _walk(value, path[1:]):
             yield (key, *keys), inner
 
 
-def _target(kind: Kind, root: Mapping[str, Any], path: Path, document: Mapping[str, Any]) -> Target:
+def _target(kind: Kind, root: Mapping[str, Any], path: Path, document: Mapping[str, Any]) -> InjectionTarget:
     if kind.injected_as == "Pod":
         template = {key: document[key] for key in ("metadata", "spec") if key in document}
     else:
@@ -161,7 +161,7 @@ def _target(kind: Kind, root: Mapping[str, Any], path: Path, document: Mapping[s
         recipe = run_identity.of_pod(document)
     else:
         recipe = run_identity.of_job(template, document)
-    return Target(
+    return InjectionTarget(
         kind=kind.injected_as, root=root, path=path, document=document, template=template, recipe=recipe
     )
 
@@ -170,7 +170,9 @@ def _at(document: Any, path: Iterable[str | int]) -> Any:
     return reduce(getitem, path, document)
 
 
-def with_each(root: Mapping[str, Any], parts: Iterable[tuple[Target, Mapping[str, Any]]]) -> Document:
+def with_targets(
+    root: Mapping[str, Any], parts: Iterable[tuple[InjectionTarget, Mapping[str, Any]]]
+) -> Document:
     """The object, with these Jobs and pods in the places of its own."""
     result = copy.deepcopy(dict(root))
     for target, document in parts:
@@ -180,12 +182,12 @@ def with_each(root: Mapping[str, Any], parts: Iterable[tuple[Target, Mapping[str
     return result
 
 
-def check(target: Target) -> None:
+def check_supported(target: InjectionTarget) -> None:
     """Raise `Refusal` (Unsupported) for a pod of a kind whose pods are nobody's continuation."""
     owner = target.owner
     if owner is None:
         return
-    where, why = f"{owner.kind} {owner.name}", owner_reference.UNFIT.get(owner.group_kind, "")
+    where, why = f"{owner.kind} {owner.name}", owner_reference.UNSUPPORTED.get(owner.group_kind, "")
     if (group := target.labels.get(LEADER_WORKER_SET_LABEL)) is not None:
         where = f"LeaderWorkerSet {group}"
         why = "leader and workers of a group are pods of different StatefulSets, so each would train a run of its own"

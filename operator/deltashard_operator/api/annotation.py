@@ -34,7 +34,7 @@ from deltashard_operator.kube.cluster_name import (
 
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _POLICY = r"(?!.{254})(cluster/)?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
-_SOURCE = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(@[!-#%-~]{1,256})?"
+_RESTORE_SOURCE = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(@[!-#%-~]{1,256})?"
 """A pin without '$', which the kubelet would read."""
 
 
@@ -111,7 +111,7 @@ KEYS: Mapping[str, tuple[str, Callable[[str], str], str]] = {
     ),
     GOAL: (
         "spec.interval.goal",
-        duration.goal_of,
+        duration.parse_goal,
         "auto, overhead=1% (at most 50%), lost-work=5m (at most 168h), pls=0.02 or fixed",
     ),
     ENCODING: (
@@ -126,14 +126,14 @@ KEYS: Mapping[str, tuple[str, Callable[[str], str], str]] = {
     ),
     RESTORE_FROM: (
         "restore_from",
-        _matching(_SOURCE),
+        _matching(_RESTORE_SOURCE),
         "RUN or RUN@PIN: the run id of another run of the workload's namespace, in the same store",
     ),
 }
 """Key -> the field of `Annotations`, what reads it (a `ValueError`: it is none), what it takes as refusals say it."""
 
 
-def opted_in(*maps: Mapping[str, str] | None) -> bool:
+def has_policy(*maps: Mapping[str, str] | None) -> bool:
     """Whether any of these annotation maps holds the policy key."""
     return any(POLICY in (each or {}) for each in maps)
 
@@ -145,18 +145,18 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
         if not key.startswith(PREFIX) or key in {INJECTED, CHECKPOINT_TIME}:
             continue
         if key not in KEYS:
-            raise _wrong(key, "there is no such annotation", f"known are {', '.join(KEYS)}")
+            raise _bad_annotation(key, "there is no such annotation", f"known are {', '.join(KEYS)}")
         if found.setdefault(key, value) != value:
             what = f"the workload says {found[key]!r} and its pod template says {value!r}"
-            raise _wrong(key, what, "say it once")
+            raise _bad_annotation(key, what, "say it once")
     if POLICY not in found:
-        raise _wrong(POLICY, "it is missing", f"it takes {KEYS[POLICY][2]}")
-    said: dict[str, Any] = {"spec": {}}
+        raise _bad_annotation(POLICY, "it is missing", f"it takes {KEYS[POLICY][2]}")
+    annotations: dict[str, Any] = {"spec": {}}
     for key, (name, reader, takes) in KEYS.items():
         if key not in found:
             continue
         *path, last = name.split(".")
-        place = said
+        place = annotations
         for each in path:
             place = place.setdefault(each, {})
         try:
@@ -165,9 +165,9 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
             place[last] = ""
         own = key == RESTORE_FROM and found[key].partition("@")[0] == found.get(RUN_ID)
         if not place[last] or own:
-            raise _wrong(key, f"{found[key][:80]!r} is not possible", f"it takes {takes}")
-    return Annotations(**said)
+            raise _bad_annotation(key, f"{found[key][:80]!r} is not possible", f"it takes {takes}")
+    return Annotations(**annotations)
 
 
-def _wrong(key: str, what: str, remedy: str) -> Refusal:
+def _bad_annotation(key: str, what: str, remedy: str) -> Refusal:
     return Refusal("BadAnnotation", what, where=key, remedy=remedy)

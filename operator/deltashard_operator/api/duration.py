@@ -19,16 +19,16 @@ def seconds_of(text: object) -> float:
     )
 
 
-def goal_of(text: str) -> str:
+def parse_goal(text: str) -> str:
     """A goal as the sidecar takes it, whose time is of one unit; raises `ValueError`."""
-    aim, _, amount = text.partition("=")
-    said = text
-    if aim == "lost-work":
+    goal_name, _, amount = text.partition("=")
+    goal_text = text
+    if goal_name == "lost-work":
         whole = round(seconds_of(amount) * 1000)
         unit = next(unit for unit, length in _UNITS_MS.items() if whole % length == 0)
-        said = f"{aim}={whole // _UNITS_MS[unit]}{unit}"
+        goal_text = f"{goal_name}={whole // _UNITS_MS[unit]}{unit}"
     try:
-        goal.goal(said)
+        goal.goal(goal_text)
     except goal.BadGoal as error:
         raise ValueError(error.what) from None
-    return said
+    return goal_text

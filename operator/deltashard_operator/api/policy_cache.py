@@ -31,13 +31,13 @@ class PolicyCache:
         self._specs: dict[tuple[str, str], Spec] = {}
         self.synced = False
         """Whether the policies were listed once."""
-        self.kinds = policy_kinds(self._take, self._drop)
+        self.kinds = policy_kinds(self._upsert, self._remove)
 
-    def _take(self, item: Mapping[str, Any]) -> None:
+    def _upsert(self, item: Mapping[str, Any]) -> None:
         metadata = item["metadata"]
         self._specs[metadata.get("namespace", ""), metadata["name"]] = item.get("spec") or {}
 
-    def _drop(self, key: ObjectKey, _item: Mapping[str, Any] | None) -> None:
+    def _remove(self, key: ObjectKey, _item: Mapping[str, Any] | None) -> None:
         self._specs.pop((key.namespace, key.name), None)
 
     def on_list(self) -> None:
@@ -47,7 +47,7 @@ class PolicyCache:
         """The spec of the policy that a workload of this namespace names so."""
         return self._specs.get(workload_policy.key_of(namespace, name))
 
-    async def look(self, namespace: str, name: str) -> Spec | None:
+    async def fetch(self, namespace: str, name: str) -> Spec | None:
         """The policy's spec from the API itself, None when there is none; raises `Refusal` (PolicyUnavailable)."""
         try:
             document = await object_at(self._call, policy_path(workload_policy.key_of(namespace, name)))
@@ -57,13 +57,13 @@ class PolicyCache:
 
 
 def policy_kinds(
-    on_object: Callable[[Any], None], on_gone: Callable[[ObjectKey, Any], None]
+    on_object: Callable[[Any], None], on_deleted: Callable[[ObjectKey, Any], None]
 ) -> tuple[WatchedKind, ...]:
     """Both kinds of policies, to be watched."""
     clusters = WatchedKind(
-        "cluster policies", f"{ROOT}/{CLUSTERS}", on_object, on_gone, namespaced=False, everywhere=True
+        "cluster policies", f"{ROOT}/{CLUSTERS}", on_object, on_deleted, namespaced=False, everywhere=True
     )
-    return WatchedKind("policies", f"{ROOT}/{NAMESPACED}", on_object, on_gone), clusters
+    return WatchedKind("policies", f"{ROOT}/{NAMESPACED}", on_object, on_deleted), clusters
 
 
 def policy_path(key: tuple[str, str]) -> str:
@@ -76,7 +76,7 @@ def unavailable(name: str, why: str) -> Refusal:
     """The refusal of a workload whose policy cannot be read just now."""
     return Refusal(
         "PolicyUnavailable",
-        f"{workload_policy.called(name)} could not be read: {why}",
+        f"{workload_policy.display_name(name)} could not be read: {why}",
         where="deltashard.io/policy",
         remedy="try again",
     )

@@ -24,7 +24,7 @@ Code = Literal[
     "RunIdTaken",
     "StoreMoved",
     "VariableTaken",
-    "VolumeUnfit",
+    "VolumeUnsupported",
     "Unsupported",
 ]
 CODES: tuple[Code, ...] = get_args(Code)

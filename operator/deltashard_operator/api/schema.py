@@ -35,7 +35,7 @@ def _matches(text: str, pattern: str) -> bool:
     return re.search(pattern.replace("$", r"\Z"), text, re.ASCII) is not None
 
 
-_WORDS: Mapping[str, Callable[[Any, Any], bool]] = {
+_KEYWORDS: Mapping[str, Callable[[Any, Any], bool]] = {
     "enum": lambda value, words: value in words,
     "pattern": _matches,
     "minimum": lambda value, n: value >= n,
@@ -64,11 +64,11 @@ def takes(schema: Schema) -> str:
         bounds = f"from {least} to {most}" if most else f"of at least {least}"
         such = ", such as 90s, 5m or 1h30m" if schema["format"] == "duration" else ""
         return f"a {schema['format']} {bounds}{such}"
-    bounds = ", ".join(f"{word} {schema[word]}" for word in _WORDS if word in schema)
+    bounds = ", ".join(f"{word} {schema[word]}" for word in _KEYWORDS if word in schema)
     return f"{schema.get('type', 'a value')}{' with ' * bool(bounds)}{bounds}"
 
 
-def faults(schema: Schema, value: Any, path: str = "spec") -> Iterator[str]:
+def violations(schema: Schema, value: Any, path: str = "spec") -> Iterator[str]:
     """What is wrong with a value, each as a sentence; the parts of a thing before the thing."""
     kind = schema.get("format", schema.get("type"))
     if value is None and schema.get("nullable"):
@@ -85,11 +85,11 @@ def faults(schema: Schema, value: Any, path: str = "spec") -> Iterator[str]:
                 yield f"{path}.{name} is missing"
         for name, inner in schema.get("properties", {}).items():
             if name in value:
-                yield from faults(inner, value[name], f"{path}.{name}")
+                yield from violations(inner, value[name], f"{path}.{name}")
         each_of = schema.get("items", schema.get("additionalProperties"))
         for name, each in (value.items() if kind == "object" else enumerate(value)) if each_of else ():
-            yield from faults(each_of, each, f"{path}.{name}")
-        if any(word in schema and not holds(value, schema[word]) for word, holds in _WORDS.items()):
+            yield from violations(each_of, each, f"{path}.{name}")
+        if any(word in schema and not holds(value, schema[word]) for word, holds in _KEYWORDS.items()):
             yield bad
         if (key := schema.get("key")) and len({each[key] for each in value}) < len(value):
             yield f"{path} says one {key} twice"
@@ -99,7 +99,7 @@ def faults(schema: Schema, value: Any, path: str = "spec") -> Iterator[str]:
 
 
 def _fits(schema: Schema, value: Any) -> bool:
-    return next(faults(schema, value), None) is None
+    return next(violations(schema, value), None) is None
 
 
 def _within(schema: Schema, value: Any, read: Callable[[Any], Any]) -> bool:

@@ -85,8 +85,8 @@ def url_of(store: Mapping[str, Any]) -> str:
         "sse": _ENCRYPTIONS.get(encryption.get("kind", "")),
         "kms-key-id": encryption.get("keyId"),
     }
-    said = [f"{key}={quote(value, safe=':/')}" for key, value in options.items() if value]
-    return str(store["url"]) + ("?" + "&".join(said) if said else "")
+    parameters = [f"{key}={quote(value, safe=':/')}" for key, value in options.items() if value]
+    return str(store["url"]) + ("?" + "&".join(parameters) if parameters else "")
 
 
 def settings(policy: Policy) -> dict[str, str]:

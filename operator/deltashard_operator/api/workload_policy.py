@@ -35,11 +35,14 @@ BLOCK_BYTES = 8 << 20
 """Arenas are whole blocks of the sidecar's default block size."""
 FIXED = "fixed"
 RETAIN, DELETE = "Retain", "Delete"
-_CLUSTERS = ("fleet", "deciding", "reclaiming")
-_STATES = (("interval", {"every", "everySteps"}, {"type": "Fixed"}), ("precision", {"encoding"}, "Fixed"))
+_CLUSTER_ONLY = ("fleet", "deciding", "reclaiming")
+_FIXED_GOALS = (
+    ("interval", {"every", "everySteps"}, {"type": "Fixed"}),
+    ("precision", {"encoding"}, "Fixed"),
+)
 """Objects, their fields that say a thing, and the goal of who states one of these and no goal."""
 _BITS_GOALS = {"Budget": "budget", "CheckNRun": "check-n-run", "Fixed": "", NO_BITS_RULE: ""}
-OFFERED = frozenset(pb.Policy.DESCRIPTOR.fields_by_name) - {"state_encoding"}
+DIRECTIVE_FIELDS = frozenset(pb.Policy.DESCRIPTOR.fields_by_name) - {"state_encoding"}
 """Fields of a sidecar's policy that a CheckpointPolicy says."""
 _BUILTIN: Mapping[str, Any] = {
     "interval": {"every": "5m", "everySteps": 0, "goal": {"type": "Fixed"}, "atLeast": "0s", "atMost": "0s"},
@@ -74,7 +77,7 @@ class Policy:
     """Everything injection and removal need to know, resolved."""
 
     name: str
-    said: Annotations
+    annotations: Annotations
     url: str
     """Store with endpoint and region, as the sidecar takes it; never with credentials."""
     store: Mapping[str, Any]
@@ -99,7 +102,7 @@ class Policy:
     """Seconds from the end of the workload to their removal."""
     reclaim_account: str
     """Service account of the Job that removes them; empty: the namespace's default."""
-    reclaims: bool
+    can_reclaim: bool
     """Whether the cluster lets the controller make that Job."""
     reclaim_labels: Mapping[str, str]
     """Labels of that Job, such as a queue's."""
@@ -110,14 +113,14 @@ def key_of(namespace: str, name: str) -> tuple[str, str]:
     return ("", name.removeprefix(CLUSTER)) if name.startswith(CLUSTER) else (namespace, name)
 
 
-def called(name: str) -> str:
+def display_name(name: str) -> str:
     """The policy that a workload names, as refusals call it."""
     return f"{'Cluster' * name.startswith(CLUSTER)}CheckpointPolicy {name.removeprefix(CLUSTER)}"
 
 
 def not_found(name: str, *, default: bool) -> Refusal:
     """The refusal of a workload whose policy does not exist; `default`: the chart has a default policy."""
-    kind, bare = called(name).split()
+    kind, bare = display_name(name).split()
     where = "" if name.startswith(CLUSTER) else " in the workload's namespace"
     remedy = "create it, or correct the name" + (f", or use {DEFAULT!r}" if default else "")
     what = f"there is no {kind} {bare!r}{where}"
@@ -126,55 +129,55 @@ def not_found(name: str, *, default: bool) -> Refusal:
 
 def merged(spec: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """`spec` over `defaults`; the cluster's words are the defaults' alone."""
-    return _over({key: value for key, value in spec.items() if key not in _CLUSTERS}, defaults)
+    return _overlay({key: value for key, value in spec.items() if key not in _CLUSTER_ONLY}, defaults)
 
 
-def _over(spec: Mapping[str, Any], under: Mapping[str, Any]) -> dict[str, Any]:
+def _overlay(spec: Mapping[str, Any], under: Mapping[str, Any]) -> dict[str, Any]:
     """Field by field where a field is an object, but for `store`."""
     result = {**under, **spec}
     for key, value in spec.items():
         if isinstance(value, Mapping) and isinstance(under.get(key), Mapping) and key != "store":
             result[key] = {**under[key], **value}
-    for key, stated, goal in _STATES:
-        said = spec.get(key)
-        if isinstance(said, Mapping) and stated & said.keys() and "goal" not in said:
+    for key, stated, goal in _FIXED_GOALS:
+        field = spec.get(key)
+        if isinstance(field, Mapping) and stated & field.keys() and "goal" not in field:
             result[key] = {**result[key], "goal": goal}
     return result
 
 
-def read(name: str, spec: Mapping[str, Any], said: Annotations | None = None) -> Policy:
+def read(name: str, spec: Mapping[str, Any], annotations: Annotations | None = None) -> Policy:
     """The policy `name` with this (merged) spec, the annotations over it; raises `Refusal` (BadPolicy)."""
-    said, judged = said or Annotations(policy=name), spec
-    if "every" in said.spec.get("interval", {}):  # in the place of the policy's
-        judged = merged({"interval": {"every": _BUILTIN["interval"]["every"]}}, spec)
+    annotations, checked = annotations or Annotations(policy=name), spec
+    if "every" in annotations.spec.get("interval", {}):  # in the place of the policy's
+        checked = merged({"interval": {"every": _BUILTIN["interval"]["every"]}}, spec)
     try:
-        if fault := next(schema.faults(schema.POLICY, judged), None):
-            raise _bad(name, fault)
-        found = _policy(name, _over(merged(said.spec, spec), _BUILTIN), said)
+        if violation := next(schema.violations(schema.POLICY, checked), None):
+            raise _bad_policy(name, violation)
+        found = _policy(name, _overlay(merged(annotations.spec, spec), _BUILTIN), annotations)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # older than the schema, or past it
-        raise _bad(name, f"it cannot be read: {type(error).__name__}: {error}") from None
+        raise _bad_policy(name, f"it cannot be read: {type(error).__name__}: {error}") from None
     least_s, most_s = found.saving.least_s, found.saving.most_s
     if most_s and least_s > most_s:
-        raise _bad(name, f"spec.interval.atLeast, {least_s:g} s, is above atMost, {most_s:g} s")
+        raise _bad_policy(name, f"spec.interval.atLeast, {least_s:g} s, is above atMost, {most_s:g} s")
     return found
 
 
-def _bad(name: str, what: str) -> Refusal:
+def _bad_policy(name: str, what: str) -> Refusal:
     remedy = "change the policy, or the chart's default policy under it"
-    return Refusal("BadPolicy", what, where=called(name), remedy=remedy)
+    return Refusal("BadPolicy", what, where=display_name(name), remedy=remedy)
 
 
-def _policy(name: str, spec: Mapping[str, Any], said: Annotations) -> Policy:
+def _policy(name: str, spec: Mapping[str, Any], annotations: Annotations) -> Policy:
     store, sidecar, reclaim = spec.get("store", {}), spec["sidecar"], spec["reclaim"]
     for path, value in (("store.url", store.get("url")), ("sidecar.image", sidecar.get("image"))):
         if not value:
-            raise _bad(name, f"spec.{path} is missing")
+            raise _bad_policy(name, f"spec.{path} is missing")
     stated = sidecar["resources"]
     resources = {part: {**usual, **stated.get(part, {})} for part, usual in _RESOURCES.items()}
     arena_bytes = whole_blocks(quantity.bytes_of(spec["arenaSize"]))
     return Policy(
         name=name,
-        said=said,
+        annotations=annotations,
         url=store_access.url_of(store),
         store=store,
         sidecar={**sidecar, "resources": resources},
@@ -189,7 +192,7 @@ def _policy(name: str, spec: Mapping[str, Any], said: Annotations) -> Policy:
         reclaim=reclaim["policy"],
         reclaim_after_s=duration.seconds_of(reclaim["after"]),
         reclaim_account=reclaim["serviceAccount"],
-        reclaims=spec["reclaiming"]["enabled"],
+        can_reclaim=spec["reclaiming"]["enabled"],
         reclaim_labels=spec["reclaiming"]["labels"],
     )
 
@@ -218,14 +221,14 @@ def _goal(goal: Mapping[str, Any] | str) -> str:
         return goal
     match goal["type"]:
         case "Overhead":
-            said = f"overhead={goal['overhead']}"
+            text = f"overhead={goal['overhead']}"
         case "LostWork":
-            said = f"lost-work={goal['lostWork']}"
+            text = f"lost-work={goal['lostWork']}"
         case "PLS":
-            said = f"pls={goal['pls']}"
+            text = f"pls={goal['pls']}"
         case other:
-            said = other.lower()
-    return duration.goal_of(said)
+            text = other.lower()
+    return duration.parse_goal(text)
 
 
 def whole_blocks(n: int) -> int:

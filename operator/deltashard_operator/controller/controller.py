@@ -1,7 +1,7 @@
 """The controller: what the watches and the sidecars say goes in, CheckpointRuns, Events and answers come out.
 
 Everything is on one asyncio loop and nothing waits: handlers (`watch`) and reports put facts into the run they are of
-and mark it (`run_book`); `pump` judges the marked runs a few times a second and offers what is to be written (`writer`,
+and mark it (`run_store`); `pump` judges the marked runs a few times a second and offers what is to be written (`writer`,
 `write_queue`). What was counted survives in the CheckpointRuns, which are read before anything else. A sidecar is told
 that an incident is taken when the status that counts it is written and its Event is recorded, so that a controller that
 dies in between hears it again. Before all that there is was seen, no run of an earlier controller's is judged and none
@@ -21,34 +21,34 @@ import structlog
 
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.workload_policy import Policy
-from deltashard_operator.controller import pod_note, policy_writer, status
+from deltashard_operator.controller import pod_annotation, policy_writer, status
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.reclaimer import Reclaimer
 from deltashard_operator.controller.requests import CheckpointRequests
-from deltashard_operator.controller.run_book import Entries, Entry
-from deltashard_operator.controller.watch import NOBODYS, TICK_S, Watches
+from deltashard_operator.controller.run_store import RunEntry, RunStore
+from deltashard_operator.controller.watch import NO_RUN, TICK_S, WatchHandlers
 from deltashard_operator.controller.write_queue import WriteQueue
-from deltashard_operator.controller.writer import Writes
-from deltashard_operator.fleet.report import Directive, Refused, Reply, Report, RunKey, Unknown, Who
+from deltashard_operator.controller.writer import RunWriter
+from deltashard_operator.fleet.report import Directive, Reply, Report, ReportRefused, RunKey, UnknownPod, Who
 from deltashard_operator.kube.call import Caller
 from deltashard_operator.run import (
     directive,
-    judgement,
     ledger,
+    reconcile,
     report_change,
     run_record,
     schedule,
     watched_run,
 )
-from deltashard_operator.run.phase import TRAINS, Phase
+from deltashard_operator.run.phase import TRAINING_PHASES, Phase
 from deltashard_operator.run.reclaim import REMOVED
-from deltashard_operator.run.watched_run import SILENCE_S, Run
+from deltashard_operator.run.watched_run import REPORTER_TIMEOUT_S, WatchedRun
 
-JUDGE_S = 10.0
+RESYNC_S = 10.0
 """Time alone changes a run (stale, stuck, settled): every run is judged so often."""
-LOOK_S = 1.0
+POLL_S = 1.0
 """Policies, removals and requests are looked at so often, all of them."""
-SLICE_S = 0.05
+TIME_SLICE_S = 0.05
 """Judging keeps the loop from others no longer than this at once."""
 YIELD_S = 0.01
 """What the others get before it goes on."""
@@ -71,7 +71,7 @@ class Controller:
         annotate_pods: bool = False,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Keep the runs of these namespaces (none named: of all); `annotate_pods`: see `pod_note`."""
+        """Keep the runs of these namespaces (none named: of all); `annotate_pods`: see `pod_annotation`."""
         self._namespaces = namespaces
         self.metrics = metrics
         self._keep_finished_s = keep_finished_s
@@ -79,112 +79,117 @@ class Controller:
         self.queue = queue = WriteQueue(
             commit_s=status_interval_s, wall=wall, count=lambda outcome: metrics.writes.labels(outcome).inc()
         )
-        self._books = books = Entries(call=call, defaults=defaults, metrics=metrics, queue=queue, wall=wall)
-        self._requests = CheckpointRequests(books, keep_finished_s=keep_finished_s)
-        self.watches = Watches(
-            books,
+        self._run_store = run_store = RunStore(
+            call=call, defaults=defaults, metrics=metrics, queue=queue, wall=wall
+        )
+        self._requests = CheckpointRequests(run_store, keep_finished_s=keep_finished_s)
+        self.watches = WatchHandlers(
+            run_store,
             keep_finished_s=keep_finished_s,
             disruption_taints=disruption_taints,
             more=(self._requests.kind,),
         )
-        self._writes = Writes(books)
-        self._lookers: list[Callable[[float], None]] = [Reclaimer(books).look, self._requests.look]
-        self._lookers += [partial(policy_writer.look, books)]
-        self._lookers += [partial(pod_note.look, books)] if annotate_pods else []
-        self._looked_s = self._judged_all_s = 0.0
-        self._round: dict[RunKey, None] = {}
+        self._writer = RunWriter(run_store)
+        self._reconcilers: list[Callable[[float], None]] = [
+            Reclaimer(run_store).reconcile,
+            self._requests.reconcile,
+        ]
+        self._reconcilers += [partial(policy_writer.reconcile, run_store)]
+        self._reconcilers += [partial(pod_annotation.reconcile, run_store)] if annotate_pods else []
+        self._polled_s = self._resynced_s = 0.0
+        self._resync: dict[RunKey, None] = {}
         """Runs to be judged for time's sake; those of which there is news go first."""
         self.sidecars = 0
         """How many are heard, as counted last."""
-        self._gathered = False
-        metrics.follow(self.runs)
+        self._initial_nudge_done = False
+        metrics.register_runs(self.runs)
         metrics.queue.set_function(lambda: len(queue))
 
-    def runs(self) -> Iterator[Run]:
-        return (each.run for each in self._books)
+    def runs(self) -> Iterator[WatchedRun]:
+        return (each.run for each in self._run_store)
 
     @property
     def synced(self) -> bool:
         return self.watches.synced
 
-    def follow(self, nudger: Callable[[str], None]) -> None:
-        self._books.nudger = nudger
+    def set_nudger(self, nudger: Callable[[str], None]) -> None:
+        self._run_store.nudger = nudger
 
     async def load(self) -> None:
         """Read the CheckpointRuns, what was known before; raises `ApiUnavailable`."""
-        for found in await status.listed(self._books.call, self._namespaces):
+        for found in await status.list_runs(self._run_store.call, self._namespaces):
             run = self._read(found)
             if run is None:
                 continue
-            entry = self._books.enter(run)
-            self._writes.adopt(entry, found)
-            entry.durable, entry.born = run.ledger, found["metadata"].get("creationTimestamp", "")
-        _log.info("controller.loaded", runs=len(self._books.by_key))
+            entry = self._run_store.add(run)
+            self._writer.adopt(entry, found)
+            entry.durable, entry.created_at = run.ledger, found["metadata"].get("creationTimestamp", "")
+        _log.info("controller.loaded", runs=len(self._run_store.by_key))
 
-    def _read(self, found: Mapping[str, Any]) -> Run | None:
+    def _read(self, found: Mapping[str, Any]) -> WatchedRun | None:
         """The run of a CheckpointRun. Of a finished one that cannot be read it is what its removal needs."""
-        said = found.get("status") or {}
-        for each in (said, {**said, "phase": Phase.FINISHED.value, "ledger": ""}):
+        found_status = found.get("status") or {}
+        for each in (found_status, {**found_status, "phase": Phase.FINISHED.value, "ledger": ""}):
             try:
                 return run_record.run_of({**found, "status": each})
             except Exception:  # noqa: BLE001 - of a newer version, say: the others go on
-                self.metrics.judge_errors.inc()
-                _log.exception("run.not_read", name=found["metadata"]["name"])
-            if not said.get("finishedAt"):
+                self.metrics.reconcile_errors.inc()
+                _log.exception("run.unreadable", name=found["metadata"]["name"])
+            if not found_status.get("finishedAt"):
                 break
         return None
 
     def report(self, report: Report) -> Reply:
         """Take a report and answer it, see `report.Ledger`."""
-        entry = self._entry_of(report.who)
+        entry = self._find_entry(report.who)
         uid, now_s = report.who.pod_uid, self._wall()
-        beat_s = schedule.least_s(self.sidecars)
-        run, notices = report_change.with_report(entry.run, report, now_s, beat_s=beat_s)
-        entry.notices.extend(notices)
-        self._books.set(entry, run)
+        report_interval_s = schedule.min_interval_s(self.sidecars)
+        run, events = report_change.with_report(entry.run, report, now_s, report_interval_s=report_interval_s)
+        entry.events.extend(events)
+        self._run_store.set(entry, run)
         for each in report.saves_over:
-            self._requests.over(run.key, each)
-        speaks = schedule.speaks(run, uid, now_s)
-        saves = self._books.orders.of(run.key, now_s) if speaks else ()
+            self._requests.on_save_result(run.key, each)
+        speaks = schedule.is_reporter(run, uid, now_s)
+        saves = self._run_store.orders.of(run.key, now_s) if speaks else ()
         part = watched_run.part_of(run, uid, report.pod.run)
         return Reply(
             sequence=report.sequence,
             next_s=schedule.next_s(run, uid, now_s, urgent=bool(saves), live=self.sidecars),
             speaks=speaks,
-            directive=self._needed(entry, uid),
+            directive=self._due_directive(entry, uid),
             saves=saves,
-            told=ledger.told(entry.durable, self._writes.recorded, report, part),
+            told=ledger.acknowledged_id(entry.durable, self._writer.recorded, report, part),
         )
 
-    def _entry_of(self, who: Who) -> Entry:
+    def _find_entry(self, who: Who) -> RunEntry:
         """The run of a sidecar; raises `Unknown`, or `Refused` for another workload's pod or a run id that is held."""
         where = f"{who.namespace}/{who.pod}"
-        entry = self._books.by_key.get(self._books.pods.get(who.pod_uid, NOBODYS))
+        entry = self._run_store.by_key.get(self._run_store.pods.get(who.pod_uid, NO_RUN))
         if entry is None or who.pod_uid not in entry.run.pods:
-            raise Unknown("this pod is not known (yet)", where=where)
+            raise UnknownPod("this pod is not known (yet)", where=where)
         if entry.run.key != who.run_key:
-            said = f"this pod is of workload {entry.run.workload.uid}, not {who.workload_uid}"
-            raise Refused(said, where=where)
-        holder = self._books.holder(entry)
+            message = f"this pod is of workload {entry.run.workload.uid}, not {who.workload_uid}"
+            raise ReportRefused(message, where=where)
+        holder = self._run_store.holder(entry)
         if holder is not entry:
             run = holder.run
             sentence = (
-                f"run id {run.run_id} is held by {run.workload.called} (CheckpointRun {run.name}, {run.phase.value}): "
+                f"run id {run.run_id} is held by {run.workload.display_name} (CheckpointRun {run.name}, {run.phase.value}): "
                 "wait for its end, delete it, or choose another run id"
             )
-            self._books.set(entry, replace(entry.run, taken_by=sentence))
-            raise Refused(sentence, where=where)
+            self._run_store.set(entry, replace(entry.run, run_id_conflict=sentence))
+            raise ReportRefused(sentence, where=where)
         return entry
 
-    def _needed(self, entry: Entry, pod_uid: str) -> Directive | None:
+    def _due_directive(self, entry: RunEntry, pod_uid: str) -> Directive | None:
         """What a sidecar is to be told; None: what it does is what its run shall do, or that is not known yet."""
         run = entry.run
-        policy = self._books.policy_of(run) if not run.finished else None
+        policy = self._run_store.policy_of(run) if not run.finished else None
         if not isinstance(policy, Policy):
             return None
-        told = run.heard[pod_uid].pod
-        in_force = watched_run.policy_in_force(run, watched_run.part_of(run, pod_uid, told.run))
-        return directive.due(policy.saving, told.directive, in_force)
+        state = run.last_reports[pod_uid].pod
+        in_force = watched_run.policy_in_force(run, watched_run.part_of(run, pod_uid, state.run))
+        return directive.due(policy.saving, state.directive, in_force)
 
     async def pump(self) -> None:
         while True:
@@ -198,78 +203,78 @@ class Controller:
         """
         now_s = self._wall()
         if self.synced:
-            if not self._gathered:
-                self._gathered = True
-                for entry in self._books:
-                    self._books.nudge(entry, every=entry.run.phase not in TRAINS, first=True)
-            if abs(now_s - self._looked_s) >= LOOK_S:
-                self._looked_s = now_s
-                for look in self._lookers:
-                    look(now_s)
-        if abs(now_s - self._judged_all_s) >= JUDGE_S:
-            self._judged_all_s = now_s
-            self.sidecars = sum(len(watched_run.heard(run, now_s)) for run in self.runs())
-            self._round.update(dict.fromkeys(self._books.by_key))
-        done = self._judge_marked(now_s)
+            if not self._initial_nudge_done:
+                self._initial_nudge_done = True
+                for entry in self._run_store:
+                    self._run_store.nudge(entry, every=entry.run.phase not in TRAINING_PHASES, first=True)
+            if abs(now_s - self._polled_s) >= POLL_S:
+                self._polled_s = now_s
+                for each in self._reconcilers:
+                    each(now_s)
+        if abs(now_s - self._resynced_s) >= RESYNC_S:
+            self._resynced_s = now_s
+            self.sidecars = sum(len(watched_run.live_reports(run, now_s)) for run in self.runs())
+            self._resync.update(dict.fromkeys(self._run_store.by_key))
+        done = self._reconcile_marked(now_s)
         self.queue.tick()
         return done
 
-    def _judge_marked(self, now_s: float) -> bool:
-        until_s = time.perf_counter() + SLICE_S
-        for key in (*self._books.marked, *self._round):
+    def _reconcile_marked(self, now_s: float) -> bool:
+        until_s = time.perf_counter() + TIME_SLICE_S
+        for key in (*self._run_store.marked, *self._resync):
             if time.perf_counter() > until_s:
                 return False
-            self._books.marked.pop(key, None)
-            self._round.pop(key, None)
-            entry = self._books.by_key.get(key)
-            if entry is None or (entry.run.reloaded_s and not self.synced):
+            self._run_store.marked.pop(key, None)
+            self._resync.pop(key, None)
+            entry = self._run_store.by_key.get(key)
+            if entry is None or (entry.run.loaded_status_s and not self.synced):
                 continue  # all are marked every few seconds
             if self._expired(entry.run, now_s):
-                self._writes.remove(entry)
+                self._writer.remove(entry)
                 continue
             try:
-                self._judge(entry, now_s)
-                self._writes.look(entry, now_s)
+                self._reconcile(entry, now_s)
+                self._writer.reconcile(entry, now_s)
             except Exception:  # noqa: BLE001 - one odd run must not stop the others
-                self.metrics.judge_errors.inc()
-                _log.exception("run.not_judged", namespace=key[0], run=entry.run.name)
+                self.metrics.reconcile_errors.inc()
+                _log.exception("run.reconcile_failed", namespace=key[0], run=entry.run.name)
         return True
 
-    def _expired(self, run: Run, now_s: float) -> bool:
+    def _expired(self, run: WatchedRun, now_s: float) -> bool:
         if not run.finished or (run.reclaim is not None and run.reclaim.pending):
             return False
         ended_at_s = run.finished_at_s
         if run.reclaim is not None:
             # That the bytes went is to be read, too. What stays is tried again every day, and not for ever.
-            told_s = run.reclaim.since_s if run.reclaim.state is REMOVED else run.reclaim.due_s
-            ended_at_s = max(ended_at_s, told_s)
+            reclaimed_at_s = run.reclaim.since_s if run.reclaim.state is REMOVED else run.reclaim.due_s
+            ended_at_s = max(ended_at_s, reclaimed_at_s)
         return now_s - ended_at_s > self._keep_finished_s
 
-    def _judge(self, entry: Entry, now_s: float) -> None:
-        if entry.run.taken_by and self._books.holder(entry) is entry:
-            entry.run = replace(entry.run, taken_by="")
-        entry.run, notices = judgement.judged(entry.run, self._books.nodes, now_s)
-        entry.notices.extend(notices)
-        speakers = self._books.speakers(entry)
+    def _reconcile(self, entry: RunEntry, now_s: float) -> None:
+        if entry.run.run_id_conflict and self._run_store.holder(entry) is entry:
+            entry.run = replace(entry.run, run_id_conflict="")
+        entry.run, events = reconcile.reconcile(entry.run, self._run_store.nodes, now_s)
+        entry.events.extend(events)
+        reporters = self._run_store.reporters(entry)
         began_s = now_s - entry.run.watched_since_s
-        if not speakers and entry.run.reloaded_s and JUDGE_S <= began_s < SILENCE_S:
-            self._books.nudge(entry)  # the pod of index 0 did not have rank 0, or was not reached
-        for uid in speakers:
-            wanted = self._needed(entry, uid)
+        if not reporters and entry.run.loaded_status_s and RESYNC_S <= began_s < REPORTER_TIMEOUT_S:
+            self._run_store.nudge(entry)  # the pod of index 0 did not have rank 0, or was not reached
+        for uid in reporters:
+            wanted = self._due_directive(entry, uid)
             if wanted is not None and wanted.id != entry.nudged:
                 entry.nudged = wanted.id
                 # All of them: ranks of one run should not encode differently for minutes.
-                self._books.nudge(entry, every=True)
-                _log.info("run.directed", namespace=entry.run.workload.namespace, run=entry.run.name)
+                self._run_store.nudge(entry, every=True)
+                _log.info("run.directive_changed", namespace=entry.run.workload.namespace, run=entry.run.name)
 
     async def drain(self, timeout_s: float) -> None:
         """Write what is not written yet, for at most so long."""
-        self.queue.hurry()
-        self._books.mark_all()
+        self.queue.flush()
+        self._run_store.mark_all()
         try:
             async with asyncio.timeout(timeout_s):
-                while self._books.marked or not self.queue.idle:
+                while self._run_store.marked or not self.queue.idle:
                     self.tick()
                     await asyncio.sleep(TICK_S / 5)
         except TimeoutError:
-            _log.warning("controller.not_drained", runs=len(self.queue))
+            _log.warning("controller.drain_timeout", runs=len(self.queue))

@@ -20,9 +20,9 @@ from deltashard_operator.controller import write_queue
 from deltashard_operator.kube import call
 from deltashard_operator.run import condition
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 
-EVENTS = ("told", "repeated", "limited", "refused", "dropped")
+EVENT_OUTCOMES = ("recorded", "duplicate", "rate_limited", "refused", "dropped")
 
 
 class ControllerMetrics:
@@ -49,10 +49,10 @@ class ControllerMetrics:
         self.leading = gauge("leading", "1 when it may write, 0 when another controller leads")
         self.writes = counter("writes", "What was written, by outcome", outcome=write_queue.OUTCOMES)
         self.queue = gauge("queue", "Writes that are due or under way")
-        self.events = counter("events", "Kubernetes Events, by outcome", outcome=EVENTS)
+        self.events = counter("events", "Kubernetes Events, by outcome", outcome=EVENT_OUTCOMES)
         self.watched = Counter(
             "deltashard_controller_watch_events",
-            "Events of watches (told, not_understood) and watches that failed and begin anew (failed)",
+            "Events of watches (handled, handler_failed) and watches that failed and begin anew (failed)",
             ("outcome", "resource"),
             registry=r,
         )
@@ -63,15 +63,17 @@ class ControllerMetrics:
             "Removals of finished runs' bytes that came to an end, by state",
             outcome=("removed", "kept", "failed"),
         )
-        self.judge_errors = counter("judge_errors", "Runs that could not be read or judged: a fault of ours")
+        self.reconcile_errors = counter(
+            "reconcile_errors", "Runs that could not be read or judged: a fault of ours"
+        )
 
-    def follow(self, runs: Callable[[], Iterable[Run]]) -> None:
+    def register_runs(self, runs: Callable[[], Iterable[WatchedRun]]) -> None:
         """Say what there is to say of these runs at every scrape."""
-        self.registry.register(_OfRuns(runs))
+        self.registry.register(_RunCollector(runs))
 
 
-class _OfRuns(Collector):
-    def __init__(self, runs: Callable[[], Iterable[Run]]) -> None:
+class _RunCollector(Collector):
+    def __init__(self, runs: Callable[[], Iterable[WatchedRun]]) -> None:
         self._runs = runs
 
     def describe(self) -> Iterable[Metric]:
@@ -90,7 +92,7 @@ class _OfRuns(Collector):
             mine = run.workload.namespace, run.workload.name
             mine = mine if mine not in names else (run.workload.namespace, run.name)
             names.add(mine)
-            for name, text, labels, value in _said(run):
+            for name, text, labels, value in _run_samples(run):
                 if name not in families:
                     kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
                     families[name] = kind(
@@ -100,7 +102,7 @@ class _OfRuns(Collector):
         yield from families.values()
 
 
-def _said(run: Run) -> Iterator[tuple[str, str, Mapping[str, str], float]]:
+def _run_samples(run: WatchedRun) -> Iterator[tuple[str, str, Mapping[str, str], float]]:
     """(name, help, labels, value) of all that there is to say of a run; what is not known yet is 0, and left out."""
     now, measured = run.progress, run.progress.measured
     yield "phase", "1 for the phase it is in", {"phase": run.phase.value}, 1
@@ -127,7 +129,7 @@ def _said(run: Run) -> Iterator[tuple[str, str, Mapping[str, str], float]]:
         ("last_committed_step", "Training step of the newest checkpoint", now.last_step),
         ("save_cost_seconds", "Training time that a save costs", measured.cost_s if measured else 0),
         ("step_seconds", "Training time of a step", measured.step_s if measured else 0),
-        ("training_since_timestamp_seconds", "Since when steps are made, Unix time", run.trains_since_s),
+        ("training_since_timestamp_seconds", "Since when steps are made, Unix time", run.training_since_s),
     ):
         if value:
             yield name, text, {}, value

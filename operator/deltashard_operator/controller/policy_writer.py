@@ -7,29 +7,31 @@ from functools import partial
 from deltashard_operator.api.policy_cache import policy_path
 from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.controller import status
-from deltashard_operator.controller.run_book import Entries, PolicyKey
-from deltashard_operator.controller.write_queue import Rank
-from deltashard_operator.run import policy_standing, run_record
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.controller.run_store import PolicyKey, RunStore
+from deltashard_operator.controller.write_queue import Priority
+from deltashard_operator.run import policy_status, run_record
+from deltashard_operator.run.watched_run import WatchedRun
 
 
-def look(books: Entries, now_s: float) -> None:
+def reconcile(run_store: RunStore, now_s: float) -> None:
     """Offer what is to be written; it comes back by the watch, and is compared with the next time."""
-    using: dict[PolicyKey, list[Run]] = {}
-    for entry in books:
+    using: dict[PolicyKey, list[WatchedRun]] = {}
+    for entry in run_store:
         if not entry.run.finished:
-            using.setdefault(books.policy_key(entry.run), []).append(entry.run)
-    for key, document in books.policies.items():
+            using.setdefault(run_store.policy_key(entry.run), []).append(entry.run)
+    for key, document in run_store.policies.items():
         before, runs = document.get("status") or {}, using.get(key, [])
         if not before and not runs:
             continue  # nobody has used it yet
-        policies = (books.policy_of(run) for run in runs)
+        policies = (run_store.policy_of(run) for run in runs)
         url = next((each.url for each in policies if isinstance(each, Policy)), "")
         generation = document["metadata"].get("generation", 0)
-        wanted = policy_standing.status(runs, before, url=url, generation=generation, now_s=now_s)
+        wanted = policy_status.status(runs, before, url=url, generation=generation, now_s=now_s)
         if change := run_record.patch(before, wanted):
-            rank = Rank.CONDITION if "conditions" in change else Rank.COMMIT
-            write = partial(status.write, books.call, policy_path(key), status.served(document), change)
-            books.queue.offer(("policy", *key), rank, write)
+            priority = Priority.CONDITION if "conditions" in change else Priority.COMMIT
+            write = partial(
+                status.write, run_store.call, policy_path(key), status.object_version(document), change
+            )
+            run_store.queue.offer(("policy", *key), priority, write)
         else:
-            books.queue.withdraw(("policy", *key))
+            run_store.queue.withdraw(("policy", *key))

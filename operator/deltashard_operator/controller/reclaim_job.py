@@ -18,21 +18,21 @@ from deltashard_operator.kube import restricted
 from deltashard_operator.kube.cluster_name import CACHE_PATH, CACHE_VOLUME, USER_ID, WORKLOAD_UID
 from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.reclaim import ReclaimState
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 
 CONTAINER = "reclaim"
-SAID = "/dev/termination-log"
+RESULT_PATH = "/dev/termination-log"
 """Where the kubelet finds the container's last word, and the pod's status has it."""
 Document = dict[str, Any]
 
 
-def job_name(run: Run) -> str:
+def job_name(run: WatchedRun) -> str:
     """Name of the Job for this end of the run, the same for every try: a JobSet may end more than once."""
     end = f"{run.workload.uid} {timestamp(run.finished_at_s)}"
     return f"deltashard-reclaim-{hashlib.sha256(end.encode()).hexdigest()[:12]}"
 
 
-def manifest(run: Run, policy: Policy) -> Document:
+def manifest(run: WatchedRun, policy: Policy) -> Document:
     namespace = run.workload.namespace
     sidecar, (volumes, mounts) = policy.sidecar, store_access.files(policy)
     settings = store_access.settings(policy) | restricted.HOME
@@ -43,14 +43,14 @@ def manifest(run: Run, policy: Policy) -> Document:
         "image": sidecar["image"],
         "imagePullPolicy": sidecar["imagePullPolicy"],
         "command": ["deltashard", "reclaim", policy.url],
-        "args": [*run_of, "--result-file", SAID, "--json"],
+        "args": [*run_of, "--result-file", RESULT_PATH, "--json"],
         "env": [*environment, *sidecar["env"]],
         "resources": {  # a quota of the namespace may want all four
             "requests": {"cpu": "100m", "memory": "256Mi"},
             "limits": {"cpu": sidecar["resources"]["limits"]["cpu"], "memory": "1Gi"},
         },
         "securityContext": restricted.security_context(sidecar["runAsUser"], USER_ID),
-        "terminationMessagePath": SAID,
+        "terminationMessagePath": RESULT_PATH,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"name": CACHE_VOLUME, "mountPath": CACHE_PATH}, *mounts],
     }
@@ -89,15 +89,15 @@ def manifest(run: Run, policy: Policy) -> Document:
 
 def outcome(job: Mapping[str, Any]) -> str | None:
     """Why a Job failed; empty: it did not; None: it is at work."""
-    said = {
+    conditions = {
         each["type"]: each for each in job.get("status", {}).get("conditions", ()) if each["status"] == "True"
     }
-    if failed := said.get("Failed"):
+    if failed := conditions.get("Failed"):
         return str(failed.get("message") or failed.get("reason") or "it failed")
-    return "" if "Complete" in said else None
+    return "" if "Complete" in conditions else None
 
 
-def last_word(pods: list[Document]) -> str:
+def termination_message(pods: list[Document]) -> str:
     """What the newest of a Job's pods said at its end; empty where none did."""
     ended = [
         each.get("state", {}).get("terminated", {})
@@ -110,10 +110,10 @@ def last_word(pods: list[Document]) -> str:
     )[1]
 
 
-def read(said: str) -> tuple[ReclaimState, str]:
+def read(message: str) -> tuple[ReclaimState, str]:
     """What came of a Job that succeeded, by its last word: see `deltashard reclaim --result-file`."""
     try:
-        found = json.loads(said)
+        found = json.loads(message)
         gone = f"{found['runs']:d} runs, {found['objects']:d} objects, {found['bytes']:d} bytes"
         stay = f"{found['retained']:d} runs"
         why = "; ".join(f"{each['run']}: {each['why']}" for each in found["kept"])

@@ -14,9 +14,9 @@ from typing import Any
 from deltashard_checkpoint.vocabulary import RUN_PER_POD
 
 from deltashard_operator.controller import status
-from deltashard_operator.controller.run_book import Entries, Entry
-from deltashard_operator.controller.status import ROOT, Served
-from deltashard_operator.controller.write_queue import Rank
+from deltashard_operator.controller.run_store import RunEntry, RunStore
+from deltashard_operator.controller.status import ROOT, ObjectVersion
+from deltashard_operator.controller.write_queue import Priority
 from deltashard_operator.fleet.report import RunKey, SaveOver
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
 from deltashard_operator.run import request as requests
@@ -28,103 +28,105 @@ Document = Mapping[str, Any]
 
 
 @dataclass(slots=True)
-class _Known:
+class _TrackedRequest:
     """A request, and what the API has of it."""
 
     request: CheckpointRequest
-    served: Served
+    object_version: ObjectVersion
     written: Document
     ordered: RunKey | None = None
     """The run of which its save is ordered."""
-    over: dict[RunKey, SaveOver] = field(default_factory=dict)
+    save_results: dict[RunKey, SaveOver] = field(default_factory=dict)
     """What sidecars report of its save."""
 
 
 class CheckpointRequests:
     """All requests of a controller; on its loop."""
 
-    def __init__(self, books: Entries, *, keep_finished_s: float) -> None:
+    def __init__(self, run_store: RunStore, *, keep_finished_s: float) -> None:
         """`keep_finished_s`: a request is removed so long after its end."""
-        self._books = books
+        self._run_store = run_store
         self._keep_finished_s = keep_finished_s
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _TrackedRequest] = {}
         """By UID."""
-        self.kind = WatchedKind("requests", f"{ROOT}/{PLURAL}", self.on_request, self.request_gone)
+        self.kind = WatchedKind("requests", f"{ROOT}/{PLURAL}", self.on_request, self.on_request_deleted)
         """What is to be watched."""
 
     def on_request(self, document: Document) -> None:
         """A request is there, or changed. Its spec never does, and its status is ours."""
         uid = document["metadata"]["uid"]
         if uid not in self._known:
-            self._known[uid] = _Known(*_read(document))
+            self._known[uid] = _TrackedRequest(*_read(document))
 
-    def request_gone(self, key: ObjectKey, _last: Document | None) -> None:
+    def on_request_deleted(self, key: ObjectKey, _last: Document | None) -> None:
         self._known.pop(key.uid, None)
-        self._books.orders.close(key.uid)
-        self._books.queue.forget((PLURAL, key.uid))
+        self._run_store.orders.close(key.uid)
+        self._run_store.queue.forget((PLURAL, key.uid))
 
-    def over(self, run_key: RunKey, said: SaveOver) -> None:
+    def on_save_result(self, run_key: RunKey, outcome: SaveOver) -> None:
         """A sidecar of this run reports how an order ended: a request's, or another one's."""
-        known = self._known.get(said.id)
+        known = self._known.get(outcome.id)
         if known is None:
-            self._books.orders.close(said.id, run_key)
+            self._run_store.orders.close(outcome.id, run_key)
         elif known.request.open and known.request.namespace == run_key[0]:
-            known.over[run_key] = said
+            known.save_results[run_key] = outcome
 
-    def look(self, now_s: float) -> None:
+    def reconcile(self, now_s: float) -> None:
         """Draw conclusions; to be called when everything that there is was seen."""
         if not self._known:
             return
-        named = self._books.newest_by_id()
-        named |= {(each.run.workload.namespace, each.run.name): each for each in self._books}
+        named = self._run_store.newest_by_id()
+        named |= {(each.run.workload.namespace, each.run.name): each for each in self._run_store}
         for known in self._known.values():
             if known.request.open:
                 entry = named.get((known.request.namespace, known.request.run))
-                self._judge(known, self._books.holder(entry) if entry is not None else None, now_s)
+                self._reconcile(known, self._run_store.holder(entry) if entry is not None else None, now_s)
             self._offer(known, now_s)
 
-    def _judge(self, known: _Known, entry: Entry | None, now_s: float) -> None:
-        request, orders, facts = known.request, self._books.orders, RequestFacts(now_s=now_s)
+    def _reconcile(self, known: _TrackedRequest, entry: RunEntry | None, now_s: float) -> None:
+        request, orders, facts = known.request, self._run_store.orders, RequestFacts(now_s=now_s)
         if entry is not None:
             facts = RequestFacts(
                 now_s=now_s,
                 run=entry.run.name,
                 finished=entry.run.finished,
-                per_pod=entry.run.wish.runs == RUN_PER_POD,
+                per_pod=entry.run.requested.runs == RUN_PER_POD,
                 room=orders.has_room(entry.run.key, request.uid),
-                over=known.over.get(entry.run.key),
+                save_result=known.save_results.get(entry.run.key),
             )
-        known.request = found = requests.judged(request, facts)
+        known.request = found = requests.reconcile(request, facts)
         if entry is not None and found.phase is RequestPhase.ORDERED and known.ordered != entry.run.key:
             orders.close(found.uid)
             known.ordered = entry.run.key
             orders.open(entry.run.key, found.order, found.until_s)
-            self._books.nudge(entry)
+            self._run_store.nudge(entry)
 
-    def _offer(self, known: _Known, now_s: float) -> None:
+    def _offer(self, known: _TrackedRequest, now_s: float) -> None:
         key, request = (PLURAL, known.request.uid), known.request
         if requests.status(request) != known.written:
-            self._books.queue.offer(key, Rank.ORDER, partial(self._write, known))
+            self._run_store.queue.offer(key, Priority.ORDER, partial(self._write, known))
         elif not request.open:
             if known.ordered is not None:
-                self._books.orders.close(request.uid)
+                self._run_store.orders.close(request.uid)
                 known.ordered = None
             if now_s - request.finished_s > self._keep_finished_s:
-                remove = partial(status.remove, self._books.call, _path(request), request.uid)
-                self._books.queue.offer(key, Rank.COMMIT, remove)
+                remove = partial(status.remove, self._run_store.call, _path(request), request.uid)
+                self._run_store.queue.offer(key, Priority.COMMIT, remove)
 
-    async def _write(self, known: _Known) -> None:
+    async def _write(self, known: _TrackedRequest) -> None:
         wanted = requests.status(known.request)
         change = run_record.patch(known.written, wanted)
-        after, done = await status.write(self._books.call, _path(known.request), known.served, change)
+        after, done = await status.write(
+            self._run_store.call, _path(known.request), known.object_version, change
+        )
         if after is not None and done:
-            known.written, known.served = wanted, status.served(after)
+            known.written, known.object_version = wanted, status.object_version(after)
         elif after is not None:  # what is known is judged again
-            known.request, known.served, known.written = _read(after)
+            known.request, known.object_version, known.written = _read(after)
 
 
-def _read(document: Document) -> tuple[CheckpointRequest, Served, Document]:
-    return requests.request_of(document), status.served(document), document.get("status") or {}
+def _read(document: Document) -> tuple[CheckpointRequest, ObjectVersion, Document]:
+    return requests.request_of(document), status.object_version(document), document.get("status") or {}
 
 
 def _path(request: CheckpointRequest) -> str:

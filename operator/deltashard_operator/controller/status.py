@@ -20,7 +20,7 @@ _log = structlog.get_logger("deltashard.controller")
 ROOT = f"/apis/{GROUP}/{VERSION}"
 ALL = f"{ROOT}/{PLURAL}"
 Document = dict[str, Any]
-Served = Mapping[str, str]
+ObjectVersion = Mapping[str, str]
 """Which object the API has, and in which version: the metadata of a patch of it."""
 
 
@@ -28,7 +28,7 @@ class StatusRefused(EnvironmentFault):
     """The API does not take what is written: rights or schema."""
 
 
-def served(document: Mapping[str, Any]) -> Served:
+def object_version(document: Mapping[str, Any]) -> ObjectVersion:
     metadata = document["metadata"]
     return {"uid": metadata["uid"], "resourceVersion": metadata.get("resourceVersion", "")}
 
@@ -37,7 +37,7 @@ def path_of(namespace: str, plural: str, name: str) -> str:
     return f"{ROOT}/namespaces/{namespace}/{plural}/{name}"
 
 
-async def listed(call: Caller, namespaces: Sequence[str]) -> list[Document]:
+async def list_runs(call: Caller, namespaces: Sequence[str]) -> list[Document]:
     """Every CheckpointRun of these namespaces (none named: of all); raises `ApiUnavailable`.
 
     A namespace of several that may not be read (its rights went, or it did) keeps nobody from the others.
@@ -47,12 +47,12 @@ async def listed(call: Caller, namespaces: Sequence[str]) -> list[Document]:
     refused = 0
     for path in paths:
         try:
-            found += await call.every(path)
+            found += await call.list_all(path)
         except Forbidden as error:
             refused += 1
             if refused == len(paths):
                 raise
-            _log.warning("runs.not_listed", path=path, error=str(error))
+            _log.warning("runs.list_forbidden", path=path, error=str(error))
     return found
 
 
@@ -73,7 +73,7 @@ async def create(call: Caller, document: Mapping[str, Any]) -> tuple[Document, b
 
 
 async def write(
-    call: Caller, path: str, known: Served, change: Mapping[str, Any]
+    call: Caller, path: str, known: ObjectVersion, change: Mapping[str, Any]
 ) -> tuple[Document | None, bool]:
     """Merge this into the status of an object; (the object as it is now, whether that was done).
 

@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from deltashard_operator.api.policy_cache import policy_kinds
-from deltashard_operator.controller.run_book import Entries
+from deltashard_operator.controller.run_store import RunStore
 from deltashard_operator.controller.status import ALL
 from deltashard_operator.fleet.report import SaveOrder
 from deltashard_operator.kube.call import ApiUnavailable, object_at
@@ -24,47 +24,47 @@ from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
 from deltashard_operator.run import observed_object, watched_run
 from deltashard_operator.run.observed_object import ABSENT_S, JobView, PodView, Workload
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 
 SELECTOR = f"{MANAGED_BY}={MANAGED_BY_VALUE}"
 TICK_S = 0.25
-SETTLE_S = 5.0
-NOT_TO_COME_S = 600.0
+RESOLVE_INTERVAL_S = 5.0
+ABSENT_JOB_TTL_S = 600.0
 """So long nobody asks again for a Job that is not to come."""
-DRAIN_S = 60.0
+DRAIN_SAVE_TIMEOUT_S = 60.0
 """So long a save is ordered before a node's end."""
-NOBODYS = ("", "")
+NO_RUN = ("", "")
 Document = Mapping[str, Any]
 _log = structlog.get_logger("deltashard.controller")
 
 
-class Watches:
+class WatchHandlers:
     """Whom `ObjectWatch` tells."""
 
     def __init__(
         self,
-        books: Entries,
+        run_store: RunStore,
         *,
         keep_finished_s: float,
         disruption_taints: Container[str] = (),
         more: Sequence[WatchedKind] = (),
     ) -> None:
         """`disruption_taints`: keys of taints that announce a node's end; `more` kinds that others follow."""
-        self._books = books
-        self._wall = books.wall
+        self._run_store = run_store
+        self._wall = run_store.wall
         self._keep_finished_s = keep_finished_s
         self._disruption_taints = disruption_taints
         self._waiting: dict[str, dict[str, PodView]] = {}
         """Pods that came before their Job, by the Job's UID and their own."""
-        self._not_to_come: dict[str, float] = {}
+        self._absent_jobs: dict[str, float] = {}
         """UID of a Job that the watch does not bring -> until when nobody asks for it again."""
         self._listed = False
         self.kinds = (
-            WatchedKind("jobs", "/apis/batch/v1/jobs", self.on_job, self.job_gone, SELECTOR),
-            WatchedKind("pods", "/api/v1/pods", self.on_pod, self.pod_gone, SELECTOR),
-            WatchedKind("nodes", "/api/v1/nodes", self.on_node, self.node_gone, namespaced=False),
-            *policy_kinds(self.on_policy, lambda key, _last: self._books.set_policy(key[:2], None)),
-            WatchedKind("runs", ALL, lambda _run: None, self.run_gone),
+            WatchedKind("jobs", "/apis/batch/v1/jobs", self.on_job, self.on_job_deleted, SELECTOR),
+            WatchedKind("pods", "/api/v1/pods", self.on_pod, self.on_pod_deleted, SELECTOR),
+            WatchedKind("nodes", "/api/v1/nodes", self.on_node, self.on_node_deleted, namespaced=False),
+            *policy_kinds(self.on_policy, lambda key, _last: self._run_store.set_policy(key[:2], None)),
+            WatchedKind("runs", ALL, lambda _run: None, self.on_run_deleted),
             *more,
         )
         """What is to be watched."""
@@ -74,159 +74,161 @@ class Watches:
     def on_job(self, document: Document) -> None:
         """A Job is there, or changed."""
         job = observed_object.job_of(document)
-        entry = self._books.by_key.get(job.workload.key)
+        entry = self._run_store.by_key.get(job.workload.key)
         if entry is None:
-            if self._is_over(job):
-                self._without_job(job.uid)
+            if self._is_expired(job):
+                self._mark_job_absent(job.uid)
                 return
-            entry = self._books.enter(Run(workload=job.workload, wish=job.wish))
-        self._books.jobs[job.uid] = job.workload.key
-        self._books.set(entry, watched_run.with_job(entry.run, job, self._wall()))
+            entry = self._run_store.add(WatchedRun(workload=job.workload, requested=job.requested))
+        self._run_store.jobs[job.uid] = job.workload.key
+        self._run_store.set(entry, watched_run.with_job(entry.run, job, self._wall()))
         for pod in self._waiting.pop(job.uid, {}).values():
-            self._take_pod(pod)
+            self._handle_pod(pod)
 
-    def job_gone(self, job: ObjectKey, last: Document | None) -> None:
-        entry = self._books.by_key.get(self._books.jobs.pop(job.uid, NOBODYS))
+    def on_job_deleted(self, job: ObjectKey, last: Document | None) -> None:
+        entry = self._run_store.by_key.get(self._run_store.jobs.pop(job.uid, NO_RUN))
         if entry is None:
             return
         run, now_s = entry.run, self._wall()
         if last is not None:  # it says how it ended
             run = watched_run.with_job(run, observed_object.job_of(last), now_s)
-        self._books.set(entry, watched_run.without_job(run, job.uid, now_s))
+        self._run_store.set(entry, watched_run.without_job(run, job.uid, now_s))
 
-    def _is_over(self, job: JobView) -> bool:
+    def _is_expired(self, job: JobView) -> bool:
         """Whether a Job that nobody knows ended so long ago that its CheckpointRun is removed already."""
         return bool(job.outcome) and self._wall() - job.ended_at_s > self._keep_finished_s
 
     def on_pod(self, document: Document) -> None:
         """A pod is there, or changed."""
-        self._take_pod(observed_object.pod_of(document))
+        self._handle_pod(observed_object.pod_of(document))
 
-    def _take_pod(self, seen: PodView) -> None:
-        pod = self._owned(seen)
+    def _handle_pod(self, seen: PodView) -> None:
+        pod = self._with_owner(seen)
         if pod is not None:
             self._set_pod(pod)
-        elif self._wall() >= self._not_to_come.get(seen.job_uid, 0.0):
+        elif self._wall() >= self._absent_jobs.get(seen.job_uid, 0.0):
             self._waiting.setdefault(seen.job_uid, {})[seen.uid] = seen
         elif seen.alive:
             self._set_pod(seen)
 
-    def _owned(self, pod: PodView) -> PodView | None:
+    def _with_owner(self, pod: PodView) -> PodView | None:
         """The pod as its run's; None while its Job is not known."""
-        known = self._books.pods.get(pod.uid)
-        entry = self._books.by_key.get(known or self._books.jobs.get(pod.job_uid, NOBODYS))
+        known = self._run_store.pods.get(pod.uid)
+        entry = self._run_store.by_key.get(known or self._run_store.jobs.get(pod.job_uid, NO_RUN))
         job = entry.run.jobs.get(pod.job_uid) if entry is not None else None
         if job is not None:
-            return observed_object.of_job_pod(pod, job)
+            return observed_object.with_job(pod, job)
         if known is not None and entry is not None:
             before = entry.run.pods.get(pod.uid, pod)
             return replace(pod, workload=entry.run.workload, index=before.index)
-        return None if pod.job_uid and pod.workload.key not in self._books.by_key else pod
+        return None if pod.job_uid and pod.workload.key not in self._run_store.by_key else pod
 
     def _set_pod(self, pod: PodView) -> None:
         now_s = self._wall()
-        entry = self._books.by_key.get(pod.workload.key)
+        entry = self._run_store.by_key.get(pod.workload.key)
         if entry is None:
             ended_at_s = pod.ending.at_s if pod.ending is not None and not pod.alive else now_s
             if now_s - ended_at_s > self._keep_finished_s:
                 return
-            entry = self._books.enter(Run(workload=pod.workload, wish=pod.wish))
-        self._books.pods[pod.uid] = pod.workload.key
+            entry = self._run_store.add(WatchedRun(workload=pod.workload, requested=pod.requested))
+        self._run_store.pods[pod.uid] = pod.workload.key
         ready = self._node_ready(pod)
-        self._books.set(entry, watched_run.with_pod(entry.run, pod, node_ready=ready, now_s=now_s))
+        self._run_store.set(entry, watched_run.with_pod(entry.run, pod, node_ready=ready, now_s=now_s))
 
-    def pod_gone(self, key: ObjectKey, last: Document | None) -> None:
+    def on_pod_deleted(self, key: ObjectKey, last: Document | None) -> None:
         for pods in self._waiting.values():
             pods.pop(key.uid, None)
-        if last is not None and key.uid in self._books.pods:  # it says how it went
+        if last is not None and key.uid in self._run_store.pods:  # it says how it went
             self.on_pod(last)
-        entry = self._books.by_key.get(self._books.pods.pop(key.uid, NOBODYS))
-        self._books.queue.forget(("pod", key.uid))
+        entry = self._run_store.by_key.get(self._run_store.pods.pop(key.uid, NO_RUN))
+        self._run_store.queue.forget(("pod", key.uid))
         pod = entry.run.pods.get(key.uid) if entry is not None else None
         if entry is not None and pod is not None:
             ready, now_s = self._node_ready(pod), self._wall()
-            self._books.set(entry, watched_run.without_pod(entry.run, key.uid, node_ready=ready, now_s=now_s))
+            self._run_store.set(
+                entry, watched_run.without_pod(entry.run, key.uid, node_ready=ready, now_s=now_s)
+            )
 
     def _node_ready(self, pod: PodView) -> bool:
-        node = self._books.nodes.get(pod.node)
+        node = self._run_store.nodes.get(pod.node)
         return node is not None and node.ready
 
     def on_node(self, document: Document) -> None:
         """A node is there, or changed. Before its end, and its evictions, runs that have pods there are to save."""
         node = observed_object.node_of(document, self._disruption_taints)
-        before = self._books.nodes.get(node.name)
-        self._books.nodes[node.name] = node
+        before = self._run_store.nodes.get(node.name)
+        self._run_store.nodes[node.name] = node
         if not node.ending or before is None or before.ending:
             return
         now_s = self._wall()
         order = SaveOrder(id=f"drain/{node.name}/{now_s:.0f}", reason="drain")
-        for entry in self._books:
+        for entry in self._run_store:
             there = any(each.node == node.name and each.alive for each in entry.run.pods.values())
             if there and not entry.run.finished:
-                self._books.orders.open(entry.run.key, order, now_s + DRAIN_S)
-                self._books.nudge(entry)
+                self._run_store.orders.open(entry.run.key, order, now_s + DRAIN_SAVE_TIMEOUT_S)
+                self._run_store.nudge(entry)
                 _log.info("run.save_before_drain", namespace=entry.run.workload.namespace, node=node.name)
 
-    def node_gone(self, node: ObjectKey, _last: Document | None) -> None:
-        self._books.nodes.pop(node.name, None)
+    def on_node_deleted(self, node: ObjectKey, _last: Document | None) -> None:
+        self._run_store.nodes.pop(node.name, None)
 
     def on_policy(self, document: Document) -> None:
         """A policy of a namespace or of the cluster is there, or changed."""
         metadata = document["metadata"]
-        self._books.set_policy((metadata.get("namespace", ""), metadata["name"]), document)
+        self._run_store.set_policy((metadata.get("namespace", ""), metadata["name"]), document)
 
-    def run_gone(self, record: ObjectKey, _last: Document | None) -> None:
-        for entry in list(self._books):
-            if entry.served is not None and entry.served["uid"] == record.uid:
+    def on_run_deleted(self, record: ObjectKey, _last: Document | None) -> None:
+        for entry in list(self._run_store):
+            if entry.object_version is not None and entry.object_version["uid"] == record.uid:
                 if entry.run.finished:
-                    self._books.drop(entry.run.key)
+                    self._run_store.drop(entry.run.key)
                 else:
-                    self._books.lost(entry)
+                    self._run_store.record_deleted(entry)
 
     def on_list(self) -> None:
         self._listed = True
 
-    async def settle_for_ever(self) -> None:
+    async def resolve_forever(self) -> None:
         while True:
-            await asyncio.sleep(SETTLE_S if self.synced else TICK_S)
-            await self.settle()
+            await asyncio.sleep(RESOLVE_INTERVAL_S if self.synced else TICK_S)
+            await self.resolve_waiting()
 
-    async def settle(self) -> None:
+    async def resolve_waiting(self) -> None:
         """Find whose the pods are whose Job is not known, then end the runs that are over unseen."""
         if not self._listed:
             return
         now_s = self._wall()
-        self._not_to_come = {uid: until_s for uid, until_s in self._not_to_come.items() if now_s < until_s}
+        self._absent_jobs = {uid: until_s for uid, until_s in self._absent_jobs.items() if now_s < until_s}
         for uid, pods in list(self._waiting.items()):
             pod = next(iter(pods.values()), None)
             try:
-                if pod is None or not await self._is_to_come(pod.workload):
-                    self._without_job(uid)
+                if pod is None or not await self._will_appear(pod.workload):
+                    self._mark_job_absent(uid)
             except ApiUnavailable as error:  # that stops no other Job's
-                _log.warning("controller.not_settled", error=str(error))
-        there = {"Job": self._books.jobs, "Pod": self._books.pods}
-        for entry in list(self._books):
+                _log.warning("controller.job_lookup_failed", error=str(error))
+        there = {"Job": self._run_store.jobs, "Pod": self._run_store.pods}
+        for entry in list(self._run_store):
             run, workload = entry.run, entry.run.workload
             known = run.jobs or workload.uid in self._waiting or any(each.alive for each in run.pods.values())
-            if run.finished or known or (self.synced and self._wall() - run.seen_s < ABSENT_S):
+            if run.finished or known or (self.synced and self._wall() - run.last_seen_s < ABSENT_S):
                 continue
             if workload.native in there and workload.uid not in there[workload.native]:
-                self._books.set(entry, watched_run.finished(run, "Deleted", self._wall()))
+                self._run_store.set(entry, watched_run.finished(run, "Deleted", self._wall()))
         self.synced = True
 
-    async def _is_to_come(self, job: Workload) -> bool:
+    async def _will_appear(self, job: Workload) -> bool:
         """Whether the watch will bring this Job: it is there, with our label, and not over for long."""
-        document = await object_at(self._books.call, job.path)
+        document = await object_at(self._run_store.call, job.path)
         if document is None or document["metadata"]["uid"] != job.uid:
             return False
         labels = document["metadata"].get("labels") or {}
-        return labels.get(MANAGED_BY) == MANAGED_BY_VALUE and not self._is_over(
+        return labels.get(MANAGED_BY) == MANAGED_BY_VALUE and not self._is_expired(
             observed_object.job_of(document)
         )
 
-    def _without_job(self, uid: str) -> None:
+    def _mark_job_absent(self, uid: str) -> None:
         """The Job of this UID is not to come: its pods do not wait for it, now and for a while."""
-        self._not_to_come[uid] = self._wall() + NOT_TO_COME_S
+        self._absent_jobs[uid] = self._wall() + ABSENT_JOB_TTL_S
         for pod in self._waiting.pop(uid, {}).values():
             if pod.alive:
                 self._set_pod(pod)

@@ -24,45 +24,45 @@ PER_S = 20.0
 BURST = 400.0
 EVENT_PER_S = 10.0
 EVENT_BURST = 200.0
-SOON_S = 1.0
-QUIET_S = 300.0
-NOTE_S = 60.0
+FAST_INTERVAL_S = 1.0
+LOW_INTERVAL_S = 300.0
+ANNOTATION_INTERVAL_S = 60.0
 MAX_BACKOFF_S = 60.0
-AT_WORK = 8 * CONNECTIONS
+MAX_IN_FLIGHT = 8 * CONNECTIONS
 """Writes under way at once: so few that what is more urgent need not wait long."""
 OUTCOMES = ("written", "failed")
 Work = Callable[[], Coroutine[Any, Any, object]]
 _log = structlog.get_logger("deltashard.controller")
 
 
-class Rank(enum.IntEnum):
+class Priority(enum.IntEnum):
     """What goes first."""
 
     NEW = 0
     """An object is made, once for a workload."""
-    TROUBLE = 1
+    PROBLEM = 1
     ORDER = 2
     """Somebody waits for it, as for a CheckpointRequest's status."""
     CONDITION = 3
     EVENT = 4
     COMMIT = 5
-    QUIET = 6
-    NOTE = 7
+    LOW = 6
+    ANNOTATION = 7
     """An annotation of a pod."""
 
 
-RESERVE = {Rank.CONDITION: 200.0, Rank.COMMIT: 300.0, Rank.QUIET: 300.0, Rank.NOTE: 300.0}
+RESERVE = {Priority.CONDITION: 200.0, Priority.COMMIT: 300.0, Priority.LOW: 300.0, Priority.ANNOTATION: 300.0}
 
 
 @dataclass(slots=True)
-class _Line:
+class _Item:
     """What is known of a key; without `work` nothing is offered."""
 
     written_s: float
     not_before_s: float = 0.0
     failures: int = 0
     busy: bool = False
-    rank: Rank = Rank.QUIET
+    priority: Priority = Priority.LOW
     work: Work | None = None
 
 
@@ -78,105 +78,105 @@ class WriteQueue:
     ) -> None:
         """`commit_s`: writes of commits of one run are so far apart."""
         self._wall, self._count = wall, count
-        self._tokens, self._event_tokens, self._filled_s = BURST, EVENT_BURST, wall()
-        self._apart_s = {
-            Rank.TROUBLE: SOON_S,
-            Rank.CONDITION: SOON_S,
-            Rank.COMMIT: commit_s,
-            Rank.QUIET: max(commit_s, QUIET_S),
-            Rank.NOTE: NOTE_S,
+        self._tokens, self._event_tokens, self._refilled_s = BURST, EVENT_BURST, wall()
+        self._min_interval_s = {
+            Priority.PROBLEM: FAST_INTERVAL_S,
+            Priority.CONDITION: FAST_INTERVAL_S,
+            Priority.COMMIT: commit_s,
+            Priority.LOW: max(commit_s, LOW_INTERVAL_S),
+            Priority.ANNOTATION: ANNOTATION_INTERVAL_S,
         }
-        self._lines: dict[Hashable, _Line] = {}
-        self._behind = 0
+        self._items: dict[Hashable, _Item] = {}
+        self._overdue = 0
         """Writes that were due at the newest tick and not begun."""
-        self._hurried = False
+        self._flushing = False
         self.tasks: set[asyncio.Task[None]] = set()
         """Under way."""
 
     def __len__(self) -> int:
         """How many writes are due or under way."""
-        return self._behind + len(self.tasks)
+        return self._overdue + len(self.tasks)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is offered and nothing is under way."""
-        return not self.tasks and not any(each.work for each in self._lines.values())
+        return not self.tasks and not any(each.work for each in self._items.values())
 
-    def offer(self, key: Hashable, rank: Rank, work: Work) -> None:
+    def offer(self, key: Hashable, priority: Priority, work: Work) -> None:
         """Have this written when its turn comes; it replaces what the key waits with.
 
         `work` makes the write of what is true when it is called. It raises when it is to be tried again.
         """
         # A new key that is quiet begins its pause now; one that is more has none yet.
-        line = self._lines.setdefault(key, _Line(written_s=self._wall() - SOON_S))
-        line.rank, line.work = rank, work
+        item = self._items.setdefault(key, _Item(written_s=self._wall() - FAST_INTERVAL_S))
+        item.priority, item.work = priority, work
 
     def withdraw(self, key: Hashable) -> None:
         """There is nothing to write any more."""
-        if key in self._lines:
-            self._lines[key].work = None
+        if key in self._items:
+            self._items[key].work = None
 
     def forget(self, key: Hashable) -> None:
         """The key will not come again."""
-        self._lines.pop(key, None)
+        self._items.pop(key, None)
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         """From now on everything is due, also what failed before: the process ends."""
-        self._hurried = True
-        for line in self._lines.values():
-            line.not_before_s = 0.0
+        self._flushing = True
+        for item in self._items.values():
+            item.not_before_s = 0.0
 
     def tick(self) -> None:
         """Begin the writes whose turn it is."""
         now_s = self._wall()
-        if now_s < self._filled_s:  # the clock was set back
-            for line in self._lines.values():
-                line.written_s = line.not_before_s = now_s
-        passed_s = max(now_s - self._filled_s, 0.0)
+        if now_s < self._refilled_s:  # the clock was set back
+            for item in self._items.values():
+                item.written_s = item.not_before_s = now_s
+        passed_s = max(now_s - self._refilled_s, 0.0)
         self._tokens = min(BURST, self._tokens + passed_s * PER_S)
         self._event_tokens = min(EVENT_BURST, self._event_tokens + passed_s * EVENT_PER_S)
-        self._filled_s = now_s
+        self._refilled_s = now_s
         due = sorted(
-            (line.rank, due_s, number, key)
-            for number, (key, line) in enumerate(self._lines.items())
-            if line.work is not None and not line.busy and (due_s := self._due_s(line)) <= now_s
+            (item.priority, due_s, number, key)
+            for number, (key, item) in enumerate(self._items.items())
+            if item.work is not None and not item.busy and (due_s := self._due_s(item)) <= now_s
         )
-        self._behind = len(due)
-        for rank, _, _, key in due:
-            cost = 0.0 if self._hurried or rank is Rank.NEW else 1.0
-            kept = RESERVE.get(rank, 0.0) if cost else 0.0
-            tokens = self._event_tokens if rank is Rank.EVENT else self._tokens
-            if len(self.tasks) >= AT_WORK or tokens < cost + kept:
+        self._overdue = len(due)
+        for priority, _, _, key in due:
+            cost = 0.0 if self._flushing or priority is Priority.NEW else 1.0
+            reserved = RESERVE.get(priority, 0.0) if cost else 0.0
+            tokens = self._event_tokens if priority is Priority.EVENT else self._tokens
+            if len(self.tasks) >= MAX_IN_FLIGHT or tokens < cost + reserved:
                 continue
-            if rank is Rank.EVENT:
+            if priority is Priority.EVENT:
                 self._event_tokens -= cost
             else:
                 self._tokens -= cost
-            self._behind -= 1
-            line = self._lines[key]
-            task = asyncio.create_task(self._write(key, line, line.work))
-            line.work, line.busy = None, True
+            self._overdue -= 1
+            item = self._items[key]
+            task = asyncio.create_task(self._write(key, item, item.work))
+            item.work, item.busy = None, True
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
-    def _due_s(self, line: _Line) -> float:
-        if self._hurried:
-            return line.not_before_s
-        return max(line.written_s + self._apart_s.get(line.rank, 0.0), line.not_before_s)
+    def _due_s(self, item: _Item) -> float:
+        if self._flushing:
+            return item.not_before_s
+        return max(item.written_s + self._min_interval_s.get(item.priority, 0.0), item.not_before_s)
 
-    async def _write(self, key: Hashable, line: _Line, work: Work | None) -> None:
+    async def _write(self, key: Hashable, item: _Item, work: Work | None) -> None:
         assert work is not None
-        line.failures += 1
+        item.failures += 1
         try:
             await work()
         except Exception as error:  # noqa: BLE001 - one odd object must not stop the others
-            line.not_before_s = self._wall() + min(MAX_BACKOFF_S, 2.0 ** min(line.failures, 6))
-            line.work = line.work or work
+            item.not_before_s = self._wall() + min(MAX_BACKOFF_S, 2.0 ** min(item.failures, 6))
+            item.work = item.work or work
             self._count("failed")
             fault = not isinstance(error, EnvironmentFault)
             _log.warning("write.failed", key=str(key), error=str(error), exc_info=fault)
         else:
-            line.failures, line.not_before_s = 0, 0.0
+            item.failures, item.not_before_s = 0, 0.0
             self._count("written")
         finally:
-            line.written_s, line.busy = self._wall(), False
+            item.written_s, item.busy = self._wall(), False

@@ -5,9 +5,9 @@ somebody else has written meanwhile, as a controller that leads at the same time
 what it counts: sidecars tell again what is not in it.
 
 An Event's name is made of what it tells, so that who tells the same again, perhaps another controller, finds it there
-(409). A sidecar's incident has a natural key (`Notice.key`); anything else is the same if its text is and it is told
+(409). A sidecar's incident has a natural key (`RunEvent.key`); anything else is the same if its text is and it is told
 within ten minutes. What waits is bounded: an incident for which there is no room is brought again by its sidecar. What
-one run may tell is limited (`BURST` at once, then one in `REFILL_S`): an incident over that counts as told.
+one run may tell is limited (`RUN_EVENT_BURST` at once, then one in `EVENT_REFILL_S`): an incident over that counts as told.
 """
 
 from __future__ import annotations
@@ -21,129 +21,138 @@ from typing import Any
 import structlog
 
 from deltashard_operator.controller import status
-from deltashard_operator.controller.run_book import Entries, Entry
-from deltashard_operator.controller.status import StatusRefused, served
-from deltashard_operator.controller.write_queue import Rank
+from deltashard_operator.controller.run_store import RunEntry, RunStore
+from deltashard_operator.controller.status import StatusRefused, object_version
+from deltashard_operator.controller.write_queue import Priority
 from deltashard_operator.kube import owner_reference
 from deltashard_operator.kube.cluster_name import RESTORE_FROM, RUN_ID
 from deltashard_operator.run import condition, run_record, watched_run
 from deltashard_operator.run.observed_object import timestamp
-from deltashard_operator.run.watched_run import Notice, Run
+from deltashard_operator.run.watched_run import RunEvent, WatchedRun
 
-SAME_S = 600.0
-BURST = 25
-REFILL_S = 60.0
-MAX_WAITING = 1000
+EVENT_DEDUP_S = 600.0
+RUN_EVENT_BURST = 25
+EVENT_REFILL_S = 60.0
+MAX_PENDING_EVENTS = 1000
 MAX_RECORDED = 16384
 MAX_MESSAGE = 1024
 Document = Mapping[str, Any]
 _log = structlog.get_logger("deltashard.events")
 
 
-class Writes:
+class RunWriter:
     """Writes of all runs."""
 
-    def __init__(self, books: Entries) -> None:
-        self._books = books
+    def __init__(self, run_store: RunStore) -> None:
+        self._run_store = run_store
         self._waiting: set[str] = set()
         self.recorded: dict[str, None] = {}
         """Keys of the newest incidents that need not be told any more."""
 
-    def adopt(self, entry: Entry, document: Document) -> None:
+    def adopt(self, entry: RunEntry, document: Document) -> None:
         """Know a CheckpointRun as the API has it."""
-        entry.served, entry.written = served(document), _compact(document)
+        entry.object_version, entry.written = object_version(document), _compact(document)
 
-    def look(self, entry: Entry, now_s: float) -> None:
+    def reconcile(self, entry: RunEntry, now_s: float) -> None:
         """Offer what is to be written of a run, and tell what may be told."""
         key, write = entry.run.key, partial(self._write, entry)
-        if entry.served is None:
-            self._books.queue.offer(key, Rank.NEW, write)
+        if entry.object_version is None:
+            self._run_store.queue.offer(key, Priority.NEW, write)
             return
-        self._tell(entry)
+        self._record_events(entry)
         before = json.loads(entry.written)
         changed = run_record.patch(before, run_record.status(entry.run, now_s))
         if changed:
-            self._books.queue.offer(key, rank_of(before, changed), write)
+            self._run_store.queue.offer(key, priority_of(before, changed), write)
         else:
-            self._books.queue.withdraw(key)
+            self._run_store.queue.withdraw(key)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: RunEntry) -> None:
         """Remove its CheckpointRun; the run goes with it."""
-        self._books.queue.offer(entry.run.key, Rank.CONDITION, partial(self._remove, entry))
+        self._run_store.queue.offer(entry.run.key, Priority.CONDITION, partial(self._remove, entry))
 
-    async def _write(self, entry: Entry) -> None:
-        if entry.served is None and not await self._make(entry):
+    async def _write(self, entry: RunEntry) -> None:
+        if entry.object_version is None and not await self._make(entry):
             return
         run = entry.run
-        assert entry.served is not None
-        change = run_record.patch(json.loads(entry.written), run_record.status(run, self._books.wall()))
+        assert entry.object_version is not None
+        change = run_record.patch(json.loads(entry.written), run_record.status(run, self._run_store.wall()))
         if not change:
             return
-        after, done = await status.write(self._books.call, _path(run), entry.served, change)
+        after, done = await status.write(self._run_store.call, _path(run), entry.object_version, change)
         if after is None:
-            self._books.lost(entry)
+            self._run_store.record_deleted(entry)
         elif done:
             self.adopt(entry, after)
             entry.durable = run.ledger
-            self._tell(entry)
+            self._record_events(entry)
         else:
-            self._go_on_from(entry, after)
+            self._resume_from(entry, after)
 
-    async def _make(self, entry: Entry) -> bool:
+    async def _make(self, entry: RunEntry) -> bool:
         """Make its CheckpointRun; False: its namespace is going, and the run with it."""
         try:
-            document, new = await status.create(self._books.call, run_record.document(entry.run))
+            document, new = await status.create(self._run_store.call, run_record.document(entry.run))
         except StatusRefused:
             if not entry.run.finished:
                 raise
-            self._books.drop(entry.run.key)
+            self._run_store.drop(entry.run.key)
             return False
-        self._go_on_from(entry, document)
-        entry.born = document["metadata"].get("creationTimestamp", "")
+        self._resume_from(entry, document)
+        entry.created_at = document["metadata"].get("creationTimestamp", "")
         if new:
-            entry.notices.extend(filter(None, (self._replaced(entry), _unknown_kind(entry.run))))
+            entry.events.extend(
+                filter(None, (self._replaced_event(entry), _unsupported_kind_event(entry.run)))
+            )
         return True
 
-    def _go_on_from(self, entry: Entry, document: Document) -> None:
+    def _resume_from(self, entry: RunEntry, document: Document) -> None:
         """Go on from a CheckpointRun that somebody else made or wrote."""
         before, found = entry.written, run_record.run_of(document)
         self.adopt(entry, document)  # not before it could be read: what cannot is not written over
         if document.get("status") and entry.written != before:
             entry.durable = found.ledger
-            run = watched_run.with_counts_of(entry.run, found, self._books.nodes, self._books.wall())
-            self._books.set(entry, run)
-        self._books.mark(entry.run.key)
+            run = watched_run.with_persisted_counts(
+                entry.run, found, self._run_store.nodes, self._run_store.wall()
+            )
+            self._run_store.set(entry, run)
+        self._run_store.mark(entry.run.key)
 
-    async def _remove(self, entry: Entry) -> None:
-        self._tell(entry)
-        if entry.served is not None:
-            await status.remove(self._books.call, _path(entry.run), entry.served["uid"])
-        self._books.drop(entry.run.key)
+    async def _remove(self, entry: RunEntry) -> None:
+        self._record_events(entry)
+        if entry.object_version is not None:
+            await status.remove(self._run_store.call, _path(entry.run), entry.object_version["uid"])
+        self._run_store.drop(entry.run.key)
 
-    def _tell(self, entry: Entry) -> None:
+    def _record_events(self, entry: RunEntry) -> None:
         """Offer what happened to a run, once it has its CheckpointRun."""
-        while entry.served is not None and entry.notices:
-            notice, uid = entry.notices.popleft(), entry.served["uid"]
-            key = notice.key or f"{uid}/{notice.reason}/{notice.message}/{self._books.wall() // SAME_S:.0f}"
+        while entry.object_version is not None and entry.events:
+            run_event, uid = entry.events.popleft(), entry.object_version["uid"]
+            key = (
+                run_event.key
+                or f"{uid}/{run_event.reason}/{run_event.message}/{self._run_store.wall() // EVENT_DEDUP_S:.0f}"
+            )
             if key in self._waiting or key in self.recorded:
                 continue
-            if len(self._waiting) >= MAX_WAITING:
-                self._books.metrics.events.labels("dropped").inc()
+            if len(self._waiting) >= MAX_PENDING_EVENTS:
+                self._run_store.metrics.events.labels("dropped").inc()
                 continue
-            now_s = self._books.wall()
-            spent_s = min(max(entry.whole_s - now_s, 0.0), BURST * REFILL_S)
-            if round(spent_s) > (BURST - 1) * REFILL_S:  # the difference of two times is not exact
-                self._books.metrics.events.labels("limited").inc()
-                self._record(key)
+            now_s = self._run_store.wall()
+            spent_s = min(max(entry.full_burst_at_s - now_s, 0.0), RUN_EVENT_BURST * EVENT_REFILL_S)
+            if (
+                round(spent_s) > (RUN_EVENT_BURST - 1) * EVENT_REFILL_S
+            ):  # the difference of two times is not exact
+                self._run_store.metrics.events.labels("rate_limited").inc()
+                self._mark_recorded(key)
                 continue
-            entry.whole_s = now_s + spent_s + REFILL_S
+            entry.full_burst_at_s = now_s + spent_s + EVENT_REFILL_S
             self._waiting.add(key)
-            self._books.queue.offer(
-                ("event", key), Rank.EVENT, partial(self._write_events, entry.run, uid, notice, key)
+            self._run_store.queue.offer(
+                ("event", key), Priority.EVENT, partial(self._write_events, entry.run, uid, run_event, key)
             )
 
-    async def _write_events(self, run: Run, run_uid: str, notice: Notice, key: str) -> None:
-        mine, counted = run.workload, self._books.metrics.events
+    async def _write_events(self, run: WatchedRun, run_uid: str, run_event: RunEvent, key: str) -> None:
+        mine, counted = run.workload, self._run_store.metrics.events
         for kind, version, name, uid in (
             (run_record.KIND, run_record.API_VERSION, run.name, run_uid),
             (mine.kind, mine.api_version or "v1", mine.name, mine.uid),
@@ -156,40 +165,43 @@ class Writes:
                 "uid": uid,
             }
             digest = hashlib.sha256(f"{run_uid}/{uid}/{key}".encode()).hexdigest()[:16]
-            document = event(about, notice, digest, self._books.wall())
+            document = event(about, run_event, digest, self._run_store.wall())
             path = f"/api/v1/namespaces/{mine.namespace}/events"
-            answer = await self._books.call("POST", path, document, tries=2)
-            counted.labels("told" if answer.ok else "repeated" if answer.status == 409 else "refused").inc()
+            answer = await self._run_store.call("POST", path, document, tries=2)
+            counted.labels(
+                "recorded" if answer.ok else "duplicate" if answer.status == 409 else "refused"
+            ).inc()
             if not answer.ok and answer.status != 409:
-                _log.warning("events.refused", reason=notice.reason, error=answer.sentence)
+                _log.warning("events.refused", reason=run_event.reason, error=answer.sentence)
         self._waiting.discard(key)
-        self._books.queue.forget(("event", key))
-        self._record(key)
+        self._run_store.queue.forget(("event", key))
+        self._mark_recorded(key)
 
-    def _record(self, key: str) -> None:
+    def _mark_recorded(self, key: str) -> None:
         self.recorded[key] = None
         if len(self.recorded) > MAX_RECORDED:
             del self.recorded[next(iter(self.recorded))]
 
-    def _replaced(self, entry: Entry) -> Notice | None:
+    def _replaced_event(self, entry: RunEntry) -> RunEvent | None:
         """A new UID under an old name: how the older run is continued."""
         mine = entry.run.workload
         older = [
             each
-            for each in self._books
+            for each in self._run_store
             if each.run.run_id != entry.run.run_id
-            and (each.run.workload.namespace, each.run.workload.called) == (mine.namespace, mine.called)
+            and (each.run.workload.namespace, each.run.workload.display_name)
+            == (mine.namespace, mine.display_name)
         ]
         if not older:
             return None
-        last = max(older, key=lambda each: each.born).run
+        last = max(older, key=lambda each: each.created_at).run
         how = RUN_ID if len(last.run_id) <= 63 and "." not in last.run_id else RESTORE_FROM
         text = (
-            f"{mine.called} is a new run, {entry.run.run_id}. An earlier one of this name was run {last.run_id} (last "
+            f"{mine.display_name} is a new run, {entry.run.run_id}. An earlier one of this name was run {last.run_id} (last "
             f"committed step: {last.progress.last_step}). To go on from there, create it with the annotation "
             f"{how}: {last.run_id}"
         )
-        return Notice(reason="RunReplaced", message=text, warning=False)
+        return RunEvent(reason="RunReplaced", message=text, warning=False)
 
 
 def _compact(document: Document) -> bytes:
@@ -197,47 +209,47 @@ def _compact(document: Document) -> bytes:
     return json.dumps(document.get("status") or {}, separators=(",", ":"), sort_keys=True).encode()
 
 
-def _path(run: Run) -> str:
+def _path(run: WatchedRun) -> str:
     return status.path_of(run.workload.namespace, run_record.PLURAL, run.name)
 
 
-def rank_of(before: Document, changed: Document) -> Rank:
+def priority_of(before: Document, changed: Document) -> Priority:
     """How soon a change of a status is to be written."""
-    if "losses" in changed or _troubles(changed) - _troubles(before):
-        return Rank.TROUBLE
-    fields = changed.keys() - run_record.QUIET
-    if fields - run_record.COMMIT:
-        return Rank.CONDITION
-    return Rank.COMMIT if fields else Rank.QUIET
+    if "losses" in changed or _problems(changed) - _problems(before):
+        return Priority.PROBLEM
+    fields = changed.keys() - run_record.LOW_PRIORITY_FIELDS
+    if fields - run_record.COMMIT_FIELDS:
+        return Priority.CONDITION
+    return Priority.COMMIT if fields else Priority.LOW
 
 
-def _troubles(document: Document) -> set[str]:
+def _problems(document: Document) -> set[str]:
     found = document.get("conditions") or ()
     return {each["type"] for each in found if each["status"] == "True" and each["type"] != condition.READY}
 
 
-def _unknown_kind(run: Run) -> Notice | None:
+def _unsupported_kind_event(run: WatchedRun) -> RunEvent | None:
     """A warning at admission reaches only who made the pod, and that was a controller."""
     mine = run.workload
     if mine.native or mine.group_kind in owner_reference.KNOWN:
         return None
     text = (
-        f"{mine.called}: this kind is not supported. If it makes its pods anew they may not go on with their run, and "
+        f"{mine.display_name}: this kind is not supported. If it makes its pods anew they may not go on with their run, and "
         f"several of its pods would fence one another; use {RUN_ID}, and one pod"
     )
-    return Notice(reason="UnsupportedKind", message=text)
+    return RunEvent(reason="UnsupportedKind", message=text)
 
 
-def event(about: Mapping[str, str], notice: Notice, digest: str, now_s: float) -> Document:
+def event(about: Mapping[str, str], run_event: RunEvent, digest: str, now_s: float) -> Document:
     """The Event of an object that tells a notice; its name is the object's, and a hash of what is told."""
     return {
         "apiVersion": "v1",
         "kind": "Event",
         "metadata": {"name": f"{about['name'][:200]}.{digest}", "namespace": about["namespace"]},
         "involvedObject": about,
-        "reason": notice.reason,
-        "message": notice.message[:MAX_MESSAGE],
-        "type": "Warning" if notice.warning else "Normal",
+        "reason": run_event.reason,
+        "message": run_event.message[:MAX_MESSAGE],
+        "type": "Warning" if run_event.warning else "Normal",
         "source": {"component": "deltashard-controller"},
         "count": 1,
         "firstTimestamp": timestamp(now_s),

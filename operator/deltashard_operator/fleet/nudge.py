@@ -14,7 +14,7 @@ from deltashard_operator.fleet.metric import FleetMetrics
 
 RATE = 200
 """Nudges a second."""
-TURN_S = 0.05
+BATCH_INTERVAL_S = 0.05
 TIMEOUT_S = 2.0
 
 
@@ -24,13 +24,13 @@ class Nudger:
     def __init__(self, metrics: FleetMetrics) -> None:
         self._metrics = metrics
         self._queue: dict[str, None] = {}
-        self._waiting = asyncio.Event()
+        self._pending = asyncio.Event()
 
     def nudge(self, address: str) -> None:
         """Ask the sidecar at this address (host:port, IPv6 in brackets) to report; "" asks nobody."""
         if address:
             self._queue[address] = None
-            self._waiting.set()
+            self._pending.set()
 
     async def run(self) -> None:
         """Send what waits, for ever."""
@@ -40,13 +40,13 @@ class Nudger:
             asyncio.TaskGroup() as group,
         ):
             while True:
-                await self._waiting.wait()
-                for address in list(itertools.islice(self._queue, int(RATE * TURN_S))):
+                await self._pending.wait()
+                for address in list(itertools.islice(self._queue, int(RATE * BATCH_INTERVAL_S))):
                     del self._queue[address]
                     group.create_task(self._send(session, address))
                 if not self._queue:
-                    self._waiting.clear()
-                await asyncio.sleep(TURN_S)
+                    self._pending.clear()
+                await asyncio.sleep(BATCH_INTERVAL_S)
 
     async def _send(self, session: aiohttp.ClientSession, address: str) -> None:
         outcome = "failed"

@@ -1,7 +1,7 @@
 """What sidecars report, as plain values, and the seam to the controller that keeps them and answers.
 
-`report_of` makes a value of a message, field by field of the same names. It trusts no peer: an identity that cannot be
-one is a `BadReport`; texts are clipped and hold no control characters; numbers are finite, not negative and fit the
+`parse_report` makes a value of a message, field by field of the same names. It trusts no peer: an identity that cannot be
+one is a `InvalidReport`; texts are clipped and hold no control characters; numbers are finite, not negative and fit the
 API's int64 (what does not becomes 0, "not known" all over the contract); lists are bounded; a phase or kind of a newer
 sidecar is UNKNOWN. So whatever arrives can be logged, counted and written to a status.
 """
@@ -33,7 +33,7 @@ Reply = wire.ReportReply
 RunKey = tuple[str, str]
 """(namespace, workload UID): the pods that train together, and what one directive is for."""
 
-MAX_COUNT = (1 << 63) - 1  # integers of the Kubernetes API are signed
+MAX_INT64 = (1 << 63) - 1  # integers of the Kubernetes API are signed
 MAX_NAME = 253
 MAX_TEXT = 1024
 LIMITS = (
@@ -54,19 +54,19 @@ _UID = re.compile(r"[A-Za-z0-9][-A-Za-z0-9._:]*\Z")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
-class BadReport(UserError):
+class InvalidReport(UserError):
     """A message breaks the contract in a way that leaves it no meaning."""
 
 
-class Unknown(UserError):
+class UnknownPod(UserError):
     """This pod is not known, perhaps not yet: it may come again."""
 
 
-class Refused(UserError):
+class ReportRefused(UserError):
     """This pod may not report; coming again changes nothing."""
 
 
-class Phase(enum.StrEnum):
+class SidecarPhase(enum.StrEnum):
     """Phase of a sidecar."""
 
     UNKNOWN = "unknown"
@@ -137,7 +137,7 @@ class PodState:
 
     run: str = ""
     """{namespace}/{run id} of this pod; empty: not known yet."""
-    phase: Phase = Phase.UNKNOWN
+    phase: SidecarPhase = SidecarPhase.UNKNOWN
     ranks: tuple[Rank, ...] = ()
     attempt: int = 0
     saves_failed_in_a_row: int = 0
@@ -194,7 +194,7 @@ class Report:
     saves_over: tuple[SaveOver, ...] = ()
 
 
-Ledger = Callable[[Report], Reply]
+ReportHandler = Callable[[Report], Reply]
 """Who keeps what sidecars report. Of a report the pod is proven by its token, and its workload is not.
 
 It is called on the asyncio loop and must not block. It raises `Unknown`: the pod is not known, perhaps not yet; and
@@ -202,10 +202,10 @@ It is called on the asyncio loop and must not block. It raises `Unknown`: the po
 """
 
 
-def report_of(message: wire.ReportRequest) -> Report:
-    """Value of a report that came; raises `BadReport`: a name or UID cannot be one, or a part is missing."""
+def parse_report(message: wire.ReportRequest) -> Report:
+    """Value of a report that came; raises `InvalidReport`: a name or UID cannot be one, or a part is missing."""
     if not message.HasField("who") or not message.HasField("pod") or not message.sequence:
-        raise BadReport("who, pod or sequence is missing", where="report")
+        raise InvalidReport("who, pod or sequence is missing", where="report")
     who = message.who
     for name, value in (("namespace", who.namespace), ("pod", who.pod)):
         _check(name, value, _NAME)
@@ -221,7 +221,7 @@ def report_of(message: wire.ReportRequest) -> Report:
 
 def _check(name: str, value: str, pattern: re.Pattern[str]) -> None:
     if len(value) > MAX_NAME or not pattern.match(value):
-        raise BadReport(f"{name} is no name: {_text(value, MAX_NAME)!r}", where="report")
+        raise InvalidReport(f"{name} is no name: {_text(value, MAX_NAME)!r}", where="report")
 
 
 def _value(name: str, value: Any) -> Any:
@@ -230,10 +230,10 @@ def _value(name: str, value: Any) -> Any:
         return _text(value, LIMITS.get(name, MAX_TEXT))
     if isinstance(value, float):
         return value if math.isfinite(value) and value >= 0 else 0.0
-    if name in _WORDS:
-        return _WORDS[name].get(value) or _WORDS[name][0]
+    if name in _ENUMS:
+        return _ENUMS[name].get(value) or _ENUMS[name][0]
     if isinstance(value, bool | int):
-        return value if value <= MAX_COUNT or name == "directive" else 0
+        return value if value <= MAX_INT64 or name == "directive" else 0
     if name in _LISTS:
         return _LISTS[name](value)
     kind = _KINDS.get(type(value))
@@ -252,8 +252,8 @@ def _value(name: str, value: Any) -> Any:
     )
 
 
-def _list(name: str, most: int) -> Callable[[Any], tuple[Any, ...]]:
-    return lambda values: tuple(_value(name, each) for each in values[:most])
+def _list(name: str, max_items: int) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda values: tuple(_value(name, each) for each in values[:max_items])
 
 
 def _incidents(messages: Sequence[wire.Incident]) -> tuple[Incident, ...]:
@@ -270,17 +270,17 @@ def _decisions(messages: Sequence[wire.Decision]) -> tuple[wire.Decision, ...]:
     return tuple(found[subject] for subject in SUBJECTS if subject in found)
 
 
-def _words(kind: type[enum.StrEnum], words: Any, prefix: str) -> dict[int, enum.StrEnum]:
+def _enum_values(kind: type[enum.StrEnum], words: Any, prefix: str) -> dict[int, enum.StrEnum]:
     """Number -> word; 0 for what was not said, and for one of a newer sidecar."""
     return {number: kind(name.removeprefix(prefix).lower()) for name, number in words.items() if number} | {
         0: kind("unknown")
     }
 
 
-_WORDS = {
-    "phase": _words(Phase, wire.Phase, "PHASE_"),
-    "kind": _words(IncidentKind, wire.IncidentKind, "INCIDENT_KIND_"),
-    "outcome": _words(Outcome, wire.SaveOver.Outcome, "OUTCOME_"),
+_ENUMS = {
+    "phase": _enum_values(SidecarPhase, wire.Phase, "PHASE_"),
+    "kind": _enum_values(IncidentKind, wire.IncidentKind, "INCIDENT_KIND_"),
+    "outcome": _enum_values(Outcome, wire.SaveOver.Outcome, "OUTCOME_"),
 }
 _KINDS: Mapping[type[Message], type[Any]] = {
     wire.ReportRequest: Report,

@@ -2,7 +2,7 @@
 
 `POST /v1/report` with the pod's projected token; fleet.proto has the messages and the answers. The replica that does
 not lead answers 421 before it looks at anything, and one that leads 503 until it has seen all pods. Namespace,
-pod and UID of a report must be those of its token; what else it says is for the `Ledger` to judge. Everything runs on
+pod and UID of a report must be those of its token; what else it says is for the `ReportHandler` to judge. Everything runs on
 the caller's loop, and nothing blocks it.
 """
 
@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError
 
 from deltashard_operator.fleet import report as reports
 from deltashard_operator.fleet.metric import FleetMetrics
-from deltashard_operator.fleet.report import BadReport, Ledger, Refused, Reply, Unknown
+from deltashard_operator.fleet.report import InvalidReport, Reply, ReportHandler, ReportRefused, UnknownPod
 from deltashard_operator.fleet.token_review import NotAuthentic, Reviewer, ReviewUnavailable
 from deltashard_operator.tls.certificate import Certificate
 
@@ -36,7 +36,7 @@ BODY_S = 10.0  # seconds that a body may take
 CONNECTIONS, PEER_CONNECTIONS = 512, 16  # at once: with TLS 100 KiB each
 CONNECTION_S = 60.0  # seconds that one may last while others come
 RETRY_S = 60  # seconds to come again in after a 503, at most; who speaks for a run is nudged besides
-CROWDED = "too_many_connections"  # outcome of one that is closed as it comes
+TOO_MANY_CONNECTIONS = "too_many_connections"  # outcome of one that is closed as it comes
 OUTCOMES: Mapping[str, int] = {
     "not_leading": 421,
     "starting": 503,
@@ -46,7 +46,7 @@ OUTCOMES: Mapping[str, int] = {
     "incomplete": 408,
     "too_large": 413,
     "bad_report": 400,
-    "no_protocol": 409,
+    "unsupported_protocol": 409,
     "wrong_pod": 403,
     "refused": 403,
     "unknown_pod": 404,
@@ -56,9 +56,9 @@ OUTCOMES: Mapping[str, int] = {
 ERRORS: Mapping[type[Exception], str] = {
     NotAuthentic: "not_authentic",
     ReviewUnavailable: "review_unavailable",
-    BadReport: "bad_report",
-    Unknown: "unknown_pod",
-    Refused: "refused",
+    InvalidReport: "bad_report",
+    UnknownPod: "unknown_pod",
+    ReportRefused: "refused",
     web.HTTPRequestEntityTooLarge: "too_large",
     TimeoutError: "incomplete",
     ConnectionError: "incomplete",
@@ -83,7 +83,7 @@ class BoundedListener(socket.socket):
 
     def __init__(self, listening: socket.socket, metrics: FleetMetrics) -> None:
         super().__init__(fileno=listening.detach())
-        self._refused = metrics.reports.labels(CROWDED)
+        self._refused = metrics.reports.labels(TOO_MANY_CONNECTIONS)
         self._open: list[tuple[float, str, socket.socket]] = []  # when each came, and from where
 
     def accept(self) -> tuple[socket.socket, Any]:
@@ -109,31 +109,31 @@ class ReportServer:
     def __init__(
         self,
         *,
-        ledger: Ledger,
+        handle_report: ReportHandler,
         reviewer: Reviewer,
         certificate: Certificate,
         metrics: FleetMetrics,
         leads: Callable[[], bool] = lambda: True,
         synced: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._ledger = ledger
+        self._handle_report = handle_report
         self._reviewer = reviewer
         self._metrics = metrics
         self._leads, self._synced = leads, synced
         self.application = web.Application(client_max_size=MAX_BODY_BYTES)
         self.application.router.add_post(PATH, self._report)
         metrics.serving.set_function(lambda: int(leads() and synced() and certificate.loaded is not None))
-        for outcome in ("taken", CROWDED, *OUTCOMES):
+        for outcome in ("accepted", TOO_MANY_CONNECTIONS, *OUTCOMES):
             metrics.reports.labels(outcome)
 
     async def _report(self, request: web.Request) -> web.Response:
         begun_s = time.perf_counter()
         try:
             reply = await self._reply(request)
-            outcome, response = "taken", web.Response(body=reply.SerializeToString())
+            outcome, response = "accepted", web.Response(body=reply.SerializeToString())
             response.content_type = CONTENT_TYPE
         except Exception as error:  # noqa: BLE001 - one sidecar's trouble; the server goes on
-            outcome, sentence = _refusal(error)
+            outcome, sentence = _error_response(error)
             if outcome == "failed":
                 _log.exception("fleet.report_failed", peer=request.remote)
             response = web.Response(status=OUTCOMES[outcome], text=sentence)
@@ -159,15 +159,17 @@ class ReportServer:
             message = wire.ReportRequest.FromString(await request.read())
         least, most = FLEET_PROTOCOL
         if not least <= message.protocol <= most:
-            raise _Rejection("no_protocol", f"protocols {least} to {most} are spoken, not {message.protocol}")
-        value = reports.report_of(message)
+            raise _Rejection(
+                "unsupported_protocol", f"protocols {least} to {most} are spoken, not {message.protocol}"
+            )
+        value = reports.parse_report(message)
         who = value.who
         if (who.namespace, who.pod, who.pod_uid) != identity:
             raise _Rejection("wrong_pod", f"the token is of pod {identity.namespace}/{identity.pod}")
-        return self._ledger(value)
+        return self._handle_report(value)
 
 
-def _refusal(error: Exception) -> tuple[str, str]:
+def _error_response(error: Exception) -> tuple[str, str]:
     """Outcome of an error, and the sentence for the sidecar."""
     if isinstance(error, _Rejection):
         return error.args[0], error.args[1]

@@ -23,8 +23,8 @@ from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.kube.cluster_name import FLEET_AUDIENCE
 
 REVIEW_S = 10.0  # seconds for a review, waiting for its turn included
-GOOD_S = 3600.0  # a good answer holds at most so long; a pod's token lives as long by default
-MAX_ANSWERS = 65536  # answers that are kept: about 400 bytes each. The oldest goes first
+CACHE_TTL_S = 3600.0  # a good answer holds at most so long; a pod's token lives as long by default
+MAX_CACHED = 65536  # answers that are kept: about 400 bytes each. The oldest goes first
 MAX_TOKEN = 8192  # characters of a token; a projected one has about 1,200
 OUTCOMES = ("authentic", "refused", "cached", "unavailable")
 PATH = "/apis/authentication.k8s.io/v1/tokenreviews"
@@ -63,31 +63,31 @@ class Reviewer:
         self._count = count
         self._monotonic = monotonic
         self._unix = unix
-        self._good: dict[bytes, tuple[PodIdentity, float]] = {}
+        self._cache: dict[bytes, tuple[PodIdentity, float]] = {}
         """Hash of a token -> its pod, and until when that holds (monotonic seconds)."""
 
     async def review(self, token: str) -> PodIdentity:
         """The pod of a token; raises `NotAuthentic`, and `ReviewUnavailable` to be tried again."""
         key = hashlib.sha256(token.encode(errors="replace")).digest()
-        known = self._good.get(key)
+        known = self._cache.get(key)
         if known is not None and self._monotonic() < known[1]:
             self._count("cached")
             return known[0]
         claims = _claims(token)
-        said = await self._asked(token, claims)
-        self._count("refused" if isinstance(said, str) else "authentic")
-        if isinstance(said, str):
+        result = await self._review_uncached(token, claims)
+        self._count("refused" if isinstance(result, str) else "authentic")
+        if isinstance(result, str):
             remedy = f"project a token of the pod with audience {FLEET_AUDIENCE}"
-            raise NotAuthentic(said, where="authorization", remedy=remedy)
+            raise NotAuthentic(result, where="authorization", remedy=remedy)
         expires_s = claims.get("exp")
-        left_s = expires_s - self._unix() if isinstance(expires_s, int | float) else GOOD_S
-        self._good.pop(key, None)  # so that the newest is the last
-        if len(self._good) >= MAX_ANSWERS:
-            del self._good[next(iter(self._good))]
-        self._good[key] = said, self._monotonic() + min(GOOD_S, left_s)
-        return said
+        left_s = expires_s - self._unix() if isinstance(expires_s, int | float) else CACHE_TTL_S
+        self._cache.pop(key, None)  # so that the newest is the last
+        if len(self._cache) >= MAX_CACHED:
+            del self._cache[next(iter(self._cache))]
+        self._cache[key] = result, self._monotonic() + min(CACHE_TTL_S, left_s)
+        return result
 
-    async def _asked(self, token: str, claims: Mapping[str, Any]) -> PodIdentity | str:
+    async def _review_uncached(self, token: str, claims: Mapping[str, Any]) -> PodIdentity | str:
         """The API's answer about a token."""
         bound = claims.get("kubernetes.io")
         is_ours = FLEET_AUDIENCE in str(claims.get("aud")) and isinstance(bound, dict) and bound.get("pod")
@@ -104,10 +104,10 @@ class Reviewer:
         if why:
             self._count("unavailable")
             raise ReviewUnavailable(why[:500], where="TokenReview", remedy="try again")
-        return said_of(found.document.get("status") or {})
+        return parse_status(found.document.get("status") or {})
 
 
-def said_of(status: Mapping[str, Any]) -> PodIdentity | str:
+def parse_status(status: Mapping[str, Any]) -> PodIdentity | str:
     """Pod that a TokenReview's status vouches for, or why there is none."""
     if status.get("authenticated") is not True:
         why = status.get("error") or "it is expired, or its pod is gone"

@@ -28,7 +28,7 @@ CHUNK = 500
 MERGE = "application/merge-patch+json"
 VERBS = ("GET", "LIST", "POST", "PUT", "PATCH", "DELETE")
 OUTCOMES = ("ok", "not_found", "conflict", "throttled", "refused", "unavailable")
-UNANSWERED = (aiohttp.ClientError, OSError, ValueError)
+TRANSPORT_ERRORS = (aiohttp.ClientError, OSError, ValueError)
 """How a request ends without an answer that is JSON; a TimeoutError is an OSError."""
 
 
@@ -41,7 +41,7 @@ class Forbidden(ApiUnavailable):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ApiResponse:
     """Reply of the API to a request."""
 
     status: int
@@ -86,7 +86,7 @@ class Caller:
         query: Mapping[str, str] | None = None,
         content: str = "application/json",
         tries: int = TRIES,
-    ) -> Answer:
+    ) -> ApiResponse:
         """One request, tried again while the reason may pass; raises `ApiUnavailable`, also where it may not write."""
         if method != "GET" and not self._may_write():
             raise ApiUnavailable("this controller does not lead (any more)", where=path)
@@ -94,39 +94,39 @@ class Caller:
         data = None if body is None else json.dumps(body)
         pause_s, why = PAUSE_S, ""
         for left in reversed(range(tries)):
-            asked_s = 0.0
+            retry_after_s = 0.0
             try:
                 found = await self._answer(method, path, data, query, content)
-            except UNANSWERED as error:
+            except TRANSPORT_ERRORS as error:
                 why = f"{type(error).__name__}: {error}"[:300]
                 self._count(verb, "unavailable")
             else:
                 self._count(verb, _outcome(found))
                 if found.status != 429 and found.status < 500:
                     return found
-                why, asked_s = found.sentence, found.retry_after_s
+                why, retry_after_s = found.sentence, found.retry_after_s
             if left:
-                await asyncio.sleep(min(MAX_PAUSE_S, max(asked_s, pause_s * random.uniform(0.5, 1.0))))  # noqa: S311
+                await asyncio.sleep(min(MAX_PAUSE_S, max(retry_after_s, pause_s * random.uniform(0.5, 1.0))))  # noqa: S311
                 pause_s *= 2
         raise ApiUnavailable(f"{method} failed: {why}", where=path)
 
     async def _answer(
         self, method: str, path: str, data: str | None, query: Mapping[str, str] | None, content: str
-    ) -> Answer:
-        """Answer to one request; raises one of `UNANSWERED`."""
+    ) -> ApiResponse:
+        """Answer to one request; raises one of `TRANSPORT_ERRORS`."""
         headers = {"Accept": "application/json", "Content-Type": content}
         async with self._session.request(
             method, self._url + path, data=data, params=query, headers=headers
         ) as reply:
             document = json.loads(await reply.read() or b"{}")
         after = reply.headers.get("Retry-After", "")
-        return Answer(
+        return ApiResponse(
             status=reply.status,
             document=document if isinstance(document, dict) else {},
             retry_after_s=float(after) if after.isdigit() else 0.0,
         )
 
-    async def every(self, path: str, *, selector: str = "") -> list[dict[str, Any]]:
+    async def list_all(self, path: str, *, selector: str = "") -> list[dict[str, Any]]:
         """All objects of a collection, page by page; raises `ApiUnavailable`."""
         found: list[dict[str, Any]] = []
         query = {"limit": str(CHUNK)} | ({"labelSelector": selector} if selector else {})
@@ -142,7 +142,7 @@ class Caller:
             query["continue"] = following
 
 
-async def object_at(call: Callable[..., Awaitable[Answer]], path: str) -> dict[str, Any] | None:
+async def object_at(call: Callable[..., Awaitable[ApiResponse]], path: str) -> dict[str, Any] | None:
     """The object of this path, None where there is none; raises `ApiUnavailable`."""
     answer = await call("GET", path)
     if not answer.ok and answer.status != 404:
@@ -150,6 +150,6 @@ async def object_at(call: Callable[..., Awaitable[Answer]], path: str) -> dict[s
     return answer.document if answer.ok else None
 
 
-def _outcome(found: Answer) -> str:
+def _outcome(found: ApiResponse) -> str:
     known = {404: "not_found", 409: "conflict", 429: "throttled"}
     return known.get(found.status, "ok" if found.ok else "refused" if found.status < 500 else "unavailable")

@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 from deltashard_checkpoint.errors import EnvironmentFault
 
-from deltashard_operator.kube.call import Answer, ApiUnavailable, Caller
+from deltashard_operator.kube.call import ApiResponse, ApiUnavailable, Caller
 
 NAME = "deltashard-controller"
 DURATION_S = 10.0
@@ -56,12 +56,12 @@ class Lease:
         self._duration_s = duration_s
         self._monotonic = monotonic
         self._sleep = sleep
-        self._seen: tuple[str, float] = ("", 0.0)
+        self._last_version: tuple[str, float] = ("", 0.0)
         """Version of the Lease, and since when it is seen (monotonic seconds)."""
         self._until_s = 0.0
-        self.led = False
+        self.was_leader = False
         """Whether it ever had it."""
-        self.followed = False
+        self.other_leader_seen = False
         """Whether another one was ever seen to renew it: a Lease that is left over has a holder, too."""
         self.refused = ""
         """Why the API does not let it have the Lease; empty while it does."""
@@ -73,7 +73,7 @@ class Lease:
     async def acquire(self) -> None:
         """Wait until it is ours."""
         _log.info("lease.waiting", lease=NAME)
-        while not await self._try():
+        while not await self._acquire_or_renew():
             await self._sleep(RENEW_S)
         _log.info("lease.acquired", lease=NAME, identity=self._identity)
 
@@ -81,11 +81,11 @@ class Lease:
         """Renew it for ever; raises `LeaseLost`."""
         while True:
             await self._sleep(RENEW_S)
-            await self._try()
+            await self._acquire_or_renew()
 
     async def release(self) -> None:
         """Let go of it, if it is ours, within a moment; whoever comes next need not wait."""
-        if not self.led:
+        if not self.was_leader:
             return
         with contextlib.suppress(ApiUnavailable, TimeoutError):
             async with asyncio.timeout(RELEASE_S):
@@ -94,51 +94,53 @@ class Lease:
                     await self._put(found.document, holder="")
         self._until_s = 0.0
 
-    async def _try(self) -> bool:
+    async def _acquire_or_renew(self) -> bool:
         """Take or renew it; whether it is ours now. Raises `LeaseLost`."""
         begun_s = self._monotonic()
         try:
             async with asyncio.timeout(CALL_S):
-                ours = await self._taken()
+                ours = await self._try_acquire()
         except (ApiUnavailable, TimeoutError) as error:
             _log.warning("lease.unavailable", error=f"{type(error).__name__}: {error}"[:300])
             return self.held
         if ours:
-            self.led, self.refused = True, ""
+            self.was_leader, self.refused = True, ""
             self._until_s = begun_s + self._duration_s - MARGIN_S
         return ours
 
-    async def _taken(self) -> bool:
+    async def _try_acquire(self) -> bool:
         found = await self._call("GET", f"{self._path}/{NAME}", tries=1)
         if found.status == 404:
             body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": NAME}}
             found = await self._call("POST", self._path, body, tries=1)
         if not found.ok:
-            return self._without(found)
+            return self._on_rejected(found)
         lease, now_s = found.document, self._monotonic()
         version, holder = str(lease["metadata"].get("resourceVersion", "")), _holder(lease)
-        if version != self._seen[0]:
-            self.followed = self.followed or (bool(self._seen[0]) and holder not in {"", self._identity})
-            self._seen = version, now_s
+        if version != self._last_version[0]:
+            self.other_leader_seen = self.other_leader_seen or (
+                bool(self._last_version[0]) and holder not in {"", self._identity}
+            )
+            self._last_version = version, now_s
         if holder not in {"", self._identity}:
-            if self.led:
+            if self.was_leader:
                 raise LeaseLost(
                     f"{holder} leads now", where=f"Lease {NAME}", remedy="a fresh process waits for its turn"
                 )
-            if now_s < self._seen[1] + self._duration_s:
+            if now_s < self._last_version[1] + self._duration_s:
                 self.refused = ""
                 return False
         written = await self._put(lease, holder=self._identity)
-        return written.ok or self._without(written)
+        return written.ok or self._on_rejected(written)
 
-    def _without(self, answer: Answer) -> bool:
+    def _on_rejected(self, answer: ApiResponse) -> bool:
         """Not ours by this answer, which is either another's write in between (409) or a refusal."""
         before, self.refused = self.refused, "" if answer.status == 409 else answer.sentence
         if self.refused and self.refused != before:
             _log.warning("lease.refused", lease=NAME, error=self.refused)
         return False
 
-    async def _put(self, lease: Mapping[str, Any], *, holder: str) -> Answer:
+    async def _put(self, lease: Mapping[str, Any], *, holder: str) -> ApiResponse:
         before = lease.get("spec") or {}
         now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec = {

@@ -53,7 +53,7 @@ class WatchedKind:
     """URL path of all of them, such as /apis/batch/v1/jobs."""
     on_object: Callable[[Document], None]
     """Called with an object that is there, or changed."""
-    on_gone: Callable[[ObjectKey, Document | None], None]
+    on_deleted: Callable[[ObjectKey, Document | None], None]
     """Called once when one that was told of is gone, with its last state, or with None when it went unseen."""
     selector: str = ""
     """Labels that the server chooses by."""
@@ -68,7 +68,7 @@ class WatchedKind:
         return Resource("".join(root[1:]), version, plural, namespaced=self.namespaced)
 
 
-class WatchDeaf(EnvironmentFault):
+class WatchStalled(EnvironmentFault):
     """Something was neither heard nor asked for: a fresh process watches again."""
 
 
@@ -93,75 +93,80 @@ class ObjectWatch:
     ) -> None:
         """Watch these kinds in these namespaces; none named: everywhere.
 
-        `on_list` is called after a list when every kind was listed, in every namespace; `count` with the outcome (told,
-        not_understood, failed) and the kind.
+        `on_list` is called after a list when every kind was listed, in every namespace; `count` with the outcome (handled,
+        handler_failed, failed) and the kind.
         """
         self._api = api
         self._on_list = on_list
         self._count = count
-        self._places: dict[str, tuple[WatchedKind, NamespaceName | None]] = {
+        self._watched_paths: dict[str, tuple[WatchedKind, NamespaceName | None]] = {
             kind.resource.get_url(namespace=namespace): (kind, namespace)
             for kind in kinds
             if not (namespaces and kind.everywhere)
             for namespace in (map(NamespaceName, namespaces) if namespaces and kind.namespaced else (None,))
         }
         """URL path -> what is watched there."""
-        self._known: dict[str, dict[tuple[str, str], str]] = {path: {} for path in self._places}
+        self._known: dict[str, dict[tuple[str, str], str]] = {path: {} for path in self._watched_paths}
         """Path -> namespace and name -> UID of what is there."""
-        self._unlisted = set(self._places)
+        self._unlisted = set(self._watched_paths)
         self._refused: set[str] = set()
         """Paths that may not be read, by the API's newest word."""
-        self._heard_s = dict.fromkeys(self._places, time.monotonic())
-        self._tried_s = self._heard_s.copy()
+        self._last_event_s = dict.fromkeys(self._watched_paths, time.monotonic())
+        self._last_request_s = self._last_event_s.copy()
 
-    def heard_s(self) -> float:
+    def staleness_s(self) -> float:
         """Seconds since the least fresh watch brought anything, a bookmark too.
 
         One that may not be read (a namespace of several whose rights went) does not count, unless none may.
         """
-        readable = self._places.keys() - self._refused
-        return time.monotonic() - min(self._heard_s[path] for path in readable or self._places)
+        readable = self._watched_paths.keys() - self._refused
+        return time.monotonic() - min(self._last_event_s[path] for path in readable or self._watched_paths)
 
     async def run(self) -> None:
-        """Watch for ever; raises a group with `WatchDeaf`."""
-        self._heard_s = dict.fromkeys(self._places, time.monotonic())
-        self._tried_s = self._heard_s.copy()
-        session = self._api.session(self._observed)
+        """Watch for ever; raises a group with `WatchStalled`."""
+        self._last_event_s = dict.fromkeys(self._watched_paths, time.monotonic())
+        self._last_request_s = self._last_event_s.copy()
+        session = self._api.session(self._track_request)
         known = kopf.AiohttpSession(server=self._api.configuration.host, aiohttp_session=session)
         async with session, asyncio.TaskGroup() as group:
             auth.vault_var.set(_Vault({"api": known}))
-            for path in self._places:
-                group.create_task(self._follow(path))
-            while not (deaf := self._deaf()):  # noqa: ASYNC110 - of what does not happen there is no event
+            for path in self._watched_paths:
+                group.create_task(self._watch_path(path))
+            while not (stalled_path := self._stalled_path()):  # noqa: ASYNC110 - of what does not happen there is no event
                 await asyncio.sleep(PAUSE_S)
-            raise WatchDeaf("it was neither heard nor asked for, for long", where=deaf)
+            raise WatchStalled("it was neither heard nor asked for, for long", where=stalled_path)
 
-    def _deaf(self) -> str:
+    def _stalled_path(self) -> str:
         """A path that nobody cares for any more; empty: there is none. An API that is away is asked all the time."""
         least_s = time.monotonic() - 2 * STALE_S
         return next(
-            (each for each in self._places if self._heard_s[each] < least_s > self._tried_s[each]), ""
+            (
+                each
+                for each in self._watched_paths
+                if self._last_event_s[each] < least_s > self._last_request_s[each]
+            ),
+            "",
         )
 
-    async def _observed(
+    async def _track_request(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
         path = request.url.path
-        self._tried_s[path] = time.monotonic()
+        self._last_request_s[path] = time.monotonic()
         response = await handler(request)
         if response.status == 401:  # of which kopf would make a login that nobody answers
             response.close()
             raise aiohttp.ClientConnectionError("the API does not know the token")
         if response.status < 400:
-            self._heard_s[path] = time.monotonic()
+            self._last_event_s[path] = time.monotonic()
             self._refused.discard(path)
-        elif response.status == 403 and self._places[path][1]:
-            self._refuse(path)
+        elif response.status == 403 and self._watched_paths[path][1]:
+            self._mark_refused(path)
         return response
 
-    async def _follow(self, path: str) -> None:
+    async def _watch_path(self, path: str) -> None:
         """List and watch one path, for ever."""
-        kind, namespace = self._places[path]
+        kind, namespace = self._watched_paths[path]
         settings = _settings(kind)
         while True:
             listed: set[ObjectKey] = set()
@@ -172,14 +177,14 @@ class ObjectWatch:
                     namespace=namespace,
                     operator_pause_waiter=asyncio.get_running_loop().create_future(),
                 ):
-                    self._heard_s[path] = time.monotonic()
+                    self._last_event_s[path] = time.monotonic()
                     if isinstance(event, watching.Bookmark):
-                        self._end_list(path, listed)
+                        self._finish_list(path, listed)
                         listed.clear()
                     elif event["type"] == "DELETED":
-                        self._drop(path, _key_of(event["object"]), event["object"])
+                        self._remove(path, _key_of(event["object"]), event["object"])
                     elif event["type"] != "BOOKMARK":
-                        key = self._take(path, event["object"])
+                        key = self._upsert(path, event["object"])
                         if event["type"] is None:  # of the list
                             listed.add(key)
             except Exception as error:  # noqa: BLE001 - whatever ends a watch: it begins anew
@@ -187,45 +192,45 @@ class ObjectWatch:
                 self._count("failed", kind.name)
             await asyncio.sleep(PAUSE_S)
 
-    def _refuse(self, path: str) -> None:
+    def _mark_refused(self, path: str) -> None:
         """Go on without this path: its namespace may be going, rights first. What is known of it stays."""
         if path not in self._refused:
             _log.warning("watch.refused", path=path)
             self._refused.add(path)
-            self._say_listed()
+            self._notify_listed()
 
-    def _end_list(self, path: str, listed: set[ObjectKey]) -> None:
+    def _finish_list(self, path: str, listed: set[ObjectKey]) -> None:
         for key in [ObjectKey(*name, uid) for name, uid in self._known[path].items()]:
             if key not in listed:
-                self._drop(path, key, None)
+                self._remove(path, key, None)
         self._unlisted.discard(path)
-        self._say_listed()
+        self._notify_listed()
 
-    def _say_listed(self) -> None:
-        if self._unlisted <= self._refused and self._unlisted != self._places.keys():
+    def _notify_listed(self) -> None:
+        if self._unlisted <= self._refused and self._unlisted != self._watched_paths.keys():
             self._on_list()
 
-    def _take(self, path: str, document: Any) -> ObjectKey:
+    def _upsert(self, path: str, document: Any) -> ObjectKey:
         key, known = _key_of(document), self._known[path]
         before = known.get(key[:2], key.uid)
         if before != key.uid:  # it went unseen, and another was made under its name
-            self._drop(path, key._replace(uid=before), None)
+            self._remove(path, key._replace(uid=before), None)
         known[key[:2]] = key.uid
-        self._tell(path, self._places[path][0].on_object, document)
+        self._notify(path, self._watched_paths[path][0].on_object, document)
         return key
 
-    def _drop(self, path: str, key: ObjectKey, last: Any) -> None:
+    def _remove(self, path: str, key: ObjectKey, last: Any) -> None:
         if self._known[path].get(key[:2]) == key.uid:
             del self._known[path][key[:2]]
-            self._tell(path, self._places[path][0].on_gone, key, last)
+            self._notify(path, self._watched_paths[path][0].on_deleted, key, last)
 
-    def _tell(self, path: str, told: Callable[..., None], *of: Any) -> None:
-        kind, outcome = self._places[path][0].name, "told"
+    def _notify(self, path: str, callback: Callable[..., None], *of: Any) -> None:
+        kind, outcome = self._watched_paths[path][0].name, "handled"
         try:
-            told(*of)
+            callback(*of)
         except Exception:  # noqa: BLE001 - one odd object must not stop the others
-            outcome = "not_understood"
-            _log.exception("watch.event_not_understood", kind=kind)
+            outcome = "handler_failed"
+            _log.exception("watch.handler_failed", kind=kind)
         self._count(outcome, kind)
 
 

@@ -18,16 +18,16 @@ GroupKind = tuple[str, str]
 """(API group, kind)."""
 KNOWN: frozenset[GroupKind] = frozenset({JOB, JOBSET, STATEFUL_SET, PYTORCH_JOB})
 """Controllers whose pods, made anew, are known to go on with their run."""
-_EQUALS = "its pods replace one another as equals, so each would begin a run of its own"
-_APART = "its pods are no ranks of one training that go on with one run when they are made anew"
-UNFIT: Mapping[GroupKind, str] = {
-    ("apps", "ReplicaSet"): _EQUALS,
-    ("apps", "DaemonSet"): _EQUALS,
-    ("", "ReplicationController"): _EQUALS,
-    ("ray.io", "RayCluster"): _APART,
-    ("kubeflow.org", "MPIJob"): _APART,
-    ("batch.volcano.sh", "Job"): _APART,
-    ("sparkoperator.k8s.io", "SparkApplication"): _APART,
+_INTERCHANGEABLE = "its pods replace one another as equals, so each would begin a run of its own"
+_SEPARATE_RUNS = "its pods are no ranks of one training that go on with one run when they are made anew"
+UNSUPPORTED: Mapping[GroupKind, str] = {
+    ("apps", "ReplicaSet"): _INTERCHANGEABLE,
+    ("apps", "DaemonSet"): _INTERCHANGEABLE,
+    ("", "ReplicationController"): _INTERCHANGEABLE,
+    ("ray.io", "RayCluster"): _SEPARATE_RUNS,
+    ("kubeflow.org", "MPIJob"): _SEPARATE_RUNS,
+    ("batch.volcano.sh", "Job"): _SEPARATE_RUNS,
+    ("sparkoperator.k8s.io", "SparkApplication"): _SEPARATE_RUNS,
 }
 """Controllers whose pods are refused, and why: the next pod would be another run, or fence the one that trains."""
 

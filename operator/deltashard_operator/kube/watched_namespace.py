@@ -11,19 +11,21 @@ from argparse import ArgumentTypeError
 
 from deltashard_operator.kube.cluster_name import POLICY
 
-MOST = 100
+MAX_NAMESPACES = 100
 """Each is watched by connections of its own; who has more of them watches all."""
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
-def listed(text: str) -> tuple[str, ...]:
+def parse_namespaces(text: str) -> tuple[str, ...]:
     """Names, by commas; none: all namespaces. For argparse, which hides what a `ValueError` says."""
     names = tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
     for name in names:
         if not _LABEL.fullmatch(name):
             raise ArgumentTypeError(f"{name!r} is no namespace: a DNS label, at most 63 of a-z, 0-9 and -")
-    if len(names) > MOST:
-        raise ArgumentTypeError(f"{len(names)} namespaces are more than {MOST}: name none, which watches all")
+    if len(names) > MAX_NAMESPACES:
+        raise ArgumentTypeError(
+            f"{len(names)} namespaces are more than {MAX_NAMESPACES}: name none, which watches all"
+        )
     return names
 
 

@@ -14,23 +14,23 @@ import hashlib
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_operator.api.workload_policy import OFFERED
+from deltashard_operator.api.workload_policy import DIRECTIVE_FIELDS
 from deltashard_operator.fleet.report import Directive
 
 TIMERS = ("every_s", "every_steps")
-KEPT = ("encoding", "differential")
+KEPT_FIELDS = ("encoding", "differential")
 """Fields of a policy that a directive leaves as the pod was started with, where they are empty."""
 
 
-def _stated(policy: pb.Policy) -> tuple[str, ...]:
+def _explicit_fields(policy: pb.Policy) -> tuple[str, ...]:
     """Fields that a directive with this policy states, zero and empty too: without a timer it states none of them."""
-    silent = KEPT if policy.every_s or policy.every_steps else (*KEPT, *TIMERS)
-    return tuple(sorted(OFFERED.difference(silent)))
+    omitted = KEPT_FIELDS if policy.every_s or policy.every_steps else (*KEPT_FIELDS, *TIMERS)
+    return tuple(sorted(DIRECTIVE_FIELDS.difference(omitted)))
 
 
 def directive_of(policy: pb.Policy) -> Directive:
     """The directive with this policy; the id is a hash of its content."""
-    found = wire.Directive(policy=policy, whole=_stated(policy))
+    found = wire.Directive(policy=policy, whole=_explicit_fields(policy))
     content = found.SerializeToString(deterministic=True)
     found.id = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") or 1
     return found
@@ -38,7 +38,7 @@ def directive_of(policy: pb.Policy) -> Directive:
 
 def differs(wanted: pb.Policy, in_force: pb.Policy) -> bool:
     """Whether a directive with `wanted` would change anything."""
-    names = set(_stated(wanted)) | {name for name in KEPT if getattr(wanted, name)}
+    names = set(_explicit_fields(wanted)) | {name for name in KEPT_FIELDS if getattr(wanted, name)}
     if wanted.goal:  # a chosen interval is in force, and only began as the policy says
         names -= set(TIMERS)
     if wanted.bits_goal:

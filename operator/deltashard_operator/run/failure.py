@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 from deltashard_operator.run.observed_object import PodView
 
-SETTLE_S = 20.0
+CRASH_WINDOW_S = 20.0
 """Crashes of a group's pods within this time are one."""
-SAME_S = 60.0
+SAME_LOSS_S = 60.0
 """What a pod and its sidecar tell of it within this time is one loss."""
 MAX_LOSSES = 32
 MAX_MESSAGE = 256
 """Characters of the reason of a loss."""
-LOOPS = 3
+CRASH_LOOP_COUNT = 3
 """So many crashes of a loop are a trouble that people hear of."""
 TRAINER_LOST = "TrainerLost"
 _DISRUPTIONS = {"PreemptionByScheduler": "Preempted", "DeletionByPodGC": "NodeLost"}
@@ -90,9 +90,9 @@ def _loss(pod: PodView, cause: str, message: str, at_s: float) -> Loss:
     return Loss(at_s=at_s, cause=cause, message=message[:MAX_MESSAGE], pod=pod.name, node=pod.node)
 
 
-def listed(losses: tuple[Loss, ...], loss: Loss) -> tuple[Loss, ...]:
+def with_loss(losses: tuple[Loss, ...], loss: Loss) -> tuple[Loss, ...]:
     """The newest losses with one more; why a pod ended takes the place of its sidecar's word that a trainer went."""
-    same = [each for each in losses if each.pod == loss.pod and abs(loss.at_s - each.at_s) < SAME_S]
+    same = [each for each in losses if each.pod == loss.pod and abs(loss.at_s - each.at_s) < SAME_LOSS_S]
     if same and loss.cause == TRAINER_LOST:
         return losses
     kept = (each for each in losses if each not in same or each.cause != TRAINER_LOST)
@@ -106,7 +106,7 @@ def crash_after(before: Crash | None, loss: Loss, seq: int) -> Crash | None:
     if loss.cause not in {"OOMKilled", "Error"}:
         return None
     if before is not None and seq <= before.seq:
-        if loss.at_s - before.at_s < SETTLE_S:  # the same time, of another pod
+        if loss.at_s - before.at_s < CRASH_WINDOW_S:  # the same time, of another pod
             return before
         if loss.message == before.ending:
             return replace(before, at_s=loss.at_s, times=before.times + 1)
@@ -115,4 +115,4 @@ def crash_after(before: Crash | None, loss: Loss, seq: int) -> Crash | None:
 
 def is_loop(crash: Crash, seq: int) -> bool:
     """Whether a crash loop goes on; `seq`: of the newest commit."""
-    return crash.times >= LOOPS and seq <= crash.seq
+    return crash.times >= CRASH_LOOP_COUNT and seq <= crash.seq

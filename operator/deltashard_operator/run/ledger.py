@@ -97,18 +97,18 @@ def hashed(*parts: object) -> str:
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
-def incident_key(report: Report, said: Incident, part: str) -> str:
+def incident_key(report: Report, incident: Incident, part: str) -> str:
     """Natural key of an incident: of a restore its attempt, whoever tells it."""
     who = report.who
-    if said.kind is IncidentKind.RESTORED and said.attempt:
-        return hashed(who.workload_uid, "restored", part, said.attempt)
-    return hashed(who.workload_uid, who.pod_uid, report.process, said.id)
+    if incident.kind is IncidentKind.RESTORED and incident.attempt:
+        return hashed(who.workload_uid, "restored", part, incident.attempt)
+    return hashed(who.workload_uid, who.pod_uid, report.process, incident.id)
 
 
-def told(durable: Ledger, recorded: Container[str], report: Report, part: str) -> int:
+def acknowledged_id(durable: Ledger, recorded: Container[str], report: Report, part: str) -> int:
     """Up to which of the report's incidents the sidecar need tell none again; 0: none.
 
-    `durable`: as it is in the written status; `recorded`: keys of incidents whose Events are (see `Notice.key`).
+    `durable`: as it is in the written status; `recorded`: keys of incidents whose Events are (see `RunEvent.key`).
     """
     newest = 0
     for each in report.incidents:

@@ -68,14 +68,14 @@ class Workload:
         return f"{root}/namespaces/{self.namespace}/{plural}/{self.name}"
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         """Name for people: kind, with its group where that is not Kubernetes' own, and name."""
         group, _ = self.group_kind
         return f"{self.kind}{f'.{group}' if '.' in group else ''} {self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class RequestedSettings:
     """Annotations that the controller acts on."""
 
     policy: str = DEFAULT_POLICY
@@ -94,7 +94,7 @@ class JobView:
     uid: str
     name: str
     workload: Workload
-    wish: Wish
+    requested: RequestedSettings
     suspended: bool = False
     outcome: str = ""
     """Completed or Failed, once it ended."""
@@ -106,7 +106,7 @@ class JobView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class ContainerExit:
     """How a training container ended, last."""
 
     container: str
@@ -122,7 +122,7 @@ class PodView:
     uid: str
     name: str
     workload: Workload
-    wish: Wish
+    requested: RequestedSettings
     job_uid: str = ""
     node: str = ""
     index: str = ""
@@ -136,19 +136,19 @@ class PodView:
     """End of its grace period once it is being deleted; 0: it is not."""
     restarts: int = 0
     """Of its training containers."""
-    ending: Ending | None = None
+    ending: ContainerExit | None = None
     checkpoint_time: str = ""
     """What its annotation says of the newest checkpoint."""
     report_address: str = ""
     """Where its sidecar can be asked to report, as `address:port`; empty: not known, or its metrics are off."""
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         return self.phase in {"Succeeded", "Failed"}
 
     @property
     def alive(self) -> bool:
-        return not self.over and not self.terminating_at_s
+        return not self.finished and not self.terminating_at_s
 
     @property
     def ends(self) -> bool:
@@ -186,10 +186,10 @@ def timestamp(at_s: float) -> str:
     return dt.datetime.fromtimestamp(int(at_s), dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def wish_of(*maps: Mapping[str, str] | None) -> Wish:
+def requested_settings(*maps: Mapping[str, str] | None) -> RequestedSettings:
     """What these annotation maps say; the first to say a thing counts. Admission has checked them."""
     found = {key: value for each in reversed(maps) for key, value in (each or {}).items()}
-    return Wish(
+    return RequestedSettings(
         policy=found.get(POLICY) or DEFAULT_POLICY,
         run_id=found.get(RUN_ID, ""),
         runs=found[RUNS] if found.get(RUNS) in {ONE_RUN, RUN_PER_POD} else "",
@@ -197,16 +197,16 @@ def wish_of(*maps: Mapping[str, str] | None) -> Wish:
     )
 
 
-def is_over(document: Document) -> bool:
+def has_ended(document: Document) -> bool:
     """Whether a Job or a pod, as the API has it, has ended."""
     if document.get("kind") == "Pod":
         return (document.get("status") or {}).get("phase") in {"Succeeded", "Failed"}
     return bool(job_of(document).outcome)
 
 
-def lives(workload: Workload, document: Document | None) -> bool:
+def is_alive(workload: Workload, document: Document | None) -> bool:
     """Whether the object that the API has under its name is this very workload, and has not ended."""
-    return document is not None and document["metadata"]["uid"] == workload.uid and not is_over(document)
+    return document is not None and document["metadata"]["uid"] == workload.uid and not has_ended(document)
 
 
 def job_of(document: Document) -> JobView:
@@ -223,7 +223,7 @@ def job_of(document: Document) -> JobView:
         uid=metadata["uid"],
         name=metadata["name"],
         workload=_workload(metadata, jobset, "Job", "batch/v1"),
-        wish=wish_of(metadata.get("annotations"), template.get("annotations")),
+        requested=requested_settings(metadata.get("annotations"), template.get("annotations")),
         suspended=bool(spec.get("suspend")),
         outcome=outcome,
         ended_at_s=ended_at_s,
@@ -254,17 +254,17 @@ def pod_of(document: Document) -> PodView:
         uid=metadata["uid"],
         name=metadata["name"],
         workload=workload,
-        wish=wish_of(metadata.get("annotations")),
+        requested=requested_settings(metadata.get("annotations")),
         job_uid=workload.uid if workload.native == "Job" else "",
         node=spec.get("nodeName") or "",
         index=run_identity.index_of_pod(document),
         phase=status.get("phase") or "Pending",
         disruption=disruption.get("reason") or "",
         disruption_message=disruption.get("message") or "",
-        started=status.get("phase") in {"Running", "Succeeded"} or any(map(_ran, containers)),
+        started=status.get("phase") in {"Running", "Succeeded"} or any(map(_has_run, containers)),
         terminating_at_s=seconds_of(metadata.get("deletionTimestamp")),
         restarts=sum(int(each.get("restartCount") or 0) for each in containers),
-        ending=_ending_of(containers),
+        ending=_last_exit(containers),
         checkpoint_time=(metadata.get("annotations") or {}).get(CHECKPOINT_TIME, ""),
         report_address=_report_address(spec, status.get("podIP") or ""),
     )
@@ -284,21 +284,21 @@ def _report_address(spec: Document, address: str) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def of_job_pod(pod: PodView, job: JobView) -> PodView:
+def with_job(pod: PodView, job: JobView) -> PodView:
     """View of a Job's pod with the Job's workload: the JobSet that owns the Job, where one does."""
     index = "-".join(filter(None, (job.replica, pod.index)))
     return replace(pod, workload=job.workload, index=index)
 
 
-def _ran(container: Document) -> bool:
+def _has_run(container: Document) -> bool:
     state = container.get("state") or {}
     return bool(state.get("running") or state.get("terminated") or container.get("restartCount"))
 
 
-def _ending_of(containers: list[Document]) -> Ending | None:
+def _last_exit(containers: list[Document]) -> ContainerExit | None:
     """The newest end of a training container; of those that ended at once, one that failed."""
     found = [
-        Ending(
+        ContainerExit(
             container=each.get("name") or "",
             reason=ended.get("reason") or "Error",
             exit_code=int(ended.get("exitCode") or 0),

@@ -23,14 +23,14 @@ class Phase(enum.StrEnum):
     FINISHED = "Finished"
 
 
-TRAINS = frozenset({Phase.TRAINING, Phase.DEGRADED})
+TRAINING_PHASES = frozenset({Phase.TRAINING, Phase.DEGRADED})
 """Phases in which steps are made."""
-_ABSENT = frozenset({report.Phase.WAITING, report.Phase.STOPPING})
+_NO_TRAINER = frozenset({report.SidecarPhase.WAITING, report.SidecarPhase.STOPPING})
 
 
 def phase_of(
     before: Phase,
-    heard: AbstractSet[report.Phase],
+    phases: AbstractSet[report.SidecarPhase],
     *,
     alive: bool,
     started: bool,
@@ -40,15 +40,15 @@ def phase_of(
 ) -> Phase:
     """The phase of a run that is not finished.
 
-    `heard`: of the sidecars that are; `alive`: a pod that can train exists; `started`: training ever began; `missing`:
+    `phases`: of the sidecars that are; `alive`: a pod that can train exists; `started`: training ever began; `missing`:
     ranks are known to be away; `unsafe`: checkpoints are not made, or not safe.
     """
     if not alive:
         return Phase.RECOVERING if started and not suspended else Phase.PENDING
-    if not heard - {report.Phase.UNKNOWN}:
+    if not phases - {report.SidecarPhase.UNKNOWN}:
         return Phase.RECOVERING if before is Phase.FINISHED else before
-    if report.Phase.RESTORING in heard:
+    if report.SidecarPhase.RESTORING in phases:
         return Phase.RESTORING
-    if missing or heard & _ABSENT:
+    if missing or phases & _NO_TRAINER:
         return Phase.RECOVERING if started else Phase.PENDING
     return Phase.DEGRADED if unsafe else Phase.TRAINING

@@ -11,17 +11,24 @@ from collections.abc import Mapping
 
 from deltashard_operator.fleet import report
 from deltashard_operator.run.observed_object import NodeView, PodView
-from deltashard_operator.run.watched_run import NO_NODES, OTHERS_BEAT_S, SILENT_BEATS, Heard, Run, heard
+from deltashard_operator.run.watched_run import (
+    MAX_MISSED_INTERVALS,
+    NO_NODES,
+    PEER_INTERVAL_S,
+    LastReport,
+    WatchedRun,
+    live_reports,
+)
 
 
-def of_run(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> tuple[int, int, bool]:
+def of_run(run: WatchedRun, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> tuple[int, int, bool]:
     """(How many ranks there should be, 0 for not known; how many are heard; whether some are known to be away).
 
     `nodes`: those that are not ready hold no rank.
     """
     if run.per_pod:
         return 0, 0, False
-    live = {uid: each.pod for uid, each in heard(run, now_s, nodes).items() if run.pods[uid].alive}
+    live = {uid: each.pod for uid, each in live_reports(run, now_s, nodes).items() if run.pods[uid].alive}
     newest = max((pod.attempt for pod in live.values() if pod.ranks), default=0)
     group = [pod for pod in live.values() if pod.attempt in (0, newest)]  # 0: it is being opened
     sizes = [rank.world_size for pod in group if pod.attempt == newest for rank in pod.ranks]
@@ -33,21 +40,21 @@ def of_run(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> 
         present = max(present, run.progress.ranks_present)  # nobody is gone because a controller starts
     # Trainers that closed in good order are not missed, and who is not heard may be there.
     all_open = all(
-        uid in live and live[uid].phase is not report.Phase.CLOSED
+        uid in live and live[uid].phase is not report.SidecarPhase.CLOSED
         for uid, pod in run.pods.items()
         if _can_hold(pod, nodes)
     )
     return expected, present, 1 < expected > len(there) and all_open
 
 
-def is_known(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> bool:
+def is_known(run: WatchedRun, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> bool:
     """Whether this controller has heard every pod that can hold a rank, or began with the run, or has long waited."""
-    if not run.reloaded_s or 0 < run.heard_since_s < now_s - SILENT_BEATS * OTHERS_BEAT_S:
+    if not run.loaded_status_s or 0 < run.first_report_s < now_s - MAX_MISSED_INTERVALS * PEER_INTERVAL_S:
         return True
-    return all(uid in run.heard for uid, pod in run.pods.items() if _can_hold(pod, nodes))
+    return all(uid in run.last_reports for uid, pod in run.pods.items() if _can_hold(pod, nodes))
 
 
-def phases(run: Run, live: Mapping[str, Heard], *, known: bool) -> frozenset[report.Phase]:
+def phases(run: WatchedRun, live: Mapping[str, LastReport], *, known: bool) -> frozenset[report.SidecarPhase]:
     """Phases of the sidecars that count: one without a trainer does only where ranks are known to be missing."""
     every = frozenset(each.pod.phase for each in live.values())
     holding = frozenset(each.pod.phase for each in live.values() if each.pod.ranks)

@@ -18,7 +18,7 @@ from deltashard_operator.api.workload_policy import DELETE, Policy
 from deltashard_operator.run.observed_object import ABSENT_S
 
 if TYPE_CHECKING:
-    from deltashard_operator.run.watched_run import Run
+    from deltashard_operator.run.watched_run import WatchedRun
 
 MAX_MESSAGE = 1024
 """Characters that a status takes."""
@@ -59,7 +59,7 @@ class Reclaim:
         return self.state in {WAITING, REMOVING}
 
 
-def moved(before: Reclaim | None, state: ReclaimState, message: str, now_s: float) -> Reclaim:
+def with_state(before: Reclaim | None, state: ReclaimState, message: str, now_s: float) -> Reclaim:
     """It stands so now."""
     same = before is not None and before.state is state
     return Reclaim(
@@ -70,8 +70,8 @@ def moved(before: Reclaim | None, state: ReclaimState, message: str, now_s: floa
     )
 
 
-def judged(
-    run: Run, policy: Policy | Refusal | None, *, continued: bool = False, now_s: float
+def reconcile(
+    run: WatchedRun, policy: Policy | Refusal | None, *, continued: bool = False, now_s: float
 ) -> Reclaim | None:
     """Where the removal stands; None: nothing is to be removed. One that a Job does, or has done, stays so.
 
@@ -85,15 +85,15 @@ def judged(
         return before
     if isinstance(policy, Refusal):
         why = f"the policy cannot be used: {policy.what}"
-        return None if before is None else moved(before, KEPT, why, now_s)
+        return None if before is None else with_state(before, KEPT, why, now_s)
     if policy is None or policy.reclaim != DELETE:
         return None
     due_s = run.finished_at_s + policy.reclaim_after_s
     if not run.workload.native:  # what it is made of may come back, as Jobs of a JobSet that restarts do
-        due_s = max(due_s, run.seen_s + ABSENT_S)
-    left = min((each.name for each in run.pods.values() if not each.over), default="")
+        due_s = max(due_s, run.last_seen_s + ABSENT_S)
+    left = min((each.name for each in run.pods.values() if not each.finished), default="")
     state, message = WAITING, "a Job is to remove the bytes"
-    if why := _against(run, policy, continued=continued):
+    if why := _keep_reason(run, policy, continued=continued):
         state, message = KEPT, why
     elif now_s < due_s:
         message = "the bytes go when the grace is over"
@@ -103,20 +103,20 @@ def judged(
     was_due = before is not None and before.state in {KEPT, FAILED} and now_s >= before.due_s
     if before is not None and was_due and state is WAITING and not ready:
         return replace(before, ready=False)  # as after a controller's restart; nobody need hear of it again
-    return replace(moved(before, state, message, now_s), due_s=due_s, ready=ready)
+    return replace(with_state(before, state, message, now_s), due_s=due_s, ready=ready)
 
 
-def _against(run: Run, policy: Policy, *, continued: bool) -> str:
+def _keep_reason(run: WatchedRun, policy: Policy, *, continued: bool) -> str:
     """Why the bytes stay; empty: nothing speaks for that."""
     workload = run.workload
     place = f"`deltashard rm` removes them (run {workload.namespace}/{run.run_id})"
     lives = min((each.name for each in run.jobs.values() if not each.outcome), default="")
-    if not policy.reclaims:
+    if not policy.can_reclaim:
         return "the chart's reclaim.enabled is false: the controller may make no Job that removes them"
     if lives:
         return f"Job {lives} has not ended"
     if not workload.native and run.finished == "Deleted":
-        return f"whether {workload.called} is gone for good, or comes back, cannot be seen: {place}"
+        return f"whether {workload.display_name} is gone for good, or comes back, cannot be seen: {place}"
     if continued:
         return "another workload continues the run"
     if not run.store:

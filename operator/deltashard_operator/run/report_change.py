@@ -17,162 +17,166 @@ from deltashard_operator.run import failure, watched_run
 from deltashard_operator.run.failure import Loss
 from deltashard_operator.run.ledger import incident_key
 from deltashard_operator.run.observed_object import timestamp
-from deltashard_operator.run.watched_run import NO_PART, Heard, Notice, Run, RunPart, less
+from deltashard_operator.run.watched_run import NO_PART, LastReport, RunEvent, RunPart, WatchedRun, without
 
-_news = attrgetter("phase", "attempt", "store_ok", "credentials_ok")
+_state_key = attrgetter("phase", "attempt", "store_ok", "credentials_ok")
 """What a change of a pod's state is."""
 
 
 def with_report(
-    run: Run, report: Report, now_s: float, *, beat_s: float = 0.0
-) -> tuple[Run, tuple[Notice, ...]]:
+    run: WatchedRun, report: Report, now_s: float, *, report_interval_s: float = 0.0
+) -> tuple[WatchedRun, tuple[RunEvent, ...]]:
     """The run after a report, and the incidents in it that people should hear of.
 
-    A report that is late (an older one of the same process, or one of an older process) changes nothing. `beat_s`: the
+    A report that is late (an older one of the same process, or one of an older process) changes nothing. `report_interval_s`: the
     least between two reports of a sidecar, where there are too many of them.
     """
     uid = report.who.pod_uid
-    known = run.heard.get(uid)
+    known = run.last_reports.get(uid)
     if uid not in run.pods or (known is not None and _is_late(known, report)):
         return run, ()
     part = watched_run.part_of(run, uid, report.pod.run)
-    speaks = _speaks(run, report, part, now_s)
+    is_reporter = _should_report_run(run, report, part, now_s)
     seen = known.incident if known is not None and known.report.process == report.process else 0
-    heard = Heard(
+    latest = LastReport(
         report=replace(report, run=None, incidents=(), saves_over=()),
         at_s=now_s,
-        beat_s=max(watched_run.SPEAKER_BEAT_S if speaks else watched_run.OTHERS_BEAT_S, beat_s),
-        speaks=speaks,
+        report_interval_s=max(
+            watched_run.REPORTER_INTERVAL_S if is_reporter else watched_run.PEER_INTERVAL_S, report_interval_s
+        ),
+        is_reporter=is_reporter,
         changed_s=_changed_s(known, report, now_s),
         incident=max(seen, *(each.id for each in report.incidents), 0),
     )
     run = replace(
         run,
-        heard={**run.heard, uid: heard},
-        heard_since_s=run.heard_since_s or now_s,
+        last_reports={**run.last_reports, uid: latest},
+        first_report_s=run.first_report_s or now_s,
         store=report.who.url or run.store,
     )
-    notices: list[Notice] = []
+    events: list[RunEvent] = []
     for each in report.incidents:
-        run, found = _with_incident(run, report, each, part, fresh=each.id > seen, now_s=now_s)
-        notices += found
+        run, found = _with_incident(run, report, each, part, is_new=each.id > seen, now_s=now_s)
+        events += found
     if report.pod.run:
-        run = _with_part(run, report, part, speaks=speaks, now_s=now_s)
-    return run, tuple(notices)
+        run = _with_part(run, report, part, is_reporter=is_reporter, now_s=now_s)
+    return run, tuple(events)
 
 
-def _is_late(known: Heard, report: Report) -> bool:
+def _is_late(known: LastReport, report: Report) -> bool:
     if known.report.process == report.process:
         return report.sequence <= known.report.sequence
     return report.who.started_at_s < known.report.who.started_at_s
 
 
-def _changed_s(known: Heard | None, report: Report, now_s: float) -> float:
+def _changed_s(known: LastReport | None, report: Report, now_s: float) -> float:
     """When the sidecar's state changed last; one that this controller hears first may be at it for long."""
     if known is None:
         return min(report.who.started_at_s, now_s)
-    return known.changed_s if _news(known.pod) == _news(report.pod) else now_s
+    return known.changed_s if _state_key(known.pod) == _state_key(report.pod) else now_s
 
 
 def _has_rank_0(pod: PodState) -> bool:
     return any(each.rank == 0 for each in pod.ranks)
 
 
-def _speaks(run: Run, report: Report, part: str, now_s: float) -> bool:
+def _should_report_run(run: WatchedRun, report: Report, part: str, now_s: float) -> bool:
     """Whether the sidecar that reports is the one to speak for its part of the run."""
     uid = report.who.pod_uid
     if part or not any(each.alive for key, each in run.pods.items() if key != uid):
         return True
-    live = watched_run.heard(run, now_s)
-    others = [each.pod for key, each in live.items() if each.speaks and key != uid]
+    live = watched_run.live_reports(run, now_s)
+    others = [each.pod for key, each in live.items() if each.is_reporter and key != uid]
     if _has_rank_0(report.pod):
         return not any(_has_rank_0(each) and each.attempt > report.pod.attempt for each in others)
-    silent_s = now_s - (run.heard_since_s or now_s)
-    return not others and ((uid in live and live[uid].speaks) or silent_s > watched_run.SILENCE_S)
+    silent_s = now_s - (run.first_report_s or now_s)
+    return not others and (
+        (uid in live and live[uid].is_reporter) or silent_s > watched_run.REPORTER_TIMEOUT_S
+    )
 
 
-def event_of(kind: IncidentKind) -> str:
+def event_reason(kind: IncidentKind) -> str:
     """Reason of the Event that an incident is told by."""
     return kind.value.title().replace("_", "")
 
 
 def _with_incident(
-    run: Run, report: Report, said: Incident, part: str, *, fresh: bool, now_s: float
-) -> tuple[Run, tuple[Notice, ...]]:
-    """The run after an incident, and what people should hear of it; `fresh`: it was not told before."""
-    key, who = incident_key(report, said, part), report.who
-    if said.kind is IncidentKind.UNKNOWN:
+    run: WatchedRun, report: Report, incident: Incident, part: str, *, is_new: bool, now_s: float
+) -> tuple[WatchedRun, tuple[RunEvent, ...]]:
+    """The run after an incident, and what people should hear of it; `is_new`: it was not told before."""
+    key, who = incident_key(report, incident, part), report.who
+    if incident.kind is IncidentKind.UNKNOWN:
         return run, ()
-    if said.kind is IncidentKind.TRAINER_LOST:
-        if not run.ledger.has(key, said.at_s):
-            message = said.message[: failure.MAX_MESSAGE]
+    if incident.kind is IncidentKind.TRAINER_LOST:
+        if not run.ledger.has(key, incident.at_s):
+            message = incident.message[: failure.MAX_MESSAGE]
             # The pod's clock is not ours, and its sidecar tells this at once.
             cause = failure.TRAINER_LOST
             lost = Loss(at_s=now_s, cause=cause, message=message, pod=who.pod, node=who.node)
             run = watched_run.with_loss(run, lost, part, key)
         return run, ()
-    restored = said.kind is IncidentKind.RESTORED
+    restored = incident.kind is IncidentKind.RESTORED
     # A trainer that was replaced is fenced when its node comes back: that is no trouble.
     older = report.pod.attempt < run.parts.get(part, NO_PART).attempt or not run.pods[who.pod_uid].alive
-    replaced = said.kind is IncidentKind.FENCED and said.cause != Cause.TAKEN_OVER and older
+    replaced = incident.kind is IncidentKind.FENCED and incident.cause != Cause.TAKEN_OVER and older
     pod = f"pod {who.pod}, which was replaced" if replaced else f"pod {who.pod}"
-    reason, text = event_of(said.kind), f"{pod}: {said.message or 'no more is known'}"
-    if said.count > 1:
-        text += f" ({said.count} times)"
-    if restored and not run.ledger.has_restored(part, said.attempt):
-        ledger = run.ledger.with_restored(part, said.attempt, said.lost_steps)
+    reason, text = event_reason(incident.kind), f"{pod}: {incident.message or 'no more is known'}"
+    if incident.count > 1:
+        text += f" ({incident.count} times)"
+    if restored and not run.ledger.has_restored(part, incident.attempt):
+        ledger = run.ledger.with_restored(part, incident.attempt, incident.lost_steps)
         run = replace(run, ledger=ledger)
         # Not by the restore that fell back.
-        if run.fell_back is None or (run.fell_back[0] == part and run.fell_back[1] < said.attempt):
-            run = replace(run, said=less(run.said, "FellBack"))
-    if fresh and not restored and not replaced:
-        run = replace(run, said={**run.said, reason: text})
-        if said.kind is IncidentKind.FELL_BACK:
-            run = replace(run, fell_back=(part, said.attempt))
-    return run, (Notice(reason=reason, message=text, warning=not restored, key=key),)
+        if run.fell_back is None or (run.fell_back[0] == part and run.fell_back[1] < incident.attempt):
+            run = replace(run, incident_messages=without(run.incident_messages, "FellBack"))
+    if is_new and not restored and not replaced:
+        run = replace(run, incident_messages={**run.incident_messages, reason: text})
+        if incident.kind is IncidentKind.FELL_BACK:
+            run = replace(run, fell_back=(part, incident.attempt))
+    return run, (RunEvent(reason=reason, message=text, warning=not restored, key=key),)
 
 
-def _with_part(run: Run, report: Report, part: str, *, speaks: bool, now_s: float) -> Run:
+def _with_part(run: WatchedRun, report: Report, part: str, *, is_reporter: bool, now_s: float) -> WatchedRun:
     """The run with what a report tells of its part."""
     before = run.parts.get(part, NO_PART)
     after = replace(before, attempt=max(before.attempt, report.pod.attempt))
-    if speaks and report.run is not None:
+    if is_reporter and report.run is not None:
         after = _with_state(after, report.run, report.pod.attempt > before.attempt, now_s)
-        after = replace(after, kept=() if part else _kept(after, report.run, now_s))
+        after = replace(after, kept=() if part else _newest_checkpoints(after, report.run, now_s))
         run = replace(run, ledger=run.ledger.with_openings(part, report.run.openings))
     commit = after.state.newest if after.state is not None else None
     # A trainer of this workload commits again; another workload's commits stand in the same log.
     newer = part in run.parts and after.seq > before.seq
     if newer and commit is not None and commit.attempt <= after.attempt:
-        run = replace(run, said=less(run.said, "Fenced"))
+        run = replace(run, incident_messages=without(run.incident_messages, "Fenced"))
     if after.attempt > before.attempt > 0:
-        run = replace(run, said=less(run.said, "Fenced", "TrackingFault"))
+        run = replace(run, incident_messages=without(run.incident_messages, "Fenced", "TrackingFault"))
     return replace(run, parts={**run.parts, part: after})
 
 
-def _with_state(part: RunPart, told: RunReport, anew: bool, now_s: float) -> RunPart:
-    """The part after who speaks for it told its state; `anew`: another attempt does.
+def _with_state(part: RunPart, state: RunReport, new_attempt: bool, now_s: float) -> RunPart:
+    """The part after who speaks for it told its state; `new_attempt`: another attempt does.
 
     The clock that counts is ours: that of a node may be wrong, and would hide that checkpoints are old or raise it for
     nothing. The commit's age is taken only where it was there before anything was known of the part.
     """
-    seq = told.newest.seq if told.newest is not None else 0
+    seq = state.newest.seq if state.newest is not None else 0
     # After a rewind the newest commit is an older one: by the word of the attempt that resumed it.
-    if part.state is not None and seq < part.seq and not anew:
+    if part.state is not None and seq < part.seq and not new_attempt:
         return part
     at_s = part.committed_at_s
     if part.state is None and not part.seq:
-        at_s = now_s - told.newest_age_s if seq else 0.0
+        at_s = now_s - state.newest_age_s if seq else 0.0
     elif seq > part.seq:
         at_s = now_s
-    return replace(part, seq=seq, committed_at_s=at_s, state=replace(told, checkpoints=()))
+    return replace(part, seq=seq, committed_at_s=at_s, state=replace(state, checkpoints=()))
 
 
-def _kept(part: RunPart, told: RunReport, now_s: float) -> tuple[Mapping[str, Any], ...]:
+def _newest_checkpoints(part: RunPart, state: RunReport, now_s: float) -> tuple[Mapping[str, Any], ...]:
     """The newest checkpoints; a time that was told once stays, as ages are told anew with each report."""
     times = {each["seq"]: each["time"] for each in part.kept} | {part.seq: timestamp(part.committed_at_s)}
     found = []
-    for each in sorted(told.checkpoints, key=lambda each: -each.seq):
+    for each in sorted(state.checkpoints, key=lambda each: -each.seq):
         time = times.get(each.seq) or timestamp(now_s - each.age_s)
         pins = {"pins": [*each.pins]} if each.pins else {}
         found.append({"seq": each.seq, "step": each.step, "time": time, "bytes": each.bytes, **pins})

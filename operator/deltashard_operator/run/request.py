@@ -18,7 +18,7 @@ from deltashard_operator.run.observed_object import seconds_of, timestamp
 
 COMPLETE = "Complete"
 """Type of its one condition."""
-ANSWER_S = 15.0
+RESULT_GRACE_S = 15.0
 """After the deadline a sidecar may still report the save that it has just made."""
 MAX_MESSAGE = 1024
 Document = dict[str, Any]
@@ -83,29 +83,29 @@ class RequestFacts:
     """Whether the workload's pods train a run each."""
     room: bool = True
     """Whether the run takes another order."""
-    over: SaveOver | None = None
+    save_result: SaveOver | None = None
     """What a sidecar of the run reports of this order."""
 
 
 _LATE = "DeadlineExceeded"
 
 
-def _next(request: CheckpointRequest, facts: RequestFacts) -> tuple[RequestPhase, str, str] | None:
+def _next_phase(request: CheckpointRequest, facts: RequestFacts) -> tuple[RequestPhase, str, str] | None:
     """The phase that an open request comes to, why in one word, and in a sentence; None: nothing changes."""
     run, deadline, ordered = facts.run, request.deadline, request.phase is ORDERED
     late = facts.now_s - request.until_s
-    if ordered and facts.over is not None:
-        cause = facts.over.cause or "the sidecar gave no reason"
-        if facts.over.outcome is Outcome.COMMITTED:
+    if ordered and facts.save_result is not None:
+        cause = facts.save_result.cause or "the sidecar gave no reason"
+        if facts.save_result.outcome is Outcome.COMMITTED:
             pinned = f", pinned as {request.pin}" if request.pin else ""
-            return COMPLETED, "Saved", f"saved at step {facts.over.step}{pinned}"
-        if facts.over.outcome is Outcome.EXPIRED:
+            return COMPLETED, "Saved", f"saved at step {facts.save_result.step}{pinned}"
+        if facts.save_result.outcome is Outcome.EXPIRED:
             return FAILED, _LATE, f"nothing was saved in {deadline}: {cause}"
         return FAILED, "SaveFailed", f"the save failed: {cause}"
     if facts.finished:
         return FAILED, "RunFinished", f"run {run} is finished ({facts.finished})"
     if ordered:
-        if late >= ANSWER_S:
+        if late >= RESULT_GRACE_S:
             return FAILED, _LATE, f"no sidecar of the run reported a save in {deadline}"
         return None if run else (FAILED, "RunGone", f"run {request.run} is gone")
     if facts.per_pod:
@@ -124,15 +124,15 @@ def _next(request: CheckpointRequest, facts: RequestFacts) -> tuple[RequestPhase
     return PENDING, "TooManyOrders", f"run {run} has too many open orders"
 
 
-def judged(request: CheckpointRequest, facts: RequestFacts) -> CheckpointRequest:
+def reconcile(request: CheckpointRequest, facts: RequestFacts) -> CheckpointRequest:
     """The request, with what follows from what is known now."""
-    found = _next(request, facts) if request.open else None
+    found = _next_phase(request, facts) if request.open else None
     if found is None:
         return request
     phase, reason, message = found
     request = replace(request, phase=phase, reason=reason, message=message[:MAX_MESSAGE])
-    if phase is COMPLETED and facts.over is not None:
-        request = replace(request, step=facts.over.step, seq=facts.over.seq)
+    if phase is COMPLETED and facts.save_result is not None:
+        request = replace(request, step=facts.save_result.step, seq=facts.save_result.seq)
     return request if request.open else replace(request, finished_s=facts.now_s)
 
 

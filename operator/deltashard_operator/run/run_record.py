@@ -22,18 +22,20 @@ from deltashard_operator.kube.cluster_name import RUN_ID, WORKLOAD_UID
 from deltashard_operator.run import ledger, phase
 from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.failure import Loss
-from deltashard_operator.run.observed_object import Wish, Workload, seconds_of, timestamp
+from deltashard_operator.run.observed_object import RequestedSettings, Workload, seconds_of, timestamp
 from deltashard_operator.run.reclaim import Reclaim, ReclaimState
-from deltashard_operator.run.watched_run import NO_PART, Progress, Run, RunPart
+from deltashard_operator.run.watched_run import NO_PART, Progress, RunPart, WatchedRun
 
 GROUP, VERSION, PLURAL = "deltashard.io", "v1alpha1", "checkpointruns"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "CheckpointRun"
 MAX_PODS = 256
 """Pods listed in a status at most."""
-COMMIT = frozenset({"lastCommitSeq", "lastCommittedStep", "lastCommitTime", "ranks", "newestCheckpoints"})
+COMMIT_FIELDS = frozenset(
+    {"lastCommitSeq", "lastCommittedStep", "lastCommitTime", "ranks", "newestCheckpoints"}
+)
 """Fields whose change is worth a write within half a minute."""
-QUIET = frozenset(
+LOW_PRIORITY_FIELDS = frozenset(
     {
         "observedTime",
         "step",
@@ -50,29 +52,29 @@ QUIET = frozenset(
 Document = dict[str, Any]
 
 
-def _same(names: str) -> dict[str, str]:
+def _same_names(names: str) -> dict[str, str]:
     """A table of fields that are called alike in the API, in its spelling."""
     return {re.sub("_(.)", lambda found: found[1].upper(), each): each.rstrip("?") for each in names.split()}
 
 
 # Field of the status -> of the value that has it: a time where that ends in `_s`. With `?` what is empty is left out.
 _RUN = {
-    "trainingSince?": "trains_since_s",
+    "trainingSince?": "training_since_s",
     "finishedAt?": "finished_at_s",
     "finishedReason?": "finished",
     "store?": "store",
 }
-_PROGRESS = _same("step? attempt? partial_recoveries? stored_bytes? checkpoints?") | {
+_PROGRESS = _same_names("step? attempt? partial_recoveries? stored_bytes? checkpoints?") | {
     "lastCommittedStep?": "last_step",
     "lastCommitSeq?": "last_seq",
     "lastCommitTime?": "last_commit_at_s",
 }
-_POLICY = _same("encoding? differential? goal? every_steps?")
-_WORKLOAD = _same("kind name uid api_version?")
-_POD = _same("name uid node? index?") | {"phase?": "shown_phase"}
-_RECLAIM = _same("state message") | {"since": "since_s", "due?": "due_s"}
-_CONDITION = _same("type status reason message") | {"lastTransitionTime": "since_s"}
-_LOSS = _same("cause message? pod? node?") | {"time": "at_s"}
+_POLICY = _same_names("encoding? differential? goal? every_steps?")
+_WORKLOAD = _same_names("kind name uid api_version?")
+_POD = _same_names("name uid node? index?") | {"phase?": "shown_phase"}
+_RECLAIM = _same_names("state message") | {"since": "since_s", "due?": "due_s"}
+_CONDITION = _same_names("type status reason message") | {"lastTransitionTime": "since_s"}
+_LOSS = _same_names("cause message? pod? node?") | {"time": "at_s"}
 
 
 def _fields(value: object, names: Mapping[str, str]) -> Document:
@@ -92,7 +94,7 @@ def _fields(value: object, names: Mapping[str, str]) -> Document:
     return found
 
 
-def _read(found: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def _parse_fields(found: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Arguments of a value that `_fields` told; what is not there is left to its default."""
     known = {name: found.get(key.removesuffix("?")) for key, name in names.items()}
     return {
@@ -109,7 +111,7 @@ def run_label(run_id: str) -> str:
     return f"{run_id[:42].rstrip('-.')}-{hashlib.sha256(run_id.encode()).hexdigest()[:20]}"
 
 
-def document(run: Run) -> Document:
+def document(run: WatchedRun) -> Document:
     workload = run.workload
     return {
         "apiVersion": API_VERSION,
@@ -121,14 +123,14 @@ def document(run: Run) -> Document:
         },
         "spec": {
             "runId": run.run_id,
-            "policy": run.wish.policy,
+            "policy": run.requested.policy,
             "workload": _fields(workload, _WORKLOAD),
-            **({"runs": run.wish.runs} if run.wish.runs else {}),
+            **({"runs": run.requested.runs} if run.requested.runs else {}),
         },
     }
 
 
-def status(run: Run, now_s: float) -> Document:
+def status(run: WatchedRun, now_s: float) -> Document:
     """The whole status; a field without a value is left out."""
     progress, policy = run.progress, run.progress.policy
     interval = next((each for each in progress.decisions if each.subject == "interval"), Decision())
@@ -175,59 +177,65 @@ def patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Document:
     return changed if set(changed) - {"observedTime"} else {}
 
 
-def run_of(found: Mapping[str, Any]) -> Run:
-    spec, said = found["spec"], found.get("status") or {}
-    workload = Workload(namespace=found["metadata"]["namespace"], **_read(spec["workload"], _WORKLOAD))
+def run_of(found: Mapping[str, Any]) -> WatchedRun:
+    spec, status_fields = found["spec"], found.get("status") or {}
+    workload = Workload(
+        namespace=found["metadata"]["namespace"], **_parse_fields(spec["workload"], _WORKLOAD)
+    )
     own = f"{workload.name}-{workload.uid}"
     run_id = "" if spec["runId"] == own else spec["runId"]
-    wish = Wish(policy=spec["policy"], run_id=run_id, runs=spec.get("runs", ""))
-    conditions = tuple(Condition(**_read(each, _CONDITION)) for each in said.get("conditions") or ())
+    requested = RequestedSettings(policy=spec["policy"], run_id=run_id, runs=spec.get("runs", ""))
+    conditions = tuple(
+        Condition(**_parse_fields(each, _CONDITION)) for each in status_fields.get("conditions") or ()
+    )
     # Sentences of troubles that no report repeats.
-    kept = {each.type: each.message or each.reason for each in conditions if each.status == "True"}
-    progress, counted = _progress_of(said), ledger.decoded(said.get("ledger", ""))
-    written_s = seconds_of(said.get("observedTime"))
-    per_pod = wish.runs == RUN_PER_POD or any(counted.openings)
+    messages = {each.type: each.message or each.reason for each in conditions if each.status == "True"}
+    progress, counted = _progress_of(status_fields), ledger.decoded(status_fields.get("ledger", ""))
+    written_s = seconds_of(status_fields.get("observedTime"))
+    per_pod = requested.runs == RUN_PER_POD or any(counted.openings)
     only = RunPart(
         attempt=progress.attempt,
         seq=progress.last_seq,
         committed_at_s=progress.last_commit_at_s,
-        kept=tuple(said.get("newestCheckpoints") or ()),
+        kept=tuple(status_fields.get("newestCheckpoints") or ()),
     )
-    return Run(
+    return WatchedRun(
         workload=workload,
-        wish=wish,
-        **_read(said, _RUN),
+        requested=requested,
+        **_parse_fields(status_fields, _RUN),
         ledger=counted,
-        losses=tuple(Loss(**_read(each, _LOSS)) for each in said.get("losses") or ()),
+        losses=tuple(Loss(**_parse_fields(each, _LOSS)) for each in status_fields.get("losses") or ()),
         progress=progress,
         parts={} if per_pod else {"": only},
-        phase=phase.Phase(said.get("phase", "Pending")),
-        trained_s=float(said.get("trainedSeconds", 0)),
-        seen_s=written_s,
-        judged_s=written_s,
-        reloaded_s=written_s,
+        phase=phase.Phase(status_fields.get("phase", "Pending")),
+        trained_s=float(status_fields.get("trainedSeconds", 0)),
+        last_seen_s=written_s,
+        reconciled_s=written_s,
+        loaded_status_s=written_s,
         conditions=conditions,
-        said=kept,
-        taken_by=kept.get("RunIdTaken", ""),
-        reclaim=_reclaim_of(said["reclaim"]) if said.get("reclaim") else None,
+        incident_messages=messages,
+        run_id_conflict=messages.get("RunIdTaken", ""),
+        reclaim=_reclaim_of(status_fields["reclaim"]) if status_fields.get("reclaim") else None,
     )
 
 
 def _reclaim_of(found: Mapping[str, Any]) -> Reclaim:
     # A state of a newer controller's: nothing is removed for it.
     state = ReclaimState(found["state"]) if found["state"] in set(ReclaimState) else ReclaimState.KEPT
-    return Reclaim(**_read(found, _RECLAIM) | {"state": state})
+    return Reclaim(**_parse_fields(found, _RECLAIM) | {"state": state})
 
 
-def _progress_of(said: Mapping[str, Any]) -> Progress:
-    present, _, size = said.get("ranks", "0/0").partition("/")
-    decisions = said.get("decisions") or ()
+def _progress_of(status_fields: Mapping[str, Any]) -> Progress:
+    present, _, size = status_fields.get("ranks", "0/0").partition("/")
+    decisions = status_fields.get("decisions") or ()
     return Progress(
-        **_read(said, _PROGRESS),
+        **_parse_fields(status_fields, _PROGRESS),
         world_size=int(size),
         ranks_present=int(present),
-        stall_s=float(said.get("stallSeconds", 0)),
-        lost_share=float(said.get("lostSamplesShare", 0)),
-        policy=pb.Policy(every_s=said.get("intervalSeconds", 0), **_read(said, _POLICY)),
+        stall_s=float(status_fields.get("stallSeconds", 0)),
+        lost_share=float(status_fields.get("lostSamplesShare", 0)),
+        policy=pb.Policy(
+            every_s=status_fields.get("intervalSeconds", 0), **_parse_fields(status_fields, _POLICY)
+        ),
         decisions=tuple(ParseDict(each, Decision(), ignore_unknown_fields=True) for each in decisions),
     )

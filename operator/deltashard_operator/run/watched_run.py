@@ -2,7 +2,7 @@
 
 A `Run` is a value. Facts come in by three ways that know nothing of each other and may be late: the API's watches
 (`with_job`, `with_pod`), the sidecars' reports (`report_change`) and the CheckpointRun's own status, read back when the
-controller starts (`run_record`). `judgement` then draws the conclusions.
+controller starts (`run_record`). `reconcile` then draws the conclusions.
 
 Where every pod of an Indexed Job is a run of its own in the store, each of these is a **part** of the run, by the pod's
 number, and the CheckpointRun of the Job shows the one whose newest checkpoint is the oldest. Else the run has the one
@@ -25,31 +25,31 @@ from deltashard_operator.run import failure
 from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.failure import Loss
 from deltashard_operator.run.ledger import Ledger, hashed
-from deltashard_operator.run.observed_object import JobView, NodeView, PodView, Wish, Workload
+from deltashard_operator.run.observed_object import JobView, NodeView, PodView, RequestedSettings, Workload
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.reclaim import Reclaim
 
 V = TypeVar("V")
 MAX_NAME = 63
 NO_NODES: Mapping[str, NodeView] = {}
-SPEAKER_BEAT_S = 60.0
+REPORTER_INTERVAL_S = 60.0
 """Between the reports of a sidecar that speaks for its run, when nothing changes."""
-OTHERS_BEAT_S = 300.0
-SILENT_BEATS = 2.5
+PEER_INTERVAL_S = 300.0
+MAX_MISSED_INTERVALS = 2.5
 """A sidecar is heard as long as its newest report is younger than so many beats."""
-SILENCE_S = SILENT_BEATS * SPEAKER_BEAT_S
+REPORTER_TIMEOUT_S = MAX_MISSED_INTERVALS * REPORTER_INTERVAL_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
+class LastReport:
     """A sidecar's newest report."""
 
     report: Report
     """Without the run's state and what happened, which are kept elsewhere."""
     at_s: float
-    beat_s: float
+    report_interval_s: float
     """How soon it is to come again, when nothing changes."""
-    speaks: bool = False
+    is_reporter: bool = False
     """Whether it is the one that speaks for its part of the run."""
     changed_s: float = 0.0
     incident: int = 0
@@ -60,7 +60,7 @@ class Heard:
         return self.report.pod
 
     def is_fresh(self, now_s: float) -> bool:
-        return now_s - self.at_s <= SILENT_BEATS * self.beat_s
+        return now_s - self.at_s <= MAX_MISSED_INTERVALS * self.report_interval_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ NO_PART = RunPart()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far training and its checkpoints are, of all parts together. `judgement` makes it."""
+    """How far training and its checkpoints are, of all parts together. `reconcile` makes it."""
 
     step: int = 0
     last_step: int = 0
@@ -107,7 +107,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notice:
+class RunEvent:
     """Event to tell people of."""
 
     reason: str
@@ -118,16 +118,16 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class WatchedRun:
     """Everything known of a run. Mappings are never changed in place."""
 
     workload: Workload
-    wish: Wish = field(default_factory=Wish)
+    requested: RequestedSettings = field(default_factory=RequestedSettings)
     jobs: Mapping[str, JobView] = field(default_factory=dict)
     pods: Mapping[str, PodView] = field(default_factory=dict)
-    heard: Mapping[str, Heard] = field(default_factory=dict)
-    """Newest reports, by pod UID, of pods that exist; see `heard`."""
-    heard_since_s: float = 0.0
+    last_reports: Mapping[str, LastReport] = field(default_factory=dict)
+    """Newest reports, by pod UID, of pods that exist; see `last_reports`."""
+    first_report_s: float = 0.0
     """When this controller heard the first sidecar of it; 0: none."""
     watched_since_s: float = 0.0
     """When this controller judged it first; 0: not yet."""
@@ -136,20 +136,20 @@ class Run:
     losses: tuple[Loss, ...] = ()
     """The newest losses, oldest first."""
     progress: Progress = field(default_factory=Progress)
-    said: Mapping[str, str] = field(default_factory=dict)
+    incident_messages: Mapping[str, str] = field(default_factory=dict)
     """Sentence of the newest incident of a kind, by the reason of its Event, until it is over."""
     fell_back: tuple[str, int] | None = None
     """Part and attempt that fell back last, since this controller began."""
-    taken_by: str = ""
+    run_id_conflict: str = ""
     """Who holds the run id that this workload asks for, where it is refused."""
     phase: Phase = Phase.PENDING
-    trains_since_s: float = 0.0
+    training_since_s: float = 0.0
     """When it last began to train; 0: it does not."""
     trained_s: float = 0.0
-    seen_s: float = 0.0
+    last_seen_s: float = 0.0
     """Newest time a pod or Job of it was seen to come, change or go."""
-    judged_s: float = 0.0
-    reloaded_s: float = 0.0
+    reconciled_s: float = 0.0
+    loaded_status_s: float = 0.0
     """When the status was written that this controller began with; 0: with none."""
     conditions: tuple[Condition, ...] = ()
     finished: str = ""
@@ -167,7 +167,7 @@ class Run:
     @property
     def run_id(self) -> str:
         """The run's name in the store, below the namespace."""
-        return self.wish.run_id or f"{self.workload.name}-{self.workload.uid}"
+        return self.requested.run_id or f"{self.workload.name}-{self.workload.uid}"
 
     @property
     def name(self) -> str:
@@ -178,7 +178,7 @@ class Run:
     @property
     def per_pod(self) -> bool:
         """Whether each of its pods is known to be a run of its own."""
-        return self.wish.runs == RUN_PER_POD or any(self.parts)
+        return self.requested.runs == RUN_PER_POD or any(self.parts)
 
     @property
     def suspended(self) -> bool:
@@ -189,88 +189,102 @@ class Run:
         return self.parts[part].seq if part in self.parts else self.progress.last_seq
 
 
-def heard(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> Mapping[str, Heard]:
+def live_reports(
+    run: WatchedRun, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES
+) -> Mapping[str, LastReport]:
     """The sidecars that are heard now, by pod UID.
 
     Of a pod that has ended none is; of one whose node is lost only what came after the node was lost.
     """
 
-    def is_heard(pod: PodView, each: Heard) -> bool:
+    def is_live(pod: PodView, each: LastReport) -> bool:
         node = nodes.get(pod.node)
         cut_off = node is not None and not node.ready and each.at_s <= node.since_s
-        return each.is_fresh(now_s) and not pod.over and not cut_off
+        return each.is_fresh(now_s) and not pod.finished and not cut_off
 
-    return {uid: each for uid, each in run.heard.items() if is_heard(run.pods[uid], each)}
+    return {uid: each for uid, each in run.last_reports.items() if is_live(run.pods[uid], each)}
 
 
-def policy_in_force(run: Run, part: str) -> pb.Policy:
+def policy_in_force(run: WatchedRun, part: str) -> pb.Policy:
     """The policy in force in a part of the run; an empty one while this controller was not told it."""
     state = run.parts.get(part, NO_PART).state
     return state.policy if state is not None else pb.Policy()
 
 
-def with_job(run: Run, job: JobView, now_s: float) -> Run:
-    said = run.wish if run.jobs and len(job.wish.overrides) < len(run.wish.overrides) else job.wish
-    return replace(run, jobs={**run.jobs, job.uid: job}, wish=said, seen_s=now_s)
+def with_job(run: WatchedRun, job: JobView, now_s: float) -> WatchedRun:
+    requested = (
+        run.requested
+        if run.jobs and len(job.requested.overrides) < len(run.requested.overrides)
+        else job.requested
+    )
+    return replace(run, jobs={**run.jobs, job.uid: job}, requested=requested, last_seen_s=now_s)
 
 
-def without_job(run: Run, uid: str, now_s: float) -> Run:
+def without_job(run: WatchedRun, uid: str, now_s: float) -> WatchedRun:
     if uid not in run.jobs:
         return run
     outcome = run.jobs[uid].outcome or "Deleted"
-    run = replace(run, jobs=less(run.jobs, uid), seen_s=now_s)
+    run = replace(run, jobs=without(run.jobs, uid), last_seen_s=now_s)
     return finished(run, outcome, now_s) if run.workload.native == "Job" and not run.finished else run
 
 
-def with_pod(run: Run, pod: PodView, *, node_ready: bool, now_s: float) -> Run:
+def with_pod(run: WatchedRun, pod: PodView, *, node_ready: bool, now_s: float) -> WatchedRun:
     """The run after a pod of it was seen; its loss or its container's restart is counted, once."""
     before = run.pods.get(pod.uid)
     run = replace(
         run,
         pods={**run.pods, pod.uid: pod},
-        wish=run.wish if run.jobs else pod.wish,  # annotations of a Job's own metadata are not on its pods
-        seen_s=now_s if pod.alive or before is None else run.seen_s,
+        requested=run.requested
+        if run.jobs
+        else pod.requested,  # annotations of a Job's own metadata are not on its pods
+        last_seen_s=now_s if pod.alive or before is None else run.last_seen_s,
     )
     if pod.restarts > (before.restarts if before is not None else 0):
         loss = failure.loss_of_container(pod, now_s)
         run = _with_end(run, pod, loss, str(pod.restarts), first=before is None)
     if before is None or not before.ends:
-        run = _with_end_of(run, pod, gone=False, node_ready=node_ready, now_s=now_s, first=before is None)
+        run = _with_pod_end(run, pod, gone=False, node_ready=node_ready, now_s=now_s, first=before is None)
     return run
 
 
-def without_pod(run: Run, uid: str, *, node_ready: bool, now_s: float) -> Run:
+def without_pod(run: WatchedRun, uid: str, *, node_ready: bool, now_s: float) -> WatchedRun:
     pod = run.pods.get(uid)
     if pod is None:
         return run
     if not pod.ends:
-        run = _with_end_of(run, pod, gone=True, node_ready=node_ready, now_s=now_s, first=False)
-    run = replace(run, pods=less(run.pods, uid), heard=less(run.heard, uid), seen_s=now_s)
+        run = _with_pod_end(run, pod, gone=True, node_ready=node_ready, now_s=now_s, first=False)
+    run = replace(
+        run, pods=without(run.pods, uid), last_reports=without(run.last_reports, uid), last_seen_s=now_s
+    )
     return finished(run, "Deleted", now_s) if run.workload.native == "Pod" and not run.finished else run
 
 
-def with_counts_of(run: Run, written: Run, nodes: Mapping[str, NodeView], now_s: float) -> Run:
+def with_persisted_counts(
+    run: WatchedRun, written: WatchedRun, nodes: Mapping[str, NodeView], now_s: float
+) -> WatchedRun:
     """The run with what another controller counted and wrote: what the API tells of its pods is counted in that."""
-    seen_s, pods = run.seen_s, run.pods.values()
+    last_seen_s, pods = run.last_seen_s, run.pods.values()
     run = replace(run, ledger=written.ledger, losses=written.losses, pods={})
     for each in pods:
         node = nodes.get(each.node)
         run = with_pod(run, each, node_ready=node is not None and node.ready, now_s=now_s)
-    return replace(run, seen_s=seen_s)
+    return replace(run, last_seen_s=last_seen_s)
 
 
-def less(mapping: Mapping[str, V], *keys: str) -> Mapping[str, V]:
+def without(mapping: Mapping[str, V], *keys: str) -> Mapping[str, V]:
     return {k: v for k, v in mapping.items() if k not in keys}
 
 
-def _with_end_of(run: Run, pod: PodView, *, gone: bool, node_ready: bool, now_s: float, first: bool) -> Run:
+def _with_pod_end(
+    run: WatchedRun, pod: PodView, *, gone: bool, node_ready: bool, now_s: float, first: bool
+) -> WatchedRun:
     job = run.jobs.get(pod.job_uid)
     suspended = job is not None and job.suspended
     loss = failure.loss_of_pod(pod, gone=gone, node_ready=node_ready, suspended=suspended, now_s=now_s)
     return run if loss is None else _with_end(run, pod, loss, "end", first=first)
 
 
-def _with_end(run: Run, pod: PodView, loss: Loss, what: str, *, first: bool) -> Run:
+def _with_end(run: WatchedRun, pod: PodView, loss: Loss, what: str, *, first: bool) -> WatchedRun:
     """The run with an end of a trainer; `first`: the pod was not seen before it, so an earlier controller may have."""
     key = hashed(pod.uid, what)
     if run.finished or key in run.ledger.counted or (first and run.ledger.has(key, loss.at_s)):
@@ -278,20 +292,22 @@ def _with_end(run: Run, pod: PodView, loss: Loss, what: str, *, first: bool) -> 
     return with_loss(run, loss, pod.index if run.per_pod else "", key)
 
 
-def part_of(run: Run, pod_uid: str, told: str) -> str:
-    """Part of the run that a pod's report is of; `told`: `PodState.run`, empty where it is not known yet."""
+def part_of(run: WatchedRun, pod_uid: str, reported_run: str) -> str:
+    """Part of the run that a pod's report is of; `reported_run`: `PodState.run`, empty where it is not known yet."""
     pod = run.pods.get(pod_uid)
     if pod is None or not pod.index:
         return ""
-    own = told == f"{run.workload.namespace}/{run.run_id}-{pod.index}" if told else run.per_pod
+    own = (
+        reported_run == f"{run.workload.namespace}/{run.run_id}-{pod.index}" if reported_run else run.per_pod
+    )
     return pod.index if own else ""
 
 
-def with_loss(run: Run, loss: Loss, part: str, key: str) -> Run:
+def with_loss(run: WatchedRun, loss: Loss, part: str, key: str) -> WatchedRun:
     """The run with a loss in a part of it, counted by this key."""
     ledger = run.ledger.with_loss(part, loss, key, run.seq_of(part))
-    return replace(run, ledger=ledger, losses=failure.listed(run.losses, loss))
+    return replace(run, ledger=ledger, losses=failure.with_loss(run.losses, loss))
 
 
-def finished(run: Run, how: str, at_s: float) -> Run:
+def finished(run: WatchedRun, how: str, at_s: float) -> WatchedRun:
     return replace(run, finished=how, finished_at_s=at_s)

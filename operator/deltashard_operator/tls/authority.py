@@ -17,7 +17,7 @@ import structlog
 from cryptography import x509
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from deltashard_operator.kube.call import Answer, ApiUnavailable
+from deltashard_operator.kube.call import ApiResponse, ApiUnavailable
 from deltashard_operator.kube.webhook_configuration import CONFIGURATION
 from deltashard_operator.tls import issuance
 
@@ -35,14 +35,14 @@ class Authority:
 
     def __init__(
         self,
-        call: Callable[..., Awaitable[Answer]],
+        call: Callable[..., Awaitable[ApiResponse]],
         namespace: str,
         registry: CollectorRegistry,
         *,
         unix: Callable[[], float] = time.time,
     ) -> None:
         """`namespace`: where the Secret, the ConfigMap and both Services are."""
-        self._requested = call
+        self._request = call
         self._secret = f"/api/v1/namespaces/{namespace}/secrets/{SECRET}"
         self._config_map = f"/api/v1/namespaces/{namespace}/configmaps/{BUNDLE}"
         self._names = names_in(namespace)
@@ -97,7 +97,7 @@ class Authority:
             _log.info("authority.published")
 
     async def _call(self, method: str, path: str, *body: Any, **more: Any) -> dict[str, Any]:
-        answer = await self._requested(method, path, *body, **more)
+        answer = await self._request(method, path, *body, **more)
         if not answer.ok:
             raise ApiUnavailable(
                 f"{method}: {answer.sentence}", where=path, remedy="is the chart installed whole?"

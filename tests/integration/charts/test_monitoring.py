@@ -86,7 +86,7 @@ def all_series() -> Iterator[str]:
     """Names of all series of ours."""
     controller = ControllerMetrics()
     stale = Condition(type="Stale", status="True", reason="Stale", message="m", since_s=1.0)
-    controller.follow(lambda: (replace(full_run(), conditions=(stale,)),))
+    controller.register_runs(lambda: (replace(full_run(), conditions=(stale,)),))
     FleetMetrics(controller.registry)
     Authority(Mock(), "n", controller.registry)
     webhook = WebhookMetrics()
@@ -226,7 +226,12 @@ CASES: list[tuple[str, str, Samples, bool]] = [
     ("ControllerDown", "gone", {}, True),
     ("ControllerDown", "none leads", {SERVING % "a": gauge_series(0), SERVING % "b": gauge_series(0)}, True),
     ("ControllerDown", "one leads", {SERVING % "a": gauge_series(0), SERVING % "b": gauge_series(1)}, False),
-    ("ReportsRefused", "for good", {REPORTS % "no_protocol": rising_counter(begins_s=0, every_s=300)}, True),
+    (
+        "ReportsRefused",
+        "for good",
+        {REPORTS % "unsupported_protocol": rising_counter(begins_s=0, every_s=300)},
+        True,
+    ),
     ("ReportsRefused", "by a standby", {REPORTS % "not_leading": rising_counter(begins_s=0)}, False),
     (
         "ReportsRefused",
@@ -347,9 +352,9 @@ RECORDS: list[tuple[str, str, Samples, float | None]] = [
     ("run_recovering:ratio1d", "a quarter", RECOVERY, 0.25),
     ("run_recovering:ratio1d", "never", phases(DAY, DAY), 0.0),
     ("run_recovering:ratio1d", "waits to be scheduled", {PHASE % "Pending": constant(1.0)}, None),
-    ("run_trained_again:ratio1d", "a tenth", RECOVERY | RETRAINED, 0.1),
-    ("run_trained_again:ratio1d", "more than all", RECOVERY | lost_steps(1e9, from_s=DAY / 2), 1.0),
-    ("run_trained_again:ratio1d", "a step is not measured", RECOVERY, None),
+    ("run_retrained:ratio1d", "a tenth", RECOVERY | RETRAINED, 0.1),
+    ("run_retrained:ratio1d", "more than all", RECOVERY | lost_steps(1e9, from_s=DAY / 2), 1.0),
+    ("run_retrained:ratio1d", "a step is not measured", RECOVERY, None),
     ("run_lost_to_failures:ratio1d", "both", RECOVERY | RETRAINED, 0.25 + 0.75 * 0.1),
     ("run_lost_to_failures:ratio1d", "recovery alone", RECOVERY, 0.25),
     ("run_lost_to_failures:ratio1d", "none", phases(DAY, DAY), 0.0),
@@ -476,7 +481,7 @@ def scraped() -> Samples:
     """An hour of scrapes of a controller that has a run of which everything is known, its counters rising."""
     controller = ControllerMetrics()
     FleetMetrics(controller.registry)
-    controller.follow(lambda: (full_run(),))
+    controller.register_runs(lambda: (full_run(),))
     found: Samples = {}
     for family in controller.registry.collect():
         for sample in family.samples:

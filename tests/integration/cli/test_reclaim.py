@@ -16,7 +16,7 @@ from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_cli.kubectl import store_job
 from deltashard_operator.controller import reclaim_job
 from deltashard_operator.run.observed_object import Workload
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 
 from tests.support.checkpoint.written_run import WrittenRun
 from tests.support.command_line import Cli
@@ -134,7 +134,7 @@ def test_reclaim_job_command_on_claim(cli: Cli, tmp_path: Path) -> None:
         name="rewind",
     )
     policy = sample.policy({"store": {"url": url, "claim": "checkpoints"}})
-    reclaim = reclaim_job.manifest(Run(workload=workload), policy)
+    reclaim = reclaim_job.manifest(WatchedRun(workload=workload), policy)
     for run in "other", f"train-{MINE}":
         make_run(url.replace("/mnt/shared", str(tmp_path)), tmp_path / "w" / run, f"team/{run}")
     for job, says in (rewind, "step 100"), (reclaim, f'"team/train-{MINE}"'):

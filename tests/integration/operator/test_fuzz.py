@@ -103,7 +103,7 @@ def strip_injected(job: dict[str, Any], before: dict[str, Any]) -> dict[str, Any
                     cluster_name.INJECTED,
                     cluster_name.POLICY,
                     cluster_name.EVICTABLE_VOLUMES,
-                    cluster_name.UNSAVED_VOLUMES,
+                    cluster_name.BACKUP_EXCLUDED_VOLUMES,
                 ],
             ),
         ):

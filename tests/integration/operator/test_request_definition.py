@@ -70,7 +70,7 @@ def test_spec_is_immutable_and_status_is_stored_unchanged(http: Rest) -> None:
     changed = http("PATCH", path, {"spec": {"pin": "other"}}, content=MERGE)
     assert changed.status == 422
     assert "a CheckpointRequest's spec never changes; make another one" in changed.document["message"]
-    failed = requests.judged(requests.request_of(made), RequestFacts(now_s=2e9))
+    failed = requests.reconcile(requests.request_of(made), RequestFacts(now_s=2e9))
     status = requests.status(failed)
     reply = http("PATCH", f"{path}/status?fieldValidation=Strict", {"status": status}, content=MERGE)
     assert (reply.status, reply.warnings, reply.document["status"]) == (200, [], status)

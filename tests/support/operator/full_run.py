@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.failure import Crash, Loss
 from deltashard_operator.run.ledger import Ledger
-from deltashard_operator.run.observed_object import PodView, Wish, Workload, timestamp
+from deltashard_operator.run.observed_object import PodView, RequestedSettings, Workload, timestamp
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import Progress, Run, RunPart
+from deltashard_operator.run.watched_run import Progress, RunPart, WatchedRun
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.fleet_pb2 import Decision, Measured
 from google.protobuf.message import Message
@@ -29,10 +29,10 @@ CHOSEN = pb.Policy(
     least_bits=4,
     tables="emb.item=q4,emb.user=q8",
 )
-SAID = "container trainer ended with exit code 1"
-LOSS = Loss(at_s=NOW_S - 60, cause="Error", message=SAID, pod="train-x", node="node-a")
-CRASH = Crash(ending=SAID, seq=7, at_s=NOW_S - 60, times=3)
-KEPT = tuple(
+MESSAGE = "container trainer ended with exit code 1"
+LOSS = Loss(at_s=NOW_S - 60, cause="Error", message=MESSAGE, pod="train-x", node="node-a")
+CRASH = Crash(ending=MESSAGE, seq=7, at_s=NOW_S - 60, times=3)
+RETAINED = tuple(
     {"seq": seq, "step": step, "time": timestamp(NOW_S - age_s), "bytes": 1 << 20, "pins": ["best"]}
     for seq, step, age_s in ((7, 1150, 30), (6, 1100, 330))
 )
@@ -53,16 +53,21 @@ def changed(message: M, **fields: Any) -> M:
     return type(message)(**{field.name: value for field, value in message.ListFields()} | fields)
 
 
-def full_run() -> Run:
-    return Run(
+def full_run() -> WatchedRun:
+    return WatchedRun(
         workload=WORKLOAD,
-        wish=Wish(policy="fast"),
+        requested=RequestedSettings(policy="fast"),
         pods={
             "p-1": PodView(
-                uid="p-1", name="train-x", workload=WORKLOAD, wish=Wish(), node="node-a", index="0"
+                uid="p-1",
+                name="train-x",
+                workload=WORKLOAD,
+                requested=RequestedSettings(),
+                node="node-a",
+                index="0",
             )
         },
-        parts={"": RunPart(attempt=34, seq=7, committed_at_s=NOW_S - 30, kept=KEPT)},
+        parts={"": RunPart(attempt=34, seq=7, committed_at_s=NOW_S - 30, kept=RETAINED)},
         ledger=Ledger(
             restores=2,
             lost_steps=50,
@@ -100,9 +105,9 @@ def full_run() -> Run:
             decisions=(DECISION,),
         ),
         phase=Phase.TRAINING,
-        trains_since_s=NOW_S - 100,
+        training_since_s=NOW_S - 100,
         trained_s=150000.0,
-        judged_s=NOW_S,
+        reconciled_s=NOW_S,
         conditions=(
             Condition(type="Ready", status="True", reason="Checkpointing", message="x", since_s=NOW_S - 100),
         ),

@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonpatch
 from deltashard_operator.admission import review as admissions
-from deltashard_operator.admission.review import Answer, Request
+from deltashard_operator.admission.review import AdmissionRequest, ReviewResult
 from deltashard_operator.api.annotation import Annotations
 from deltashard_operator.api.policy_cache import GROUP, VERSION
 from deltashard_operator.api.refusal import Refusal
@@ -72,20 +72,23 @@ def answer(
     return answered(parsed(document, **kwargs), spec).review["response"]
 
 
-def parsed(document: Mapping[str, Any], **kwargs: Any) -> Request | Answer:
+def parsed(document: Mapping[str, Any], **kwargs: Any) -> AdmissionRequest | ReviewResult:
     """The request for an object, or its answer where nothing has to be looked up."""
     return admissions.parse(json.dumps(review(document, **kwargs)).encode())
 
 
-def answered(request: Request | Answer, spec: Mapping[str, Any] | None = None) -> Answer:
+def answered(request: AdmissionRequest | ReviewResult, spec: Mapping[str, Any] | None = None) -> ReviewResult:
     """The answer to a request, every policy being `spec` over the defaults."""
-    if isinstance(request, Answer):
+    if isinstance(request, ReviewResult):
         return request
     try:
-        found = [read(each.said.policy, over_defaults(spec or {}), each.said) for each in request.parts]
+        found = [
+            read(each.annotations.policy, over_defaults(spec or {}), each.annotations)
+            for each in request.parts
+        ]
         return admissions.answer(request, found)
     except Refusal as refusal:
-        return admissions.refused(request.uid, request.kind, refusal)
+        return admissions.rejection(request.uid, request.kind, refusal)
 
 
 def operations(response: Mapping[str, Any]) -> list[dict[str, Any]]:

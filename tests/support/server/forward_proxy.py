@@ -26,7 +26,7 @@ class ForwardProxy:
         outer = self
         wanted = "Basic " + base64.b64encode(login.encode()).decode() if login else ""
 
-        class Handler(BaseHTTPRequestHandler):
+        class ForwardHandler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def refused(self) -> bool:
@@ -79,7 +79,7 @@ class ForwardProxy:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._http = ThreadedHttp(Handler)
+        self._http = ThreadedHttp(ForwardHandler)
         self.port = self._http.port
 
     @property

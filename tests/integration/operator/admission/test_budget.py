@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 from deltashard_operator.admission.metric import WebhookMetrics
-from deltashard_operator.admission.review import Answer
-from deltashard_operator.admission.run_holder import Holders
+from deltashard_operator.admission.review import ReviewResult
+from deltashard_operator.admission.run_holder import RunHolders
 from deltashard_operator.admission.webhook import Webhook
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.policy_cache import BUDGET_S, PolicyCache
@@ -38,7 +38,7 @@ def silent() -> Iterator[ApiAccess]:
 
 def _answer(
     folder: Path, policy: str, *, known: bool = True, watched: tuple[str, ...] = ()
-) -> tuple[Answer, float]:
+) -> tuple[ReviewResult, float]:
     """The answer for a Job with a `run-id` while the API is silent, and how often nobody knew who holds the run.
 
     `known`: its policy is in the cache.
@@ -53,14 +53,14 @@ def _answer(
         "spec": {"template": sample.template()},
     }
 
-    async def answered(call: Caller) -> Answer:
+    async def answered(call: Caller) -> ReviewResult:
         cache = PolicyCache(call)
         if known:
             cache._specs = {("team-a", policy): {"keepLast": 4}}
         webhook = Webhook(
             certificate=Certificate(folder, "webhook", metrics.registry),
             cache=cache,
-            holders=Holders(call),
+            holders=RunHolders(call),
             defaults=Defaults(folder / "policy.yaml", None),
             metrics=metrics,
             namespaces=watched,
@@ -68,7 +68,7 @@ def _answer(
         end_s = asyncio.get_running_loop().time() + 0.5
         return await webhook.answer(json.dumps(sample.review(job)).encode(), end_s)
 
-    async def scenario() -> Answer:
+    async def scenario() -> ReviewResult:
         with silent() as api:
             call = Caller(api)
             try:

@@ -31,7 +31,7 @@ def live_policy(api: ApiAccess, name: str) -> Any:
     async def scenario() -> Any:
         call = Caller(api)
         try:
-            return await PolicyCache(call).look("default", name)
+            return await PolicyCache(call).fetch("default", name)
         finally:
             await call.close()
 

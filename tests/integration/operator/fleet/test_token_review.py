@@ -15,14 +15,14 @@ from deltashard_operator.fleet.token_review import (
     PodIdentity,
     Reviewer,
     ReviewUnavailable,
-    said_of,
+    parse_status,
 )
 from deltashard_operator.kube.call import Caller
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.operator.access import access_to
-from tests.support.server.faulty_proxy import FaultyProxy, FixedAnswers
+from tests.support.server.faulty_proxy import FaultyProxy, FixedResponses
 
 AUDIENCE = "deltashard-fleet"
 USER: dict[str, Any] = {
@@ -43,10 +43,10 @@ def token(**claims: Any) -> str:
     return ".".join([*(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in parts), "s"])
 
 
-def answering(status: dict[str, Any], code: int = 201) -> FixedAnswers:
+def answering(status: dict[str, Any], code: int = 201) -> FixedResponses:
     """An API with one answer to every review."""
     body = json.dumps({"kind": "TokenReview", "status": status}).encode()
-    return FixedAnswers(code, body, {"Content-Type": "application/json"})
+    return FixedResponses(code, body, {"Content-Type": "application/json"})
 
 
 class ReviewerHarness:
@@ -91,7 +91,7 @@ class ReviewerHarness:
 
 def test_only_bound_token_for_audience_is_accepted() -> None:
     """Everything that may be missing, is missing once."""
-    assert said_of(GOOD) == ("team-a", "train-0", "u-1")
+    assert parse_status(GOOD) == ("team-a", "train-0", "u-1")
     extra = USER["extra"]
     for changes in (
         {"authenticated": False, "error": "expired"},
@@ -106,7 +106,7 @@ def test_only_bound_token_for_audience_is_accepted() -> None:
         {"user": USER | {"extra": {key: [""] for key in extra}}},
         {"user": USER | {"extra": {key: [] for key in extra}}},
     ):
-        assert isinstance(said_of(GOOD | changes), str), changes
+        assert isinstance(parse_status(GOOD | changes), str), changes
 
 
 @given(
@@ -118,7 +118,7 @@ def test_any_text_has_claims_or_none(text: str) -> None:
     assert isinstance(token_review._claims(text), dict)
 
 
-@pytest.mark.parametrize(("lives_s", "holds_s"), [(60.0, 60.0), (9999.0, token_review.GOOD_S)])
+@pytest.mark.parametrize(("lives_s", "holds_s"), [(60.0, 60.0), (9999.0, token_review.CACHE_TTL_S)])
 def test_positive_reviews_are_cached_until_expiry(lives_s: float, holds_s: float) -> None:
     with answering(GOOD) as server, ReviewerHarness(server.port) as world:
         sent, begun_s = token(exp=world.now_s + UNIX_S + lives_s), world.now_s
@@ -161,12 +161,12 @@ def test_review_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_review_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refreshed answer is the newest."""
-    monkeypatch.setattr(token_review, "MAX_ANSWERS", 3)
+    monkeypatch.setattr(token_review, "MAX_CACHED", 3)
     with answering(GOOD) as server, ReviewerHarness(server.port) as world:
         for name, asked in (("a", 1), ("b", 2), ("c", 3), ("d", 4), ("d", 4), ("b", 4), ("a", 5)):
             world.review(token(sub=name))
             assert server.requests == asked
-        world.now_s += token_review.GOOD_S
+        world.now_s += token_review.CACHE_TTL_S
         for name, asked in (("a", 6), ("d", 7), ("c", 8), ("a", 8), ("b", 9), ("d", 9), ("c", 9), ("a", 10)):
             world.review(token(sub=name))
             assert server.requests == asked

@@ -102,7 +102,7 @@ def test_long_lists_are_paginated(server: ReplayServer) -> None:
         (200, {}, first),
         (200, {}, {"items": [{"n": 2}], "metadata": {}}),
     ]
-    found = called(server.port, Counter(), lambda call: call.every("/x", selector="a=b"))
+    found = called(server.port, Counter(), lambda call: call.list_all("/x", selector="a=b"))
     assert found == [{"n": 1}, {"n": 2}]
     assert ["continue=more" in path for path in server.paths] == [False, True]
     assert all("labelSelector=a%3Db" in path for path in server.paths)

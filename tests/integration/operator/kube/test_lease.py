@@ -14,13 +14,13 @@ from deltashard_operator.kube.api_access import ApiAccess
 from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.kube.lease import Lease, LeaseLost
 
+from tests.support.async_test import async_test
 from tests.support.eventually import eventually
-from tests.support.in_a_loop import in_a_loop
 from tests.support.operator.access import access_to
 from tests.support.operator.controller_process import ControllerProcess
-from tests.support.operator.fleet_service import posted
+from tests.support.operator.fleet_service import post_report
 from tests.support.server.apiserver import ApiServer, Rest
-from tests.support.server.faulty_proxy import FaultyProxy, FixedAnswers
+from tests.support.server.faulty_proxy import FaultyProxy, FixedResponses
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -66,7 +66,7 @@ def holder(http: Rest, namespace: str) -> Any:
     return (http("GET", path).document.get("spec") or {}).get("holderIdentity")
 
 
-@in_a_loop
+@async_test
 async def test_one_of_two_leads_until_lease_expires(api: ApiAccess, http: Rest, namespace: str) -> None:
     """The first is cut off: it calls itself none before the other takes over, and ends when it sees the other's name."""
     world = LeaseHarness(api, namespace)
@@ -74,18 +74,18 @@ async def test_one_of_two_leads_until_lease_expires(api: ApiAccess, http: Rest, 
     await first.acquire()
     assert first.held
     assert holder(http, namespace) == "first"
-    assert not await second._try()
+    assert not await second._acquire_or_renew()
     for _ in range(10):  # it renews, so nobody takes it
         world.now_s += leases.RENEW_S
-        assert await first._try()
-        assert not await second._try()
+        assert await first._acquire_or_renew()
+        assert not await second._acquire_or_renew()
     silent_s = world.now_s
     world.now_s = silent_s + leases.DURATION_S - leases.MARGIN_S - 0.1
     assert first.held
     world.now_s += 0.2
     assert not first.held
     world.now_s = silent_s + leases.DURATION_S - 0.1
-    assert not await second._try()
+    assert not await second._acquire_or_renew()
     world.now_s += 0.2
     await second.acquire()
     assert second.held
@@ -97,7 +97,7 @@ async def test_one_of_two_leads_until_lease_expires(api: ApiAccess, http: Rest, 
     await world.call.close()
 
 
-@in_a_loop
+@async_test
 async def test_stopping_releases_lease_and_restart_reacquires_it(
     api: ApiAccess, http: Rest, namespace: str
 ) -> None:
@@ -118,12 +118,15 @@ async def test_stopping_releases_lease_and_restart_reacquires_it(
     await world.call.close()
 
 
-@in_a_loop
+@async_test
 async def test_concurrent_acquire_has_one_winner(api: ApiAccess, namespace: str) -> None:
     world = LeaseHarness(api, namespace)
     mine = [world.lease(f"c-{n}") for n in range(8)]
-    took = await asyncio.gather(*(each._try() for each in mine))
-    took = [a or b for a, b in zip(took, await asyncio.gather(*(each._try() for each in mine)), strict=True)]
+    took = await asyncio.gather(*(each._acquire_or_renew() for each in mine))
+    took = [
+        a or b
+        for a, b in zip(took, await asyncio.gather(*(each._acquire_or_renew() for each in mine)), strict=True)
+    ]
     assert sum(took) == 1
     assert [each.held for each in mine] == took
     await world.call.close()
@@ -139,7 +142,7 @@ def test_no_leader_without_right_to_create_lease(apiserver: ApiServer, http: Res
         both = [world.lease("first"), world.lease("second")]
 
         async def tried() -> list[bool]:
-            return [await each._try() for each in both]
+            return [await each._acquire_or_renew() for each in both]
 
         while "cannot create" not in both[0].refused:  # the API server learns of a role in a moment
             assert await tried() == [False, False]
@@ -161,10 +164,10 @@ def test_no_leader_without_right_to_create_lease(apiserver: ApiServer, http: Res
 def test_api_outage_does_not_end_controller(namespace: str) -> None:
     """Nothing can be written meanwhile, and nothing is."""
 
-    async def scenario(server: FixedAnswers) -> None:
+    async def scenario(server: FixedResponses) -> None:
         world = LeaseHarness(access_to(server.port), namespace)
         lease = world.lease("first")
-        assert not await lease._try()
+        assert not await lease._acquire_or_renew()
         assert not lease.held
         guarded = Caller(access_to(server.port), may_write=lambda: lease.held)
         before = server.requests
@@ -174,7 +177,7 @@ def test_api_outage_does_not_end_controller(namespace: str) -> None:
         await world.call.close()
         await guarded.close()
 
-    with FixedAnswers(503, b"{}", {"Content-Type": "application/json"}) as server:
+    with FixedResponses(503, b"{}", {"Content-Type": "application/json"}) as server:
         asyncio.run(scenario(server))
 
 
@@ -191,7 +194,7 @@ def test_hung_connection_blocks_one_attempt_only(
         await lease.acquire()
         proxy.hang = True
         async with asyncio.timeout(20):
-            await lease._try()
+            await lease._acquire_or_renew()
         proxy.release()
         await lease.release()
         await world.call.close()
@@ -210,7 +213,7 @@ def test_second_controller_stands_by_until_first_ends(
 
     def status(process: ControllerProcess) -> int:
         url = f"https://localhost:{process.fleet_port}"
-        return posted(url, process.authority.pem, None, b"").status
+        return post_report(url, process.authority.pem, None, b"").status
 
     try:
         first.start()

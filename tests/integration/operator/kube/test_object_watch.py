@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from deltashard_operator.kube import object_watch
 from deltashard_operator.kube.api_access import ApiAccess
-from deltashard_operator.kube.object_watch import ObjectKey, ObjectWatch, WatchDeaf, WatchedKind
+from deltashard_operator.kube.object_watch import ObjectKey, ObjectWatch, WatchedKind, WatchStalled
 from kopf._cogs.clients import errors
 from kubernetes import client
 
@@ -176,7 +176,7 @@ def test_initial_objects_then_list_then_changes(
         found.wait_for_keys(a1=1, a2=2, a3=3, a4=4, b=2)
         changes = [("there", "odd"), ("there", "b"), ("there", "b"), ("gone", "a0")]
         assert found.notifications == listed + changes
-    assert found.counts == {"told": 8, "not_understood": 2}
+    assert found.counts == {"handled": 8, "handler_failed": 2}
     assert [things.get(f"a{n}") for n in range(1, 5)] == before[1:]
 
 
@@ -203,7 +203,7 @@ def test_namespaced_watch_needs_namespaced_rights_only(
     ) as found:
         found.wait_for_keys(**{names[0]: 0, names[1]: 0})
         eventually(lambda: found.lists, what="the lists that are allowed")
-        assert found.watch.heard_s() < object_watch.STALE_S
+        assert found.watch.staleness_s() < object_watch.STALE_S
         for name in names:
             things.create(f"{name}-b", 1, namespace=name)
         found.wait_for_keys(**{names[0]: 0, names[1]: 0, f"{names[0]}-b": 1, f"{names[1]}-b": 1})
@@ -276,7 +276,7 @@ def test_tls_close_error_ends_one_watch(
     things.create("there", 1)
     with WatchRecorder(api) as found:
         found.wait_for_keys(there=1)
-        assert found.counts == {"failed": 1, "told": 1}
+        assert found.counts == {"failed": 1, "handled": 1}
 
 
 def test_stalled_watch_ends_process_but_api_outage_does_not(
@@ -291,8 +291,8 @@ def test_stalled_watch_ends_process_but_api_outage_does_not(
         assert not (await asyncio.wait({running}, timeout=3 * object_watch.STALE_S))[0]
         running.cancel()
         await asyncio.wait({running})
-        monkeypatch.setattr(ObjectWatch, "_follow", lambda _self, _path: asyncio.Event().wait())
-        with pytest.RaisesGroup(WatchDeaf):
+        monkeypatch.setattr(ObjectWatch, "_watch_path", lambda _self, _path: asyncio.Event().wait())
+        with pytest.RaisesGroup(WatchStalled):
             await WatchRecorder(proxied).watch.run()
 
     asyncio.run(scenario())

@@ -10,36 +10,36 @@ from typing import Any, cast
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.requests import CheckpointRequests
-from deltashard_operator.controller.run_book import Entries
+from deltashard_operator.controller.run_store import RunStore
 from deltashard_operator.controller.write_queue import WriteQueue
 from deltashard_operator.fleet.report import Outcome, SaveOver
-from deltashard_operator.kube.call import Answer, ApiUnavailable, Caller
+from deltashard_operator.kube.call import ApiResponse, ApiUnavailable, Caller
 from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run.observed_object import timestamp
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import WatchedRun
 
-from tests.support.in_a_loop import in_a_loop
+from tests.support.async_test import async_test
 from tests.unit.operator.run.observed import TRAIN, pod
 
-BEGAN_S = 1_700_000_000.0
+BASE_TIME_S = 1_700_000_000.0
 KEY = TRAIN.key
-OVER = SaveOver(id="q-1", outcome=Outcome.COMMITTED, step=12, seq=2)
+COMMITTED_RESULT = SaveOver(id="q-1", outcome=Outcome.COMMITTED, step=12, seq=2)
 Document = dict[str, Any]
 
 
-class Api:
+class RequestApi:
     """One CheckpointRequest, whose version a write must name."""
 
     def __init__(self) -> None:
         metadata = {"namespace": "team", "name": "now", "uid": "q-1", "resourceVersion": "1", "generation": 1}
         self.document: Document = {
-            "metadata": {**metadata, "creationTimestamp": timestamp(BEGAN_S)},
+            "metadata": {**metadata, "creationTimestamp": timestamp(BASE_TIME_S)},
             "spec": {"runRef": {"name": "train-u-1"}, "deadline": "5m"},
         }
         self.lost_replies = 0
         self.deleted = False
 
-    def touched(self) -> None:
+    def modify(self) -> None:
         """Somebody else changed the object."""
         metadata = self.document["metadata"]
         version = str(int(metadata["resourceVersion"]) + 1)
@@ -47,88 +47,88 @@ class Api:
 
     async def __call__(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, **_: Any
-    ) -> Answer:
+    ) -> ApiResponse:
         self.deleted = self.deleted or method == "DELETE"
         if method == "PATCH":
             if (body or {})["metadata"]["resourceVersion"] != self.document["metadata"]["resourceVersion"]:
-                return Answer(status=409, document={})
+                return ApiResponse(status=409, document={})
             self.document = {
                 **self.document,
                 "status": {**self.document.get("status", {}), **(body or {})["status"]},
             }
-            self.touched()
+            self.modify()
             if self.lost_replies:
                 self.lost_replies -= 1
                 raise ApiUnavailable("no reply", where=path)
-        return Answer(status=200, document=self.document)
+        return ApiResponse(status=200, document=self.document)
 
 
-class Bench:
-    """A controller's part in requests; `go` lets time pass."""
+class RequestsBench:
+    """A controller's part in requests; `advance` lets time pass."""
 
-    def __init__(self, api: Api, now_s: float = BEGAN_S) -> None:
+    def __init__(self, api: RequestApi, now_s: float = BASE_TIME_S) -> None:
         self.api, self.now_s = api, now_s
 
         def wall() -> float:
             return self.now_s
 
         call = cast(Caller, api)
-        self.books = Entries(
+        self.run_store = RunStore(
             call=call,
             defaults=Defaults(None, None),
             metrics=ControllerMetrics(),
             queue=WriteQueue(commit_s=1.0, wall=wall),
             wall=wall,
         )
-        self.entry = self.books.enter(Run(workload=TRAIN, pods={"p-1": pod()}))
-        self.books.pods["p-1"] = KEY
-        self.requests = CheckpointRequests(self.books, keep_finished_s=3600.0)
+        self.entry = self.run_store.add(WatchedRun(workload=TRAIN, pods={"p-1": pod()}))
+        self.run_store.pods["p-1"] = KEY
+        self.requests = CheckpointRequests(self.run_store, keep_finished_s=3600.0)
         self.requests.on_request(api.document)
 
-    async def go(self, seconds: float = 3.0) -> None:
+    async def advance(self, seconds: float = 3.0) -> None:
         for _ in range(round(seconds)):
-            self.requests.look(self.now_s)
-            self.books.queue.tick()
-            if self.books.queue.tasks:
-                await asyncio.wait(self.books.queue.tasks)
+            self.requests.reconcile(self.now_s)
+            self.run_store.queue.tick()
+            if self.run_store.queue.tasks:
+                await asyncio.wait(self.run_store.queue.tasks)
             self.now_s += 1
 
     def ordered(self) -> list[str]:
-        return [each.id for each in self.books.orders.of(KEY, self.now_s)]
+        return [each.id for each in self.run_store.orders.of(KEY, self.now_s)]
 
     def phase(self) -> str:
         return str(self.api.document.get("status", {}).get("phase", ""))
 
 
-@in_a_loop
-async def test_an_order_is_open_until_the_end_is_written_whoever_else_writes() -> None:
-    bench = Bench(Api())
-    await bench.go(1)
+@async_test
+async def test_order_is_open_until_its_outcome_is_written() -> None:
+    bench = RequestsBench(RequestApi())
+    await bench.advance(1)
     assert (bench.ordered(), bench.phase()) == (["q-1"], "Ordered")
-    bench.api.touched()
+    bench.api.modify()
     bench.api.lost_replies = 1
-    bench.requests.over(("team", "another"), OVER)
-    await bench.go(3)
+    bench.requests.on_save_result(("team", "another"), COMMITTED_RESULT)
+    await bench.advance(3)
     assert bench.phase() == "Ordered", "another run's sidecar has no say in it"
-    bench.requests.over(KEY, OVER)
-    bench.requests.look(bench.now_s)
+    bench.requests.on_save_result(KEY, COMMITTED_RESULT)
+    bench.requests.reconcile(bench.now_s)
     assert bench.ordered() == ["q-1"]
-    anew = Bench(bench.api, bench.now_s)
-    await anew.go(1)
-    assert anew.ordered() == ["q-1"], "the next controller orders it, too"
-    await bench.go(9)
+    restarted = RequestsBench(bench.api, bench.now_s)
+    await restarted.advance(1)
+    assert restarted.ordered() == ["q-1"], "the next controller orders it, too"
+    await bench.advance(9)
     assert (bench.ordered(), bench.phase(), bench.api.document["status"]["step"]) == ([], "Completed", 12)
-    anew.requests.over(KEY, replace(OVER, outcome=Outcome.FAILED))
-    await anew.go(9)
-    assert (anew.ordered(), anew.phase()) == ([], "Completed"), "what is written is so for both"
+    restarted.requests.on_save_result(KEY, replace(COMMITTED_RESULT, outcome=Outcome.FAILED))
+    await restarted.advance(9)
+    assert (restarted.ordered(), restarted.phase()) == ([], "Completed"), "what is written is so for both"
     assert not bench.api.deleted
-    await bench.go(3600)
+    await bench.advance(3600)
     assert bench.api.deleted
 
 
-@in_a_loop
-async def test_the_order_of_a_request_that_is_taken_back_is_closed() -> None:
-    bench = Bench(Api())
-    await bench.go(1)
-    bench.requests.request_gone(ObjectKey("team", "now", "q-1"), None)
+@async_test
+async def test_order_of_a_withdrawn_request_is_closed() -> None:
+    bench = RequestsBench(RequestApi())
+    await bench.advance(1)
+    bench.requests.on_request_deleted(ObjectKey("team", "now", "q-1"), None)
     assert bench.ordered() == []

@@ -9,27 +9,27 @@ from functools import partial
 
 import pytest
 from deltashard_operator.controller.write_queue import (
-    AT_WORK,
+    ANNOTATION_INTERVAL_S,
     BURST,
     EVENT_BURST,
     EVENT_PER_S,
+    FAST_INTERVAL_S,
+    LOW_INTERVAL_S,
     MAX_BACKOFF_S,
-    NOTE_S,
+    MAX_IN_FLIGHT,
     PER_S,
-    QUIET_S,
     RESERVE,
-    SOON_S,
-    Rank,
+    Priority,
     WriteQueue,
 )
 from deltashard_operator.kube.call import ApiUnavailable
 
-from tests.support.in_a_loop import in_a_loop
+from tests.support.async_test import async_test
 
 COMMIT_S = 30.0
 
 
-class Bench:
+class WriteQueueBench:
     """A queue by a clock of the test's own, and what it wrote."""
 
     def __init__(self) -> None:
@@ -41,13 +41,13 @@ class Bench:
         self.written: list[Hashable] = []
         self.broken = False
 
-    def offer(self, key: Hashable, rank: Rank) -> None:
+    def offer(self, key: Hashable, priority: Priority) -> None:
         async def work() -> None:
             if self.broken:
                 raise ApiUnavailable("away", where="x")
             self.written.append(key)
 
-        self.queue.offer(key, rank, work)
+        self.queue.offer(key, priority, work)
 
     async def after(self, seconds: float) -> list[Hashable]:
         """What is written when so much time has passed."""
@@ -61,113 +61,115 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Bench:
-    return Bench()
+def bench() -> WriteQueueBench:
+    return WriteQueueBench()
 
 
 @pytest.mark.parametrize(
-    ("rank", "apart_s"),
+    ("priority", "apart_s"),
     [
-        (Rank.ORDER, 0.0),
-        (Rank.EVENT, 0.0),
-        (Rank.TROUBLE, SOON_S),
-        (Rank.CONDITION, SOON_S),
-        (Rank.COMMIT, COMMIT_S),
-        (Rank.QUIET, QUIET_S),
-        (Rank.NOTE, NOTE_S),
+        (Priority.ORDER, 0.0),
+        (Priority.EVENT, 0.0),
+        (Priority.PROBLEM, FAST_INTERVAL_S),
+        (Priority.CONDITION, FAST_INTERVAL_S),
+        (Priority.COMMIT, COMMIT_S),
+        (Priority.LOW, LOW_INTERVAL_S),
+        (Priority.ANNOTATION, ANNOTATION_INTERVAL_S),
     ],
 )
-@in_a_loop
-async def test_what_changed_says_how_far_writes_are_apart(bench: Bench, rank: Rank, apart_s: float) -> None:
-    bench.offer("run", Rank.NEW)
+@async_test
+async def test_write_interval_depends_on_the_change(
+    bench: WriteQueueBench, priority: Priority, apart_s: float
+) -> None:
+    bench.offer("run", Priority.NEW)
     assert await bench.after(0) == ["run"]
-    bench.offer("run", rank)
+    bench.offer("run", priority)
     if apart_s:
         assert await bench.after(apart_s - 0.5) == []
         bench.now_s -= apart_s - 0.5
     assert await bench.after(apart_s) == ["run"]
-    assert await bench.after(QUIET_S) == []
+    assert await bench.after(LOW_INTERVAL_S) == []
 
 
-@in_a_loop
-async def test_the_loss_of_many_is_one_write_each_and_what_follows_leaves_room_for_the_next(
-    bench: Bench,
+@async_test
+async def test_mass_failure_causes_one_write_per_run(
+    bench: WriteQueueBench,
 ) -> None:
     for n in range(253):
-        bench.offer(n, Rank.COMMIT)
-        bench.offer(n, Rank.TROUBLE)
+        bench.offer(n, Priority.COMMIT)
+        bench.offer(n, Priority.PROBLEM)
     assert await bench.after(0) == [*range(253)]
     left = BURST - 253
     for _ in range(20):
         for n in range(253):
-            bench.offer(n, Rank.CONDITION)
-        found = await bench.after(SOON_S)
+            bench.offer(n, Priority.CONDITION)
+        found = await bench.after(FAST_INTERVAL_S)
         left += PER_S
-        assert len(found) == max(left - RESERVE[Rank.CONDITION], 0)
+        assert len(found) == max(left - RESERVE[Priority.CONDITION], 0)
         left -= len(found)
     for n in range(int(left)):
-        bench.offer(("lost", n), Rank.TROUBLE)
+        bench.offer(("lost", n), Priority.PROBLEM)
     assert len(await bench.after(0)) == left
 
 
-@in_a_loop
-async def test_a_burst_is_bounded_and_then_so_many_a_second_go_but_new_ones_are_free(bench: Bench) -> None:
+@async_test
+async def test_burst_is_rate_limited_except_new_runs(bench: WriteQueueBench) -> None:
     for n in range(1000):
-        bench.offer(n, Rank.TROUBLE)
-        bench.offer(("new", n), Rank.NEW)
+        bench.offer(n, Priority.PROBLEM)
+        bench.offer(("new", n), Priority.NEW)
     found = await bench.after(0)
     assert len(found) == 1000 + BURST
     assert bench.queue.idle is False
     assert len(await bench.after(1)) == PER_S
-    bench.queue.hurry()
+    bench.queue.flush()
     assert len(await bench.after(0)) == 1000 - BURST - PER_S
 
 
-@in_a_loop
-async def test_commits_leave_a_reserve_for_what_goes_wrong(bench: Bench) -> None:
+@async_test
+async def test_commits_leave_a_reserve_for_failures(bench: WriteQueueBench) -> None:
     for n in range(1000):
-        bench.offer(("commit", n), Rank.COMMIT)
-    assert len(await bench.after(COMMIT_S)) == BURST - RESERVE[Rank.COMMIT]
+        bench.offer(("commit", n), Priority.COMMIT)
+    assert len(await bench.after(COMMIT_S)) == BURST - RESERVE[Priority.COMMIT]
     for n in range(300):
-        bench.offer(("lost", n), Rank.TROUBLE)
+        bench.offer(("lost", n), Priority.PROBLEM)
     assert await bench.after(0) == [("lost", n) for n in range(300)]
 
 
-@in_a_loop
-async def test_events_and_what_is_written_of_runs_do_not_starve_each_other(bench: Bench) -> None:
+@async_test
+async def test_events_and_run_writes_do_not_starve_each_other(bench: WriteQueueBench) -> None:
     for n in range(1000):
-        bench.offer(("event", n), Rank.EVENT)
-        bench.offer(("commit", n), Rank.COMMIT)
+        bench.offer(("event", n), Priority.EVENT)
+        bench.offer(("commit", n), Priority.COMMIT)
     found = Counter(each[0] for each in await bench.after(COMMIT_S) if isinstance(each, tuple))
-    assert found == {"event": EVENT_BURST, "commit": BURST - RESERVE[Rank.COMMIT]}
+    assert found == {"event": EVENT_BURST, "commit": BURST - RESERVE[Priority.COMMIT]}
     found = Counter(each[0] for each in await bench.after(1) if isinstance(each, tuple))
     assert found == {"event": EVENT_PER_S, "commit": PER_S}
 
 
-@in_a_loop
-async def test_one_write_of_a_key_and_few_of_all_are_under_way_at_once(bench: Bench) -> None:
-    go, begun = asyncio.Event(), list[int]()
+@async_test
+async def test_writes_are_serial_per_key_and_bounded_overall(bench: WriteQueueBench) -> None:
+    go, started = asyncio.Event(), list[int]()
 
     async def work(key: int) -> None:
-        begun.append(key)
+        started.append(key)
         await go.wait()
 
     for _ in range(2):
-        for key in range(AT_WORK + 5):
-            bench.queue.offer(key, Rank.NEW, partial(work, key))
+        for key in range(MAX_IN_FLIGHT + 5):
+            bench.queue.offer(key, Priority.NEW, partial(work, key))
         bench.queue.tick()
         await asyncio.sleep(0)
-    assert begun == list(range(AT_WORK))
-    assert len(bench.queue) == AT_WORK + 5
+    assert started == list(range(MAX_IN_FLIGHT))
+    assert len(bench.queue) == MAX_IN_FLIGHT + 5
     go.set()
     await bench.after(0)
-    assert Counter(begun) == Counter([*range(AT_WORK + 5), *range(AT_WORK)])
+    assert Counter(started) == Counter([*range(MAX_IN_FLIGHT + 5), *range(MAX_IN_FLIGHT)])
 
 
-@in_a_loop
-async def test_a_write_that_fails_is_tried_again_after_pauses_that_grow_to_a_minute(bench: Bench) -> None:
+@async_test
+async def test_failed_write_is_retried_with_backoff_up_to_a_minute(bench: WriteQueueBench) -> None:
     bench.broken = True
-    bench.offer("run", Rank.TROUBLE)
+    bench.offer("run", Priority.PROBLEM)
     await bench.after(0)
     for failures in range(1, 9):
         pause_s = min(2.0**failures, MAX_BACKOFF_S)
@@ -179,15 +181,15 @@ async def test_a_write_that_fails_is_tried_again_after_pauses_that_grow_to_a_min
     bench.now_s -= 7200.0  # the clock is set back, and nothing waits for two hours
     bench.broken = False
     assert await bench.after(0) == []
-    assert await bench.after(SOON_S) == ["run"]
+    assert await bench.after(FAST_INTERVAL_S) == ["run"]
     assert bench.counted == Counter(failed=9, written=1)
 
 
-@in_a_loop
-async def test_at_the_end_what_failed_is_tried_at_once(bench: Bench) -> None:
+@async_test
+async def test_failed_writes_are_retried_at_once_on_shutdown(bench: WriteQueueBench) -> None:
     bench.broken = True
-    bench.offer("run", Rank.TROUBLE)
+    bench.offer("run", Priority.PROBLEM)
     await bench.after(0)
     bench.broken = False
-    bench.queue.hurry()
+    bench.queue.flush()
     assert await bench.after(0) == ["run"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from deltashard_operator.fleet import report as reports
-from deltashard_operator.fleet.report import BadReport, IncidentKind, Outcome, Phase
+from deltashard_operator.fleet.report import IncidentKind, InvalidReport, Outcome, SidecarPhase
 from deltashard_proto.v1 import fleet_pb2 as wire
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -66,7 +66,7 @@ def assert_bounded(value: Any) -> None:
         case bool() | None:
             return
         case int():
-            assert 0 <= value <= reports.MAX_COUNT
+            assert 0 <= value <= reports.MAX_INT64
         case float():
             assert math.isfinite(value)
             assert value >= 0
@@ -91,8 +91,8 @@ def test_any_message_is_a_bounded_value_or_a_bad_report(message: wire.ReportRequ
     """Whoever sent it: nothing else comes out."""
     for sent in (message, report(pod=message.pod, run=message.run, incidents=message.incidents)):
         try:
-            value = reports.report_of(wire.ReportRequest.FromString(sent.SerializeToString()))
-        except BadReport:
+            value = reports.parse_report(wire.ReportRequest.FromString(sent.SerializeToString()))
+        except InvalidReport:
             assert sent is message
             continue
         assert_bounded(value)
@@ -104,7 +104,7 @@ def test_any_message_is_a_bounded_value_or_a_bad_report(message: wire.ReportRequ
         )
         assert (value.run is None) == (not sent.HasField("run"))
         assert value.pod.directive == sent.pod.directive
-        if sent.pod.attempt <= reports.MAX_COUNT:
+        if sent.pod.attempt <= reports.MAX_INT64:
             assert value.pod.attempt == sent.pod.attempt
 
 
@@ -121,37 +121,37 @@ def test_any_message_is_a_bounded_value_or_a_bad_report(message: wire.ReportRequ
         {"pod": None},
     ],
 )
-def test_what_cannot_be_is_a_bad_report(changes: dict[str, Any]) -> None:
+def test_impossible_values_are_a_bad_report(changes: dict[str, Any]) -> None:
     """No clipping of identities: a clipped name is another one's."""
     if "who" in changes:
         fields = {"namespace": "team-a", "pod": "train-0", **UIDS} | changes["who"]
         changes = {"who": wire.Who(**fields)}
-    with pytest.raises(BadReport):
-        reports.report_of(report(**changes))
+    with pytest.raises(InvalidReport):
+        reports.parse_report(report(**changes))
 
 
-def test_every_word_of_the_contract_has_a_name() -> None:
+def test_every_enum_value_of_the_contract_has_a_name() -> None:
     """And what a newer sidecar made up is UNKNOWN."""
     for number in [*wire.Phase.values(), 99]:
-        phase = reports.report_of(report(pod=wire.PodState(phase=number))).pod.phase
-        assert (phase is Phase.UNKNOWN) == (number in {wire.PHASE_UNSPECIFIED, 99})
+        phase = reports.parse_report(report(pod=wire.PodState(phase=number))).pod.phase
+        assert (phase is SidecarPhase.UNKNOWN) == (number in {wire.PHASE_UNSPECIFIED, 99})
     for number in [*wire.IncidentKind.values(), 99]:
-        (incident,) = reports.report_of(report(incidents=[wire.Incident(id=1, kind=number)])).incidents
+        (incident,) = reports.parse_report(report(incidents=[wire.Incident(id=1, kind=number)])).incidents
         assert (incident.kind is IncidentKind.UNKNOWN) == (number in {0, 99})
         assert incident.count == 1
     for number in [*wire.SaveOver.Outcome.values(), 99]:
-        (over,) = reports.report_of(report(saves_over=[wire.SaveOver(id="r", outcome=number)])).saves_over
+        (over,) = reports.parse_report(report(saves_over=[wire.SaveOver(id="r", outcome=number)])).saves_over
         assert (over.outcome is Outcome.UNKNOWN) == (number in {0, 99})
 
 
 def test_of_too_many_incidents_the_oldest_are_taken() -> None:
     """What is told covers all ids below it: those left out must be above."""
     many = [wire.Incident(id=number) for number in range(200, 0, -1)]
-    value = reports.report_of(report(incidents=many))
+    value = reports.parse_report(report(incidents=many))
     assert [each.id for each in value.incidents] == list(range(1, reports.MAX_INCIDENTS + 1))
 
 
-def test_a_checkpoint_run_takes_every_text() -> None:
+def test_checkpoint_run_accepts_every_text() -> None:
     """It would refuse the whole status for one that is too long."""
     (path,) = (each for each in DEFINITIONS if "run" in each.name)
     (version,) = yaml.safe_load(path.read_text())["spec"]["versions"]

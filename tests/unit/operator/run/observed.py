@@ -7,11 +7,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from deltashard_operator.fleet.report import Incident, PodState, Rank, Report, RunReport, Who
-from deltashard_operator.fleet.report import Phase as At
-from deltashard_operator.run import judgement, report_change, run_record, watched_run
+from deltashard_operator.fleet.report import SidecarPhase as At
+from deltashard_operator.run import reconcile, report_change, run_record, watched_run
 from deltashard_operator.run.condition import Condition
-from deltashard_operator.run.observed_object import Ending, JobView, NodeView, PodView, Wish, Workload
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.observed_object import (
+    ContainerExit,
+    JobView,
+    NodeView,
+    PodView,
+    RequestedSettings,
+    Workload,
+)
+from deltashard_operator.run.watched_run import WatchedRun
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 TRAIN = Workload(namespace="team", kind="Job", name="train", uid="u-1")
@@ -27,7 +34,7 @@ def pod(**changes: Any) -> PodView:
         "uid": "p-1",
         "name": "train-x",
         "workload": TRAIN,
-        "wish": Wish(),
+        "requested": RequestedSettings(),
         "job_uid": "u-1",
         "node": "node-a",
         "phase": "Running",
@@ -37,12 +44,17 @@ def pod(**changes: Any) -> PodView:
 
 
 def job(**changes: Any) -> JobView:
-    fields: dict[str, Any] = {"uid": "u-1", "name": "train", "workload": TRAIN, "wish": Wish()}
+    fields: dict[str, Any] = {
+        "uid": "u-1",
+        "name": "train",
+        "workload": TRAIN,
+        "requested": RequestedSettings(),
+    }
     return JobView(**(fields | changes))
 
 
-def ended(code: int, reason: str = "Error") -> Ending:
-    return Ending(container="trainer", reason=reason, exit_code=code, at_s=NOW_S - 5)
+def ended(code: int, reason: str = "Error") -> ContainerExit:
+    return ContainerExit(container="trainer", reason=reason, exit_code=code, at_s=NOW_S - 5)
 
 
 def report(
@@ -74,45 +86,45 @@ def report(
     )
 
 
-def told(run: Run, said: Report, at_s: float = NOW_S) -> Run:
-    return judged(report_change.with_report(run, said, at_s)[0], at_s)
+def apply_report(run: WatchedRun, received: Report, at_s: float = NOW_S) -> WatchedRun:
+    return reconciled(report_change.with_report(run, received, at_s)[0], at_s)
 
 
-def reasons(run: Run, said: Report, at_s: float = NOW_S) -> tuple[Run, list[str]]:
+def report_reasons(run: WatchedRun, received: Report, at_s: float = NOW_S) -> tuple[WatchedRun, list[str]]:
     """The run after a report, and the reasons of what people hear of it."""
-    run, first = report_change.with_report(run, said, at_s)
-    run, second = judgement.judged(run, NODES, at_s)
+    run, first = report_change.with_report(run, received, at_s)
+    run, second = reconcile.reconcile(run, NODES, at_s)
     return run, [each.reason for each in (*first, *second)]
 
 
-def by_type(run: Run) -> dict[str, Condition]:
+def by_type(run: WatchedRun) -> dict[str, Condition]:
     return {each.type: each for each in run.conditions}
 
 
-def judged(run: Run, at_s: float = NOW_S) -> Run:
-    return judgement.judged(run, NODES, at_s)[0]
+def reconciled(run: WatchedRun, at_s: float = NOW_S) -> WatchedRun:
+    return reconcile.reconcile(run, NODES, at_s)[0]
 
 
-def seen(run: Run, *pods: PodView, at_s: float = NOW_S, node_ready: bool = True) -> Run:
+def seen(run: WatchedRun, *pods: PodView, at_s: float = NOW_S, node_ready: bool = True) -> WatchedRun:
     for each in pods or (pod(),):
         run = watched_run.with_pod(run, each, node_ready=node_ready, now_s=at_s)
     return run
 
 
-def training(**more: Any) -> Run:
+def training(**more: Any) -> WatchedRun:
     """A run of one pod that trains."""
-    run = seen(watched_run.with_job(Run(workload=TRAIN), job(), NOW_S))
-    return told(run, report(**{"seq": 1} | more))
+    run = seen(watched_run.with_job(WatchedRun(workload=TRAIN), job(), NOW_S))
+    return apply_report(run, report(**{"seq": 1} | more))
 
 
-def again(run: Run, at_s: float = NOW_S) -> Run:
+def reloaded(run: WatchedRun, at_s: float = NOW_S) -> WatchedRun:
     """The run as a new controller reads it, before it has seen a pod."""
     return run_record.run_of(run_record.document(run) | {"status": run_record.status(run, at_s)})
 
 
-def restarted(run: Run, at_s: float = NOW_S) -> Run:
+def restarted(run: WatchedRun, at_s: float = NOW_S) -> WatchedRun:
     """The run of a new controller that has seen everything and heard nobody."""
-    anew = again(run, at_s)
+    reloaded_run = reloaded(run, at_s)
     for each in run.jobs.values():
-        anew = watched_run.with_job(anew, each, at_s)
-    return seen(anew, *run.pods.values(), at_s=at_s) if run.pods else anew
+        reloaded_run = watched_run.with_job(reloaded_run, each, at_s)
+    return seen(reloaded_run, *run.pods.values(), at_s=at_s) if run.pods else reloaded_run

@@ -9,12 +9,12 @@ from deltashard_operator.fleet import report
 from deltashard_operator.run import condition
 from deltashard_operator.run import phase as phases
 from deltashard_operator.run.condition import Condition
-from deltashard_operator.run.judgement import TROUBLES
 from deltashard_operator.run.phase import Phase
+from deltashard_operator.run.reconcile import PROBLEMS
 from hypothesis import given
 from hypothesis import strategies as st
 
-P = report.Phase
+P = report.SidecarPhase
 ALIVE = {"alive": True}
 BEGUN = {"alive": True, "started": True}
 CASES: list[tuple[str, dict[str, Any], set[P], Phase, Phase]] = [
@@ -39,19 +39,19 @@ NONE = dict.fromkeys(("alive", "started", "suspended", "missing", "unsafe"), Fal
 
 
 @pytest.mark.parametrize(
-    ("signs", "heard", "before", "phase"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+    ("observations", "reported", "before", "phase"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
 )
-def test_the_phase_is_read_from_the_signs(
-    signs: dict[str, bool], heard: set[P], before: Phase, phase: Phase
+def test_phase_follows_from_the_observations(
+    observations: dict[str, bool], reported: set[P], before: Phase, phase: Phase
 ) -> None:
-    assert phases.phase_of(before, heard, **(NONE | signs)) is phase
+    assert phases.phase_of(before, reported, **(NONE | observations)) is phase
 
 
 def fact(type_: str, message: str = "") -> Condition:
     return Condition(type=type_, status="True", reason=type_, message=message)
 
 
-def test_a_condition_moves_its_time_with_its_status_alone() -> None:
+def test_condition_transition_time_changes_only_with_its_status() -> None:
     first = condition.updated((), [fact("Stale", "300 s")], 10.0)
     (found,) = second = condition.updated(first, [fact("Stale", "305 s")], 20.0)
     assert (found.since_s, found.message) == (10.0, "305 s")
@@ -60,10 +60,10 @@ def test_a_condition_moves_its_time_with_its_status_alone() -> None:
     assert condition.updated(third, [], 40.0) == third
 
 
-@given(st.lists(st.frozensets(st.sampled_from([*TROUBLES])), max_size=10))
-def test_conditions_hold_exactly_what_was_found_last(story: list[frozenset[str]]) -> None:
+@given(st.lists(st.frozensets(st.sampled_from([*PROBLEMS])), max_size=10))
+def test_conditions_match_the_latest_facts(history: list[frozenset[str]]) -> None:
     found: tuple[Condition, ...] = ()
-    for n, troubles in enumerate(story):
-        found = condition.updated(found, map(fact, troubles), float(n))
-        assert {each.type for each in found if each.status == "True"} == troubles
-        assert {each.type for each in found} == frozenset().union(*story[: n + 1])
+    for n, problems in enumerate(history):
+        found = condition.updated(found, map(fact, problems), float(n))
+        assert {each.type for each in found if each.status == "True"} == problems
+        assert {each.type for each in found} == frozenset().union(*history[: n + 1])
