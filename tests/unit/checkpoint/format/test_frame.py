@@ -89,7 +89,7 @@ def test_rows_are_split_into_frames_below_the_limit() -> None:
     assert all(frame.info.rows * 8192 <= FRAME_WEIGHT_BYTES for frame in found)
     assert found[0].info.row_min == 100
     assert sum(f.info.rows for f in found) == 1200
-    with pytest.raises(FrameEncodeError, match="split them"):
+    with pytest.raises(FrameEncodeError, match="split the rows"):
         encode_rows(RowBlock.of_whole_rows(table, range(1200), weights, {"m": weights}), exact, step=1)
 
 

@@ -140,7 +140,7 @@ def test_voided_checkpoint_keeps_its_data_during_the_attempt(how):
         run.commit(again, cut)
         assert not dead()
     assert base not in run.log.state.checkpoints, "retention goes on"
-    with pytest.raises(EntryRefused, match="given up"):
+    with pytest.raises(EntryRefused, match="voided or lost"):
         run.retire((), [snapshot_prefix(first, 2)])
     assert run.reader().refresh() == run.log.state
     run.open()
