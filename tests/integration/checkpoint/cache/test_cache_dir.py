@@ -49,8 +49,8 @@ def test_live_sidecar_cache_is_counted_and_kept(tmp_path: Path) -> None:
     for name, used_s in (("other", 1.0), ("here", 2.0), ("over", 3.0)):
         make_cache(tmp_path / name, 1, used_s)
     code = (
-        "import sys; from pathlib import Path; from deltashard_checkpoint.cache.cache_dir import own;"
-        "own(Path(sys.argv[1])); print('owned', flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from deltashard_checkpoint.cache.cache_dir import acquire;"
+        "acquire(Path(sys.argv[1])); print('owned', flush=True); sys.stdin.read()"
     )
     with (
         PackCache(tmp_path / "here", budget_bytes=1 << 20) as here,
