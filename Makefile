@@ -84,7 +84,7 @@ test-troubles: venv servers
 
 # The documentation site, out/site. A warning is an error: a dead link, a page that the navigation does not list.
 docs: venv
-	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
 
 # Unit tests with branch coverage; pyproject.toml has the floor.
 coverage: venv

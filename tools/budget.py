@@ -1,4 +1,4 @@
-"""Holds the limits of budget.toml: lines of each package and module, class names that only one module of the repository may define.
+"""Holds the limits of budget.toml: lines of each package and module, class names that only one module may define.
 
 Prints each breach with its remedy and exits with 1, or exits with 0 when all limits hold. Lines are those of .py and .c
 files that git tracks, code generated from proto/ aside.

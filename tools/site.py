@@ -59,7 +59,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         if path == "README.md":
             path = "docs/index.md"
         site = path.removeprefix("docs/")
-        if path.startswith("docs/") and files.get_file_from_path(site) is not None:
+        page_of_site = files.get_file_from_path(site)
+        if path.startswith("docs/") and page_of_site is not None and page_of_site.inclusion.is_included():
             up = "../" * page.file.src_uri.count("/")
             return f"{opening}{up}{site}"
         return f"{opening}{config.repo_url.rstrip('/')}/{'tree' if to.is_dir() else 'blob'}/main/{path}"

@@ -1,1 +1,1 @@
-"""One process per pod: arena, encode and upload pipeline, restore server, save timer. Imports no torch."""
+"""Sidecar process, one per pod: arena, encode and upload pipeline, restore server, save timer. Imports no torch."""

@@ -1,4 +1,4 @@
-"""What happened in this sidecar, kept for the controller; `fleet.report` tells it. Nothing here waits."""
+"""Events of this sidecar, kept for the controller and reported by `fleet.report`. Methods do not block."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from deltashard_sidecar.session.session import Session
 from deltashard_sidecar.telemetry.incident import Incidents
 
 FENCED = frozenset({Cause.FENCED, Cause.TAKEN_OVER})
-"""Causes of a save's failure that end the trainer's run."""
+"""Causes of a failed save after which the trainer can never commit again."""
 
 
 class Activity:
-    """Incidents of one sidecar, and how its last save and trainer ended. Each write is a single store."""
+    """Incidents of one sidecar, and the outcome of its last save and trainer. Each write is a single assignment."""
 
     def __init__(self, incidents: Incidents) -> None:
         self.incidents = incidents
         self.consecutive_failures = 0
         self.closed_cleanly = False
-        """The last trainer detached at a step that is durable, with no save in flight."""
+        """Whether the last trainer detached at a durable step, with no save in flight."""
 
     def record_trainer_lost(self, session: Session, *, step: int) -> None:
         if session.attempt is not None:
             self.incidents.add(
                 fleet.INCIDENT_KIND_TRAINER_LOST,
                 cause=Cause.LOST,
-                message=f"the trainer of rank {session.attachment.rank} went away at step {step} without detaching",
+                message=f"the trainer of rank {session.attachment.rank} ended at step {step} without detaching",
                 step=step,
             )
 
     def opened(self, reply: pb.OpenReply) -> None:
         if reply.fell_back:
-            why = reply.log_damage or "newer checkpoints are not whole"
+            why = reply.log_damage or "newer checkpoints are incomplete"
             self.incidents.add(
                 fleet.INCIDENT_KIND_FELL_BACK,
                 cause=Cause.DAMAGED_LOG if reply.log_damage else Cause.INVALID,
-                message=f"attempt {reply.attempt} goes back to step {reply.step}, past newer checkpoints: {why}",
+                message=f"attempt {reply.attempt} falls back to step {reply.step}, skipping newer checkpoints: {why}",
                 step=reply.step,
                 attempt=reply.attempt,
             )
@@ -48,7 +48,7 @@ class Activity:
     def restored(self, session: Session, *, step: int, source: str) -> None:
         if (
             not session.mark_restored() or session.attachment.rank != 0
-        ):  # one restore of a run, however many ranks
+        ):  # a run's restore counts once, however many ranks it has
             return
         seconds = max(0.0, time.time() - session.open_requested_s)
         who = "the trainer" if session.attempt is None else f"attempt {session.attempt}"
@@ -64,12 +64,11 @@ class Activity:
         )
 
     def tracking_fault(self, tables: int, *, step: int) -> None:
-        """The trainer's audit found rows that changed without a mark."""
         self.incidents.add(
             fleet.INCIDENT_KIND_TRACKING_FAULT,
             cause=Cause.AUDIT,
-            message=f"rows of {tables} table(s) changed without a mark: the save of step {step} holds every row, and "
-            "such tables are tracked by hashes from now on",
+            message=f"rows of {tables} table(s) changed without a mark: the save of step {step} contains every row, "
+            "and such tables are tracked by hashes from now on",
             step=step,
         )
 

@@ -1,8 +1,8 @@
-"""gRPC over a unix socket: messages in, plain method calls on the `Sidecar`, errors to status codes. Nothing else.
+"""gRPC over a unix socket: messages become method calls on the `Sidecar`, and errors become status codes.
 
-A failed call carries `{error class}: {what} [where] -- {remedy}` as its details and its cause as trailing metadata.
-Codes: FAILED_PRECONDITION, NOT_FOUND, ALREADY_EXISTS and PERMISSION_DENIED are the caller's to mend; ABORTED is fenced;
-UNAVAILABLE may be tried again; DATA_LOSS is a log or run that cannot be read.
+A failed call has `{error class}: {what} [where] -- {remedy}` as its details and its cause as trailing metadata.
+FAILED_PRECONDITION, NOT_FOUND, ALREADY_EXISTS and PERMISSION_DENIED must be fixed by the caller. ABORTED means fenced,
+UNAVAILABLE may be retried, and DATA_LOSS is a log or run that cannot be read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from deltashard_sidecar.sidecar import RankTaken, Sidecar
 from deltashard_sidecar.telemetry.structured_logging import explain
 
 MAX_CALLS = 256
-"""Calls at once: every trainer holds a Watch and a Save, and may restore."""
+"""Most concurrent calls: every trainer has a Watch and a Save, and possibly a Restore."""
 
 CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (FencedError, grpc.StatusCode.ABORTED),
@@ -55,7 +55,7 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServicer):
-    """The contract, call by call."""
+    """The Trainer service of proto/, one method per call."""
 
     def __init__(self, sidecar: Sidecar) -> None:
         self._sidecar = sidecar
@@ -145,7 +145,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
 
 
 def _before_begin(first: pb.SaveRequest, requests: Iterator[pb.SaveRequest]) -> Iterator[pb.SaveRequest]:
-    """The messages of a stream, which may stay open for long, up to its begin; it may break before."""
+    """Yield a stream's messages up to its begin. The stream may stay open long before it, and may break."""
     request: pb.SaveRequest | None = first
     while request is not None and (kind := request.WhichOneof("kind")) in _BEFORE_BEGIN:
         yield request
@@ -158,7 +158,6 @@ def _before_begin(first: pb.SaveRequest, requests: Iterator[pb.SaveRequest]) -> 
 
 
 def start_server(sidecar: Sidecar, path: Path) -> grpc.Server:
-    """The running gRPC server on its socket."""
     server = grpc.server(ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="call"), options=MESSAGE_OPTIONS)
     trainer_pb2_grpc.add_TrainerServicer_to_server(  # type: ignore[no-untyped-call]  # generated
         TrainerService(sidecar), server

@@ -1,9 +1,9 @@
-"""Markers under `closing/`: this pod terminates, and still uploads a save.
+"""Markers under `closing/`: this pod is terminating and still uploads a save.
 
-A replacement pod's Open waits for the marker to go (bounded, see `closing.wait_for_closing`) and resumes from that cut.
-So the marker is put when the pod gets its stop signal, before the trainer has even cut, and goes when the urgent save
-has ended, whichever way, or the trainer is gone. Best effort, on one thread: a slow store delays no save, and a marker
-that was not removed is passed over once it is old.
+A replacement pod's Open waits for the marker's removal (bounded, see `closing.wait_for_closing`) and resumes from that
+save. So the marker is written when the pod receives its stop signal, before the trainer begins the save, and is removed
+when the urgent save has ended or the trainer is gone. Markers are best effort, on one thread: a slow store delays no
+save, and a marker that was never removed is ignored once it is old.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ END_DEADLINE_S = 4.0
 
 
 class PendingUploadMarkers:
-    """The markers of this process. Thread-safe."""
+    """Markers of this process. Thread-safe."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -47,11 +47,10 @@ class PendingUploadMarkers:
         self._work.submit(self._mark, attempt, begun=False)
 
     def end_all(self) -> None:
-        """The process ends: waits a moment for what the store is still to hear."""
         with self._lock:
             left, self._marked = self._marked, set()
         last = [self._work.submit(self._mark, attempt, begun=False) for attempt in left]
-        # What was asked for before goes first: one thread, one queue.
+        # Earlier requests run first: there is one thread and one queue.
         wait([*last, self._work.submit(lambda: None)], END_DEADLINE_S)
         self._work.shutdown(wait=False, cancel_futures=True)
 

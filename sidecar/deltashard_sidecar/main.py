@@ -1,9 +1,9 @@
-"""The process: `serve` (the sidecar), `notify` (the preStop hook), `health` (an exec probe).
+"""Entry points: `serve` (the sidecar), `notify` (the preStop hook), `health` (an exec probe).
 
-One process owns a runtime directory, by a POSIX record lock on `LOCK` in it: a second one exits at once with code
-`EXIT_ALREADY_RUNNING`, so that whoever started it attaches to the first. `serve` writes `ready.json` atomically when it serves.
-SIGTERM and SIGINT: no new save, what is in flight is finished or aborted by `term_deadline_s`, exit 0. A second signal
-ends the waiting. SIGUSR1 writes every thread's stack to stderr.
+A process owns its runtime directory by a POSIX record lock on the file `LOCK`. A second process exits at once with
+`EXIT_ALREADY_RUNNING`, and its parent attaches to the first. `serve` writes `ready.json` atomically once it serves.
+On SIGTERM or SIGINT no save starts, saves in flight are finished or aborted by `term_deadline_s`, and the exit status
+is 0. A second signal ends the wait. SIGUSR1 dumps the stacks of all threads to stderr.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TICK_S = 0.1
 HEALTH_DEADLINE_S = 2.0
 NOTIFY_DEADLINE_S = 5.0
 STALE_S = 30.0
-"""A sidecar whose main loop stood still for so long is not healthy."""
+"""Health fails when the main loop has made no progress for this time."""
 LOCK = "LOCK"
 
 USAGE = """usage: deltashard-sidecar serve --url URL --run RUN --dir DIR --cache-dir DIR [--SETTING VALUE ...]
@@ -56,10 +56,10 @@ Settings: docs/reference/sidecar-settings.md; every one is also a variable DELTA
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: the first asks the process to stop, the second not to wait for anything.
+    """SIGTERM and SIGINT: the first stops the process, the second also ends every wait.
 
-    IMPORTANT: Python runs a handler between two bytecodes of the main thread, which may hold any lock then, also that
-    of an `Event` it waits for: `Event.set()` could wait for ever. `put()` of a `SimpleQueue` is safe there.
+    IMPORTANT: Python runs a handler between two bytecodes of the main thread, which may hold any lock at that point,
+    including the lock of an `Event` it waits for. `Event.set()` could deadlock; `SimpleQueue.put()` is reentrant.
     """
 
     def __init__(self) -> None:
@@ -80,12 +80,12 @@ class StopSignals:
         return True
 
     def received_twice(self) -> bool:
-        """Whether a second one came, also where nobody waited for the first."""
+        """Return whether a second signal arrived, whether or not the first was waited for."""
         return self._waited_for + self._received.qsize() > 1
 
 
 def lock_directory(directory: Path) -> int | None:
-    """The descriptor of the runtime directory's lock; None: another process owns that. Raises `NotPrivate`."""
+    """Return the descriptor of the directory's lock, or None if another process holds it; raises `NotPrivate`."""
     directory.mkdir(mode=0o770, parents=True, exist_ok=True)
     fd = open_private(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o660)
     try:
@@ -97,7 +97,7 @@ def lock_directory(directory: Path) -> int | None:
 
 
 def holds_lock(directory: Path, fd: int) -> bool:
-    """Whether the directory is still the one whose lock `fd` holds, and was not removed meanwhile."""
+    """Return whether the directory still contains the lock file of `fd`: it may have been removed and made again."""
     try:
         return os.path.samestat((directory / LOCK).lstat(), os.fstat(fd))
     except OSError:
@@ -105,7 +105,7 @@ def holds_lock(directory: Path, fd: int) -> bool:
 
 
 def serve(argv: Sequence[str]) -> int:
-    """Run the sidecar until a signal, or until it lingered long enough without a trainer."""
+    """Run the sidecar until a signal arrives, or until `linger_s` has passed without a trainer."""
     os.umask(0o007)
     raise_open_file_limit()
     config = settings.load(argv, os.environ)
@@ -164,9 +164,9 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
         with contextlib.suppress(FileNotFoundError):
             os.utime(config.socket_path)  # for `health`
         if not holds_lock(config.dir, lock) or not keeper.whole:
-            # Nobody finds this one any more, or its memory is gone: the next one makes both again.
+            # Trainers cannot reach this process any more, or its arena is unusable: a new sidecar creates both again.
             what = "the runtime directory was removed" if keeper.whole else "the arena was truncated"
-            remedy = "leave it to the sidecar while that lives; this one stops, and the next makes it again"
+            remedy = "do not touch it while a sidecar runs; this one stops, and the next one creates it again"
             log.error("sidecar.directory_lost", what=what, where=str(config.dir), remedy=remedy)
             status = EXIT_ENVIRONMENT
             break
@@ -177,7 +177,7 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     sidecar.terminate(stop_now=lambda: signals.received_twice() or not keeper.whole)
     if reports is not None:
         reports.stop()
-    mine = holds_lock(config.dir, lock)  # the next one may serve there already
+    mine = holds_lock(config.dir, lock)  # another sidecar may serve in this directory already
     if mine:
         config.ready_path.unlink(missing_ok=True)
     server.stop(0.5).wait()
@@ -192,7 +192,7 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
 
 
 def _serve_metrics(config: settings.Settings, metrics: Metrics, log: Logger) -> WSGIServer | None:
-    """The running endpoint, if it is wanted and its port is free: saves do not depend on it."""
+    """Start the endpoint; returns None if it is off or its port is taken, because saves do not depend on it."""
     if config.metrics_port < 0:
         return None
     try:
@@ -204,14 +204,14 @@ def _serve_metrics(config: settings.Settings, metrics: Metrics, log: Logger) -> 
 
 
 def _check_kernels(config: settings.Settings, log: Logger) -> None:
-    """Warn where numpy encodes; `UserError` in a pod, whose limits were chosen for the native kernels."""
+    """Warn about the slow numpy kernels; raises `UserError` in a pod, where limits assume the native kernels."""
     from deltashard_checkpoint.codecs import kernel_choice
 
     if not kernel_choice.is_slow():
         return
     if config.workload_uid:
         what = "the native kernels were not built, and numpy is too slow for a pod"
-        remedy = "take the published image, or install a wheel into yours"
+        remedy = "use the published image, or install a wheel into your image"
         raise UserError(what, where=kernel_choice.__name__, remedy=remedy)
     log.warning("sidecar.numpy_kernels", remedy=kernel_choice.SLOW_MESSAGE)
 
@@ -239,7 +239,7 @@ def _socket(argv: Sequence[str]) -> tuple[dict[str, str], str]:
 
 
 def notify(argv: Sequence[str]) -> int:
-    """Tell the sidecar that its pod is going: every trainer saves now. Returns at once; 0 when nobody listens."""
+    """Request a save from every trainer because the pod is going away; returns 0 at once, even without a sidecar."""
     import grpc
     from deltashard_proto.v1 import trainer_pb2 as pb
     from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
@@ -253,9 +253,9 @@ def notify(argv: Sequence[str]) -> int:
 
 
 def health(argv: Sequence[str]) -> int:
-    """Exit 0 when the sidecar's socket takes connections, and its main loop touched it just now.
+    """Return 0 if the sidecar's socket accepts connections and its main loop touched the socket within `STALE_S`.
 
-    The kernel takes connections for a process that hangs, too. By gRPC a probe would take more than twice as long.
+    The kernel accepts connections even for a process that hangs. A gRPC probe would take more than twice as long.
     """
     _, path = _socket(argv)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"deltashard-sidecar: the package {error.name!r} is not installed {remedy}\n")
         return EXIT_USAGE
     if arguments[0] == "serve" and argv is None:
-        # Everything is closed. A thread that still hangs in the store must not keep the process.
+        # Everything is closed. A thread that hangs in a store request must not keep the process alive.
         with contextlib.suppress(OSError):
             sys.stderr.flush()
         os._exit(status)

@@ -1,10 +1,11 @@
-"""What a sidecar does unasked, on one thread of its own: a look at the log at start, then retention, gc and compaction.
+"""Maintenance on a separate thread: a read of the log at start, then rounds of retention, gc and compaction.
 
-A round begins after a commit of rank 0, or a save that found the store full, not more often than `maintenance_interval_s`:
-compact a chain that grew too long, or that a cut was made to build on (`run.synthetic_baseline`; not on a full store),
-name in one retire entry what may go, delete what was named long enough ago. Every step may be killed at any instant and
-run again; one that fails is counted and logged. Nothing waits for a round, and a compaction lets saves and restores go
-first. At start and in every round pack caches of other, ended runs make room, where a budget for all of them is set.
+A round begins after a commit of rank 0, or after a save that found the store full, at most once in
+`maintenance_interval_s`. It compacts a chain that is too long, or that a save relied on being compacted
+(`run.synthetic_baseline`; not on a full store), retires old checkpoints in one entry, and deletes objects that were
+retired long enough ago. Every task may be killed at any time and run again; a failure is counted and logged. Nothing
+waits for a round, and a compaction gives way to saves and restores. At start and in every round, caches of other, ended
+runs are evicted if a total budget is set.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from deltashard_sidecar.telemetry.structured_logging import explain
 ROUND_DEADLINE_S = 300.0
 READ_DEADLINE_S = 30.0
 BACKOFF = Backoff(first_s=1.0, longest_s=30.0)
-"""Between looks for a store that does not answer at start."""
+"""Back-off between reads of a store that does not answer at start."""
 GIVE_WAY_S = 1.0
-"""A compaction waits so long, before each frame, for a save or restore to end. Not longer: a save may itself wait for
-room in the cache, of which the compaction holds a pack."""
+"""Longest wait of a compaction, before each frame, for a save or restore to end. It is limited because the save may
+itself wait for cache space, which a pack of the compaction occupies."""
 _POLL_S = 0.02
 
 
 class MaintenanceLoop:
-    """The thread and its orders."""
+    """The maintenance thread."""
 
     def __init__(self, run: Run, *, policy: Callable[[], pb.Policy], saving: Callable[[], bool]) -> None:
-        """`policy` is the one in force; `saving`: whether a save is in flight."""
+        """`policy` returns the policy in force, `saving` whether a save is in flight."""
         self._run = run
         self._settings = run.settings
         self._log = run.logger
@@ -53,7 +54,7 @@ class MaintenanceLoop:
         self._restoring = 0
         self._wake = threading.Condition()
         self._due: tuple[RunLog, int, bool] | None = None
-        """A handle on the log, the attempt that saves through it, and whether its store is full."""
+        """A log handle, the attempt that saves through it, and whether the store is full."""
         self._stopped = False
         self._thread = threading.Thread(target=self._work, name="maintenance", daemon=True)
 
@@ -67,7 +68,6 @@ class MaintenanceLoop:
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """A restore is served within: the store and the cache are its own."""
         with self._wake:
             self._restoring += 1
         try:
@@ -99,7 +99,7 @@ class MaintenanceLoop:
                 self._round(due[0].fork(), due[1], full=due[2])
 
     def _read_log(self) -> None:
-        """Look at the log until the store answers: credentials that are missing are found before anybody needs them."""
+        """Read the log until the store answers: missing credentials are reported before a trainer needs them."""
         failures = 0
         while not (self._has_work or self._run.read_log(self._run.log, deadline_s=READ_DEADLINE_S)):
             failures += 1
@@ -111,10 +111,10 @@ class MaintenanceLoop:
         return self._stopped or self._due is not None
 
     def _round(self, log: RunLog, attempt: int, *, full: bool) -> None:
-        """One round on its own handle of the log, as long as `attempt` is the newest; on a `full` store it only frees.
+        """Run one round on a forked log handle while `attempt` is the newest; on a `full` store only free space.
 
-        IMPORTANT: who was followed keeps house no more. After a person's rewind that would retire what was set
-        aside, and with it the way back.
+        IMPORTANT: a superseded attempt must not run maintenance. After a manual rewind it would retire the checkpoints
+        that were rewound, which are the way back.
         """
         if not full:
             self._step("compact", lambda: self._compact(log, attempt))
@@ -150,7 +150,7 @@ class MaintenanceLoop:
         return f"{done.objects} objects, {done.bytes} bytes" if done.objects else None
 
     def _check_chain(self, log: RunLog, attempt: int) -> None:
-        """At the newest checkpoint's chain; each rank of many looks at its own before it commits."""
+        """Check the newest checkpoint's chain. With several ranks, each checks its own chain before it commits."""
         newest, state = self._newest(log, attempt), log.state
         if newest is not None and newest.listed is None and not self._run.chains.is_broken(state, newest.seq):
             manifests = self._run.manifests_of(log.run)
@@ -173,7 +173,7 @@ class MaintenanceLoop:
 
     @staticmethod
     def _newest(log: RunLog, attempt: int) -> Checkpoint | None:
-        """The newest checkpoint; None: there is none, or a newer attempt was opened."""
+        """Return the newest checkpoint; None: there is none, or a newer attempt was opened."""
         state = log.refresh(deadline_s=ROUND_DEADLINE_S)
         return state.newest() if state.attempt == attempt else None
 
@@ -195,7 +195,7 @@ class MaintenanceLoop:
         except DeltashardError as error:
             counter.labels(task, "failed").inc()
             self._log.warning(f"{task}.failed", **explain(error))
-        except Exception as error:  # noqa: BLE001 - housekeeping never harms the sidecar
+        except Exception as error:  # noqa: BLE001 - maintenance never harms the sidecar
             counter.labels(task, "failed").inc()
             self._log.error(f"{task}.unexpected", exc_info=error)
         else:

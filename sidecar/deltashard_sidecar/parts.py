@@ -1,4 +1,4 @@
-"""What the services of one sidecar process share; the `Sidecar` is it."""
+"""Parts that the services of one sidecar process share; `Sidecar` extends them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deltashard_sidecar.session.session import Sessions
 
 
 class Parts:
-    """Each part is thread-safe and has its own lock."""
+    """Shared parts. Each is thread-safe and has its own lock."""
 
     def __init__(self, keeper: ArenaKeeper, run: Run) -> None:
         self.keeper, self.run = keeper, run

@@ -1,14 +1,14 @@
-"""What a run does from now on: the settings a pod started with, and the controller's newest directive over them. Pure.
+"""Policy of a run: the settings its pod started with, overridden by the controller's newest directive. Pure.
 
-    settings (environment, flags)  <  the newest commit's directive  <  the newest answer's
+    settings (environment, flags)  <  the newest commit's directive  <  the newest fleet reply's directive
 
-A directive replaces the one before. Its zero and empty fields keep what the pod started with, but for those that it
-names in `whole`: they count as they are, so that a policy can go from seconds to steps and back under a run. Both
-timers off is refused: no remote party may switch saving off. The one in force rides in the metadata of every commit
-under `KEY`, with the workload it was given to: a sidecar of that workload, as long as no controller gave it one,
-continues under it. A sidecar of another workload (a run continued by `run-id`) does not: its user chose again.
+A directive replaces the previous one. Its zero and empty fields keep the pod's settings, except for fields listed in
+`whole`, which apply as they are: a policy can thus change from seconds to steps and back during a run. A directive that
+turns both timers off is rejected: no remote party may turn saving off. Every commit records the directive in force
+under `KEY` in its metadata, with its workload. A sidecar of the same workload continues under it until a controller
+sends one. A sidecar of another workload (a run continued by `run-id`) does not, because its user chose settings again.
 
-docs/design/016-directives.md has the reasons.
+See docs/design/016-directives.md for the reasons.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.settings import Settings, check
 
 KEY = "deltashard/directive"
-"""Name in a commit's metadata; the prefix `deltashard/` is not the user's."""
+"""Name in a commit's metadata; the prefix `deltashard/` is reserved."""
 MAX_TEXT = 4096
 _TIMERS = {"every_s", "every_steps"}
 
 
 class BadDirective(UserError):
-    """A directive with a value that no sidecar of this version can follow; the one in force stays."""
+    """A directive has a value that this version does not support; the previous one stays in force."""
 
 
 def policy_of(settings: Settings) -> pb.Policy:
-    """The policy that settings state: each of its fields is a setting of the same name."""
+    """Return the policy of these settings: each of its fields is a setting of the same name."""
     return pb.Policy(**{name: getattr(settings, name) for name in pb.Policy.DESCRIPTOR.fields_by_name})
 
 
 def stated(policy: pb.Policy) -> dict[str, Any]:
-    """Its fields that are neither zero nor empty, by name."""
     return {field.name: value for field, value in policy.ListFields()}
 
 
@@ -54,7 +53,7 @@ def chooses_bits(policy: pb.Policy) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivePolicy:
-    """What holds now."""
+    """The initial policy and the directive in force."""
 
     initial: pb.Policy
     directive: fleet.Directive | None = None
@@ -72,17 +71,17 @@ class ActivePolicy:
         return 0 if self.directive is None else self.directive.id
 
     def with_directive(self, directive: fleet.Directive) -> ActivePolicy:
-        """What holds after `directive` came: itself when that is in force."""
+        """Return the policy with `directive` in force, or itself if that already is."""
         return replace(self, directive=directive) if directive.id != self.id else self
 
 
 def _whole(directive: fleet.Directive) -> set[str]:
-    """Fields that count as they are, of those that this version knows: a newer controller may name others."""
+    """Return the fields listed in `whole` that this version knows: a newer controller may list others."""
     return set(directive.whole).intersection(pb.Policy.DESCRIPTOR.fields_by_name)
 
 
 def received(message: fleet.Directive, workload: str) -> fleet.Directive:
-    """The directive of a message to a sidecar of `workload`; raises `BadDirective`."""
+    """Return the directive of a message to a sidecar of `workload`; raises `BadDirective`."""
     directive = fleet.Directive()
     directive.CopyFrom(message)
     directive.workload = workload
@@ -96,14 +95,14 @@ def format_directive(directive: fleet.Directive) -> str:
 
 
 def parse_directive(text: str) -> fleet.Directive:
-    """The directive in a commit's metadata; raises `BadDirective`: any writer of the bucket may have written it."""
+    """Return the directive in a commit's metadata; raises `BadDirective`: any bucket writer may have set it."""
     unreadable = BadDirective("the recorded directive cannot be read", where=KEY)
     try:
         held = json.loads(text[: MAX_TEXT + 1])
         directive = fleet.Directive(**held)
     except (ValueError, TypeError, OverflowError, RecursionError):
         raise unreadable from None
-    if isinstance(held.get("whole"), str):  # a message takes it for the list of its letters
+    if isinstance(held.get("whole"), str):  # protobuf would accept it as the list of its letters
         raise unreadable
     return _checked(directive)
 
@@ -117,8 +116,8 @@ def _checked(directive: fleet.Directive) -> fleet.Directive:
     except UserError as error:
         raise BadDirective(error.what, where=error.where, remedy=error.remedy) from error
     if not directive.id or not directive.HasField("policy"):
-        raise BadDirective("it has no id or no policy", where=where)
+        raise BadDirective("the directive has no id or no policy", where=where)
     if whole & _TIMERS and not stated(directive.policy).keys() & _TIMERS:
-        remedy = "a pod of its own settings may save on demand only; no directive can have it so"
-        raise BadDirective("it would turn off every timer", where=where, remedy=remedy)
+        remedy = "keep every_s or every_steps; only a pod's own settings may turn both off"
+        raise BadDirective("the directive would turn off every timer", where=where, remedy=remedy)
     return directive

@@ -1,14 +1,15 @@
-"""Serving a restore: plan, fetch, and hand frames to the trainer through arena blocks, byte for byte, newest first.
+"""Serving a restore: plan, fetch, and pass frames to the trainer through arena blocks unchanged, newest first.
 
     chain of the log -> indexes -> plan (pure) -> Fetcher: cache first, ranges coalesced, every frame hash-checked
-                                                     -> straight into a block -> `filled` -> trainer applies -> `freed`
+                                                     -> into an arena block -> `filled` -> trainer applies -> `freed`
 
-Which request (a byte range of whole frames) lies in which block is fixed by the plan (`pack_blocks`, pure). The message
-with the last frame or tail of a block says so, and the trainer sends the block back after applying it. Two blocks are
-always there for a restore, no request spans two, and frames that await their tails are of one request: so a trainer
-that frees what it applied can never wait for a sidecar that waits for it.
+The plan assigns each request (a byte range of whole frames) to a block (`pack_blocks`, pure). The message with the last
+frame or tail of a block marks it as such, and the trainer returns the block after applying it. A restore cannot
+deadlock with its trainer: two blocks are reserved for it, no request spans two blocks, and all frames that wait for
+their tails belong to one request.
 
-Only proof makes a checkpoint *invalid* (a hash wrong twice in the store, a confirmed 404); all else is *unavailable*.
+A checkpoint is *invalid* only on proof (a hash that is wrong in two reads from the store, or a confirmed 404). Any
+other failure is *unavailable*.
 """
 
 from __future__ import annotations
@@ -41,18 +42,15 @@ from deltashard_sidecar.telemetry.structured_logging import explain
 PREFETCH_BYTES = 32 << 20
 FETCH_THREADS = 4
 BATCH_FRAMES = 64
-"""So many frames go in one message at most: a message costs both processes some 0.2 ms, however little is in it."""
+"""Most frames in one message: a message costs both processes about 0.2 ms, whatever its size."""
 
 
 class RestoreStopped(EnvironmentFault):
-    """The trainer went away, or said nothing for too long, while frames waited for blocks."""
+    """The trainer went away or sent nothing for too long while frames waited for blocks."""
 
 
 def pack_blocks(lengths: Sequence[int], block_bytes: int) -> list[tuple[int, int]]:
-    """For each request in order: (block number within this restore, offset). Pure.
-
-    Offsets are aligned; a request is never split.
-    """
+    """Return (block number within this restore, aligned offset) per request; none is split. Pure."""
     places: list[tuple[int, int]] = []
     block, at = 0, 0
     for length in lengths:
@@ -64,19 +62,18 @@ def pack_blocks(lengths: Sequence[int], block_bytes: int) -> list[tuple[int, int
 
 
 def baseline_under(plan: Plan) -> int:
-    """Seq since which the rows of all non-baseline frames are every row that changed; 0 when no rows are restored.
+    """Return the seq since which the non-baseline frames contain every changed row; 0 when no rows are restored.
 
-    Parts may rest on different baselines: rows changed since an older one are all rows changed since the newest.
+    Parts may have different baselines. The rows changed since an older one include those changed since the newest.
     """
     rows = (frame for request in plan.requests for frame in request.frames if frame.table is not None)
     return max((frame.seq for frame in rows if frame.baseline), default=0)
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Invalid (fall back), unavailable (try again), not_found, mismatch, or error."""
     if isinstance(error, DeltashardError) and error.cause in {Cause.NOT_FOUND, Cause.MISMATCH}:
         return Cause(error.cause)
-    if isinstance(error, FormatError):  # another: written by a newer version, and nothing is wrong with it
+    if isinstance(error, FormatError):  # other causes: a newer version wrote it, which is no damage
         return Cause.INVALID if error.cause == Cause.CORRUPT else Cause.ERROR
     return Cause.UNAVAILABLE if isinstance(error, EnvironmentFault) else Cause.ERROR
 
@@ -99,10 +96,10 @@ class Restore:
         self._clean = False
         self._last_message_s = time.monotonic()
         self._source_run: tuple[RunLog, RunState] | None = None
-        """Another run that is read, and what its log said when this was planned: it may go on meanwhile."""
+        """Log of another run that is read, and its state when the plan was made; that run may continue meanwhile."""
         self.step = 0
         self.source = ""
-        """Where most bytes came from, cache or store, once everything was handed over."""
+        """Where most bytes came from, cache or store; empty until everything was sent."""
 
     def plan(self) -> tuple[RunState, Plan]:
         want, deadline_s = self._want, self._run.settings.restore_deadline_s
@@ -118,7 +115,7 @@ class Restore:
             wanted.setdefault(message.table, []).append(box_of(message))
         schemas = {table.fqn: table for table in self._attachment.tables}
         if unknown := wanted.keys() - schemas.keys():
-            raise IncompletePlan(f"table {min(unknown)} was not named at Attach", where="restore")
+            raise IncompletePlan(f"table {min(unknown)} was not listed at Attach", where="restore")
         plan = plan_restore(
             self._run.store,
             state,
@@ -139,7 +136,7 @@ class Restore:
     def serve(
         self, requests: Iterator[pb.RestoreRequest], alive: Callable[[], bool]
     ) -> Iterator[pb.RestoreReply]:
-        """The replies of the whole call; never raises for a failed restore, but says so."""
+        """Yield the replies of the whole call. A failed restore yields `failed` instead of raising."""
         began_s = time.monotonic()
         metrics = self._run.metrics
         threading.Thread(target=self._read, args=(requests,), name="restore", daemon=True).start()
@@ -186,7 +183,7 @@ class Restore:
             metrics.restores.labels(cause).inc()
             self._log.warning("restore.failed", cause=cause, **explain(error))
             yield _failed(cause, str(error))
-        except Exception as error:  # noqa: BLE001 - ours, and the trainer must hear of it
+        except Exception as error:  # noqa: BLE001 - a bug, which the trainer must be notified of
             metrics.restores.labels(Cause.ERROR).inc()
             self._log.error("restore.unexpected", exc_info=error)
             yield _failed(Cause.ERROR, repr(error))
@@ -194,7 +191,7 @@ class Restore:
             self._wait_for_reader(alive)
 
     def _source_changed(self) -> bool:
-        """Whether the other run went on while it was read: what lacks may merely have been retired."""
+        """Return whether the other run changed while it was read: missing objects may just have been retired."""
         if self._source_run is None:
             return False
         log, state = self._source_run
@@ -232,7 +229,7 @@ class Restore:
                     filled.tail_length = len(frame.tail)
                     filled.tail_last = not left[number]
                 batch.append(filled)
-                # Frames that are there are handed over. None is kept back: the next one may be long in coming.
+                # Available frames are sent at once, because the next one may take long.
                 if frame.last or len(batch) == BATCH_FRAMES:
                     yield pb.RestoreReply(batch=pb.RestoreReply.Batch(frames=batch))
                     crash_point("restore.first_filled")
@@ -241,19 +238,19 @@ class Restore:
                 metrics.rows.labels("out", encoding).inc(info.rows)
                 metrics.frame_bytes.labels("out", encoding).inc(len(frame.data) + len(frame.tail or b""))
         finally:
-            fetched.close()  # type: ignore[attr-defined]  # a generator: waits for reads into our blocks
+            fetched.close()  # type: ignore[attr-defined]  # a generator: waits for reads into arena blocks
 
     def _destination(self, request: RangeRequest, *, wait: bool) -> memoryview | None:
         if self._stream_ended.is_set():
-            raise RestoreStopped("the trainer wants no more of it", where="restore")
+            raise RestoreStopped("the trainer ended the stream", where="restore")
         number, offset = self._places[self._next]
         if number not in self._blocks:
-            looks = iter((False,))  # or one look
-            should_stop_now = self._should_stop if wait else lambda: next(looks, True)
+            stops = iter((False,))  # without `wait`, try once
+            should_stop_now = self._should_stop if wait else lambda: next(stops, True)
             block = self._keeper.take_serving(self._attachment.local_rank, should_stop=should_stop_now)
             if block is None:
                 if wait:
-                    raise RestoreStopped("no block came free: the trainer stopped reading", where="restore")
+                    raise RestoreStopped("no block became free: the trainer stopped reading", where="restore")
                 return None
             self._blocks[number] = block
         self._next += 1
@@ -276,7 +273,7 @@ class Restore:
             self._stream_ended.set()
 
     def _wait_for_reader(self, alive: Callable[[], bool]) -> None:
-        """Blocks come back by the trainer's word: `freed`, or the end of its half of the stream."""
+        """Wait for the trainer's end of the stream, then release its blocks, or quarantine them if it did not end."""
         until = time.monotonic() + self._run.settings.stream_idle_s
         while alive() and not self._stream_ended.wait(0.2) and time.monotonic() < until:
             pass

@@ -1,9 +1,9 @@
-"""Saves that the controller ordered: each is carried out once, and how it ended is told until no answer names it.
+"""Save orders of the controller: each is carried out once, and its outcome is reported until no reply names it.
 
-The first cut of this pod that begins after an order came carries it out, whoever asked for that cut: its id and its pin
-go into the commit. A cut that fails ends the order, too, but for one that another takes the place of. The newest `MAX_ORDERS`
-ids are remembered. A sidecar that starts again, or of another pod, finds in the log what was done; what is not seen
-there (it is retired by then) is done once more.
+The first save of this pod that begins after an order arrived carries it out, whatever triggered that save; its commit
+records the order's id and pin. A failed save ends the order as well, unless another save superseded it. The newest
+`MAX_ORDERS` ids are kept. A restarted sidecar, or one of another pod, reads from the log which orders were carried out;
+an order whose checkpoint is retired by then is carried out once more.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ SaveOutcome = fleet.SaveOver
 
 @dataclass(slots=True, eq=False)
 class _TrackedOrder:
-    """One order."""
+    """A save order and its state."""
 
     order: fleet.SaveOrder
     received_s: float
     is_open: bool = True
-    """Whether somebody waits for it: the newest answer names it, or does not know yet how it ended."""
+    """Whether the controller waits for it: the newest reply names it, or its outcome is not reported yet."""
     asked_session: Session | None = None
-    """Whose trainer was asked."""
     outcome: SaveOutcome | None = None
 
 
 class SaveOrders:
-    """The orders of one process. Thread-safe."""
+    """Save orders of one process. Thread-safe."""
 
     def __init__(
         self,
@@ -48,13 +47,13 @@ class SaveOrders:
         state: Callable[[], RunState],
         in_flight: Callable[[], Iterable[Save]],
     ) -> None:
-        """`request_save` has the trainers save and gives a session that was told; None: none may save now."""
+        """`request_save` requests a save and returns the trainer's session; None: no trainer may save now."""
         self._request_save, self._state, self._in_flight = request_save, state, in_flight
         self._lock = threading.Lock()
         self._orders: dict[str, _TrackedOrder] = {}
 
     def handle_reply(self, saves: Sequence[fleet.SaveOrder], reported: Container[str]) -> None:
-        """An answer names these open orders; its report `reported` how some ended."""
+        """Process a reply that names these open orders; its report contained the outcomes of `reported`."""
         open_ids = {order.id for order in saves}
         with self._lock:
             for name, tracked in self._orders.items():
@@ -68,7 +67,6 @@ class SaveOrders:
                 del self._orders[name]
 
     def poll(self) -> None:
-        """Ask trainers for what is open; notice what is done, or too late."""
         with self._lock:
             still = [
                 tracked for tracked in self._orders.values() if tracked.is_open and tracked.outcome is None
@@ -93,10 +91,10 @@ class SaveOrders:
             elif tracked.asked_session is None or tracked.asked_session.closed:
                 tracked.asked_session = self._request_save(order)
             with self._lock:
-                tracked.outcome = tracked.outcome or outcome  # a save that ended meanwhile has said so
+                tracked.outcome = tracked.outcome or outcome  # a save that ended meanwhile has set its own
 
     def open(self) -> tuple[fleet.SaveOrder, ...]:
-        """Those that a cut which begins now carries out: none that the log has, nor that would move a pin it has."""
+        """Return the orders for a save that begins now, without those in the log and those whose pin is taken."""
         with self._lock:
             tracked = [
                 each for each in self._orders.values() if each.is_open or each.asked_session is not None
@@ -104,7 +102,7 @@ class SaveOrders:
             still = tuple(each.order for each in tracked if each.outcome is None)
         state = self._state() if still else RunState(run="")
         done = _done(state)
-        # While the log is not read yet, what was done is not known.
+        # Until the log is read, it is unknown which orders were carried out.
         return tuple(
             each for each in still if state.tip >= 0 and not (each.id in done or each.pin in state.pinned)
         )
@@ -133,7 +131,7 @@ class SaveOrders:
 
 
 def _done(state: RunState) -> dict[str, tuple[int, int]]:
-    """(step, seq) of the checkpoint by which each order was carried out, as far as the log tells."""
+    """Return (step, seq) of the checkpoint that carried out each order, as recorded in the log."""
     return {
         name: (checkpoint.step, checkpoint.seq)
         for checkpoint in state.checkpoints.values()

@@ -1,6 +1,7 @@
-"""Saves that begin and end; one that fails costs nothing else.
+"""Begin and end of saves. A failed save affects no other part of the sidecar.
 
-One is in flight per rank; an urgent one replaces a periodic one that still stages, and waits for one that uploads.
+Each rank has at most one save in flight. An urgent save replaces a periodic one that is staging, and waits for one that
+is uploading.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from deltashard_sidecar.session.session import Session
 from deltashard_sidecar.trainer_control import TrainerControl
 
 URGENT_WAIT_S = 3.0
-"""An urgent save waits so long at its begin for one that uploads; then it is refused and asked for again afterwards."""
+"""Longest wait of an urgent save for one that is uploading; after it the save is refused, and requested again later."""
 BRIEF_WAIT_S = float(os.environ.get("DELTASHARD_BRIEF_WAIT_S", "1"))
-"""A save waits so long at its begin for what is about to end anyway."""
+"""Longest wait of a save for an end that is already under way."""
 ENCODE_NICENESS = 10
-"""Niceness of encoding threads: on shared cores (a laptop) the cut that is being copied, and training, go first."""
+"""Niceness of encoding threads: on shared cores (a laptop) training and the copy of a save take precedence."""
 
 
 class SaveRefused(Exception):
-    """A save is not begun; `reply` says why."""
+    """A save was refused; `reply` has cause and message."""
 
     def __init__(self, cut: int, cause: Cause, message: str) -> None:
         super().__init__(message)
@@ -55,7 +56,7 @@ def _yield_to_training() -> None:
 
 
 class SaveService:
-    """The begin and the end of every save. Thread-safe: it holds parts, and of its own who has died, by local rank."""
+    """Begins and ends every save. Thread-safe: its own state is only the ranks that died, by local rank."""
 
     def __init__(
         self, parts: Parts, *, control: TrainerControl, maintenance: MaintenanceLoop, orders: SaveOrders
@@ -72,7 +73,7 @@ class SaveService:
         self._orders = orders
 
     def begin(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
-        """Begin a save; raises `SaveRefused`, and then a peer need not wait for this rank's part of the cut."""
+        """Begin a save; raises `SaveRefused`, after reporting to peers that this rank's part will not arrive."""
         attempt = session.attempt
         if attempt is not None and (why := self._run.still_removed(session.attachment, attempt)) is not None:
             self._parts.metrics.failures.labels(Cause.REMOVED).inc()
@@ -87,7 +88,7 @@ class SaveService:
     def prepare(
         self, session: Session, begin: pb.SaveRequest.Begin, preparation: Preparation
     ) -> Iterator[pb.SaveReply]:
-        """A cut of this session is near: blocks for it, and what it would be asked for if it began now."""
+        """Grant blocks for an upcoming save of this session, and reply with what a save that began now would cover."""
         running, why = self._parts.in_flight_saves.of_rank(session.attachment.local_rank), self._run.removed
         attempt = 0
         try:
@@ -110,7 +111,7 @@ class SaveService:
         yield pb.SaveReply(blocks=pb.SaveReply.Blocks(granted=granted))
 
     def trainer_lost(self, session: Session) -> None:
-        """A rank's process has died. What the others cut with it, and it did not, waits for no part of it."""
+        """Withdraw a dead rank from the saves of its attempt that it had not begun itself."""
         attempt, attachment = session.attempt, session.attachment
         if attempt is None or attachment.world_size == 1:
             return
@@ -120,7 +121,6 @@ class SaveService:
             self._decline_for_lost(attempt, cut)
 
     def trainer_reattached(self, session: Session) -> None:
-        """A process attached that may train on under its attempt: it had not died."""
         _, lost_attempt = self._lost_ranks.get(session.attachment.local_rank, (None, None))
         if lost_attempt is not None and lost_attempt == session.attempt:
             del self._lost_ranks[session.attachment.local_rank]
@@ -151,8 +151,8 @@ class SaveService:
         return save
 
     def _create(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
-        """The save, decided and counted as begun; only `InFlightSaves` calls this, so it cannot end before."""
-        attempt = _attempt_of(session, begin)  # while an urgent save waited, another may have been opened
+        """Plan and create the save. Called under the lock of `InFlightSaves`, so the save cannot end before."""
+        attempt = _attempt_of(session, begin)  # another may have been opened while an urgent save waited
         parts, cut = self._parts, self._plan(session, attempt, begin)
         save = Save(
             session=session,
@@ -168,7 +168,7 @@ class SaveService:
         )
         self._control.save_started(session, attempt, step=begin.step)
         if session.attachment.rank == 0:
-            # Its boundary of that step waits for us: the control line stands still.
+            # The trainer waits at the boundary of that step, so its control line does not change.
             reading = Reading(begin.step, parts.keeper.step_time_s(session.attachment.local_rank))
             parts.decider.save_started(
                 MeasuredSave(cut=cut.cut, started=reading, timed=cut.reason in PERIODIC),
@@ -178,7 +178,7 @@ class SaveService:
         return save
 
     def _plan(self, session: Session, attempt: int, begin: pb.SaveRequest.Begin) -> SaveDecisions:
-        """What the cut holds and how long it may hold training, by the policy in force. No store is asked."""
+        """Decide what the save contains and how long it may block training, without a request to the store."""
         parts, active_policy, attachment = self._parts, self._control.active_policy, session.attachment
         ranks = self._ranks(session)
         content = self._content(session, attempt, begin, ranks)
@@ -189,8 +189,7 @@ class SaveService:
         waits = session.waits_for_stall
         if waits:
             parts.log.warning("save.waiting_for_stall", aborted=session.stall_aborts, cut=begin.cut)
-        # One that is larger than the arena can only go on as batches are encoded: to abort it and try again would take
-        # longer still.
+        # A save that is larger than the arena can only proceed as batches are encoded: abort and retry take longer.
         waits |= (
             content.covers is None and attachment.raw_bytes > parts.settings.blocks * parts.keeper.block_bytes
         )
@@ -229,9 +228,9 @@ class SaveService:
     def _since(
         self, session: Session, attempt: int, begin: pb.SaveRequest.Begin, content: SnapshotContent
     ) -> int | None:
-        """The trainer's newest commit, if the cut says which of its rows changed since; None: it does not."""
+        """Return the trainer's newest commit if the save marks which rows changed since then; otherwise None."""
         commit = begin.since_commit_seq if begin.HasField("since_commit_seq") else None
-        # IMPORTANT: who asks for all rows may not vouch for its marks.
+        # IMPORTANT: a trainer that requests all rows must not rely on its marks.
         if commit is None or begin.full or commit == content.covers:
             return None
         state, attachment = self._run.state(), session.attachment
@@ -247,7 +246,7 @@ class SaveService:
         )
 
     def _expected(self, cut: SaveDecisions) -> set[int]:
-        """Ranks of this pod that bring, or brought, a part to the cut: they train under its attempt, or save it."""
+        """Return this pod's ranks that contribute to the snapshot: they train in its attempt, or are saving it."""
         trains = {s.attachment.rank for s in self._parts.sessions.all() if s.attempt == cut.attempt}
         saves = {
             save.attachment.rank
@@ -257,10 +256,10 @@ class SaveService:
         return trains | saves
 
     def _wait_for_previous(self, rank: int, begin: pb.SaveRequest.Begin) -> None:
-        """Refuse while another save of the rank is in flight.
+        """Wait for the previous save of the rank; raises `SaveRefused` if it is still in flight.
 
-        An urgent save cancels one that stages and waits a while for one that uploads; any other waits only for what is
-        about to end anyway: an abort on its way, a stream being closed, an end that is being told.
+        An urgent save cancels one that is staging and waits up to `URGENT_WAIT_S` for one that is uploading. Any other
+        save waits only for an end under way: an abort, the close of a stream, or a notification.
         """
         running = self._parts.in_flight_saves.of_rank(rank)
         if running is None:
@@ -275,9 +274,8 @@ class SaveService:
         raise SaveRefused(begin.cut, Cause.BUSY, f"cut {running.cut.cut} is {running.state.value.lower()}")
 
     def _ended(self, save: Save) -> None:
-        """A save committed or failed: the metrics, people, the trainer and other pods hear of it."""
         parts, cut, commit, rank0 = self._parts, save.cut, save.commit, save.attachment.rank == 0
-        # Of the saves of the pod that make one checkpoint, one counts it.
+        # Several saves of the pod may form one checkpoint: one of them counts it.
         same = [s.attachment.local_rank for s in parts.in_flight_saves.newest() if s.cut.cut == cut.cut]
         if commit is not None and save.attachment.local_rank == min(same, default=save.attachment.local_rank):
             parts.metrics.committed(step=commit.step, baseline=commit.baseline, durable_s=commit.durable_s)
@@ -288,7 +286,7 @@ class SaveService:
         self._control.ended(save)
         if rank0:
             parts.decider.save_ended(cut.cut, self._cost(save))
-        # In this order: a save that begins is in flight before its wish is taken back.
+        # In this order: a save is in flight before the request for it is withdrawn.
         urgent_pending = self._control.is_urgent_pending(cut.attempt)
         others = (each for each in parts.in_flight_saves.in_flight() if each is not save)
         if not urgent_pending and all(each.cut.attempt != cut.attempt for each in others):
@@ -307,10 +305,10 @@ class SaveService:
 
 
 def _attempt_of(session: Session, begin: pb.SaveRequest.Begin) -> int:
-    """The attempt that a session's save is of; raises `SaveRefused` when it may commit nothing."""
+    """Return the attempt of a session's save; raises `SaveRefused` if the session must not commit."""
     attempt, fence = session.attempt, session.fence
     if fence is not None:
         raise SaveRefused(begin.cut, *fence)
     if attempt is None:
-        raise SaveRefused(begin.cut, Cause.INVALID, "no attempt is open: restore() first")
+        raise SaveRefused(begin.cut, Cause.INVALID, "no attempt is open: call restore() first")
     return attempt

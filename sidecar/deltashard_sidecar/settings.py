@@ -1,9 +1,9 @@
-"""Settings: one frozen dataclass, filled from `DELTASHARD_*` variables and overridden by the command line.
+"""Settings: one frozen dataclass, read from `DELTASHARD_*` variables and overridden by the command line.
 
-A field `every_s` is the variable `DELTASHARD_EVERY_S` and the flag `--every-s`; what the downward API says of the pod
-has Kubernetes' usual names (`POD_NAME`). The docstring under each field is its reference entry, from which
-tools/settings_page.py makes docs/reference/sidecar-settings.md. Sizes take plain bytes or a suffix (`KiB MiB GiB`).
-Everything is checked here, once; the rest of the sidecar trusts it.
+The field `every_s` has the variable `DELTASHARD_EVERY_S` and the flag `--every-s`. Fields filled by the downward API
+have Kubernetes' usual variable names (`POD_NAME`). The docstring under each field is its reference entry, from which
+tools/settings_page.py generates docs/reference/sidecar-settings.md. Sizes are bytes, or take a suffix (`KiB MiB GiB`).
+All validation happens here; the rest of the sidecar trusts the values.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _SUFFIXES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _YEAR_S = 366 * 86400.0
 _MAX_EXACT_INT = 1 << 53
-"""Steps beyond this are no exact numbers in every language that reads the log."""
+"""Larger integers are not exact in every language that reads the log."""
 SETTING_CHOICES: Mapping[str, Sequence[str]] = {
     **CHOICES,
     "runs": ("", ONE_RUN, RUN_PER_POD),
     "log_level": ("debug", "info", "warning", "error"),
 }
-"""The words of a setting that takes one of a few."""
+"""Allowed values of each setting that takes one of a few."""
 
 
 class SettingError(UserError):
@@ -48,127 +48,127 @@ class SettingError(UserError):
 
 
 def _ranged(default: float, least: float, most: float) -> Any:
-    """A number with its least and greatest value: what is outside is refused at start, instead of failing later."""
+    """Return a field for a number in [least, most]; values outside are rejected at start."""
     return field(default=default, metadata={"range": (least, most)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that can be set on a sidecar."""
+    """All settings of a sidecar."""
 
     url: str
     """Object store of the run: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or `file:///dir`."""
     run: str
-    """Name of the run, the logical training job; with the store it names everything that is stored."""
+    """Name of the run, the logical training job. With the store, it identifies all stored data."""
     dir: Path
-    """Runtime directory: arena, socket, lock and ready.json. In a pod the memory volume shared with the trainer."""
+    """Runtime directory: arena, socket, lock and ready.json. In a pod: the memory volume shared with the trainer."""
     cache_dir: Path
-    """Directory for spooled packs and the local cache of encoded frames. A disk, not the memory volume."""
+    """Directory for spooled packs and the local cache of encoded frames. Use a disk, not the memory volume."""
     socket: Path | None = None
-    """Unix socket to serve on; default `sidecar.sock` in the runtime directory."""
+    """Unix socket to serve on. Default: `sidecar.sock` in the runtime directory."""
     owner: str = ""
-    """Workload identity written to the run's first entry; another owner is refused unless it says takeover."""
+    """Workload identity recorded in the run's first entry. Another owner is rejected unless it requests a takeover."""
     arena_bytes: int = _ranged(256 << 20, 4 * DEFAULT_BLOCK_BYTES, 1 << 44)
-    """Shared memory for cuts and restores, allocated in full at start."""
+    """Shared memory for saves and restores, allocated in full at start."""
     block_bytes: int = _ranged(DEFAULT_BLOCK_BYTES, MAX_FRAME_BYTES, 1 << 30)
-    """Size of one block of the arena; at least the largest frame (8 MiB)."""
+    """Size of one arena block; at least the largest frame (8 MiB)."""
     cache_bytes: int = _ranged(10 << 30, 32 << 20, 1 << 50)
-    """Budget of the local cache, packs that wait for the store included."""
+    """Budget of the local cache, including packs that wait for upload."""
     cache_total_bytes: int = _ranged(0, 0, 1 << 50)
-    """Budget of this cache and other runs' beside it, of which the least recently used go; 0: they are left alone."""
+    """Total budget of this cache and the caches of other runs next to it, evicted by least recent use; 0 is off."""
     every_s: float = _ranged(0.0, 0, _YEAR_S)
-    """Save every so many seconds; 0 is off."""
+    """Save interval in seconds; 0 is off."""
     every_steps: int = _ranged(0, 0, _MAX_EXACT_INT)
-    """Save every so many steps; 0 is off."""
+    """Save interval in steps; 0 is off."""
     goal: str = ""
-    """What the interval is chosen for: auto, overhead=1%, lost-work=5m, pls=0.02; nothing or fixed: as `every_s` and
-    `every_steps` say. Until saves were measured it is `every_s`, or a minute."""
+    """Goal of the chosen save interval: auto, overhead=1%, lost-work=5m, pls=0.02. Empty or fixed: use `every_s`
+    and `every_steps`. Until saves have been measured, the interval is `every_s`, or one minute."""
     least_s: float = _ranged(0.0, 0, _YEAR_S)
-    """Shortest interval that may be chosen, in seconds; 0: no bound of the user's."""
+    """Shortest interval that may be chosen, in seconds; 0: no lower bound."""
     most_s: float = _ranged(0.0, 0, _YEAR_S)
-    """Longest interval that may be chosen, in seconds; 0: no bound of the user's."""
+    """Longest interval that may be chosen, in seconds; 0: no upper bound."""
     profile_key: str = ""
-    """Names image and limits: what saves cost, as a commit says, counts where this and the machine are the same."""
+    """Identifies image and limits. Recorded save costs are reused only with the same key on the same machine."""
     bits_goal: str = ""
-    """How bits of weights are chosen, by table: budget or check-n-run; nothing or fixed: as `encoding` says."""
+    """How the bits of weights are chosen per table: budget or check-n-run. Empty or fixed: use `encoding`."""
     least_bits: int = _ranged(0, 0, 8)
-    """Bits that no table is stored below when they are chosen; 0: no bound of the user's."""
+    """Fewest bits that may be chosen for a table; 0: no lower bound."""
     tables: str = ""
-    """Encodings of single tables, before all else: `emb.user=q8,emb.item=q4`."""
+    """Encodings of single tables, which override `encoding` and chosen bits: `emb.user=q8,emb.item=q4`."""
     encoding: str = DEFAULT_ENCODING
     """Encoding of embedding weights: {choices}."""
     state_encoding: str = DEFAULT_STATE_ENCODING
-    """Encoding of point-wise optimizer state: {choices}. Row-wise state is always exact."""
+    """Encoding of point-wise optimizer state: {choices}. Row-wise state is always stored exactly."""
     differential: str = DEFAULT_DIFFERENTIAL
-    """Which rows a save holds: {choices}."""
+    """Which rows a save contains: {choices}."""
     pack_bytes: int = _ranged(64 << 20, MAX_FRAME_BYTES, MAX_PACK_BYTES)
     """A pack object is closed at this size."""
     stall_budget_s: float = _ranged(30.0, 0, _YEAR_S)
-    """Longest time a cut may hold the trainer, which then aborts it; after two such aborts the next waits it out."""
+    """Longest time that a save may block the trainer before it is aborted; after two aborts the next has no limit."""
     stream_idle_s: float = _ranged(120.0, 1, _YEAR_S)
-    """A save or restore whose trainer says nothing for so long is ended."""
+    """A save or restore without a message from its trainer for this time is cancelled."""
     save_deadline_s: float = _ranged(1800.0, 1, _YEAR_S)
-    """From staged to committed; beyond it the save fails and the next one covers its rows."""
+    """Longest time from staged to committed. After it the save fails, and the next save covers its rows."""
     attach_deadline_s: float = _ranged(60.0, 0, _YEAR_S)
-    """How long Attach waits for the save an earlier trainer of this rank left behind, before it aborts that save."""
+    """How long Attach waits for a save in flight of this rank's previous trainer before aborting it."""
     open_deadline_s: float = _ranged(300.0, 1, _YEAR_S)
     """How long Open waits for the store and for another pod's closing save."""
     restore_deadline_s: float = _ranged(600.0, 1, _YEAR_S)
     """How long a restore retries an unreachable store before it fails as unavailable."""
     term_deadline_s: float = _ranged(25.0, 0, _YEAR_S)
-    """After SIGTERM: a save in flight is finished within this time or aborted."""
+    """After SIGTERM, saves in flight are finished within this time or aborted."""
     keep_last: int = _ranged(3, 1, _MAX_EXACT_INT)
-    """Retention: the newest so many checkpoints are kept (with all that they cover)."""
+    """Number of newest checkpoints to retain, with every checkpoint they build on."""
     gc_grace_s: float = _ranged(3600.0, 0, _YEAR_S)
-    """Retired objects are deleted after this time, by the store's clock."""
+    """Retired objects are deleted after this time, measured by the store's clock."""
     maintenance_interval_s: float = _ranged(60.0, -_YEAR_S, _YEAR_S)
-    """Shortest time between rounds of retention, gc and compaction; 0: one after every commit; negative: off."""
+    """Shortest time between rounds of retention, gc and compaction; 0: after every commit; negative: off."""
     compact_after: int = _ranged(16, 0, _MAX_EXACT_INT)
-    """A chain of consecutive deltas longer than this is compacted into one part; 0 is off."""
+    """A chain with more consecutive differentials than this is compacted into one part; 0 is off."""
     synthetic_baselines: bool = True
-    """At one rank, where it costs training less than a cut of all rows, the baseline is made by compaction."""
+    """With one rank, make the baseline by compaction where that costs training less than saving all rows."""
     metrics_port: int = _ranged(-1, -1, 65535)
-    """Port of the Prometheus endpoint; 0 picks a free one (see ready.json), -1 is off."""
+    """Port of the Prometheus endpoint; 0 picks a free port (recorded in ready.json), -1 is off."""
     metrics_host: str = "127.0.0.1"
-    """Address the Prometheus endpoint binds; in a pod `::`, every one of both families."""
+    """Address that the Prometheus endpoint binds. In a pod: `::`, all IPv4 and IPv6 addresses."""
     linger_s: float = _ranged(-1.0, -1, _YEAR_S)
-    """Exit when no trainer was attached and no save in flight for so long (at start 30 s more); -1: never (pods)."""
+    """Exit after this time without a trainer and without a save in flight (plus 30 s at start); -1: never (pods)."""
     log_level: str = "info"
-    """debug, info, warning or error."""
+    """Log level: debug, info, warning or error."""
     fleet: str = ""
-    """`host:port` of the controller's fleet service; empty: none. Saves and restores never wait for it."""
+    """`host:port` of the controller's fleet service; empty: no controller. Saves and restores never wait for it."""
     fleet_token_file: Path | None = None
-    """Token to authenticate with there, a projected service account token; read for each report."""
+    """File with the token for the fleet service, a projected service account token. Read for each report."""
     fleet_ca: str = ""
-    """PEM of the authority that vouches for the fleet service."""
+    """PEM of the certificate authority of the fleet service."""
     pod_name: str = ""
-    """The pod's name, for the controller."""
+    """Name of the pod."""
     pod_namespace: str = ""
-    """The pod's namespace."""
+    """Namespace of the pod."""
     pod_uid: str = ""
-    """The pod's UID."""
+    """UID of the pod."""
     node_name: str = ""
-    """The node it runs on."""
+    """Name of the pod's node."""
     workload_kind: str = ""
     """Kind of the workload the pod belongs to: Job, JobSet, StatefulSet, PyTorchJob, ..."""
     workload_name: str = ""
-    """Its name."""
+    """Name of the workload."""
     workload_uid: str = ""
-    """Its UID, the same for all its pods and restarts. Set in pods only; Open waits for credentials there."""
+    """UID of the workload, the same for all its pods and restarts. Only in pods; Open waits for credentials there."""
     index: str = ""
-    """The pod's completion index or ordinal."""
+    """Completion index or ordinal of the pod."""
     replica: str = ""
-    """Which Job of a JobSet, which part of a PyTorchJob (master, worker); goes before the index."""
+    """Job of a JobSet, or role in a PyTorchJob (master, worker). Precedes the index."""
     pods: int = _ranged(0, 0, _MAX_EXACT_INT)
-    """Numbered pods that the workload was made with; 0: not known, or without numbers."""
+    """Number of numbered pods of the workload; 0: unknown, or the pods have no numbers."""
     runs: str = ""
-    """one: the workload's pods are ranks of one run; per-pod: each numbered pod trains a run of its own,
-    `{run}-{index}`; nothing: of one run, and a trainer that is alone in one of several numbered pods is refused."""
+    """one: the workload's pods are ranks of one run. per-pod: each numbered pod trains a separate run, `{run}-{index}`.
+    Empty: as one, except that a single-rank trainer in one of several numbered pods is rejected."""
     policy: str = ""
-    """Name of the CheckpointPolicy the pod was injected with."""
+    """Name of the CheckpointPolicy that the pod was injected with."""
     restore_from: str = ""
-    """`RUN` or `RUN@PIN`: a run that has no log yet begins with a copy of this checkpoint (without a pin the newest)
-    of another run of the store."""
+    """`RUN` or `RUN@PIN`: a run without a log starts as a copy of this checkpoint of another run in the same store.
+    Without a pin: its newest checkpoint."""
 
     def __post_init__(self) -> None:
         validate_run(self.run)
@@ -198,12 +198,12 @@ class Settings:
 
     @property
     def ready_path(self) -> Path:
-        """Written, atomically, once the sidecar serves."""
+        """File that is written atomically once the sidecar serves."""
         return self.dir / "ready.json"
 
     @property
     def grace_s(self) -> float:
-        """How long a trainer of this pod may save after SIGTERM; 0: no pod, for a trainer started this sidecar."""
+        """Time in seconds that a trainer of this pod may save after SIGTERM; 0 outside of pods."""
         return self.term_deadline_s if self.linger_s < 0 else 0.0
 
     @property
@@ -221,7 +221,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
 
 
 def check(name: str, value: Any, *, where: str) -> None:
-    """Raises a `UserError` unless `value`, of the setting's type, is one of its words or within its range."""
+    """Raise `SettingError` unless `value`, already of the setting's type, is an allowed value or within its range."""
     if name in SETTING_CHOICES and value not in SETTING_CHOICES[name]:
         what = f"{name} is {value[:40]!r}"
         raise SettingError(what, where=where, remedy=f"one of {', '.join(SETTING_CHOICES[name])}")
@@ -236,7 +236,7 @@ def check(name: str, value: Any, *, where: str) -> None:
 
 
 def number(name: str, text: str, *, where: str) -> float:
-    """A float with the range of setting `name`, from a command's flag; raises `SettingError`."""
+    """Parse a command's flag as a float in the range of setting `name`; raises `SettingError`."""
     value = _parse(where, "float", text)
     assert isinstance(value, float)
     check(name, value, where=where)
@@ -264,12 +264,12 @@ def _parse(name: str, kind: str, text: str) -> object:
                 return float(text)
     except (ValueError, KeyError, OverflowError):
         remedy = f"see {name} in the settings reference"
-        raise SettingError(f"{text!r} is no {kind}", where=name, remedy=remedy) from None
+        raise SettingError(f"{text!r} is not a valid {kind}", where=name, remedy=remedy) from None
     return Path(text) if "Path" in kind else text
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
-    """Settings from the environment, then from `--flag value` or `--flag=value`; raises `SettingError`."""
+    """Return the settings from the environment, overridden by arguments; raises `SettingError`."""
     known = {f.name: str(f.type) for f in fields(Settings)}
     values = {
         name: _parse(variable_of(name), kind, text)

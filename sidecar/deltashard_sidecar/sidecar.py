@@ -1,13 +1,13 @@
-"""The sidecar itself: every call of the contract as a plain method, over arena, sessions, saves and the run.
+"""The sidecar without its transport: each call of the protocol as a method over arena, sessions, saves and run.
 
-`grpc_server` translates gRPC to these methods, `main` gives them a process. What trainers are told is in `control`
-(`trainer_control`), saves begin and end in `saves` (`save_service`). Locks are taken in this order and never another;
-only the first may wait long, and none below it is held while waiting:
+`grpc_server` translates gRPC to these methods and `main` runs the process. `control` (`trainer_control`) sends notices
+to trainers; `saves` (`save_service`) begins and ends saves. Locks are acquired in this order only. Only the first may
+be held while waiting:
 
-    `_attaching` (one Attach at a time) > `InFlightSaves` (a rank's turn to save) > `TrainerControl` (policy, timers,
+    `_attaching` (one Attach at a time) > `InFlightSaves` (begin of a save) > `TrainerControl` (policy, timers,
     control lines) > `Sessions` > a session's and its parts' > a save's > the arena's
 
-A rank that attaches first has whatever its predecessor staged finished or aborted.
+Before a rank attaches, the staged save of its predecessor is finished or aborted.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from deltashard_sidecar.session.session import Session
 from deltashard_sidecar.trainer_control import TrainerControl
 
 FIRST_TRAINER_WAIT_S = 30.0
-"""So long, beside `linger_s`, a sidecar waits for its first trainer."""
+"""Time that a sidecar waits for its first trainer, in addition to `linger_s`."""
 LOCK_RELEASE_S = 5.0
-"""A killed process lets its lock go within moments; a live one keeps it."""
+"""Longest wait for the lock of a killed process; the kernel releases it within moments."""
 
 
 class Stopping(EnvironmentFault):
-    """The sidecar got SIGTERM: it finishes what is in flight and takes nothing new."""
+    """The sidecar received SIGTERM: it finishes saves in flight and accepts no new work."""
 
     cause = Cause.STOPPING
 
@@ -71,16 +71,16 @@ class Sidecar(Parts):
         self.stopping = False
         self._attaching = threading.Lock()
         self._predecessor_deadline = 0, 0.0
-        """Attempt whose saves an Attach has waited for, and until when (monotonic) any does."""
+        """Attempt whose saves an Attach waited for, and the monotonic deadline of all such waits."""
         self._idle_since_s = time.monotonic() + FIRST_TRAINER_WAIT_S
         self._unread_session: Session | None = None
-        """Rank 0's, which goes on in an attempt that is not seen in the log yet."""
+        """Rank 0's session when it continues an attempt that has not been read from the log yet."""
         self.metrics.watch_blocks(keeper.counts, [use.value for use in Use])
         self.metrics.blocked.set_function(lambda: self.blocked()[0])
         self.metrics.steps = self._steps
 
     def blocked(self) -> tuple[float, str]:
-        """(seconds, why) of the save that is due and blocked for longest, by the trainers' word."""
+        """Return (seconds, reason) of the save that is due and has been blocked the longest, as trainers report."""
         return self.keeper.blocked(session.attachment.local_rank for session in self.sessions.all())
 
     def _steps(self) -> dict[tuple[str, int], int]:
@@ -91,7 +91,7 @@ class Sidecar(Parts):
         }
 
     def attach(self, request: pb.AttachRequest) -> pb.AttachReply:
-        """Take a trainer process in; raises `BadAttach`, `AmbiguousRun`, `RankTaken` or `Stopping`."""
+        """Admit a trainer process; raises `BadAttach`, `AmbiguousRun`, `RankTaken` or `Stopping`."""
         protocol = check_attach(request, LINES)
         check_run_assignment(self.settings, max(1, request.world_size))
         self._refuse_when_stopping()
@@ -102,7 +102,7 @@ class Sidecar(Parts):
             self._check_group(request)
             self._admit_to_arena(request.local_rank)
             session = self.control.admit(request)
-            self._idle_since_s = time.monotonic()  # it may be gone again before anybody looks
+            self._idle_since_s = time.monotonic()  # the trainer may be gone before the next tick
             self.saves.trainer_reattached(session)
         crash_point("attach.admitted")
         attempt = session.attempt
@@ -139,9 +139,9 @@ class Sidecar(Parts):
         )
 
     def _check_group(self, request: pb.AttachRequest) -> None:
-        """The ranks of a pod are of one group: one world size, one attempt and layout, each rank once.
+        """Check that the pod's ranks form one group: one world size, attempt and layout, and each rank once.
 
-        A killed group's other ranks let their locks go within moments. Raises `BadAttach`.
+        Waits for the locks of a killed group's other ranks. Raises `BadAttach`.
         """
         until_s = time.monotonic() + min(LOCK_RELEASE_S, self.settings.attach_deadline_s)
         while self._disagreement(request) is not None:
@@ -159,9 +159,10 @@ class Sidecar(Parts):
                 continue
             theirs = f"rank {attachment.rank} of {attachment.world_size} (process {attachment.pid})"
             if attachment.world_size != max(1, request.world_size):
-                return f"{mine} attaches beside {theirs}: they are not of one group"
+                return f"{mine} attaches, but {theirs} is attached: they are not of one group"
             if attachment.rank == request.rank:
-                return f"{mine} attaches as local rank {request.local_rank}, {theirs} is local rank {attachment.local_rank}"
+                place = f"local rank {request.local_rank}"
+                return f"{mine} attaches as {place}, {theirs} is local rank {attachment.local_rank}"
             if request.HasField("attempt") and attempt is not None:
                 if attempt == request.attempt and session.layout != request.layout:
                     return f"{mine} attaches with another layout than {theirs}"
@@ -179,14 +180,14 @@ class Sidecar(Parts):
 
     def _refuse_when_stopping(self) -> None:
         if self.stopping:
-            raise Stopping("the sidecar is stopping", where="sidecar", remedy="wait for the next one")
+            raise Stopping("the sidecar is stopping", where="sidecar", remedy="attach to the next one")
 
     def _await_free_rank(self, rank: int, pid: int) -> None:
         until_s = time.monotonic() + min(LOCK_RELEASE_S, self.settings.attach_deadline_s)
         while (holder := self.keeper.writer_pid(rank)) is not None and holder not in (0, pid):
             if time.monotonic() > until_s:
                 what = f"process {holder} trains as local rank {rank} of this sidecar"
-                remedy = "end it, or use another run or runtime directory"
+                remedy = "stop it, or use another run or runtime directory"
                 raise RankTaken(what, where=str(self.settings.dir), remedy=remedy)
             time.sleep(0.02)
 
@@ -203,8 +204,8 @@ class Sidecar(Parts):
             return
         save.stream_finished.wait(5.0)
         if old is not None and old.attachment.pid == request.pid and request.HasField("attempt"):
-            return  # the same process goes on
-        # One deadline for all ranks of a group.
+            return  # the same process continues
+        # All ranks of a group share one deadline.
         if self._predecessor_deadline[0] != save.cut.attempt:
             self._predecessor_deadline = save.cut.attempt, time.monotonic() + self.settings.attach_deadline_s
         if not save.finished.wait(max(0.0, self._predecessor_deadline[1] - time.monotonic())):
@@ -227,10 +228,10 @@ class Sidecar(Parts):
             self.activity.fenced(Cause(error.cause), str(error), step=step_seen)
             raise
         if reply.HasField("basis"):
-            return reply  # nothing is open: the trainer restores, and asks again
+            return reply  # no attempt is open: the trainer restores and calls again
         late = request.HasField("basis")
-        self.control.adopt_recorded()  # first: what was measured stands under the goal that it was measured for
-        # Rank 0 begins an attempt: its sidecar decides how often the run saves. One that is opened late trains already.
+        self.control.adopt_recorded()  # first: recorded measurements are valid under the goal they were made for
+        # Rank 0's sidecar decides how often the run saves. With a late open, the trainer trains already.
         self._unread_session = None
         opening = self._opening(session, reply.attempt)
         if not late:
@@ -252,10 +253,10 @@ class Sidecar(Parts):
         )
 
     def _continue_attempt(self, session: Session, attempt: int) -> None:
-        """A trainer goes on in the middle of its attempt, with a sidecar that was started since.
+        """Continue an attempt after a restart of the sidecar.
 
-        What the run was told, measured and chose stands in its log. Where that cannot be read yet, nothing is decided
-        before it is: a commit would say that nothing had been known.
+        Directive, measurements and choices are read from the run's log. Until the log can be read, nothing is decided:
+        a commit would record that nothing is known.
         """
         state = self.run.state()
         self.control.adopt_recorded()
@@ -302,7 +303,7 @@ class Sidecar(Parts):
                 self.activity.restored(session, step=restore.step, source=restore.source)
 
     def tick(self) -> bool:
-        """Once in a while: timers, dead trainers, silent streams. False when a lingering sidecar may exit."""
+        """Check timers, dead trainers and silent streams; returns False when a lingering sidecar should exit."""
         self.keeper.sweep()
         for session in self.sessions.all():
             self.control.write_control_line(session)
@@ -311,7 +312,7 @@ class Sidecar(Parts):
         now_s, idle_s = time.monotonic(), self.settings.stream_idle_s
         for save in self.in_flight_saves.newest():
             if save.staging and now_s - save.last_message_s > idle_s:
-                save.cancel(Cause.DEADLINE, f"the trainer said nothing for {idle_s} s")
+                save.cancel(Cause.DEADLINE, f"the trainer sent nothing for {idle_s} s")
         self.metrics.spooled.set(self.run.cache.used_bytes)
         self.run.release_unused(self._sessions_in_use)
         if self.sessions.all() or self.in_flight_saves.in_flight():
@@ -329,14 +330,13 @@ class Sidecar(Parts):
             self.keeper.remove_rank(session.attachment.local_rank)
 
     def _trainer_lost(self, session: Session) -> None:
-        """A trainer went without a word; what it had staged goes on."""
         if session.attachment.rank == 0:
             self.decider.trainer_lost()
         self.activity.record_trainer_lost(session, step=self.keeper.step_of(session.attachment.local_rank))
         self._remove_marker(session)
 
     def _remove_marker(self, session: Session) -> None:
-        """The trainer is gone: only a save that is on its way is worth waiting for."""
+        """Remove the attempt's closing marker unless a save in flight may still commit."""
         if not any(save.cut.attempt == session.attempt for save in self.in_flight_saves.in_flight()):
             self.markers.end(session.attempt)
 
@@ -345,7 +345,7 @@ class Sidecar(Parts):
         return {session.id for session in self.sessions.all()} | saving
 
     def detach(self, request: pb.DetachRequest) -> pb.DetachReply:
-        """A trainer leaves; with `wait`, once its save has ended or the deadline passed."""
+        """Close a trainer's session. With `wait`, return after its save has ended or the deadline has passed."""
         session = self.sessions.get(request.session)
         rank = session.attachment.local_rank
         save = self.in_flight_saves.of_rank(rank)
@@ -362,7 +362,7 @@ class Sidecar(Parts):
         return pb.DetachReply(last_commit=session.last_commit, idle=idle)
 
     def terminate(self, stop_now: Callable[[], bool]) -> None:
-        """Finish or abort what is in flight, by the deadline or until `stop_now()`; afterwards nothing is half done."""
+        """Finish or abort the saves in flight, by the deadline or until `stop_now()`, and close all sessions."""
         self.stopping = True
         self.maintenance.stop()
         until_s = time.monotonic() + self.settings.term_deadline_s

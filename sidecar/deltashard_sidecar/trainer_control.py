@@ -1,8 +1,8 @@
-"""What trainers are told to do: when to save, under which policy, and that somebody else trains now.
+"""Control of the attached trainers: when to save, under which policy, and whether they are fenced.
 
-It speaks to them by the control line, which `Checkpointer.step()` reads without a system call, and by the notices of
-Watch. Its lock covers the policy in force, the timers of all sessions, their control lines and how each rank's last
-save ended; it is never held while waiting.
+It writes the control line, which `Checkpointer.step()` reads without a system call, and posts the notices of Watch. Its
+lock covers the policy in force, the timers and control lines of all sessions, and the outcome of each rank's last save.
+The lock is never held while waiting.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deltashard_sidecar.telemetry.structured_logging import explain
 
 
 class TrainerControl:
-    """What holds for the attached trainers, and what they are told. Thread-safe."""
+    """Policy, timers and notices of the attached trainers. Thread-safe."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -37,11 +37,9 @@ class TrainerControl:
         self._lock = threading.Lock()
         self._active_policy = ActivePolicy(initial=policy_of(parts.settings))
         self._has_directive = False
-        """Whether a controller gave this process a directive."""
         self._sent_policy = self._active_policy.policy
-        """What trainers were told last."""
         self._outcomes: dict[int, tuple[int, pb.Notice]] = {}
-        """Local rank -> (attempt, how its last save ended): for a session that comes too late to be told."""
+        """Local rank -> (attempt, outcome of its last save), for a session that attaches after the notice."""
 
     @property
     def active_policy(self) -> ActivePolicy:
@@ -49,26 +47,26 @@ class TrainerControl:
 
     @property
     def policy(self) -> pb.Policy:
-        """What trainers are told: the policy in force, with the timers that the decider chose."""
+        """Policy in force, with the timers that the decider chose."""
         return self._parts.decider.apply_to(self._active_policy.policy)
 
     def admit(self, request: pb.AttachRequest) -> Session:
-        """A new session, under the policy in force; the rank's older one must have been closed."""
+        """Add a session under the policy in force; the rank's previous session must be closed."""
         rank = request.local_rank
-        with self._lock:  # a directive comes before all of this or finds the session
+        with self._lock:  # a directive is applied before all of this, or to this session
             policy, now_s = self.policy, time.monotonic()
             schedule = Schedule(every_s=policy.every_s, every_steps=policy.every_steps, anchor_s=now_s)
             if request.HasField("attempt"):
                 schedule = schedule.opened(now_s=now_s, step=self._parts.keeper.step_of(rank))
             session = self._sessions.add(request, schedule)
-            # Its last session may have ended before it read how its last save did.
+            # The previous session may have ended before it read the outcome of its last save.
             attempt, notice = self._outcomes.get(rank, (None, None))
             if notice is not None and attempt == session.attempt:
                 session.notices.post(notice)
         return session
 
     def opened(self, session: Session, reply: pb.OpenReply, *, late: bool) -> None:
-        """An attempt was opened for a session, which restored before (`late`); the decider knows of it already."""
+        """Record the attempt opened for a session (`late`: after it restored); call the decider's `opened` first."""
         with self._lock:
             session.opened(reply)
             if late:
@@ -78,7 +76,7 @@ class TrainerControl:
         self._send_policy()
 
     def apply_directive(self, directive: fleet.Directive, *, adopted: bool = False) -> None:
-        """Go on under `directive`, an answer's or, `adopted`, a commit's. No save is touched that has begun."""
+        """Continue under `directive` from a fleet reply or (`adopted`) from a commit. Saves in flight keep theirs."""
         with self._lock:
             if adopted and self._has_directive:
                 return
@@ -106,7 +104,6 @@ class TrainerControl:
             )
 
     def _send_policy(self, *, force: bool = False) -> None:
-        """Tell trainers the policy, where it is another one than they were told last, or `force`."""
         previous, self._sent_policy = self._sent_policy, self.policy
         if self._sent_policy == previous and not force:
             return
@@ -115,7 +112,7 @@ class TrainerControl:
             self.write_control_line(session)
 
     def adopt_recorded(self) -> None:
-        """Follow what this workload's newest commit was told, as long as no controller has said anything."""
+        """Apply the directive of the workload's newest commit, unless a controller has already sent one."""
         newest = self._parts.run.state().newest()
         text = None if newest is None else newest.metadata.get(KEY)
         if text is None:
@@ -129,10 +126,7 @@ class TrainerControl:
             self.apply_directive(directive, adopted=True)
 
     def request_save(self, order: fleet.SaveOrder) -> Session | None:
-        """Have the trainers save at their next step; who was told, None: nobody may save now.
-
-        Of several ranks one is enough: whichever it is, they cut together.
-        """
+        """Request a save from one trainer, and so from all ranks; returns its session, None: no trainer may save."""
         able = next((s for s in self._sessions.all() if self._may_save(s)), None)
         if able is not None and order.urgent:
             self.notify(order.reason, order.deadline_s)
@@ -142,18 +136,15 @@ class TrainerControl:
         return able
 
     def save_started(self, session: Session, attempt: int, *, step: int) -> None:
-        """A save of the session begins: its interval starts anew, unless another attempt was opened since."""
         with self._lock:
             if session.attempt == attempt:
                 session.schedule = session.schedule.began(now_s=time.monotonic(), step=step)
 
     def urgent_started(self, session: Session) -> None:
-        """The save that was wanted at once is in flight."""
         with self._lock:
             session.urgent = ""
 
     def ended(self, save: Save) -> None:
-        """A save committed or failed: its trainer is told, and its timer goes on."""
         attempt, rank = save.cut.attempt, save.attachment.local_rank
         cause, message = save.failure
         if save.commit is not None:
@@ -177,11 +168,10 @@ class TrainerControl:
             taken_over = fence[0] is Cause.TAKEN_OVER
             fenced = pb.Notice.Fenced(attempt=attempt, by=by, message=fence[1], taken_over=taken_over)
             session.notices.post(pb.Notice(fenced=fenced))
-        self.write_control_line(session)  # first: whoever heard of the commit finds the step of the next cut
+        self.write_control_line(session)  # first: readers of the notice find the step of the next save
         session.notices.post(notice)
 
     def is_urgent_pending(self, attempt: int) -> bool:
-        """Whether a trainer of this attempt was told to save at once and has not begun."""
         return any(s.urgent and s.attempt == attempt for s in self._sessions.all())
 
     def watch(self, session: Session, alive: Callable[[], bool]) -> Iterator[pb.Notice]:
@@ -195,7 +185,7 @@ class TrainerControl:
                     crash_point("ack.after_send")
 
     def notify(self, reason: str, deadline_s: float) -> int:
-        """Have every trainer with an open attempt save now; returns how many were told."""
+        """Request an urgent save from every trainer with an open attempt; returns their number."""
         sessions = [session for session in self._sessions.all() if self._may_save(session)]
         for session in sessions:
             with self._lock:
@@ -212,7 +202,6 @@ class TrainerControl:
         return session.may_commit and self._parts.run.removed is None
 
     def write_control_line(self, session: Session) -> None:
-        """Write the session's control line: at which step it saves next, and whether that is urgent."""
         rank, keeper = session.attachment.local_rank, self._parts.keeper
         with self._lock:
             if session.closed:
@@ -225,7 +214,7 @@ class TrainerControl:
             urgent = bool(session.urgent) and (
                 running is None or running.finished.is_set() or running.staging
             )
-            # Ranks cut together: only rank 0 hears the timer, the others hear rank 0.
+            # Ranks save together: only rank 0 follows the timer, and the others follow rank 0.
             due = at if session.attachment.rank == 0 else NEVER
             keeper.write_control_line(rank, save_at_step=step if urgent else due, urgent=urgent)
 

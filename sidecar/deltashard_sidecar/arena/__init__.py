@@ -1,1 +1,1 @@
-"""The shared memory: blocks, who may touch them, what a batch in one says."""
+"""Shared memory: blocks, their ownership, and validation of the batches in them."""

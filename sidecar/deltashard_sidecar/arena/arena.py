@@ -1,8 +1,8 @@
-"""The shell around the arena: the mapped file, the block ledger under one lock, writer locks, control lines.
+"""Thread-safe arena: the mapped file, the block ledger under one lock, writer locks, control lines.
 
-A restarted sidecar re-opens the same file (its pages are charged to the pod already) with a new epoch, which voids
-every block an older epoch granted. Whether a trainer may still be writing is asked of the kernel: a live one holds a
-POSIX record lock on its control line, and a lock dies with its process, whatever killed it.
+A restarted sidecar opens the same file again (its pages are already charged to the pod) with a new epoch, which voids
+all grants of older epochs. The kernel knows whether a trainer may still be writing: a live one holds a POSIX record
+lock on its control line, which the kernel releases however the process ends.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 class ArenaUnavailable(EnvironmentFault):
-    """The arena file cannot be made (the memory volume is full or not writable), or was truncated."""
+    """The arena file cannot be created (the memory volume is full or not writable), or was truncated."""
 
 
 class ArenaKeeper:  # noqa: PLR0904
-    """The arena of this pod and who may touch which block of it. Thread-safe."""
+    """The arena of this pod and the ownership of its blocks. Thread-safe."""
 
     def __init__(self, path: Path, *, blocks: int, block_bytes: int) -> None:
-        """Make the arena, or take over the one that is there; raises `ArenaUnavailable`, or `NotPrivate`."""
+        """Create the arena, or open the existing file; raises `ArenaUnavailable` or `NotPrivate`."""
         self.epoch = time.time_ns()
         fd = -1
         try:
@@ -81,26 +81,24 @@ class ArenaKeeper:  # noqa: PLR0904
         return self.arena.whole
 
     def _refuse_truncated(self) -> None:
-        """Before memory of a block is touched: a page that was cut off would end this process with SIGBUS.
+        """Raise `ArenaUnavailable` for a truncated file, before a missing page ends this process with SIGBUS.
 
-        A file that is truncated between this look and the touch still does, as a kill would.
+        A truncation between this check and the access still does, like a kill would.
         """
         if not self.whole:
-            remedy = (
-                "leave the runtime directory to the sidecar; it stops now, and the next one makes it again"
-            )
+            remedy = "do not touch the runtime directory; this sidecar stops now, and the next one creates it again"
             where = str(self.arena.path)
             raise ArenaUnavailable("the arena's file was truncated", where=where, remedy=remedy)
 
     def writer_pid(self, rank: int) -> int | None:
-        """The process that holds the rank's writer lock (0 when it lives in another pid namespace), or None."""
+        """Return the pid that holds the rank's writer lock (0 for a process in another pid namespace), or None."""
         start, length = self.arena.line_lock_range(rank)
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
         kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(self.arena.fd, fcntl.F_GETLK, asked))
         return None if kind == fcntl.F_UNLCK else int(pid)
 
     def sweep(self) -> None:
-        """Free what quarantine and embargo held for writers that are gone."""
+        """Release quarantine and embargo of writers that are gone."""
         with self._lock:
             suspects = self.ledger.embargo | self.ledger.quarantined_ranks()
             gone = {rank for rank in suspects if self.writer_pid(rank) is None}
@@ -110,7 +108,7 @@ class ArenaKeeper:  # noqa: PLR0904
             self._notify_freed()
 
     def attached(self, rank: int) -> bool:
-        """The rank's (new) process attached, its older copies have stopped; False when the arena is too small."""
+        """Admit the rank's new process, whose older copies have stopped; returns False if the arena is too small."""
         with self._lock:
             if not self.ledger.admit(rank):
                 return False
@@ -119,7 +117,7 @@ class ArenaKeeper:  # noqa: PLR0904
         return True
 
     def copies_stopped(self, rank: int) -> None:
-        """The trainer of `rank` began anew: nothing of its earlier saves is still being written."""
+        """Release quarantined blocks of `rank`: its trainer begins a save, so no earlier one is still being written."""
         with self._lock:
             self.ledger.release_quarantined(rank)
         self._notify_freed()
@@ -140,12 +138,12 @@ class ArenaKeeper:  # noqa: PLR0904
             return self.ledger.grant(rank)
 
     def received(self, rank: int, index: int, offset: int, length: int, *, closes: int | None) -> memoryview:
-        """A batch of `rank` lies at (block, offset); `closes` is the block it wrote before. Returns its bytes."""
+        """Return the bytes of a batch of `rank` at (block, offset); `closes`: its previous block, now complete."""
         with self._lock:
             self._refuse_truncated()
             self.ledger.check_granted(rank, index)
             if offset % 64 or offset < 0 or length < 0 or offset + length > self.block_bytes:
-                raise NotGranted(f"[{offset}, {offset + length}) lies outside block {index}", where="arena")
+                raise NotGranted(f"[{offset}, {offset + length}) is outside block {index}", where="arena")
             self.ledger.received(index)
             freed = closes is not None and self.ledger.closed(closes)
         if freed:
@@ -159,7 +157,7 @@ class ArenaKeeper:  # noqa: PLR0904
             self._notify_freed()
 
     def release_granted(self, rank: int, indexes: Collection[int] | None = None) -> None:
-        """The trainer said that it stopped: its blocks (`indexes`) go back as soon as their batches are encoded."""
+        """Release granted blocks (`indexes`) once their batches are encoded: the trainer has stopped writing."""
         with self._lock:
             self.ledger.release_granted(rank, indexes)
         self._notify_freed()
@@ -170,14 +168,14 @@ class ArenaKeeper:  # noqa: PLR0904
         self._notify_freed()
 
     def quarantine(self, rank: int, use: Use, indexes: Collection[int] | None = None) -> int:
-        """The save (GRANTED) or restore (SERVING) stream of `rank` broke: returns how many blocks were set aside."""
+        """Quarantine blocks of a broken save (GRANTED) or restore (SERVING) stream; returns their number."""
         with self._lock:
             moved = len(self.ledger.quarantine(rank, use, indexes))
         self.sweep()
         return moved
 
     def take_serving(self, rank: int, *, should_stop: Callable[[], bool], wait_s: float = 0.5) -> int | None:
-        """Wait for a block to put frames for `rank` into; None once `should_stop()`."""
+        """Wait for a block to hold frames for `rank`; returns None once `should_stop()`."""
         with self._freed:
             while not should_stop():
                 self._refuse_truncated()
@@ -197,7 +195,7 @@ class ArenaKeeper:  # noqa: PLR0904
             return self.ledger.counts()
 
     def on_free(self, rank: int, callback: Callable[[], None] | None) -> None:
-        """Call `callback` whenever blocks became free, until it is replaced or set to None."""
+        """Call `callback` after blocks became free. It replaces the rank's previous callback; None removes it."""
         with self._lock:
             if callback is None:
                 self._callbacks.pop(rank, None)
@@ -218,10 +216,10 @@ class ArenaKeeper:  # noqa: PLR0904
         return float(self.arena.line(rank)[STEP_TIME_NS]) / 1e9
 
     def blocked(self, ranks: Iterable[int]) -> tuple[float, str]:
-        """(seconds, why) of the save that is due and blocked for longest, by the trainers' word; (0, ""): none is."""
+        """Return (seconds, reason) of the save that has been blocked the longest, as trainers report, or (0, "")."""
         lines = map(self.arena.line, ranks)
-        words = ((int(line[BLOCKED_SINCE_NS]), int(line[BLOCKED_WHY])) for line in lines)
-        since_ns, why = min((each for each in words if each[0]), default=(0, 0))
+        states = ((int(line[BLOCKED_SINCE_NS]), int(line[BLOCKED_WHY])) for line in lines)
+        since_ns, why = min((each for each in states if each[0]), default=(0, 0))
         return (
             (max(0.0, (time.time_ns() - since_ns) / 1e9), format_block_reason(why)) if since_ns else (0.0, "")
         )
@@ -233,9 +231,9 @@ class ArenaKeeper:  # noqa: PLR0904
         line[HEARTBEAT_NS] = time.monotonic_ns()
 
     def close(self) -> None:
-        """This sidecar ends: the blocks' memory goes back, unless a trainer lives that may still write them.
+        """Return the blocks' memory to the system, unless a live trainer may still write to it.
 
-        The file and its control lines stay: the next one learns from them how far the trainer had come.
+        The file and its control lines remain: the next sidecar reads the trainer's last step from them.
         """
         if all(self.writer_pid(rank) is None for rank in range(LINES)):
             self.arena.release_blocks()

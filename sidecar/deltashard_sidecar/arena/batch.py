@@ -1,7 +1,7 @@
-"""What a trainer's descriptor says about the bytes in a block, checked against the table and the trainer's boxes. Pure.
+"""Validation of a trainer's batch descriptors against block, table and the trainer's boxes. Pure.
 
-A descriptor crosses a process boundary: every number in it is bounded here before any of it becomes an address. A bad
-one fails its save (`BadBatch`), nothing else.
+A descriptor comes from another process: every number in it is bounded here before it becomes an address. A bad
+descriptor fails its save (`BadBatch`) and affects no other save.
 """
 
 from __future__ import annotations
@@ -31,27 +31,26 @@ class BadBatch(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of one table shard: where each section lies within the batch, and what its numbers are."""
+    """Layout of a batch of rows of one table shard."""
 
     schema: TableSchema
     rows: int
     row_start: int | None
-    """First row of a contiguous batch; None: ids are listed."""
+    """First row of a contiguous batch; None: the batch lists its ids."""
     col_start: int
     col_stop: int
     within: tuple[range, ...]
-    """Rows of the trainer's boxes that have these columns: ids lie in one of them."""
+    """Row ranges of the trainer's boxes with these columns; ids must be in one of them."""
     offsets: tuple[int, ...]
-    """Where ids, weights and each field begin, in bytes from the start of the batch."""
+    """Offsets of ids, weights and each field, in bytes from the start of the batch."""
     length: int
-    """Bytes of the whole batch."""
     fresh: bool | None = None
-    """Whether they changed since the trainer's newest commit; None: not known."""
+    """Whether the rows changed since the trainer's newest commit; None: unknown."""
     duplicate: bool = False
-    """Whether other batches have all of them, too."""
+    """Whether other batches contain all of these rows as well."""
 
     def block(self, data: memoryview) -> RowBlock:
-        """The rows themselves: views of `data`, the bytes of the whole batch; raises `BadBatch` for ids elsewhere."""
+        """Return the rows as views of `data`, the bytes of the whole batch; raises `BadBatch` for ids in no box."""
         rows, width = self.rows, self.col_stop - self.col_start
         start = self.row_start
 
@@ -64,7 +63,7 @@ class Rows:
             ids = np.frombuffer(data, np.int64, rows, self.offsets[0])
             if not any(int(ids[0]) in mine and int(ids[-1]) in mine for mine in self.within):
                 raise BadBatch(
-                    f"rows {ids[0]} to {ids[-1]} lie in no box of this trainer",
+                    f"rows {ids[0]} to {ids[-1]} are not in any box of this trainer",
                     where=f"row batch of {self.schema.fqn}",
                 )
         else:
@@ -84,7 +83,7 @@ class Rows:
 def rows_of(
     descriptor: pb.RowBatch, tables: Sequence[TableSchema], boxes: Sequence[Box], block_bytes: int
 ) -> Rows:
-    """The layout of a row batch, which lies within one of the trainer's `boxes`; raises `BadBatch`."""
+    """Return the layout of a row batch, which must be in one of `boxes`; raises `BadBatch`."""
     d = descriptor
     if d.table >= len(tables):
         raise BadBatch(f"table {d.table} of {len(tables)}", where="row batch")
@@ -99,7 +98,7 @@ def rows_of(
         what = f"columns [{d.col_start}, {d.col_stop}) of {schema.columns}"
     elif (
         not 0 < d.rows <= min(schema.rows, block_bytes)
-    ):  # a row has a byte at least: it bounds the products below
+    ):  # a row has at least one byte, which bounds the products below
         what = f"{d.rows} rows of a table of {schema.rows}"
     elif d.again and not d.fresh:
         what = "rows are sent again that did not change"
@@ -107,7 +106,7 @@ def rows_of(
         what = f"rows from {d.row_start}, {d.rows} of them, of {schema.rows}"
     elif not within or (d.contiguous and not any(d.row_start in mine and last in mine for mine in within)):
         asked = f"columns [{d.col_start}, {d.col_stop})"
-        what = f"rows from {d.row_start}, {d.rows} of them, {asked} lie in no box of this trainer"
+        what = f"rows from {d.row_start}, {d.rows} of them, {asked} are not in any box of this trainer"
     if what:
         raise BadBatch(what, where=f"row batch of {schema.fqn}")
     columns = d.col_stop - d.col_start
@@ -115,7 +114,7 @@ def rows_of(
     widths = [element_type.by_name(dtype).itemsize_bytes * count for dtype, count in values]
     offsets, length = sections(d.rows, contiguous=d.contiguous, row_bytes=widths)
     if d.offset % 64 or d.offset + length > block_bytes:
-        what = f"[{d.offset}, {d.offset + length}) lies outside a block of {block_bytes}"
+        what = f"[{d.offset}, {d.offset + length}) is outside a block of {block_bytes}"
         raise BadBatch(what, where=f"row batch of {schema.fqn}")
     return Rows(
         schema=schema,
@@ -136,7 +135,7 @@ def check_blob(chunk: pb.BlobChunk, block_bytes: int) -> None:
     if not 0 < len(chunk.name) <= 1024:
         what = "a blob's name has 1 to 1024 characters"
     elif chunk.length > MAX_FRAME_BYTES - 4096 or chunk.offset % 64 or end > block_bytes:
-        what = f"[{chunk.offset}, {end}) lies outside a block"
+        what = f"[{chunk.offset}, {end}) is outside a block"
     elif chunk.blob_offset + chunk.length > chunk.blob_bytes or (chunk.length == 0 and chunk.blob_bytes > 0):
         what = f"{chunk.length} bytes at {chunk.blob_offset} of a blob of {chunk.blob_bytes}"
     if what:

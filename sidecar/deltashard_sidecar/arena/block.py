@@ -1,18 +1,18 @@
-"""Who may touch which block of the arena: free list, grants, quarantine. Pure bookkeeping, no memory in it.
+"""Ownership of the arena's blocks: free list, grants, quarantine. Pure bookkeeping, without the memory.
 
-A block is always in exactly one place:
+A block is always in exactly one state:
 
     FREE -> GRANTED (a trainer may write it) -> FILLED (handed over, being encoded) -> FREE
     FREE -> SERVING (holds frames a trainer reads) -> FREE
-    GRANTED | SERVING -> QUARANTINED (its stream broke under a trainer that may be alive) -> FREE
+    GRANTED | SERVING -> QUARANTINED (its stream broke while the trainer may be alive) -> FREE
 
-IMPORTANT: a block leaves GRANTED only by the trainer's own word (a descriptor, a seal, an abort after its copies
+IMPORTANT: a block leaves GRANTED only by a message of its trainer (a descriptor, a seal, an abort after its copies
 stopped) or through quarantine, which ends when the rank's writer lock is free, or when the same process attached again
-or began its next save. A block under a live writer handed to anybody else would mix two cuts. After a restart nobody
-knows which blocks an older epoch had granted: while a writer of then may live (`embargo`), none is given out at all.
+or began its next save. Granting a block that still has a live writer would mix two saves. After a restart the grants of
+older epochs are unknown: no block is granted while a writer of an older epoch may live (`embargo`).
 
-Saves never take the last `RESERVED_PER_RANK` free blocks per attached rank: a restore can always move. Each rank holds
-at most its fair share of the rest.
+Saves never take the last `RESERVED_PER_RANK` free blocks per attached rank, so a restore always makes progress. Each
+rank holds at most its fair share of the rest.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class Use(Enum):
 
 
 class BlockError(InternalBug):
-    """A block was asked to make a move its use does not allow."""
+    """A block's use does not allow the requested transition."""
 
 
 class NotGranted(UserError):
-    """A trainer named a block it was not granted (an older epoch's, another rank's, or one it already closed)."""
+    """A trainer named a block that is not granted to it: of an older epoch, of another rank, or already closed."""
 
     cause = Cause.INVALID
 
 
 @dataclass(slots=True)
 class Block:
-    """One block: its use, whose it is, and how many of its batches are still to be encoded."""
+    """One block: its use, its rank, and the number of its batches that are not encoded yet."""
 
     index: int
     use: Use = Use.FREE
@@ -61,30 +61,30 @@ class Block:
 
 @dataclass(slots=True)
 class BlockLedger:
-    """All blocks of one arena. Not thread-safe: the arena shell holds a lock around every call."""
+    """All blocks of one arena. Not thread-safe: `ArenaKeeper` holds a lock around every call."""
 
     total: int
     block_bytes: int
     blocks: list[Block] = field(init=False)
     ranks: set[int] = field(default_factory=set)
     embargo: set[int] = field(default_factory=set)
-    """Local ranks that held their writer lock when this epoch began and have neither let it go nor attached since."""
+    """Local ranks that held their writer lock when this epoch began and have neither released it nor attached since."""
     _free: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.blocks = [Block(index) for index in range(self.total)]
-        # A stack: the block freed last is granted first, its pages are still in the caches.
+        # A stack: the block freed last is granted first, because its pages are still in the CPU caches.
         self._free = list(range(self.total - 1, -1, -1))
 
     def admit(self, rank: int) -> bool:
-        """Count `rank` in; False when the arena is too small for one more."""
+        """Add `rank`; returns False if the arena is too small for one more."""
         if (len(self.ranks | {rank})) * MIN_BLOCKS_PER_RANK > self.total:
             return False
         self.ranks.add(rank)
         return True
 
     def remove_rank(self, rank: int) -> None:
-        """`rank` is gone; what it held must have been freed or quarantined by its streams."""
+        """Remove `rank`, after its streams have freed or quarantined its blocks."""
         self.ranks.discard(rank)
 
     @property
@@ -99,7 +99,7 @@ class BlockLedger:
         return [block.index for block in self.blocks if block.rank == rank and block.use in uses]
 
     def grant(self, rank: int, limit: int = 1 << 30) -> list[int]:
-        """Grant `rank` what it may have now: up to its fair share, leaving the restore reserve free."""
+        """Grant `rank` as many blocks as it may have: up to its fair share, without the restore reserve."""
         if self.embargo:
             return []
         ranks = max(1, len(self.ranks))
@@ -109,9 +109,9 @@ class BlockLedger:
         return [self._take(rank, Use.GRANTED) for _ in range(max(0, room))]
 
     def take_serving(self, rank: int) -> int | None:
-        """A block to put frames for `rank` into, or None when all it may hold are in its hands.
+        """Return a block to hold frames for `rank`, or None if it has all that it may hold.
 
-        A rank can always get its reserved ones; beyond them it leaves the other ranks' reserve alone.
+        A rank can always get its reserved blocks. Beyond them it leaves the reserve of other ranks free.
         """
         ranks = max(1, len(self.ranks))
         mine = len(self.held(rank, Use.SERVING))
@@ -126,14 +126,12 @@ class BlockLedger:
         return block.index
 
     def check_granted(self, rank: int, index: int) -> None:
-        """Raise `NotGranted` unless `rank` may hand over bytes in block `index` now."""
         if not self._is_used_for(index, rank, Use.GRANTED):
             what = f"block {index} is not granted to local rank {rank}"
-            remedy = "blocks of an older epoch or stream are void: begin the save again"
+            remedy = "blocks of an older epoch or stream are void: restart the save"
             raise NotGranted(what, where="arena", remedy=remedy)
 
     def _is_used_for(self, index: int, rank: int, use: Use) -> bool:
-        """Whether a block that a trainer names is one, and its own for this use."""
         return 0 <= index < self.total and (self.blocks[index].rank, self.blocks[index].use) == (rank, use)
 
     def received(self, index: int) -> None:
@@ -141,13 +139,13 @@ class BlockLedger:
         block.pending += 1
 
     def closed(self, index: int) -> bool:
-        """The trainer wrote its last batch into this block; True if that freed it."""
+        """Close a block after its last batch; returns whether that freed it."""
         block = self._expect(index, Use.GRANTED)
         block.use = Use.FILLED
         return self._free_if_done(block)
 
     def encoded(self, index: int) -> bool:
-        """One batch of the block is encoded; True if that freed it."""
+        """Count one batch of the block as encoded; returns whether that freed it."""
         block = self._expect(index, Use.GRANTED, Use.FILLED, Use.QUARANTINED)
         if block.pending < 1:
             raise BlockError(f"block {index} has no batch pending", where="arena")
@@ -155,29 +153,24 @@ class BlockLedger:
         return self._free_if_done(block)
 
     def served(self, rank: int, index: int) -> None:
-        """The trainer applied every frame of a serving block."""
         if not self._is_used_for(index, rank, Use.SERVING):
             raise NotGranted(f"block {index} does not hold frames for local rank {rank}", where="arena")
         self._release(self.blocks[index])
 
     def quarantine(self, rank: int, use: Use, indexes: Collection[int] | None = None) -> list[int]:
-        """The save (GRANTED) or restore (SERVING) stream of `rank` broke: what its trainer may touch is set aside.
-
-        Of these blocks only `indexes`, if that is given.
-        """
+        """Quarantine blocks (all or `indexes`) of a broken save (GRANTED) or restore (SERVING) stream; returns them."""
         moved = [index for index in self.held(rank, use) if indexes is None or index in indexes]
         for index in moved:
             self.blocks[index].use = Use.QUARANTINED
         return moved
 
     def release_granted(self, rank: int, indexes: Collection[int] | None = None) -> None:
-        """The trainer itself said that its copies have stopped: its granted blocks (`indexes`, if given) are closed."""
+        """Close the granted blocks of `rank` (only `indexes`, if given): its trainer's copies have stopped."""
         for index in self.held(rank, Use.GRANTED):
             if indexes is None or index in indexes:
                 self.closed(index)
 
     def release_serving(self, rank: int) -> None:
-        """The trainer itself said that it reads no more: the blocks that served it are free."""
         for index in self.held(rank, Use.SERVING):
             self._release(self.blocks[index])
 
@@ -185,7 +178,7 @@ class BlockLedger:
         return {block.rank for block in self.blocks if block.use is Use.QUARANTINED}
 
     def release_quarantined(self, rank: int) -> int:
-        """No writer of `rank` lives (or it attached again): its quarantined blocks are freed; returns how many."""
+        """Free the quarantined blocks of `rank`, which has no older writer any more; returns their number."""
         freed = 0
         for block in map(self.blocks.__getitem__, self.held(rank, Use.QUARANTINED)):
             block.use = Use.FILLED

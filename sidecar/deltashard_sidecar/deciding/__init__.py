@@ -1,1 +1,1 @@
-"""How often this run saves, decided here: what saves cost is measured, failures are counted, the interval follows."""
+"""Choice of the save interval, from measured save costs and counted failures."""

@@ -1,9 +1,9 @@
-"""Which interval a run has, and when another one replaces it: `decide`, from what was measured and the policy. Pure.
+"""Choice of a run's save interval, and when to replace it: `decide`, from measurements and policy. Pure.
 
-    measuring    until `interval.MIN_SAVES` saves were measured: the timers as stated, else a minute
-    held         the choice, with what it follows from, until `interval.should_replace`
+    measuring    until `interval.MIN_SAVES` saves are measured: the policy's timers, else one minute
+    held         the choice and its basis, until `interval.should_replace`
 
-Without a goal, and with `fixed`, the timers stay as stated, and what `auto` would choose is shown.
+Without a goal, and with `fixed`, the timers stay as stated, and the decision shows what `auto` would choose.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.deciding.measurements import Measurements
 from deltashard_sidecar.policy import changed
 
-MEASURING_S = 60.0  # interval until saves were measured, where the policy has none
-MIN_INTERVAL_S = 1.0  # however many attempts before ended without a checkpoint
+MEASURING_S = 60.0  # interval until saves are measured, if the policy has none
+MIN_INTERVAL_S = 1.0  # lower limit of the cap, after any number of attempts without a checkpoint
 ChoiceCause = Literal["measured", "cost", "failures", "durable", "policy"]
-"""Why a choice came: the first one; what saves cost changed; how often steps are lost; a save takes longer than the
-interval; another goal or bound."""
+"""Why a choice was made: the first one; the cost of saves changed; the failure rate changed; a save takes longer than
+the interval; another goal or bound."""
 CHOICE_CAUSES: tuple[ChoiceCause, ...] = get_args(ChoiceCause)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What holds now."""
+    """The interval in force, and how it was decided."""
 
     applied: bool
-    """Whether a goal is in force: otherwise the timers are the policy's."""
+    """Whether a goal is in force; otherwise the policy's timers apply."""
     held: CurrentChoice | None
     """None while saves are measured."""
     every_s: float
     every_steps: int
     decision: fleet.Decision
     cause: ChoiceCause | None
-    """Why `held` is another one than before; None: it is not."""
+    """Why `held` was replaced; None: it was not."""
 
     def apply_to(self, policy: pb.Policy) -> pb.Policy:
         if not self.applied:
@@ -61,7 +61,7 @@ class Choice:
 
 
 def decide(known: Measurements, policy: pb.Policy) -> Choice:
-    """The choice now, after `known.held` before, under a policy that was checked."""
+    """Return the choice that follows from `known` (with the previous choice, `known.held`) and a validated policy."""
     stated = goal(policy.goal) if policy.goal else FIXED
     applied = stated != FIXED
     aim = stated if applied else AUTO
@@ -77,7 +77,7 @@ def decide(known: Measurements, policy: pb.Policy) -> Choice:
     every_s, every_steps = policy.every_s, policy.every_steps
     cause: ChoiceCause | None = None
     if held is None and saves.n < MIN_SAVES:
-        decision.why = f"what saves cost is being measured: {saves.n} of {MIN_SAVES} saves"
+        decision.why = f"the cost of saves is being measured: {saves.n} of {MIN_SAVES} saves"
         if applied and not every_s and not every_steps:
             every_s = clamp(policy, MEASURING_S)
     else:
@@ -97,7 +97,7 @@ def decide(known: Measurements, policy: pb.Policy) -> Choice:
         most_s = _cap_s(policy, known.doublings)
         if not 0 < every_s <= most_s:
             decision.would = timers(every_s, every_steps)
-            decision.bound = "attempts before ended without a checkpoint: twice as long with each commit"
+            decision.bound = "previous attempts ended without a checkpoint: doubles with each commit"
             every_s = most_s
     decision.value = timers(every_s, every_steps)
     return Choice(
@@ -106,7 +106,7 @@ def decide(known: Measurements, policy: pb.Policy) -> Choice:
 
 
 def apply_choice(choice: Choice, known: Measurements) -> Measurements:
-    """What is known once `choice` is in force: where it replaces another one, its cost is measured from the start."""
+    """Return `known` with `choice` in force. If it replaces another choice, its cost is measured from zero."""
     replaced = choice.applied and choice.cause is not None and known.held is not None
     profile = known.profile.with_cost_reset() if replaced else known.profile
     return replace(known, profile=profile, held=choice.held)
@@ -127,7 +127,7 @@ def _interval_inputs(known: Measurements, policy: pb.Policy) -> IntervalInputs:
 
 
 def _cause(known: Measurements, now: IntervalInputs, found: Interval, name: str) -> ChoiceCause | None:
-    """Why the choice in force is replaced by what was `found` under the goal and bounds of this name."""
+    """Return why `found`, under the goal and bounds `name`, replaces the choice in force; None: it does not."""
     if (held := known.held) is None:
         return "measured"
     if held.goal != name:
@@ -141,11 +141,11 @@ def _cause(known: Measurements, now: IntervalInputs, found: Interval, name: str)
 
 
 def _cap_s(policy: pb.Policy, doublings: int) -> float:
-    """The longest interval in an attempt that follows attempts without a checkpoint: a minute, doubled by each commit.
+    """Return the longest interval after attempts without a checkpoint: one minute, doubled by each commit.
 
-    What ended them may end this one as early, and the same steps would be lost again and again. Each of them but the
-    last halves the minute, down to a second; `doublings` is the commits of this attempt less those. So an attempt keeps
-    about half of what it trained, however long it lives.
+    Whatever ended those attempts may end this one as early, so the same steps would be lost repeatedly. Each attempt
+    but the last halves the minute, down to one second. `doublings` is the number of this attempt's commits less those.
+    An attempt thus keeps about half of its training, however long it runs.
     """
     return clamp(policy, max(MIN_INTERVAL_S, MEASURING_S * 2.0 ** max(-30, min(doublings, 30))))
 

@@ -1,7 +1,7 @@
-"""Decides how often this run saves, in rank 0's sidecar: holds the newest measurements and the choice in force.
+"""Decides how often the run saves, in rank 0's sidecar: holds the newest measurements and the choice in force.
 
-`measurements` says what follows from each event, `choice.decide` which interval: both are pure. The decider calls no
-other part. A sidecar without rank 0 never hears of an attempt, and decides nothing.
+`measurements` computes the effect of each event and `choice.decide` the interval; both are pure. The decider calls no
+other part. A sidecar without rank 0 opens no attempt and decides nothing.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
-MAX_KEY = 200  # characters of a profile's key: it rides in every commit
+MAX_KEY = 200  # characters of a profile's key, which is part of every commit
 
 
 class Decider:
-    """Measurements and the choice in force. Thread-safe; its lock is the last of all."""
+    """Measurements and the choice in force. Thread-safe; its lock is the last in the order."""
 
     def __init__(
         self, settings: Settings, *, metrics: Metrics, log: Logger, clock: Callable[[], float] = time.time
@@ -53,17 +53,15 @@ class Decider:
         self._lock = threading.Lock()
         self._policy = policy_of(settings)
         self._measurements: Measurements | None = None
-        """None before an attempt."""
         self._choice: Choice | None = None
         self._last_policy = self._policy
-        """The policy that held at the last look."""
 
     def apply_to(self, policy: pb.Policy) -> pb.Policy:
         choice = self._choice
         return policy if choice is None else choice.apply_to(policy)
 
     def text(self, *, closing: bool) -> str | None:
-        """What rides in a commit that begins now; `closing`: the trainer's end asked for it. None: nothing does."""
+        """Return the record for a commit that begins now, or None; `closing`: the trainer is shutting down."""
         with self._lock:
             known, choice = self._measurements, self._choice
         if known is None or choice is None or not choice.applied:
@@ -89,7 +87,6 @@ class Decider:
         )
 
     def expected(self) -> RunEstimate:
-        """What is believed of failures to come, for other decisions."""
         if (known := self._measurements) is None:
             return RunEstimate(rates=rates(NONE, pods=1), trained_s=0.0, step_s=0.0)
         return RunEstimate(
@@ -106,20 +103,20 @@ class Decider:
             self._decide()
 
     def opened(self, opening: Opening, state: RunState) -> None:
-        # What is cut off, if it has to be, is the place's end.
+        # The environment comes last, so a long key loses only its end.
         key = f"world size {opening.world_size}, {version()}, {self._environment}"[:MAX_KEY]
         with self._lock:
             before = self._measurements
             if before is not None and before.opening.attempt > opening.attempt:
-                before = None  # the store was emptied, and another run of this name begins
+                before = None  # the store was emptied, and a new run of this name begins
             record = self._record(state, key) if before is None else None
             self._measurements = measurements.opened(before, opening, state, key=key, record=record)
             self._decide()
 
     def _record(self, state: RunState, key: str) -> Record | None:
-        """What the newest commit says, its profile only where that is of this place; None: nothing."""
+        """Return the newest commit's record, without its profile if that is of another environment; None: no record."""
         newest = state.newest()
-        # A sidecar's first commit says nothing where its log could not be read before.
+        # A sidecar's first commit has no record if its log could not be read before.
         text = None if newest is None else state.inherited_metadata(KEY, newest)
         if newest is None or text is None:
             return None
@@ -141,29 +138,26 @@ class Decider:
         self._update(lambda known, now_s: known.trainer_attached(now_s))
 
     def trainer_lost(self) -> None:
-        """Rank 0's trainer went away without a word."""
         self._update(lambda known, now_s: replace(known, lost_at_s=now_s, save=None))
 
     def precopy_started(self) -> None:
-        """Rows are copied ahead of a cut from now on: steps are not quiet."""
         self._update(lambda known, now_s: replace(known, precopy_started_s=now_s))
 
     def save_started(self, save: MeasuredSave, *, planned_steps: int, partial: bool) -> None:
         self._update(lambda known, _: known.save_started(save, planned_steps=planned_steps, partial=partial))
 
     def save_ended(self, cut: int, cost: Cost | None) -> None:
-        """A save is durable, or failed (`cost` None)."""
+        """Record that a save is durable, or failed (`cost` None)."""
         self._update(lambda known, now_s: known.save_ended(cut, cost, now_s))
 
     def observe(self, reading: Reading) -> bool:
-        """One look at rank 0's control line, once a tick; True when the timers are others than at the look before."""
+        """Process one reading of rank 0's control line; returns whether the timers changed since the last one."""
         self._update(lambda known, now_s: known.read(reading, now_s))
         with self._lock:
             before, self._last_policy = self._last_policy, self.apply_to(self._policy)
             return before != self._last_policy
 
     def _update(self, change: Callable[[Measurements, float], Measurements]) -> None:
-        """What is known changes, given it and the time; before an attempt nothing is."""
         with self._lock:
             if (before := self._measurements) is None:
                 return
@@ -172,7 +166,7 @@ class Decider:
                 self._decide()
 
     def _decide(self) -> None:
-        """Choose again; the lock is held. An error costs the choice: the policy's timers hold."""
+        """Choose again; the lock is held. After an error there is no choice, and the policy's timers apply."""
         known, choice = self._measurements, None
         try:
             if known is not None:
@@ -180,10 +174,10 @@ class Decider:
                 self._measurements = apply_choice(choice, known)
                 if choice.applied and choice.cause is not None:
                     self._record_choice(choice, choice.cause, known)
-        except Exception as error:  # noqa: BLE001 - saves and training go on without a decision
+        except Exception as error:  # noqa: BLE001 - saves and training continue without a decision
             self._log.error("decider.unexpected", exc_info=error)
             choice = None
-        self._choice = choice  # at once: others read it without the lock
+        self._choice = choice  # assigned once: others read it without the lock
         metrics, known = self._metrics, self._measurements
         held = None if choice is None else choice.held
         metrics.interval.labels("in_force").set(self.apply_to(self._policy).every_s)
@@ -193,9 +187,9 @@ class Decider:
 
     def _record_choice(self, choice: Choice, cause: str, before: Measurements) -> None:
         self._metrics.decided.labels(cause).inc()
-        said = {
+        facts = {
             name: getattr(choice.decision, name)
             for name in ("goal", "why", "bound", "unreachable", "evidence")
         }
         was = "" if before.held is None else f"every {before.held.basis.seconds:.4g} s"
-        self._log.info("interval.decided", interval=choice.decision.would, before=was, cause=cause, **said)
+        self._log.info("interval.decided", interval=choice.decision.would, before=was, cause=cause, **facts)

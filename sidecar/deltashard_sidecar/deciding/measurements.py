@@ -1,11 +1,12 @@
-"""What rank 0's sidecar knows of its run: attempt, cost of saves, failures. Pure: a change makes another one.
+"""Measurements of a run in rank 0's sidecar: attempt, cost of saves, failures. Pure: each change returns a new value.
 
-    begin of a save     the control line does not change: (step that is cut, when it ended)
+    begin of a save     the control line does not change: (step of the save, time when it ended)
     its commit          stall (of the slowest rank), seconds to durable, slowdown while rows were copied ahead
-    the first step that ended after it     what the steps between took beyond quiet ones: the save's cost is complete
+    first step that ends after it    time of the steps between in excess of quiet ones: the save's cost is complete
 
-Only saves of a timer are measured: who asks for one mostly waits for it, and an end has no step after it. Failures are
-counted where a trainer comes back; the counts ride in commits (`record`), and the next process goes on from them.
+Only saves of a timer are measured: the caller of a requested save mostly waits for it, and no step follows a final one.
+Failures are counted when a trainer restarts. The counts are part of commits (`record`), so that the next process
+continues from them.
 """
 
 from __future__ import annotations
@@ -25,84 +26,74 @@ from deltashard_checkpoint.vocabulary import LINEAGE_KEY
 
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
 
-MAX_SAMPLE_WEIGHT = (
-    40  # saves that a mean weighs at most: a cost that changes is followed within about as many
-)
-MAX_PRECOPY_S = 60.0  # rows are copied ahead for so long at most; without a cut until then none came of it
-MAX_RESCHEDULE_S = 86400.0  # between two trainers, beyond which no job was waiting
+MAX_SAMPLE_WEIGHT = 40  # largest weight of a mean, in saves: a changed cost is followed within about as many
+MAX_PRECOPY_S = 60.0  # longest copy ahead of a save; after it without a save the copy counts as abandoned
+MAX_RESCHEDULE_S = 86400.0  # longest gap between two trainers that counts as rescheduling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What is known of a save at its commit. Seconds."""
+    """Cost of a save as measured at its commit. Seconds."""
 
     stall_s: float
     """Of the slowest rank."""
     slowdown_s: float
-    """By so much steps took longer while rows were copied ahead of the cut."""
+    """Time that steps took longer while rows were copied ahead of the save."""
     durable_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSave:
-    """A save of rank 0, until the first step after its end."""
+    """A save of rank 0, kept until the first step after its end."""
 
     cut: int
     started: Reading
-    """The step that is cut, and when it ended."""
     timed: bool
-    """Whether the timer wanted it: only then it is measured."""
+    """Whether a timer triggered it: only such saves are measured."""
     ended_s: float | None = None
-    """Unix seconds; the step in which that was is over later."""
+    """Unix seconds; the step running at that time ends later."""
     cost: Cost | None = None
     """None: not measured, or not committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """An attempt that begins, or that is found under way."""
+    """Start of an attempt, or of its observation by this process."""
 
     attempt: int
     world_size: int
     ranks_here: int
-    """Trainers of this pod."""
     reading: Reading
-    """The step that the attempt begins after, and when it was asked for; of one under way, as the line shows."""
+    """Step before the attempt and time of the Open; for an attempt under way, the control line's reading."""
     resumed: bool = False
-    """A trainer came back to a checkpoint: an incident. False where one continues its attempt."""
+    """Whether a trainer restarted from a checkpoint, an incident. False where one continues its attempt."""
     step_seen: int = 0
-    """Last step of the trainer before, if this arena saw it."""
 
     @property
     def pods(self) -> int:
-        """Of the run, when all have as many trainers as this one."""
+        """Number of the run's pods, if all have as many trainers as this one."""
         return -(-self.world_size // max(1, self.ranks_here))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """Of one run: from its log, and since this process knows it."""
+    """Measurements of one run, from its log and from this process."""
 
     opening: Opening
     profile: Profile
     held: CurrentChoice | None = None
-    """The choice in force."""
     evidence: Evidence = NONE
-    """Recorded by a decider before, and seen by this one."""
     meter: StepMeter = field(default_factory=StepMeter)
     saves: int = 0
     save: MeasuredSave | None = None
     precopy_started_s: float = -math.inf
-    """When rows began to be copied ahead of a cut."""
     restoring: bool = False
     lost_at_s: float | None = None
-    """When the last trainer went without a word."""
     committed: bool = True
-    """Whether something was committed since the last incident: a crash loop is one."""
+    """Whether a commit followed the last incident: a crash loop counts as one incident."""
     doublings: int | None = None
-    """Of the interval's cap, see `choice._cap_s`; None: the attempt before had a checkpoint."""
+    """Doublings of the interval's cap (`choice._cap_s`); None: the previous attempt had a checkpoint."""
     partial: bool = False
-    """Whether the trainer recovers partially."""
     left_steps: float = math.inf
 
     @property
@@ -117,7 +108,7 @@ class Measurements:
         return Record(profile=self.profile, held=self.held, evidence=self.evidence, closing=closing)
 
     def attached(self, ranks_here: int) -> Measurements:
-        """So many ranks are attached now: how many pods the run has follows from it."""
+        """Return the measurements with this number of attached ranks, from which the number of pods follows."""
         if not self.opening.ranks_here < ranks_here <= self.opening.world_size:
             return self
         return replace(self, opening=replace(self.opening, ranks_here=ranks_here))
@@ -135,7 +126,7 @@ class Measurements:
         return replace(self, save=save, left_steps=left_steps, partial=partial)
 
     def save_ended(self, cut: int, cost: Cost | None, now_s: float) -> Measurements:
-        """A save of rank 0 is durable, or failed (`cost` None). What it cost is known at the first step after it."""
+        """Record that a save of rank 0 is durable, or failed (`cost` None). The next step completes its cost."""
         now = self
         if cost is not None:
             doublings = None if self.doublings is None else self.doublings + 1
@@ -147,7 +138,7 @@ class Measurements:
 
     def read(self, reading: Reading, now_s: float) -> Measurements:
         if reading.step <= self.opening.reading.step:
-            return self  # what the line says of time is not this attempt's yet
+            return self  # the line still shows a time before this attempt
         precopying = now_s - self.precopy_started_s < MAX_PRECOPY_S
         meter = self.meter.read(reading, quiet=self.save is None and not precopying)
         trained_s, profile = meter.trained_s - self.meter.trained_s, self.profile
@@ -179,7 +170,7 @@ def _with_save(known: Measurements, started: Reading, cost: Cost, reading: Readi
     slowdown_s = min(max(cost.slowdown_s, 0.0), MAX_PRECOPY_S) if math.isfinite(cost.slowdown_s) else 0.0
     lost: float | None = cost.stall_s
     if profile.step_s > 0:
-        # With the stall, which lies between the step that was cut and the next one.
+        # Includes the stall, which is between the step of the save and the next one.
         in_flight_s = max(cost.durable_s, cost.stall_s)
         lost = lost_s(started, reading, step_s=profile.step_s, in_flight_s=in_flight_s)
     if lost is None:
@@ -191,14 +182,14 @@ def _with_save(known: Measurements, started: Reading, cost: Cost, reading: Readi
 def opened(
     before: Measurements | None, opening: Opening, state: RunState, *, key: str, record: Record | None
 ) -> Measurements:
-    """A trainer of rank 0 begins an attempt, or continues one; `state`: the log as it stands.
+    """Return the measurements after rank 0's trainer begins or continues an attempt; `state` is the current log.
 
-    `before` None: this process does not know the run, and continues from `record`, what its newest commit says, if it
-    says anything. `key` names the profile (`Profile.key`).
+    `before` None: this process starts from `record`, the newest commit's record, if there is one. `key` names the
+    profile (`Profile.key`).
     """
     is_restart, counted = opening.resumed, before is not None or record is not None
     if before is None:
-        # Its coming back was counted by a process that ended before it could commit so.
+        # A previous process may have counted the restart and ended before it could commit that.
         attempt = state.attempts.get(opening.attempt)
         is_restart |= attempt is not None and attempt.resumes_from is not None and attempt.last_seq is None
         record = record or Record(profile=Profile(key=key))
@@ -231,19 +222,19 @@ def opened(
 
 
 def follows_rewind(state: RunState, attempt: int) -> bool:
-    """Whether it is a person's rewind that attempt `attempt` comes right after: what was before it did not fail."""
+    """Return whether attempt `attempt` directly follows a manual rewind: no failure came before it."""
     before = max((n for n in state.attempts if n < attempt), default=None)
     return before is not None and state.attempts[before].world_size == 0
 
 
 def without_checkpoint(state: RunState, *, before: int) -> int:
-    """Attempts in a row, up to attempt `before`, that ended without a checkpoint; a rewind is no attempt."""
+    """Return the number of consecutive attempts up to `before` without a checkpoint, not counting rewinds."""
     real = sorted((n for n, each in state.attempts.items() if n < before and each.world_size), reverse=True)
     return sum(1 for _ in takewhile(lambda n: state.attempts[n].last_seq is None, real))
 
 
 def needs_new_choice(before: Measurements, after: Measurements) -> bool:
-    """Whether what changed may lead to another interval: a save was measured, pods or doublings are others."""
+    """Return whether a change may lead to another interval: a measured save, or new pods or doublings."""
     measured = before.save is not None and before.save.cost is not None and after.save is None
     return measured or (before.opening, before.doublings) != (after.opening, after.doublings)
 
@@ -253,11 +244,11 @@ def _add_sample(measure: Measure, seconds: float) -> Measure:
 
 
 def _round_digits(seconds: float) -> float:
-    return float(f"{seconds:.4g}")  # as many digits as a measurement has: it is written into every commit
+    return float(f"{seconds:.4g}")  # the precision of a measurement, because every commit contains it
 
 
 def _was_closing(text: str | None, otherwise: bool) -> bool:
-    """Whether a commit's trainer had asked for it by its end: as its decider wrote, otherwise as its entry tells."""
+    """Return whether a commit was requested by its trainer's shutdown: from its record, else `otherwise`."""
     if text is not None:
         with suppress(UserError):
             return parse_metadata(text).closing

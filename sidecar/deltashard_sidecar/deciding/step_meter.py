@@ -1,7 +1,7 @@
-"""How long steps take, from what the trainer's control line shows: a step, and when it ended. Pure.
+"""Step times, measured from readings of the trainer's control line: a step, and when it ended. Pure.
 
-A line is read whenever it suits, so a reading tells the newest step that is over. Between two readings lie whole steps
-and nothing else, whatever their number: what is computed of them is off by no part of a step.
+A line is read at arbitrary times, so a reading has the newest step that has ended. Between two readings is a whole
+number of steps, so no fraction of a step distorts the result.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
-MAX_WINDOWS = 256  # quiet windows that are remembered: what lies next to a save
-MIN_STEPS = 10  # steps before their mean is one
+MAX_WINDOWS = 256  # quiet windows to keep: those nearest to the current save
+MIN_STEPS = 10  # fewest steps for a mean
 PAUSE_FACTOR = 10.0
-"""So many times as long as is usual: no step but a pause (an evaluation, an export)."""
+"""A window that took this many times the usual time was a pause (an evaluation, an export)."""
 MIN_PAUSE_S = 1.0
 MIN_WINDOWS = 8
-"""Windows before anything is usual; as many odd ones in a row are the new usual."""
+"""Fewest windows for a usual time; this number of consecutive odd windows replaces it."""
 MAX_WINDOW_S = 600.0
-"""Between two readings, of which more was no training (a suspended laptop, a clock that was set)."""
+"""Longest training time between two readings; any excess was no training (a suspended laptop, a clock change)."""
 
 
 class Reading(NamedTuple):
-    """One look at a control line."""
+    """One reading of a control line."""
 
     step: int
     at_s: float
@@ -29,7 +29,7 @@ class Reading(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What lies between two readings."""
+    """Steps and time between two readings."""
 
     steps: int
     seconds: float
@@ -37,15 +37,14 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeter:
-    """Readings of one trainer, in order."""
+    """Step times of one trainer, from its readings in order."""
 
     last: Reading | None = None
     windows: tuple[Window, ...] = ()
-    """Quiet ones, oldest first: no save was in flight."""
+    """Quiet windows, in which no save was in flight, oldest first."""
     odd: int = 0
-    """Windows in a row that were left out as pauses."""
     trained_s: float = 0.0
-    """Seconds in which steps ended, saves and pauses included."""
+    """Seconds of training, including saves and pauses."""
 
     def read(self, reading: Reading, *, quiet: bool) -> Self:
         if self.last is None or reading.step < self.last.step:
@@ -54,7 +53,7 @@ class StepMeter:
         if window.steps == 0:
             return self
         after = replace(self, last=reading)
-        if window.seconds <= 0:  # the clock was set
+        if window.seconds <= 0:  # the clock was changed
             return after
         after = replace(after, trained_s=after.trained_s + min(window.seconds, MAX_WINDOW_S))
         if not quiet:
@@ -71,17 +70,17 @@ class StepMeter:
 
     @property
     def step_s(self) -> float:
-        """Of a quiet step, the mean; 0: too few were seen."""
+        """Mean seconds of a quiet step; 0: too few steps were measured."""
         steps = sum(each.steps for each in self.windows)
         return sum(each.seconds for each in self.windows) / steps if steps >= MIN_STEPS else 0.0
 
 
 def lost_s(since: Reading, until: Reading, *, step_s: float, in_flight_s: float) -> float | None:
-    """Seconds by which the steps between two readings took longer than quiet ones; None: not by the save alone.
+    """Return the excess seconds of the steps between two readings over quiet ones; None: not the save's alone.
 
-    From the step that was cut to the first one that ended after the commit. It may be negative, and has to be: noise
-    that is cut off at 0 would add up to a cost. A save that was in flight for so long cannot have cost more than that,
-    and noise hardly another as much as the steps themselves: then something else held training, or the clock was set.
+    The readings are the step of the save, and the first step that ended after its commit. The result may be negative:
+    noise cut off at 0 would add up to a cost. A save cannot cost more than its time in flight, and noise hardly exceeds
+    the steps themselves. An excess beyond both has another reason: other work blocked training, or the clock changed.
     """
     quiet_s = (until.step - since.step) * step_s
     lost = until.at_s - since.at_s - quiet_s

@@ -1,1 +1,1 @@
-"""The way to the controller: reports out, directives and orders back."""
+"""Connection to the controller: sends reports, receives directives and save orders."""

@@ -1,4 +1,4 @@
-"""What a report says, read from the sidecar's parts by the reporting thread, and what of it is news."""
+"""Content of a report, read from the sidecar's parts by the reporting thread, and which changes are urgent."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.sidecar import Sidecar
 
 IMMEDIATE_FIELDS = ("phase", "attempt", "store_ok", "credentials_ok", "directive")
-"""Fields of a pod's state whose change is told at once, as are incidents and the ends of ordered saves."""
+"""Fields of a pod's state whose change is reported at once, like incidents and outcomes of ordered saves."""
 MAX_CHECKPOINTS, MAX_PINS = 10, 4
-"""Told of by name."""
+"""Most checkpoints in a report, and most pins of each."""
 
 
 def pod_identity(settings: Settings) -> fleet.Who:
     other = {"namespace": "pod_namespace", "pod": "pod_name", "node": "node_name"}
-    said = fleet.Who(version=version(), started_at_s=time.time())
-    for name in {each.name for each in said.DESCRIPTOR.fields} - {"version", "started_at_s"}:
-        setattr(said, name, getattr(settings, other.get(name, name)))
-    return said
+    who = fleet.Who(version=version(), started_at_s=time.time())
+    for name in {each.name for each in who.DESCRIPTOR.fields} - {"version", "started_at_s"}:
+        setattr(who, name, getattr(settings, other.get(name, name)))
+    return who
 
 
 def needs_report(now: fleet.ReportRequest, last: fleet.ReportRequest) -> bool:
-    """Whether a report is worth making before it is due, `last` the last that was taken. Pure."""
+    """Return whether to report `now` before the next report is due; `last` is the last accepted report. Pure."""
     changed = any(getattr(now.pod, name) != getattr(last.pod, name) for name in IMMEDIATE_FIELDS)
     return changed or not _ids(now) <= _ids(last)
 
@@ -42,7 +42,7 @@ def _ids(request: fleet.ReportRequest) -> set[int | str]:
 
 
 class SidecarState:
-    """A sidecar as the client sees it: how it and its run stand, and who hears what is answered."""
+    """State of a sidecar and its run for the report client, and the receivers of its replies."""
 
     def __init__(self, sidecar: Sidecar) -> None:
         self._sidecar = sidecar
@@ -52,7 +52,7 @@ class SidecarState:
 
     @property
     def is_reporter(self) -> bool:
-        """Whether this sidecar speaks for the run by itself: it has, or had, rank 0."""
+        """Whether this sidecar reports the run's state unasked: it has, or had, rank 0."""
         return self._sidecar.metrics.has_rank0
 
     def pod(self) -> fleet.PodState:
@@ -76,7 +76,7 @@ class SidecarState:
     def _phase(self, sessions: list[Session]) -> fleet.Phase:
         sidecar = self._sidecar
         if sidecar.activity.closed_cleanly and not sessions:
-            return fleet.PHASE_CLOSED  # also while its pod goes
+            return fleet.PHASE_CLOSED  # also while the pod is stopping
         if sidecar.stopping:
             return fleet.PHASE_STOPPING
         if not sessions:
@@ -85,7 +85,6 @@ class SidecarState:
         return fleet.PHASE_TRAINING if ready else fleet.PHASE_RESTORING
 
     def _is_restoring(self, session: Session) -> bool:
-        """Until every row is there; a trainer that steps has what it wanted."""
         if session.restored or not session.resumed:
             return False
         return self._sidecar.keeper.step_time_s(session.attachment.local_rank) < session.open_requested_s
@@ -93,8 +92,8 @@ class SidecarState:
     def run(self) -> fleet.RunState:
         sidecar, state, now_s = self._sidecar, self._sidecar.run.state(), time.time()
         sessions, bits = sidecar.sessions.all(), sidecar.run.bits.decision
-        said = fleet.RunState(
-            policy=sidecar.control.policy,  # first: what is decided later is no older
+        report = fleet.RunState(
+            policy=sidecar.control.policy,  # first: the decisions below must not be older
             checkpoints=[_kept(state, c, now_s) for c in _newest(state)],
             checkpoint_count=len(state.checkpoints),
             stored_bytes=sum(held_bytes(state, seq) for seq in state.checkpoints),
@@ -104,14 +103,14 @@ class SidecarState:
         )
         if (newest := state.newest()) is not None:
             commits = (s.last_commit for s in sessions)
-            # Our own says how long the commit took, the log does not.
+            # The session's own message has the duration of the commit; the log has not.
             mine = next((c for c in commits if c is not None and c.seq == newest.seq), None)
-            said.newest.CopyFrom(mine or commit_message(newest))
-            said.newest_age_s = max(0.0, now_s - newest.at_s)
-            said.stall_s = newest.stall_s
-            said.lost_share = _number(state.inherited_metadata(PLS_KEY, newest))
-            said.partial_recoveries = int(_number(state.inherited_metadata(RECOVERIES_KEY, newest)))
-        return said
+            report.newest.CopyFrom(mine or commit_message(newest))
+            report.newest_age_s = max(0.0, now_s - newest.at_s)
+            report.stall_s = newest.stall_s
+            report.lost_share = _number(state.inherited_metadata(PLS_KEY, newest))
+            report.partial_recoveries = int(_number(state.inherited_metadata(RECOVERIES_KEY, newest)))
+        return report
 
 
 def _attempt(sessions: list[Session]) -> int:
@@ -134,11 +133,11 @@ def _kept(state: RunState, checkpoint: Checkpoint, now_s: float) -> fleet.KeptCh
 
 
 def openings(state: RunState, attempt: int) -> int:
-    """How often the workload of this attempt has opened the run, up to it; 0 while the log is not known that far. Pure.
+    """Return how often this attempt's workload has opened the run, up to it; 0 if the log is not read that far. Pure.
 
-    A restore that falls back past a checkpoint that is not whole opens another attempt, which is the same opening:
-    right behind the one before, which has committed nothing, and from an older checkpoint. A person's rewind (an
-    attempt of no ranks) opens nothing.
+    A restore that falls back past an incomplete checkpoint opens another attempt, but counts as the same opening: the
+    attempt directly follows one without a commit, and resumes from an older checkpoint. A rewind (an attempt without
+    ranks) opens nothing.
     """
     if attempt not in state.attempts:
         return 0
@@ -156,10 +155,10 @@ def openings(state: RunState, attempt: int) -> int:
     return mine - fell_back
 
 
-def _number(said: str | None) -> float:
-    """A number out of a commit's metadata, which is the trainer's word; 0 for what is none."""
+def _number(text: str | None) -> float:
+    """Parse a number of a commit's metadata, which the trainer may have written; 0 if it is not valid."""
     try:
-        value = float(said or 0)
+        value = float(text or 0)
     except ValueError:
         return 0.0
     return value if 0 <= value < 2**53 else 0.0

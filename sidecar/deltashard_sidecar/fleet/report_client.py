@@ -1,8 +1,8 @@
-"""The client of the controller: one thread that reports, and takes what is answered. Nothing waits for it.
+"""Client of the controller: one thread that sends reports and handles the replies. Nothing waits for it.
 
-Every call is a connection of its own: TLS against the injected authority, the token as the file holds it now, no proxy,
-no redirect, `DEADLINE_S` for all of it. One is under way at a time, and an answer that comes later is dropped: the next
-report says it all again. Whatever goes wrong is counted by cause, and logged when the cause changes.
+Every call uses a new connection: TLS with the injected authority, the token as currently in its file, no proxy, no
+redirects, and `DEADLINE_S` in total. One call is in flight at a time, and a reply after the deadline is dropped: the
+next report has the same content. Every failure is counted by cause, and logged when the cause changes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ from deltashard_sidecar.telemetry.structured_logging import explain
 PATH = "/v1/report"
 DEADLINE_S = 10.0
 POLL_S = 0.5
-"""Between looks whether there is news."""
 LAST_DEADLINE_S = 3.0
-"""For the last report, at the end; a controller that listens takes milliseconds."""
+"""For the last report, at the end; a reachable controller answers within milliseconds."""
 MAX_ANSWER = 1 << 20
 MAX_FINISHED_SAVES = 8
-"""Ends of ordered saves in one report."""
 
 
 class NoToken(Exception):
-    """The token's file cannot be read."""
+    """The token file cannot be read."""
 
 
 CAUSES = {
@@ -48,18 +46,18 @@ CAUSES = {
     429: "busy",
     503: "busy",
 }
-"""Of the metric, by the answer's status; others are `protocol`, and from 500 on `other`."""
+"""HTTP status -> cause in the metric; any other is `protocol`, or `other` from 500 on."""
 FAULTS = (
     (NoToken, "token"),
     (ssl.SSLCertVerificationError, "verification"),
     (DecodeError, "protocol"),
     ((OSError, http.client.HTTPException), "unreachable"),
 )
-"""... by what kept an answer away; whatever else did is `other`."""
+"""Error -> cause in the metric; any other is `other`."""
 
 
 class ReportClient:
-    """The thread; `nudge` may be called from any other."""
+    """The reporting thread; `nudge` may be called from any other."""
 
     def __init__(self, side: SidecarState) -> None:
         self._side = side
@@ -70,14 +68,12 @@ class ReportClient:
         self._process = secrets.token_hex(8)
         self._sequence = 0
         self._last_request = fleet.ReportRequest()
-        """The last report that was taken."""
         self._is_reporter = False
         self._omit_messages = False
-        """The last report broke the contract: what may be of the outside in it stays out of the next."""
+        """Whether the last report was rejected as invalid: the next one omits messages, which contain foreign text."""
         self._last_cause = "nothing"
-        """How the last report ended: a cause, or empty when it was taken."""
+        """Cause of the last report's failure; empty: it was accepted."""
         self._rejected_directive = 0
-        """The directive that was refused last."""
         self._schedule = ReportSchedule()
         self._nudged = False
         self._stopped = False
@@ -92,7 +88,7 @@ class ReportClient:
         self._wake.set()
 
     def stop(self) -> None:
-        """Tell the last news (the commit that a closing trainer waited for), within a moment."""
+        """Stop after a last report (with the commit that a closing trainer waited for), within `LAST_DEADLINE_S`."""
         self._stopped = True
         self._wake.set()
         self._thread.join(LAST_DEADLINE_S)
@@ -108,7 +104,7 @@ class ReportClient:
     def _try(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - what nobody foresaw costs a report, never the thread
+        except Exception as error:  # noqa: BLE001 - an unexpected error costs a report, never the thread
             cause = next((cause for kind, cause in FAULTS if isinstance(error, kind)), "other")
             if cause == "other" != self._last_cause:
                 self._log.error("fleet.unexpected", exc_info=error)
@@ -155,7 +151,7 @@ class ReportClient:
         cause = CAUSES.get(status, "protocol" if status < http.HTTPStatus.INTERNAL_SERVER_ERROR else "other")
         self._record_failure(status, cause, why, retry_after_s)
         if status == http.HTTPStatus.UNAUTHORIZED and self._token() != token:
-            self._nudged = True  # it was replaced meanwhile
+            self._nudged = True  # the token was replaced meanwhile
 
     def _token(self) -> str:
         path = self._settings.fleet_token_file
@@ -165,7 +161,7 @@ class ReportClient:
             raise NoToken(error) from error
 
     def _post(self, body: bytes, token: str, deadline_s: float) -> tuple[int, float, bytes]:
-        """(status, Retry-After, body) of the answer."""
+        """Send a report; returns (status, Retry-After, body) of the reply."""
         began_s, to = time.monotonic(), urlsplit(f"//{self._settings.fleet}")
         headers = {
             "authorization": f"Bearer {token}",
@@ -173,7 +169,7 @@ class ReportClient:
             "connection": "close",
         }
         context = ssl.create_default_context(cadata=self._settings.fleet_ca or None)
-        context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # a user's own authority may be older than RFC 5280
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # a user's authority might violate RFC 5280
         call = http.client.HTTPSConnection(to.hostname or "", to.port, timeout=deadline_s, context=context)
         try:
             call.request("POST", PATH, body, headers)
@@ -182,7 +178,7 @@ class ReportClient:
         finally:
             call.close()
         if time.monotonic() - began_s > deadline_s:
-            raise TimeoutError("the answer came too late")
+            raise TimeoutError(f"the reply took longer than {deadline_s} s")
         return answer.status, float(after) if after.isdecimal() else 0.0, found
 
     def _handle_reply(self, request: fleet.ReportRequest, reply: fleet.ReportReply) -> None:
@@ -204,10 +200,10 @@ class ReportClient:
             except DeltashardError as error:
                 self._rejected_directive = reply.directive.id
                 self._log.error("directive.rejected", **explain(error))
-        self._wake.set()  # what the answer brought may be news
+        self._wake.set()  # the reply may have caused changes to report
 
     def _record_failure(self, status: int, cause: str, why: str, retry_after_s: float = 0.0) -> None:
-        """Counted each time, and said once per cause: a controller that is away for days is one line."""
+        """Count a failure, and log it if the cause is new: an unreachable controller is logged once."""
         self._schedule = self._schedule.failed(status, time.monotonic(), retry_after_s=retry_after_s)
         self._side.incidents.acknowledge(0)
         self._metrics.fleet_connected.set(0)

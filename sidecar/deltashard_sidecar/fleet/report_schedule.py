@@ -1,10 +1,10 @@
-"""When a sidecar reports. Pure: a clock's readings and answers in, the time of the next report out.
+"""Time of a sidecar's next report. Pure: maps clock readings and replies to the time of the next report.
 
-at once         the first; a change (1/s, `BURST` together), unless the last report was refused; a nudge (1 in 5 s)
-taken (200)     after `next_s` of the answer, +-10 %
+at once         the first; a change (1/s, `BURST` together), unless the last report failed; a nudge (1 in 5 s)
+accepted (200)  after `next_s` of the reply, +-10 %
 not leading     at once, on a new connection, `NOT_LEADING_RETRIES` times
-refused         after a pause that someone may mend it in: `PAUSE_S`
-no answer       after a random part of a pause that doubles: a crowd comes back spread over a minute
+rejected        after `PAUSE_S`, which leaves time to fix the cause
+no reply        after a random part of an exponential back-off, so that many sidecars spread over a minute
 """
 
 from __future__ import annotations
@@ -17,26 +17,24 @@ from deltashard_checkpoint.backoff import Backoff, uniform_random
 
 BACKOFF = Backoff(first_s=2.0, longest_s=60.0, jitter=1.0)
 UNKNOWN_POD = Backoff(first_s=2.0, longest_s=60.0, jitter=0.1)
-"""The controller may hear of a pod later than the pod of itself."""
+"""The controller may learn of a pod later than the pod starts."""
 PAUSE_S: Mapping[int, float] = {401: 60.0, **dict.fromkeys((400, 403, 409, 413), 300.0)}
 NOT_LEADING_RETRIES, NOT_LEADING_DELAY_S = 6, 0.2
 BURST = 3
 NUDGE_S = 5.0
 MIN_INTERVAL_S, MAX_INTERVAL_S = 1.0, 3600.0
-"""Whatever an answer asks for."""
+"""Limits of the interval that a reply requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSchedule:
-    """When the next report is due."""
+    """Due time of the next report, and the state that it follows from."""
 
     due_s: float = 0.0
     failures: int = 0
-    """Reports in a row that were not taken."""
     not_leading: int = 0
-    """Of them, right before, answered by who does not lead."""
+    """Consecutive ones at the end that a non-leading replica answered."""
     full_s: float = 0.0
-    """When the burst of reports is whole again."""
     nudged_s: float = float("-inf")
 
     def changed(self, now_s: float) -> Self:
@@ -59,7 +57,7 @@ class ReportSchedule:
         retry_after_s: float = 0.0,
         uniform: Callable[[], float] = uniform_random,
     ) -> Self:
-        """`status` of HTTP; 0: no answer came. `retry_after_s` 0: it names none."""
+        """Schedule the retry after a failure. `status` 0: no reply; `retry_after_s` 0: the reply has none."""
         failures = self.failures + 1
         retry_now = status == 421 and self.not_leading < NOT_LEADING_RETRIES
         if retry_now:

@@ -1,1 +1,1 @@
-"""The run as this sidecar sees it: store, log, attempts, health."""
+"""The run in this sidecar: store, log, attempts, health."""

@@ -1,10 +1,10 @@
-"""Encodings by table: the user's, the policy's, or chosen by what restores do to each table (`deciding.precision`).
+"""Encodings per table: the user's, the policy's, or chosen by the effect of restores on each table.
 
-A choice needs errors of a sample of rows, which the first baseline of a process brings; before that everything is
-stored with 8 bit. It is made anew at every cut. Where it asks for more bits than rows are stored with, the cut becomes
-a baseline (`write.precision`); fewer bits begin at the next baseline. Of several ranks the first one at a cut has the
-choice made, of all their tables. In several pods each sidecar sees only its own rows: there bits are shown, and
-`encoding` and `tables` hold.
+The rule is in `deciding.precision`. It needs errors of sampled rows, measured at the first baseline of a process; until
+then everything is stored with 8 bits. Bits are chosen at every save. More bits than rows are stored with make it a
+baseline (`write.precision`); fewer bits begin at the next baseline. The first rank that saves chooses for the tables of
+all ranks. With several pods, each sidecar sees only its own rows: the choice is then only shown, and `encoding` and
+`tables` apply.
 """
 
 from __future__ import annotations
@@ -45,39 +45,35 @@ from deltashard_sidecar.run.row_error import RowErrors
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
 HORIZON_S = 86400.0
-"""Restores are expected over so long where the trainer does not say how much is left."""
+"""Period for which restores are expected if the trainer does not report how much training is left."""
 
 
 class VisibleRanks(NamedTuple):
-    """Those of a run that this sidecar sees."""
+    """Ranks of a run that attach to this sidecar."""
 
     tables: Sequence[TableSchema]
-    """Of all of them, each once."""
     is_complete: bool
-    """Whether that is every rank."""
 
 
 class BitChoice:
-    """The choice of one run, and what it rests on. Thread-safe."""
+    """Choice of bits for one run, and its inputs. Thread-safe."""
 
     def __init__(self, *, log: Logger) -> None:
         self.errors = RowErrors()
         self.decision: fleet.Decision | None = None
-        """The newest; None: nothing is chosen."""
+        """Newest decision; None: bits are not chosen."""
         self._attempt: int | None = None
-        """Whose harm is known; None: no log was read yet, and nothing is chosen or said."""
+        """Attempt of the error ledger; None: no log has been read, so nothing is chosen or recorded."""
         self._error_ledger = ErrorLedger()
         self._tables: Sequence[TableSchema] = ()
-        """Of all ranks, as of the newest choice."""
         self._snapshot_encodings: tuple[tuple[int, int, bool], Mapping[str, str]] | None = None
-        """What was chosen last, and for which attempt, cut, and whether the rank ends with it; None: nothing yet."""
+        """Encodings chosen last, with (attempt, cut, whether it is the closing one); None: nothing chosen yet."""
         self._reported_tables = ""
-        """The setting of whose names some are no table's, and it was said."""
+        """Value of the `tables` setting whose unknown names have been logged."""
         self._lock = threading.Lock()
         self._log = log
 
     def opened(self, attempt: int, source: Checkpoint | None, state: RunState) -> None:
-        """An attempt was opened that resumes from `source`, a checkpoint of that log, or from none."""
         found = (
             ErrorLedger()
             if source is None
@@ -87,9 +83,9 @@ class BitChoice:
             self._attempt, self._error_ledger = attempt, found
 
     def continue_attempt(self, state: RunState, attempt: int) -> None:
-        """An attempt is under way: what the process before knew of it stands in the log."""
+        """Continue an attempt under way, with what the previous process recorded in the log."""
         if self._attempt == attempt:
-            return  # this one's own, which knows more
+            return  # this process opened it and has newer data
         resumed = state.attempts[attempt].resumes_from
         self.opened(attempt, None if resumed is None else state.checkpoints.get(resumed), state)
         mine = [
@@ -129,14 +125,14 @@ class BitChoice:
         if not chooses_bits(policy):
             self.decision = None
         elif snapshot_encodings is not None and snapshot_encodings[0] == cut:
-            encodings = snapshot_encodings[1]  # what another rank stores this cut by
+            encodings = snapshot_encodings[1]  # chosen by another rank of this snapshot
         else:
             found = self._choose(policy, ranks, begin, expected, own)
             if ranks.is_complete:
                 encodings = found.encodings
             self._record_decision(policy, found, encodings, expected=expected, is_complete=ranks.is_complete)
             self._tables = ranks.tables
-            if begin.cut:  # 0: one that may come
+            if begin.cut:  # 0: a prepared save without a cut number yet
                 self._snapshot_encodings = cut, encodings
         return {table: encoding for table, encoding in encodings.items() if encoding != policy.encoding}
 
@@ -195,10 +191,7 @@ class BitChoice:
             self._log.info("bits.decided", value=now.value, would=now.would, why=found.why)
 
     def metadata(self, held: Stored | None) -> dict[str, str]:
-        """What a commit says of the harm so far, and of what a restore of it would add; None: nobody chooses its bits.
-
-        What restores did before is carried on then, too: bits may be chosen again.
-        """
+        """Return the ledger for a commit stored as `held`; None: bits are not chosen, and only the past is recorded."""
         with self._lock:
             tables, known, so_far = self._tables, self._attempt is not None, self._error_ledger
         errors = {}
@@ -217,7 +210,7 @@ def _weight_bytes(table: TableSchema) -> int:
 
 
 def summary(encodings: Mapping[str, str]) -> str:
-    """Encodings of tables for people: `q8`, or `q4: 3 tables, q8: 23`."""
+    """Return a summary of tables' encodings for people: `q8`, or `q4: 3 tables, q8: 23`."""
     counts = Counter(encodings.values())
     if len(counts) <= 1:
         return next(iter(counts), "")

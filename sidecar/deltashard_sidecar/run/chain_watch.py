@@ -1,10 +1,10 @@
-"""Looks at whether the objects that a checkpoint is read from are still in the store.
+"""Checks that the objects of a checkpoint are still in the store.
 
-Something else than this run may delete objects: a lifecycle rule of the bucket, a cleaning script, a hand. So before a
-cut is committed its chain is looked at: at a baseline, at the last save of a trainer, and when the last look is older
-than `CHECK_INTERVAL_S`; housekeeping looks, too. On a checkpoint with missing objects nothing is built any more: the cut
-fails as an abandoned one does, and the next one is a baseline. A look is one LIST of `data/` for a trainer that is
-alone. A rank of many asks for each object of its own parts: a LIST would show it those of all ranks.
+Objects may be deleted from outside: by a lifecycle rule of the bucket, a cleaning script, or by hand. So the chain of a
+save is checked before its commit: for a baseline, for the last save of a trainer, and if the last check is older than
+`CHECK_INTERVAL_S`. Maintenance checks as well. No save builds on a checkpoint with missing objects: such a save fails
+like an abandoned one, and the next one is a baseline. With one rank, a check is one LIST of `data/`. With several, each
+rank checks the objects of its parts by HEAD, because a LIST would return those of all ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ CHECK_INTERVAL_S = 600.0
 
 
 class ChainBroken(SnapshotAbandoned):
-    """What a cut was to be built upon cannot be restored any more."""
+    """The checkpoint that a save builds on cannot be restored any more."""
 
 
 class ChainWatch:
-    """What is known of the chains of one run. Thread-safe."""
+    """State of the checks of one run's chains. Thread-safe."""
 
     def __init__(self, store: Store, *, metrics: Metrics, log: Logger) -> None:
         self._store = store
@@ -46,24 +46,23 @@ class ChainWatch:
         self._log = log
         self._lock = threading.Lock()
         self._packs: dict[str, tuple[str, ...]] = {}
-        """By index key, relative to the run's root: what an index names never changes."""
+        """Pack keys by index key, relative to the run's root. An index never changes."""
         self._checked_s: dict[int, float] = {}
         self._broken_prefixes: frozenset[str] = frozenset()
-        """Prefixes under which objects are missing."""
 
     def record_packs(self, index_key: str, packs: Iterable[str]) -> None:
-        """This process has put an index of these packs: it need not be read for a look."""
+        """Record the packs of an index written by this process, so that a check need not read it."""
         with self._lock:
             self._packs[index_key] = tuple(packs)
 
     def is_broken(self, state: RunState, seq: int) -> bool:
-        """Whether objects that checkpoint `seq` is read from are known to be missing. No store is asked."""
+        """Return whether objects of checkpoint `seq` are known to be missing, without a request to the store."""
         with self._lock:
             missing = self._broken_prefixes
         return bool(missing) and any(prefixes_of(state, each) & missing for each in closure(state, (seq,)))
 
     def is_check_due(self, rank: int) -> bool:
-        """Whether the last look of this rank is too old to call a delta durable without another one."""
+        """Return whether the rank's last check is too old to commit a differential without another one."""
         with self._lock:
             return time.monotonic() - self._checked_s.get(rank, -CHECK_INTERVAL_S) >= CHECK_INTERVAL_S
 
@@ -79,14 +78,14 @@ class ChainWatch:
         extra_indexes: Mapping[str, Sequence[str]] = MappingProxyType({}),
         deadline_s: float,
     ) -> None:
-        """Look at what `boxes` (None: all) of checkpoint `seq` are read from, and at indexes `extra_indexes` and their packs.
+        """Check the objects of `boxes` (None: all) of checkpoint `seq`, and the `extra_indexes` with their packs.
 
-        Raises `ChainBroken` where something is missing, and store errors.
+        Raises `ChainBroken` if an object is missing, and store errors.
         """
         try:
             with deadline(deadline_s):
                 missing = self._missing(state, seq, extra_indexes, manifests, boxes, single_rank, deadline_s)
-        except InvalidCheckpoint as error:  # a manifest, a layout or an index that is there, and bad
+        except InvalidCheckpoint as error:  # a manifest, layout or index exists, but is damaged
             assert seq is not None
             missing = dict.fromkeys((error.where,), min(prefixes_of(state, seq)))
         with self._lock:
@@ -115,7 +114,7 @@ class ChainWatch:
         single_rank: bool,
         deadline_s: float,
     ) -> dict[str, str]:
-        """Objects, relative to the run's root, that should be there and are not; with the prefix that needs each."""
+        """Return missing objects, relative to the run's root, each with the prefix that needs it."""
         there = {info.key for info in self._store.list(run_key(state.run, "data/"))} if single_rank else set()
 
         def find_missing(wanted: Mapping[str, str]) -> dict[str, str]:
@@ -149,7 +148,7 @@ class ChainWatch:
         return find_missing({pack: indexes[key] for key in indexes for pack in packs[key]})
 
     def _is_there(self, key: str) -> bool:
-        """A listing may be stale: only an object that is asked for and not found is missing."""
+        """Return whether an object exists. A listing may be stale, so only a failed HEAD proves that it is missing."""
         try:
             self._store.head(key)
         except ObjectNotFound:

@@ -1,8 +1,8 @@
-"""The newest attempt that trainers of this pod took part in, kept over restarts of the sidecar.
+"""The newest attempt that trainers of this pod took part in, kept across restarts of the sidecar.
 
-The log says which pod opened an attempt, that of rank 0. When ranks come together anew, rank 0 may be in another pod:
-one that opened an attempt once, was a pod of another rank in a later one, and opens again. Its sidecar vouches that it
-was not displaced meanwhile, but took part. The file lies on the pod's disk beside the cache, and goes with the pod.
+The log records which pod opened an attempt, which is rank 0's. After the next rendezvous rank 0 may be in another pod:
+one that opened an earlier attempt, had another rank since, and opens again. This record proves that the pod was not
+superseded in between, but took part. The file is on the pod's disk next to the cache, and is removed with the pod.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ FILE = "participation.json"
 
 
 class Participation:
-    """Attempts that this pod's trainers were in. Thread-safe."""
+    """Attempts of this pod's trainers. Thread-safe."""
 
     def __init__(self, folder: Path | None, log: Logger) -> None:
-        self._path = None if folder is None else folder / FILE  # None: outside of a cluster nobody asks
+        self._path = None if folder is None else folder / FILE  # None: not needed outside of a cluster
         self._logger = log
         self._lock = threading.Lock()
         self._newest: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""How far rows of each table would be from themselves at few bits, measured on a sample of what a baseline brings.
+"""Relative error of each table's rows at few bits, measured on a sample of a baseline's rows.
 
-The first batch of a table in a baseline gives the sample (`SAMPLE_ROWS` rows, or all of them), quantized and decoded as
-a save and a restore would. One number a table and width: the relative L2 error, sqrt(sum |x - x'|^2 / sum |x|^2).
+The sample is from the table's first batch in a baseline (`SAMPLE_ROWS` rows, or all), quantized and decoded as in a
+save and a restore. Each table and width has one relative L2 error, sqrt(sum |x - x'|^2 / sum |x|^2).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SEED = 11
 
 
 class RowErrors:
-    """The newest errors by table. Thread-safe: the encode pool's threads bring batches."""
+    """Newest errors per table. Thread-safe: threads of the encode pool add batches."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,7 +32,6 @@ class RowErrors:
         self._errors: dict[str, Mapping[int, float]] = {}
 
     def begin_baseline(self) -> None:
-        """Every row comes anew: so is the sample."""
         with self._lock:
             self._sampled.clear()
 
@@ -52,14 +51,14 @@ class RowErrors:
         self._errors[table] = found
 
     def of(self, table: str) -> Mapping[int, float]:
-        """Bits -> relative error; empty: not measured yet."""
+        """Return bits -> relative error; empty: not measured yet."""
         return self._errors.get(table, {})
 
 
 def _relative_error(encoding: Encoding, weights: npt.NDArray[np.generic], *, dtype: str) -> float | None:
-    """sqrt(sum |x - x'|^2 / sum |x|^2) over finite rows x and what a save and a restore make of them, x'.
+    """Return sqrt(sum |x - x'|^2 / sum |x|^2) over finite rows x and their values x' after a save and a restore.
 
-    None where there is nothing to compare: no row but zeros, or a block that the encoding does not fit.
+    None if there is nothing to compare: all rows are zero, or the encoding does not fit the block.
     """
     n, d = weights.shape
     scales, biases, codes = (np.empty(size, np.uint8) for size in section_bytes(encoding, n, d))

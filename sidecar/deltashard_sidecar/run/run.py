@@ -1,8 +1,9 @@
-"""The run as this sidecar sees it: store, log, cache, attempts, and what trainers learn of them.
+"""The run of a sidecar: its store, log, cache and attempts.
 
-The store is first asked when a trainer opens an attempt, or by the background look at the log at start. Decisions at a
-cut are made from what is known already; the commit judges again, at its slot. Every session commits through a handle of
-its own on the log, so that a commit which waits for a store that is down never keeps another trainer from opening.
+The first request to the store is made when a trainer opens an attempt, or by the background read of the log at start.
+A save is planned from the state known so far; the commit validates it again at its log slot. Each session commits
+through a separate log handle, so a commit that waits for an unreachable store does not keep another trainer from
+opening.
 """
 
 from __future__ import annotations
@@ -49,26 +50,24 @@ from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
 REATTACH_DEADLINE_S = 5.0
-"""A trainer that re-attaches in the middle of its run waits no longer for news of its last commit."""
+"""Longest time that a trainer that re-attaches during its run waits for its last commit to be read."""
 LATE_DEADLINE_S = 3.0
-"""For reading what a full store holds, and for each try to open an attempt late."""
 OPEN_RETRY_S = 0.5
-"""Between looks of an Open that waits for credentials or a bucket."""
 REMOVED_CHECK_S = 1.0
-"""For the look whether a removed run is there again: training waits for the save's begin."""
+"""For checking whether a removed run exists again; training waits for it at the begin of a save."""
 SHARED_IDLE_S = 60.0
-"""So long after the last read of a restore, what ranks have read for one another is kept."""
+"""Shared reads of a restore are kept for this time after the last one."""
 
 
 def commit_message(entry: Checkpoint, *, baseline: bool | None = None) -> pb.Commit:
-    """What a trainer learns of a checkpoint; `baseline`: whether its own part is one, None: whether all are."""
+    """Return the message about a checkpoint; `baseline`: whether the rank's part is one, None: whether all are."""
     same = ("seq", "attempt", "cut", "step", "stored_bytes", "raw_bytes", "rows")
-    said = {name: getattr(entry, name) for name in same}
-    return pb.Commit(baseline=entry.baseline if baseline is None else baseline, **said)
+    values = {name: getattr(entry, name) for name in same}
+    return pb.Commit(baseline=entry.baseline if baseline is None else baseline, **values)
 
 
 class Run:
-    """The run of this sidecar. Thread-safe."""
+    """The run of a sidecar. Thread-safe."""
 
     def __init__(self, settings: Settings, *, metrics: Metrics, log: Logger) -> None:
         self.settings = settings
@@ -82,7 +81,7 @@ class Run:
                 "cache.recreated",
                 what="the cache directory was removed: the next restore reads from the store",
                 where=str(settings.cache_dir),
-                remedy="leave it to the sidecar while that lives",
+                remedy="do not touch it while a sidecar runs",
             ),
         )
         self.synthetic = SyntheticBaselines(settings, self.cache)
@@ -90,7 +89,7 @@ class Run:
         self.participation = Participation(settings.cache_dir.parent if settings.pod_uid else None, log)
         self.log = RunLog(self.store, self.identity.run)
         self.removed: str | None = None
-        """What the log said when a save or an Open found the run gone, removed by a person; None: it was not."""
+        """Error of the save or Open that found the run removed; None: it is not removed."""
         self._bootstrap = RunBootstrap(settings.restore_from, self.store, self.identity, self.cache, log)
         self.token = new_token()
         self.report_bodies = ReportBodyCache()
@@ -115,7 +114,7 @@ class Run:
         self.store.close()
 
     def read_log(self, log: RunLog, *, deadline_s: float) -> bool:
-        """Read the log to its tip; False when the store does not answer in time. Nothing is written."""
+        """Read the log to its tip; returns False if the store does not answer in time. Writes nothing."""
         try:
             log.refresh(deadline_s=deadline_s)
         except DeltashardError as error:
@@ -124,7 +123,7 @@ class Run:
         return True
 
     def state(self) -> RunState:
-        """The newest that any handle has seen. No store is asked."""
+        """Return the newest state that any handle has read, without a request to the store."""
         with self._lock:
             seen = [self.log.state, *(log.state for log in self._logs.values())]
             before = [] if self._newest_state is None else [self._newest_state]
@@ -136,19 +135,18 @@ class Run:
             return self._logs.get(attachment.id, self.log)
 
     def release_unused(self, used: Callable[[], set[str]]) -> None:
-        """Let go what is not used any more: handles of sessions (`used` gives the ids of those in use), bytes read."""
         self._shared.release_idle(idle_s=SHARED_IDLE_S)
         with self._lock:
             held = set(self._logs)
-        # In this order: a session is attached before it gets a handle, so one that has one and is not in use is over.
+        # In this order: a session attaches before it gets a handle, so a handle's session that is not in use has ended.
         if held and (over := held - used()):
-            self.state()  # remembers what they have seen
+            self.state()  # keeps the newest state of the handles
             with self._lock:
                 for session_id in over:
                     self._logs.pop(session_id, None)
 
     def shared(self, attachment: Attachment) -> SharedReads | None:
-        """What ranks of this pod read of a checkpoint for one another; None for a trainer that has no peers."""
+        """Return the reads shared between the pod's ranks; None for a trainer without peers."""
         return self._shared if attachment.world_size > 1 else None
 
     def manifests_of(self, run: str) -> Manifests:
@@ -158,9 +156,9 @@ class Run:
             return self._manifests[run]
 
     def resume(self, attachment: Attachment, attempt: int) -> pb.Commit | None:
-        """Last commit of the attempt that a trainer attached in the middle of, as far as the store answers."""
+        """Return the last commit of the attempt that a trainer continues, or None if the store does not answer."""
         log = self.log.fork()
-        with deadline(REATTACH_DEADLINE_S):  # of each request, too: the trainer waits
+        with deadline(REATTACH_DEADLINE_S):  # limits each request as well: the trainer waits
             self.read_log(log, deadline_s=REATTACH_DEADLINE_S)
         with self._lock:
             self._logs[attachment.id] = log
@@ -173,15 +171,15 @@ class Run:
     def open(
         self, request: pb.OpenRequest, attachment: Attachment, *, gone: Callable[[], bool], step_seen: int
     ) -> pb.OpenReply:
-        """Open an attempt for a trainer; raises what `open_attempt` raises, and what reading `from_run` does.
+        """Open an attempt for a trainer; raises the errors of `open_attempt` and of reading `from_run`.
 
-        In a pod, what a person must mend elsewhere (a Secret, a bucket, a quota) is waited for while the trainer is not
-        `gone`: the store's health tells people meanwhile, and a container that restarts instead would only lose its
-        pod's back-off to it. A store that takes no entry is read all the same, and the trainer asks again with what it
-        has read (`OpenRequest.basis`), which is not waited for.
+        In a pod, faults that a person must fix elsewhere (a Secret, a bucket, a quota) are waited for until the
+        trainer is `gone`. The store's health reports them meanwhile; a restart of the container would only add the
+        pod's back-off. If the store is readable but rejects writes, the reply has no attempt but a basis to restore
+        from. The trainer calls again with it (`OpenRequest.basis`), and that call does not wait.
         """
         if request.HasField("basis"):
-            with deadline(LATE_DEADLINE_S):  # training stands still meanwhile
+            with deadline(LATE_DEADLINE_S):  # training is paused meanwhile
                 return self._open(request, attachment, step_seen=0, deadline_s=LATE_DEADLINE_S)
         until_s = time.monotonic() + self.settings.open_deadline_s
         while True:
@@ -215,9 +213,9 @@ class Run:
     def _read_only_reply(
         self, request: pb.OpenRequest, attachment: Attachment, refusal: DeltashardError, *, step_seen: int
     ) -> pb.OpenReply | None:
-        """The answer of a store that takes no entry, and can be read; None: it cannot, or there is nothing to restore.
+        """Return the reply for a store that is readable but rejects writes; None if there is nothing to restore.
 
-        Several ranks wait for their attempt: its number is in the names of what all of them save.
+        Also None with several ranks: all of them need the attempt's number for the names of their objects.
         """
         if attachment.world_size > 1:
             return None
@@ -265,9 +263,9 @@ class Run:
         lost = damage != "" and (request.which or "latest") == "latest"
         basis: ResumeBasis | None = None
         if request.HasField("basis"):
-            said = request.basis
-            seq = said.resume_seq if said.HasField("resume_seq") else None
-            basis = ResumeBasis(attempt=said.attempt, resume=seq, token=said.token)
+            given = request.basis
+            seq = given.resume_seq if given.HasField("resume_seq") else None
+            basis = ResumeBasis(attempt=given.attempt, resume=seq, token=given.token)
         opened = open_attempt(
             log,
             owner=self.identity.owner,
@@ -322,7 +320,7 @@ class Run:
             reply.last_step_seen = step_seen
 
     def _reset_log(self) -> None:
-        """The run was removed, and another one began: its log is another one, and no name may be used again."""
+        """Replace log and token: the run was removed and begun again, and object names must not be reused."""
         with self._lock:
             self.log = RunLog(self.store, self.name)
             self.token = new_token()
@@ -330,18 +328,19 @@ class Run:
             self._newest_state = None
 
     def _debris(self, state: RunState) -> str:
-        """What to say of a run that begins where data lies already; empty: it does not, or none does."""
+        """Return a warning if a new run begins at a name that already has data; otherwise an empty string."""
         if state.tip > 1 or next(iter(self.store.list(run_key(self.name, "data/"))), None) is None:
             return ""
         return (
-            "this run begins anew, at a name under which data without a log lies: of a copy that was cut short (copy "
-            "to another name), of a removal (`deltashard rm` first), or saves whose log is lost (`deltashard scan`)"
+            "this run starts without a log at a name that already has data: an interrupted copy (copy to another "
+            "name), a removal (run `deltashard rm` first), or saves whose log was lost (run `deltashard scan`)"
         )
 
     def still_removed(self, attachment: Attachment, attempt: int) -> str | None:
-        """Why a save of this attempt may write nothing: the run was removed. Asks the store only after that.
+        """Return why a save of this attempt must not write: the run was removed; None: the run exists.
 
-        Training goes on, and each save looks again: what looks so may pass, as a directory that was mounted elsewhere.
+        A request is made only after a removal was seen. Each save checks again, because the removal may be temporary,
+        such as a directory that was mounted elsewhere.
         """
         log = self.log_of(attachment)
         if self.removed is not None:

@@ -1,8 +1,8 @@
-"""How a run begins that has no log yet: with a checkpoint of another run of the store, where `restore_from` says so.
+"""Bootstrap of a run without a log, from a checkpoint of another run in the same store (`restore_from`).
 
-The checkpoint is copied into the run before its first attempt is opened, as `deltashard cp -c WHICH --as NAME` does.
-The log appears with that checkpoint in it or not at all; a copy that was cut short goes on at the next Open. So the
-trainer restores a checkpoint of its own run, at every start, and nothing else knows of the other one.
+The checkpoint is copied into the run before its first attempt is opened, like `deltashard cp -c WHICH --as NAME`. The
+log appears with that checkpoint or not at all; an interrupted copy continues at the next Open. The trainer thus always
+restores a checkpoint of the same run, and no other part of the system refers to the source run.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ WHERE = "deltashard.io/restore-from, DELTASHARD_RESTORE_FROM"
 
 
 class BootstrapRefused(UserError):
-    """The run cannot begin as `restore_from` says."""
+    """The run cannot start from the checkpoint that `restore_from` names."""
 
 
 class RunBootstrap:
-    """Begins the run. Thread-safe: of two that open at once, the second finds what the first has copied."""
+    """Copies the first checkpoint. Thread-safe: the second of two concurrent Opens finds the copy of the first."""
 
     def __init__(
         self, restore_from: str, store: Store, identity: Identity, cache: PackCache, log: Logger
     ) -> None:
-        """`restore_from`: RUN or RUN@PIN; empty: the run begins anew."""
+        """`restore_from`: RUN or RUN@PIN; empty: the run starts without a checkpoint."""
         self._restore_from = restore_from
         self._store = store
         self._identity = identity
@@ -46,10 +46,7 @@ class RunBootstrap:
         self._logged = False
 
     def ensure(self, request: pb.OpenRequest, *, deadline_s: float) -> None:
-        """Copy the checkpoint into the run, unless that has a log. May be killed at any instant.
-
-        Raises `BootstrapRefused`, and what `start_run` raises.
-        """
+        """Copy the checkpoint unless the run has a log; raises `BootstrapRefused` and the errors of `start_run`."""
         if not self._restore_from:
             return
         log = RunLog(self._store, self._identity.run)
@@ -58,7 +55,7 @@ class RunBootstrap:
                 self._check(request)
                 self._copy(log, deadline_s)
             elif not self._logged:
-                self._logger.info("restore_from.ignored", what="the run has a log of its own")
+                self._logger.info("restore_from.ignored", what="the run already has a log")
             self._logged = True
 
     @staticmethod
@@ -68,16 +65,16 @@ class RunBootstrap:
             return log.listed().tip >= hint.seq
         try:
             return log.refresh(deadline_s=deadline_s).tip >= 0
-        except (LogGap, FormatError):  # it is damaged, and whoever opens an attempt says so
+        except (LogGap, FormatError):  # it is damaged, which opening the attempt reports
             return True
 
     def _check(self, request: pb.OpenRequest) -> None:
-        says = "fresh=True" if request.which == "none" else ""
+        script = "fresh=True" if request.which == "none" else ""
         if request.from_run:
-            says = f"restore(from_run={request.from_run!r})"
-        if says:
-            what = f"the run is to begin with a checkpoint of {self._restore_from}, and the training script says {says}"
-            raise BootstrapRefused(what, where=WHERE, remedy="say it in one of the two places")
+            script = f"restore(from_run={request.from_run!r})"
+        if script:
+            what = f"restore_from is {self._restore_from}, but the training script passes {script}"
+            raise BootstrapRefused(what, where=WHERE, remedy="use only one of the two")
 
     def _copy(self, log: RunLog, deadline_s: float) -> None:
         name, _, pin = self._restore_from.partition("@")
@@ -98,11 +95,9 @@ class RunBootstrap:
             raise BootstrapRefused(what, where=where, remedy=remedy) from error
         except TargetTaken as error:
             if self._has_log(log, deadline_s):
-                return  # another pod of this run was faster
-            what = f"a copy that the run is to begin with was cut short, and does not go on: {error.what}"
-            remedy = (
-                "start again, if another pod begins the run just now; else `deltashard rm --ended` removes it"
-            )
+                return  # another pod of this run has made the copy
+            what = f"an interrupted copy of the run's first checkpoint does not continue: {error.what}"
+            remedy = "restart if another pod is starting the run; else remove the copy with `deltashard rm --ended`"
             raise BootstrapRefused(what, where=where, remedy=remedy) from error
         self._logger.info(
             "restore_from.copied", source=name, seq=done.source_seq, step=done.step, bytes=done.bytes

@@ -1,4 +1,4 @@
-"""What a cut holds, and how it is encoded: decided from the log as it is known, the trainer's words and the policy."""
+"""Content and encoding of a save: decided from the known log state, the trainer's request and the policy."""
 
 from __future__ import annotations
 
@@ -21,32 +21,31 @@ from deltashard_sidecar.session.attachment import Attachment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotContent:
-    """What a cut holds, and what to say of it."""
+    """Content of a save, and what its log entry records about it."""
 
     covers: int | None
-    """Seq since which every changed row is held; None: all rows."""
+    """Seq since which every changed row is included; None: all rows."""
     override: str
-    """Why it does not hold what its differential alone would have it hold; empty: it does.
+    """Why the content differs from what the differential alone requires; empty: it does not differ.
 
-    A baseline is left to a compaction, or was made by one already; or the cut is a baseline for more bits.
+    A baseline is left to a compaction, or was already made by one; or more bits require a baseline.
     """
     directive: str
-    """For the log entry: what made this cut what it is."""
+    """For the log entry: what determined the content of this save."""
     precision: StoredPrecision
-    """Encodings of its rows."""
     increments: str | None
-    """What its commit says of the increments before it; None: nothing."""
+    """Record of the previous increments for the commit; None: no record."""
     chain_precision: StoredPrecision
-    """The coarsest that rows of its chain may have."""
+    """Coarsest precision that rows of its chain may have."""
 
     @property
     def rebased(self) -> bool:
-        """Whether later cuts cover this seq, too: the trainer's marks since the baseline count from it."""
+        """Whether later saves cover this seq as well: the trainer's marks since the baseline restart from it."""
         return self.override != "" and self.covers is not None
 
 
 class SnapshotContents:
-    """Decides what the cuts of one run hold. Holds parts only."""
+    """Decides the content of one run's saves. Has no state."""
 
     def __init__(self, bits: BitChoice, chains: ChainWatch, synthetic: SyntheticBaselines) -> None:
         self._bits = bits
@@ -63,7 +62,7 @@ class SnapshotContents:
         expected: RunEstimate,
         ranks: VisibleRanks,
     ) -> SnapshotContent:
-        """What the cut must hold, and how it is encoded. No store is asked."""
+        """Decide content and encoding of a save, without a request to the store."""
         encodings = self._bits.encodings(policy, ranks, begin, expected, attempt=attempt)
         asked = StoredPrecision.of({OTHERS: policy.encoding, **encodings}, policy.state_encoding)
         history = differential.history(state, attempt, asked)
@@ -72,9 +71,9 @@ class SnapshotContents:
         base = begin.since_baseline_seq if begin.HasField("since_baseline_seq") else None
         covers: int | None = None
 
-        # IMPORTANT: a cut may only lean on what the trainer vouches for *and* the log shows as live in this attempt's
-        # lineage, and whose objects were there at the last look. Anything else is a whole baseline: more bytes, never a
-        # lost row.
+        # IMPORTANT: a save may only build on a checkpoint that the trainer has marks for *and* that the log shows as
+        # live in this attempt's lineage, with its objects present at the last check. Otherwise it is a baseline: more
+        # bytes, but no lost row.
         def can_build_on(seq: int) -> bool:
             return may_cover(state, attempt, seq) and not self._chains.is_broken(state, seq)
 
@@ -96,11 +95,11 @@ class SnapshotContents:
         if raised := precision.too_coarse_reason(asked, stored):
             covers, override, stored = None, raised, None
         elif chooses_bits(policy) and ranks.is_complete:
-            # Fewer bits begin with a baseline: of all ranks, not of one that must send everything where others do not.
+            # Fewer bits begin with a baseline of all ranks, not of a single rank that must send everything.
             alone = begin.full and differential.decide(policy.differential, history) != "full"
             newest = state.newest() if stored is None and alone and attachment.world_size > 1 else None
-            beside = stored if newest is None else precision.stored_precision(state, newest.seq)
-            asked = asked if beside is None else precision.finer(asked, beside)
+            finest = stored if newest is None else precision.stored_precision(state, newest.seq)
+            asked = asked if finest is None else precision.finer(asked, finest)
         held = "baseline" if covers is None else f"since {covers}"
         why = f" ({override})" if override else ""
         increments = None
@@ -121,7 +120,7 @@ class SnapshotContents:
     def _rebases(
         self, state: RunState, commit: int, history: History, policy: pb.Policy, decision: Decision
     ) -> str:
-        """Why the cut, and the next ones, cover the trainer's newest commit; empty: they do not."""
+        """Return why this save, and the next ones, cover the trainer's newest commit; empty: they do not."""
         if decision == "since_commit" or policy.differential == "full" or history.baseline is None:
             return ""
         if decision == "since_baseline":

@@ -1,12 +1,12 @@
-"""Whether the store answers, from the calls that are made on it anyway (`stores.retry.StoreObserver`): no probe.
+"""Health of the store, observed on regular requests (`stores.retry.StoreObserver`), without a probe.
 
-An answer that is about an object (there, not there, taken) means the store is well. A refusal that waiting will not
-mend by itself (bucket missing, quota full, keys denied, a clock that is off) counts at once, an unreachable store once
-several tries in a row failed over some seconds. Each cause is one incident, with the refusal's own sentence.
+A response about an object (exists, missing, already exists) means that the store is healthy. An error that waiting does
+not fix (bucket missing, quota full, access denied, clock skew) counts at once. An unreachable store counts after
+several failed tries within some seconds. Each cause is one incident, with the error's message.
 
-How it stands is kept for each kind of call (write, read, list, delete), because rights and quotas are given for each: a
-trouble of that sort ends with the next success of its own kind. What is wrong with the whole store ends with any
-success, and what keeps requests from it (no keys, no connection) with any answer.
+Causes are kept per kind of request (write, read, list, delete), because permissions and quotas are per kind: such a
+cause ends with the next success of its kind. A cause that affects the whole store ends with any success, and a cause
+that keeps requests from reaching it (no keys, no connection) with any response.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 UNAVAILABLE_AFTER_S = 3.0
 UNAVAILABLE_TRIES = 3
 KINDS = {"put": "write", "put_if_absent": "write", "get": "read", "get_into": "read", "head": "read"}
-"""Operation -> the kind of call it is; others are a kind by themselves."""
+"""Operation -> kind of request; any other operation is a separate kind."""
 PER_KIND_CAUSES = frozenset({Cause.DENIED, Cause.FULL, Cause.REFUSED})
-"""Causes that say nothing about other kinds of calls."""
+"""Causes that do not affect other kinds of requests."""
 UNANSWERED = frozenset({Cause.MISSING, Cause.UNAVAILABLE})
 """Causes for which no request reached the store."""
 _CAUSES = frozenset(
@@ -39,14 +39,14 @@ _CAUSES = frozenset(
 
 
 def cause_of(error: Exception | None) -> Cause | None:
-    """Why the store did not serve; None when the fault, if any, is not the store's. Pure."""
+    """Return why the store failed to serve a request; None if there was no error, or not the store's. Pure."""
     if isinstance(error, DeltashardError) and error.cause in _CAUSES:
         return Cause(error.cause)
     return Cause.REFUSED if isinstance(error, UserError) else None
 
 
 class StoreHealth(StoreObserver):
-    """The observer of one store. Thread-safe."""
+    """Observer of one store. Thread-safe."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class StoreHealth(StoreObserver):
         self._clock = clock
         self._lock = threading.Lock()
         self._causes: dict[str, Cause] = {}
-        """Why the newest call of a kind was not served, where it was not. Replaced, never changed in place."""
+        """Kind of request -> cause of the newest failure, if it failed. Replaced, never changed in place."""
         self._failures = 0
         self._failing_since_s = 0.0
 
     @property
     def store_ok(self) -> bool:
-        """Whether the store serves every kind of call, as far as that is its own business."""
+        """Whether the store serves all kinds of requests; missing credentials are not a fault of the store."""
         return set(self._causes.values()) <= {Cause.MISSING}
 
     @property

@@ -1,6 +1,6 @@
-"""Synthetic baselines as this sidecar sees them: what lies in its cache, and what its settings want.
+"""Synthetic baselines of a sidecar: what is in its cache, and what its settings allow.
 
-The rule is `maintenance.synthetic`; nothing here asks the store.
+The rule is in `maintenance.synthetic`; this module makes no request to the store.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deltashard_sidecar.settings import Settings
 
 
 class SyntheticBaselines:
-    """Of one run's sidecar. Thread-safe."""
+    """Decides on synthetic baselines of one run. Thread-safe."""
 
     def __init__(self, settings: Settings, cache: PackCache) -> None:
         self._settings = settings
@@ -30,18 +30,18 @@ class SyntheticBaselines:
 
     @property
     def on(self) -> bool:
-        """Whether a cut may leave a baseline to be made by compaction: housekeeping has to make it."""
+        """Whether a save may leave a baseline to compaction, for which maintenance must be on."""
         return self._settings.synthetic_baselines and self._settings.maintenance_interval_s >= 0
 
     def at_snapshot(
         self, state: RunState, commit: int, history: History, policy: pb.Policy
     ) -> synthetic.BaselineVerdict | None:
-        """Whether a cut, of which a baseline is asked for, covers `commit`, its trainer's newest; None: it does not."""
+        """Return why a save due as a baseline covers `commit`, its trainer's newest, instead; None: it does not."""
         if not self.on or policy.differential in COVERS_NEWEST or not compactable(state, commit):
             return None
         found = synthetic.compaction_inputs(state, commit, self._cached_bytes(state, commit))
         if found.checkpoints > 2:
-            return None  # what it builds on is owed its compaction still: it fails, or takes too long
+            return None  # an earlier compaction is still outstanding: it failed, or takes too long
         full = synthetic.FullSnapshot(
             raw_bytes=history.raw_bytes,
             stored_bytes=history.full_bytes,
@@ -63,7 +63,7 @@ class SyntheticBaselines:
         return None if verdict is None else (seq, verdict)
 
     def _cached_bytes(self, state: RunState, seq: int) -> int:
-        """Bytes of the chain's packs that are here. Packs of a writer with smaller ones may go uncounted."""
+        """Return the cached bytes of the chain's packs. Packs of a writer with smaller ones may be left out."""
         found = 0
         for part in {link.part for link in chain(state, seq)}:
             key = parse_index_key(part.index_key)
@@ -78,7 +78,7 @@ class SyntheticBaselines:
 
 
 def _full_stall_s(state: RunState, commit: int, history: History) -> float:
-    """How long a cut of all rows stops training: as the baseline did, or by the bytes of the newest cut."""
+    """Return the stall in seconds of a save of all rows: the baseline's, or scaled from the newest commit's."""
     base = None if history.baseline is None else state.checkpoints.get(history.baseline)
     if base is not None and base.baseline:
         return base.stall_s

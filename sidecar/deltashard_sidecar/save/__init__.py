@@ -1,1 +1,1 @@
-"""One save: its life as data, its threads, and where its batches go."""
+"""One save: its lifecycle table, its threads, and the sink of its batches."""

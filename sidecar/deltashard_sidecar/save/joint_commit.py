@@ -1,8 +1,8 @@
-"""The parts that one pod's ranks bring to a cut are committed together: by one call, when the last is durable.
+"""Joint commit of a snapshot's parts from the ranks of one pod: a single call, when the last part is durable.
 
-Each rank's save ends in a thread of its own, which comes here with its report. All but the last wait for what becomes
-of the call that the last one makes. A rank whose save fails takes the cut away from the others of its pod, and tells
-the other pods (`abandon_part`); none of this pod's parts was reported until then, so no peer can have committed them.
+Each rank's save ends on its own thread, which calls `commit` with its report. The last one commits, and all others wait
+for its outcome. A rank whose save fails abandons it for the other ranks of its pod, and for other pods
+(`abandon_part`). Until then none of the pod's parts was reported, so no peer can have committed them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from deltashard_checkpoint.write.report import PartReport
 from deltashard_checkpoint.write.snapshot_reports import PartAbandoned
 
 RECHECK_S = 0.2
-"""Between looks at which ranks are still expected: one may be gone without a word."""
+"""Time between checks of the expected ranks: one may die without a notification."""
 
 Commit = Callable[[Sequence[PartReport]], Committed]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _PendingCommit:
-    """One cut of one attempt, in one pod."""
+    """Reports and outcome of one snapshot in one pod."""
 
     reports: dict[int, PartReport] = field(default_factory=dict)
     committing: bool = False
@@ -39,7 +39,7 @@ class _PendingCommit:
 
 
 class JointCommits:
-    """Gathers the reports of a pod's ranks, by attempt and cut. Thread-safe."""
+    """Collects the reports of a pod's ranks, by attempt and snapshot. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -55,10 +55,10 @@ class JointCommits:
         commit: Commit,
         deadline_s: float,
     ) -> Committed:
-        """Bring a report; returns what became of the commit that whoever comes last makes of all of them.
+        """Add a report; returns the commit of all reports, which the last rank makes.
 
-        `expected` gives the ranks of this pod whose parts are to come, as things stand. Raises `PartAbandoned` when another
-        rank of this pod failed, `PartsMissing` past the deadline, and what `commit` raises.
+        `expected` returns the pod's ranks whose parts are currently expected. Raises `PartAbandoned` if another rank of
+        this pod failed, `PartsMissing` after the deadline, and the errors of `commit`.
         """
         rank, until_s = report.part.rank, time.monotonic() + deadline_s
         with self._changed:
@@ -80,7 +80,7 @@ class JointCommits:
         outcome: Committed | Exception
         try:
             outcome = commit(reports)
-        except Exception as error:  # noqa: BLE001 - each rank's save hears of it, and fails by it
+        except Exception as error:  # noqa: BLE001 - every rank's save fails with it
             outcome = error
         with self._changed:
             pending.outcome = outcome
@@ -88,13 +88,13 @@ class JointCommits:
             return pending.result()
 
     def withdraw(self, attempt: int, cut: int, rank: int) -> bool:
-        """This rank's part will not come; False when the cut's commit has begun, or is over, without it mattering."""
+        """Withdraw this rank's part; returns False if the snapshot's commit has already begun or ended."""
         with self._changed:
             pending = self._pending_commit(attempt, cut)
             if pending.committing or pending.outcome is not None:
                 return False
             where = f"attempt {attempt}, cut {cut}"
-            pending.outcome = PartAbandoned(f"rank {rank} gave this cut up", where=where)
+            pending.outcome = PartAbandoned(f"rank {rank} abandoned this snapshot", where=where)
             self._changed.notify_all()
             return True
 

@@ -1,12 +1,11 @@
-"""The life of one save, as data: STAGING -> STAGED -> UPLOADING -> COMMITTED | ABORTED.
+"""Lifecycle of a save as a table: STAGING -> STAGED -> UPLOADING -> COMMITTED | ABORTED.
 
-`TABLE` says for every state which events may happen and where they lead; any other is a bug of ours (`IllegalEvent`).
-What each state means to the rest:
+`TABLE` has the valid events of each state and their next states; any other event is a bug (`IllegalEvent`).
 
-- STAGING: the trainer holds blocks and stands still. Its death ends the save; nothing of it is in the log.
-- STAGED: every byte is the sidecar's. From here the trainer may die and the save still commits.
-- UPLOADING: every batch is encoded and every block back on the free list; packs, index and log entry remain.
-- COMMITTED, ABORTED: the end; the rank may begin another.
+- STAGING: the trainer holds blocks, and training is paused. Its death ends the save without a trace in the log.
+- STAGED: the sidecar has all data. The save commits even if the trainer dies.
+- UPLOADING: every batch is encoded and every block is free again; packs, index and log entry remain.
+- COMMITTED, ABORTED: final; the rank may begin another save.
 
 docs/reference/save-lifecycle.md is rendered from this table.
 """
@@ -19,7 +18,7 @@ from deltashard_checkpoint.transition import page
 
 
 class SaveState(Enum):
-    """Where a save is."""
+    """State of a save."""
 
     STAGING = "STAGING"
     STAGED = "STAGED"
@@ -29,7 +28,7 @@ class SaveState(Enum):
 
 
 class SaveEvent(Enum):
-    """What may happen to a save."""
+    """Event in the life of a save."""
 
     SEAL = "seal"
     ABORT = "abort"
@@ -54,11 +53,11 @@ TABLE: dict[SaveState, dict[SaveEvent, SaveState]] = {
 
 MEANING: dict[SaveEvent, str] = {
     SaveEvent.SEAL: "every block is handed over",
-    SaveEvent.ABORT: "the trainer gives up (stall budget, veto); its copies have stopped",
+    SaveEvent.ABORT: "the trainer cancels (stall budget, veto); its copies have stopped",
     SaveEvent.BREAK: "the stream broke or went silent; the trainer may still be writing",
     SaveEvent.ENCODED: "the last batch is encoded",
     SaveEvent.COMMIT: "the log entry exists",
-    SaveEvent.FAIL: "the sidecar gives up (error, deadline, fenced, superseded)",
+    SaveEvent.FAIL: "the sidecar cancels (error, deadline, fenced, superseded)",
 }
 
 ENDED = frozenset(state for state, arrows in TABLE.items() if not arrows)

@@ -1,4 +1,4 @@
-"""Blocks that a trainer holds before its cut begins, to copy rows into them while it trains."""
+"""Blocks granted to a trainer before its save begins, to copy rows into them while it trains."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from deltashard_sidecar.arena.block import Use
 
 
 class Preparation:
-    """Of one stream, used by its thread. The blocks pass to the save that begins on the stream.
+    """Prepared blocks of one stream, used by its thread only. A save that begins on the stream takes them over.
 
-    If none does, the stream's end decides about them as it does for a save: with the trainer's word that its copies
-    have stopped (`stopped`) they are free, without it they are quarantined.
+    Without a save, the stream's end releases them if the trainer's copies have stopped (`stopped`), and quarantines
+    them otherwise.
     """
 
     def __init__(self, keeper: ArenaKeeper, rank: int) -> None:
@@ -26,13 +26,12 @@ class Preparation:
             self._keeper.quarantine(self._rank, Use.GRANTED, self._blocks)
 
     def grant(self) -> list[int]:
-        """Blocks that the trainer may write now; it has begun anew, whatever it copied before."""
+        """Grant blocks for the trainer to write now; all its earlier copies have stopped."""
         self._keeper.copies_stopped(self._rank)
         granted = self._keeper.grant(self._rank)
         self._blocks.update(granted)
         return granted
 
     def transfer_blocks(self) -> int:
-        """The blocks are a save's from now on; returns how many."""
         blocks, self._blocks = self._blocks, set()
         return len(blocks)

@@ -1,14 +1,14 @@
-"""One save: from the trainer's `begin` to the log entry, or to a named failure. Threads and streams; rules in tables.
+"""One save, from the trainer's `begin` to the log entry or a failure with a cause. Transitions: `save/lifecycle.py`.
 
-    stream thread    reads the trainer's messages: batches into the encode pool, then seal or abort
-    reply thread     (gRPC's own) sends what `outbox` holds: begun, blocks, staged or failed
-    encode pool      batch -> frame -> spooled pack; each batch encoded may free its block, which is granted anew;
-                     it begins when the trainer has stopped copying, or will soon need blocks again
-    finisher thread  after the seal: waits for the last batch, uploads, commits, tells the trainer
+    stream thread    reads the trainer's messages: batches for the encode pool, then seal or abort
+    reply thread     (gRPC's) sends the messages in `outbox`: begun, blocks, staged or failed
+    encode pool      batch -> frame -> spooled pack; an encoded batch may free its block, which is granted again;
+                     starts when the trainer has stopped copying, or will soon need blocks
+    finisher thread  after the seal: waits for the last batch, uploads, commits, notifies the trainer
 
-Whatever fails, fails this save only: blocks go back, what was spooled is dropped; the trainer's marks stay and the next
-save covers them. A seal or an abort is the trainer's word that its copies have stopped; any other end of the stream
-sends its blocks to quarantine, until the rank's writer lock is free, it attaches again, or its next save begins.
+A failure affects only this save: its blocks are released and spooled data is dropped. The trainer keeps its marks, so
+the next save covers the rows. After a seal or an abort the trainer copies no more. After any other end of the stream
+its blocks are quarantined until the rank's writer lock is free, the rank attaches again, or its next save begins.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
 DEFER_SHARE = 7 / 8
-"""Share of the granted blocks: while fewer are used, nothing is encoded before the seal."""
+"""Nothing is encoded before the seal while less than this share of the granted blocks is used."""
 
 
 class Cancelled(EnvironmentFault):
-    """The sidecar gave a save up: its deadline passed, or it stops."""
+    """The sidecar cancelled a save: its deadline passed, or the sidecar stops."""
 
     cause = Cause.DEADLINE
 
 
 _ENDED_BY = (Cause.TAKEN_OVER, Cause.FENCED, Cause.ABANDONED, Cause.LOG_LOST, Cause.REMOVED)
 CAUSES = frozenset([*_ENDED_BY, Cause.UNAVAILABLE, Cause.FULL, Cause.DEADLINE, Cause.INVALID])
-"""Causes of errors that are a save's as they stand."""
+"""Causes of errors that become the save's cause unchanged."""
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Cause of a save that `error` ended; whatever is not of `CAUSES` is an error."""
+    """Return the cause of a save that `error` ended: the error's cause if it is in `CAUSES`, else `ERROR`."""
     if isinstance(error, DeltashardError) and error.cause in CAUSES:
         return Cause(error.cause)
     return Cause.ERROR
@@ -96,12 +96,12 @@ class Save:
         self._stopped_copying = False
         self._open_block: int | None = None
         self._deferred: list[Callable[[], None]] | None = []
-        """Batches received and not given to the pool yet; None: they are given as they come."""
+        """Batches not yet submitted to the pool; None: batches are submitted as they arrive."""
         self._blocks_granted = 0
         self._blocks_used = 0
 
     def start(self, *, prepared: int = 0) -> None:
-        """Grant the first blocks, beside those `prepared` before; to be called before `read` and `replies`."""
+        """Grant the first blocks, in addition to `prepared` ones. Call it before `read` and `replies`."""
         self._blocks_granted += prepared
         self._keeper.on_free(self.attachment.local_rank, self._grant)
         self._grant()
@@ -122,7 +122,7 @@ class Save:
             yield reply
 
     def read(self, requests: Iterator[pb.SaveRequest]) -> None:
-        """Take the trainer's messages until the stream ends, well or badly; never raises."""
+        """Process the trainer's messages until the stream ends or breaks; never raises."""
         try:
             for request in requests:
                 self.last_message_s = time.monotonic()
@@ -136,7 +136,7 @@ class Save:
         kind = request.WhichOneof("kind")
         with self._lock:
             if self.state is not SaveState.STAGING:
-                # Failed already: of the rest only the trainer's word matters.
+                # Failed already: only whether the trainer stopped copying still matters.
                 self._stopped_copying |= kind == "abort"
                 return
         try:
@@ -165,7 +165,7 @@ class Save:
             self.fail(error)
 
     def _received(self, block: int, offset: int, length: int) -> memoryview:
-        # Only the stream thread comes here. No lock of ours is held: freeing a block grants it to other saves.
+        # Only the stream thread calls this. No lock is held: freeing a block grants it to other saves.
         closes = self._open_block if self._open_block != block else None
         data = self._keeper.received(self.attachment.local_rank, block, offset, length, closes=closes)
         with self._lock:
@@ -176,9 +176,9 @@ class Save:
         return data
 
     def _encode(self, block: int, work: Callable[[], None]) -> None:
-        """Have one batch encoded: now, or, while the trainer has blocks left, after its copy.
+        """Submit one batch for encoding, after the trainer's copy as long as the trainer has blocks left.
 
-        Training stands still for the copy, and encoding takes memory bandwidth and, on shared cores, time from it.
+        Training is paused for the copy, and encoding competes for memory bandwidth and for shared cores.
         """
         encode = functools.partial(self._encode_now, block, work)
         with self._lock:
@@ -190,7 +190,7 @@ class Save:
 
     def _encode_deferred(self) -> None:
         for encode in self._take_deferred():
-            with contextlib.suppress(RuntimeError):  # queued, though no thread more can be started
+            with contextlib.suppress(RuntimeError):  # raised after queueing if no thread can start
                 self._submit(encode)
 
     def _take_deferred(self) -> list[Callable[[], None]]:
@@ -199,12 +199,11 @@ class Save:
         return held or []
 
     def _encode_now(self, block: int, work: Callable[[], None]) -> None:
-        """One batch, on a thread of the pool; whatever happens to it, its block is given back."""
         try:
             if not self.has_ended:
                 crash_point("encode.first")
                 work()
-        except Exception as error:  # noqa: BLE001 - every failure of a save is that save's alone
+        except Exception as error:  # noqa: BLE001 - every failure ends this save only
             self.fail(error)
         finally:
             self._keeper.encoded(block)
@@ -227,7 +226,7 @@ class Save:
         with self._lock:
             self._transition(SaveEvent.SEAL)
             self.sealed = seal
-        # The trainer writes no more: its open and unused blocks are ours again.
+        # The trainer writes no more: its open and unused blocks can be released.
         self._keeper.on_free(self.attachment.local_rank, None)
         self._keeper.release_granted(self.attachment.local_rank)
         self._metrics.stall.observe(seal.stall_s)
@@ -236,7 +235,7 @@ class Save:
         crash_point("stage.sealed")
         name = f"finish-{self.cut.attempt}-{self.cut.cut}"
         threading.Thread(target=self._finish, args=(seal,), name=name, daemon=True).start()
-        # IMPORTANT: from this reply on the trainer changes its tensors. Every batch it sent lies in a block of ours.
+        # IMPORTANT: after this reply the trainer changes its tensors. All its batches are in blocks of the arena.
         self._outbox.put(pb.SaveReply(staged=pb.SaveReply.Staged(cut=self.cut.cut)))
         self._outbox.put(None)
         self._encode_deferred()
@@ -281,22 +280,22 @@ class Save:
             commit.durable_s = time.monotonic() - self.started_s
             with self._lock:
                 if self.has_ended:
-                    self.log.warning("save.committed_late", seq=commit.seq)  # given up, yet it is in the log
+                    self.log.warning("save.committed_late", seq=commit.seq)  # cancelled, but in the log
                 else:
                     self._transition(SaveEvent.COMMIT)
             self.commit = commit
             self._notify_ended()
-        except Exception as error:  # noqa: BLE001 - every failure of a save is that save's alone
+        except Exception as error:  # noqa: BLE001 - every failure ends this save only
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """This save ends here, for this reason; no-op when it has ended."""
+        """End this save with `error`; no-op when it has ended."""
         if not isinstance(error, DeltashardError):
             self.log.error("save.unexpected", exc_info=error)
         self._end(SaveEvent.FAIL, cause_of(error), str(error))
 
     def cancel(self, cause: Cause, message: str) -> None:
-        """The sidecar gives this save up; no-op when it has ended."""
+        """End this save on the sidecar's decision; no-op when it has ended."""
         self._end(SaveEvent.FAIL, cause, message)
 
     def _end(self, event: SaveEvent, cause: Cause, message: str) -> None:
@@ -314,12 +313,12 @@ class Save:
             self._outbox.put(pb.SaveReply(failed=failed))
             self._outbox.put(None)
         for encode in self._take_deferred():
-            encode()  # of a save that has ended it only gives the block back: nothing to queue for behind other saves
+            encode()  # it only releases the block: no need to queue behind other saves
         self._sink.abandon()
         self._notify_ended()
 
     def _notify_ended(self) -> None:
-        """It is over, whatever telling that meets: the rank's next save waits for this."""
+        """Call `ended` and set `finished`, also if the callback fails: the rank's next save waits for it."""
         try:
             self._ended(self)
         except Exception:
@@ -347,7 +346,7 @@ class InFlightSaves:
         self._by_rank: dict[int, Save] = {}
 
     def begin(self, rank: int, make: Callable[[], Save]) -> Save | None:
-        """The save that `make` begins for the rank; None, and nothing is made, while its last one is not over."""
+        """Return the save that `make` begins for the rank; None, without a call of `make`, if one is in flight."""
         with self._lock:
             running = self._by_rank.get(rank)
             if running is not None and not (running.finished.is_set() and running.stream_finished.is_set()):

@@ -1,6 +1,6 @@
-"""Where the batches of one save go: encoded into frames, spooled into packs, uploaded, committed.
+"""Sink of one save's batches: encodes them into frames, spools the frames into packs, uploads and commits.
 
-Each encoding thread reuses one buffer: the memory of encoding is one frame with its tail a thread.
+Each encoding thread reuses one buffer, so encoding needs the memory of one frame and its tail per thread.
 """
 
 from __future__ import annotations
@@ -46,18 +46,16 @@ from deltashard_sidecar.save.joint_commit import JointCommits
 from deltashard_sidecar.session.attachment import Attachment
 
 ABANDON_DEADLINE_S = 10.0
-"""For telling peers that a part will not come."""
+"""For reporting to peers that a part will not arrive."""
 
 PERIODIC = ("timer", "steps", "baseline")
-"""Reasons of saves that nobody waits for: news of their commits may be some seconds late."""
+"""Reasons of saves that nothing waits for: their commit may be noticed some seconds late."""
 UPLOADS = 4
-"""Packs uploaded at once."""
 
 _buffers = threading.local()
 
 
 def _buffer(size: int) -> memoryview:
-    """This thread's encode buffer, at least `size` bytes."""
     held: bytearray | None = getattr(_buffers, "held", None)
     if held is None or len(held) < size:
         held = bytearray(size)
@@ -68,7 +66,7 @@ def _buffer(size: int) -> memoryview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveDecisions:
-    """Decisions about one save, made at its begin."""
+    """Parameters of one save, decided at its begin."""
 
     attempt: int
     cut: int
@@ -80,21 +78,19 @@ class SaveDecisions:
     deadline_s: float
     """From begin to committed."""
     layout: str = ""
-    """Digest of the attempt's layout; empty: none."""
+    """Digest of the attempt's layout; empty: no layout."""
     samples: bool = False
-    """Whether errors of its rows at fewer bits are measured and recorded: bits are chosen."""
+    """Whether to measure and record the errors of this save's rows at fewer bits, because bits are chosen."""
     directive_text: str | None = None
-    """The controller's directive in force, as it is recorded with the commit."""
     since: int | None = None
-    """Seq of the trainer's newest commit, if rows that changed since it are wanted apart from the others."""
+    """Seq of the trainer's newest commit if rows changed since then are sent separately from the others."""
     orders: tuple[fleet.SaveOrder, ...] = ()
-    """The controller's, which it carries out."""
     profile: str | None = None
-    """What this sidecar measured and decided, as it is recorded with the commit."""
+    """Measurements and decisions of this sidecar, recorded with the commit."""
 
 
 class PartSink:
-    """Of one save."""
+    """Encodes, uploads and commits the part of one save."""
 
     def __init__(
         self,
@@ -137,7 +133,8 @@ class PartSink:
 
     def rows(self, batch: Rows, data: memoryview) -> None:
         if batch.duplicate and self._plan.since is None:
-            raise BadBatch("rows are sent again that were not wanted apart", where="row batch")
+            what = "the batch repeats rows, but this save does not send changed rows separately"
+            raise BadBatch(what, where="row batch")
         block, precision, metrics = batch.block(data), self._plan.content.precision, self._run.metrics
         asked = precision.of_table(block.schema.fqn)
         encoding = encoding_named(asked)
@@ -149,7 +146,7 @@ class PartSink:
         out = _buffer(frame_bound(block.schema, columns, rows))
         for frame in encode_row_frames(block, options, step=self._plan.step, out=out):
             held = frame.info.encoding
-            # A frame that could not be encoded as asked is not as it was in that checkpoint, changed or not.
+            # A frame in another encoding than requested differs from the older checkpoint's, changed or not.
             new = batch.fresh or (batch.fresh is not None and held != asked)
             again = frame.info.rows if batch.duplicate else 0
             self._writer.add(frame, since=self._plan.since if new else None, again=again)
@@ -171,7 +168,7 @@ class PartSink:
         self._run.metrics.frame_bytes.labels("in", "blob").inc(frame.info.length)
 
     def commit(self, seal: pb.SaveRequest.Seal, *, deadline_s: float) -> pb.Commit:
-        """Upload what is left, put the index, create the log entry; blocks."""
+        """Upload the remaining packs, commit; raises `BadBatch` for missing rows, `ChainBroken` and store errors."""
         if seal.full:
             self._writer.target = replace(self._writer.target, covers=None)
         part = self._writer.finish()
@@ -200,11 +197,11 @@ class PartSink:
             self._run.removed = str(error)
             raise
         self._run.metrics.record_lost_samples(committed.entry.metadata.get(PLS_KEY, "0"))
-        # Ranks may have covered different checkpoints: a trainer hears what its own part is.
+        # Ranks may have covered different checkpoints: the trainer needs to know about its own part.
         return commit_message(committed.entry, baseline=part.covers is None)
 
     def _check_chain(self, part: Part, packs: Sequence[str], deadline_s: float) -> None:
-        """Durable means restorable: what the part builds on must be there, and so must the part where none does.
+        """Check that the objects of the part and of its chain exist, if a check is due: durable means restorable.
 
         Raises `ChainBroken`, and store errors.
         """
@@ -215,7 +212,7 @@ class PartSink:
             return
         state = self._log.state
         if covers is not None and covers not in state.checkpoints:
-            return  # the commit will refuse it
+            return  # the commit will reject it
         chains.check(
             state,
             covers,
@@ -252,7 +249,7 @@ class PartSink:
         )
 
     def _metadata(self, seal: pb.SaveRequest.Seal, *, baseline: bool) -> dict[str, str]:
-        """The user's; for whoever starts next the directive that this cut followed, what was measured, and its bits."""
+        """Return the user's metadata with this save's directive, measurements and bits, for the next sidecar."""
         content = self._plan.content
         precision = content.precision if baseline else content.chain_precision
         mine = {
@@ -270,7 +267,7 @@ class PartSink:
         }
 
     def abandon(self) -> None:
-        """Stop encoding and uploading, and drop what was spooled; may be called at any time, from any thread."""
+        """Stop encoding and uploading, and drop spooled data. Callable at any time, from any thread."""
         self._writer.abort()
         if not self._single_rank:
             decline(self._run, self._attachment, self._plan.attempt, self._plan.cut, joint=self._joint)
@@ -285,18 +282,18 @@ def decline(
     joint: JointCommits,
     process_died: bool = False,
 ) -> None:
-    """This rank's part of a cut will not come: neither its pod's other ranks nor its peers need wait for it.
+    """Report that this rank's part of a snapshot will not arrive, so that its pod's other ranks and peers do not wait.
 
-    `process_died`: its process has died, so that the others may have begun to commit without it, and wait for it in the store.
+    `process_died`: the report is also written to the store, because other ranks may already wait there.
     """
     if not joint.withdraw(attempt, cut, attachment.rank) and not process_died:
         return
     if run.removed is not None:
-        return  # nobody waits where there is no run
+        return  # a removed run has no waiting peers
     log = run.log_of(attachment)
 
     def abandon_in_store() -> None:
-        with contextlib.suppress(DeltashardError):  # only advice: who waits has a deadline
+        with contextlib.suppress(DeltashardError):  # advisory: every wait has a deadline
             abandon_part(
                 log,
                 attempt=attempt,

@@ -1,1 +1,1 @@
-"""Who is attached, and what each attachment is told."""
+"""Attached trainers and their notices."""

@@ -1,7 +1,7 @@
-"""Who attached: what a trainer process said of itself at Attach, checked, and never changed afterwards. Pure.
+"""Attachment of a trainer process: the validated, immutable content of its Attach. Pure.
 
-While the store is away, an encoded full cut lies in the arena and the cache directory. If it cannot fit there, no
-baseline could ever wait for the store: that is refused before the first step, not found after an outage.
+While the store is unreachable, a full save must fit, encoded, into arena and cache. If it cannot, no baseline could
+ever wait for the store; Attach rejects that before the first step, rather than failing in an outage.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _LAYOUT = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
 class BadAttach(UserError):
-    """An Attach that cannot be served: protocol, ranks or tables."""
+    """The Attach cannot be served because of its protocol, ranks or tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
-    """One attachment of a trainer process, under its session's id."""
+    """One attachment of a trainer process, identified by its session's id."""
 
     id: str
     rank: int
@@ -41,11 +41,11 @@ class Attachment:
     boxes: tuple[Box, ...]
     fingerprint: dict[str, str]
     layout: str = ""
-    """Digest of the layout of the attempt it trains under; empty: none, or not opened yet."""
+    """Digest of the layout of the trainer's attempt; empty: no layout, or no attempt yet."""
 
     @classmethod
     def of(cls, request: pb.AttachRequest) -> Attachment:
-        """Attachment of a request that `check_attach` let pass, under a new id."""
+        """Return the attachment of a request that `check_attach` accepted, under a new id."""
         return cls(
             id=secrets.token_hex(8),
             rank=request.rank,
@@ -68,7 +68,7 @@ class Attachment:
 
 
 def check_attach(request: pb.AttachRequest, lines: int) -> int:
-    """The protocol version both sides speak; raises `BadAttach` for what cannot be served."""
+    """Return the newest protocol version that both sides support; raises `BadAttach` for an invalid request."""
     protocol = TRAINER_PROTOCOL.common(request.protocol_min, request.protocol_max)
     if protocol is None:
         raise BadAttach(
@@ -84,7 +84,7 @@ def check_attach(request: pb.AttachRequest, lines: int) -> int:
     elif request.rank >= max(1, request.world_size):
         what = f"rank {request.rank} of world size {request.world_size}"
     elif request.layout and _LAYOUT.fullmatch(request.layout) is None:
-        what = f"{request.layout[:80]!r} is no layout's digest"
+        what = f"{request.layout[:80]!r} is not the digest of a layout"
     elif len(named) != len(request.tables):
         what = "two tables have one name"
     for box in request.boxes:
@@ -94,14 +94,14 @@ def check_attach(request: pb.AttachRequest, lines: int) -> int:
             or not box.row_start < box.row_stop <= table.rows
             or not box.col_start < box.col_stop <= table.columns
         ):
-            what = f"box {box.table}[{box.row_start}:{box.row_stop}] is in no table"
+            what = f"box {box.table}[{box.row_start}:{box.row_stop}] is not within a listed table"
     if what:
         raise BadAttach(what, where="attach")
     return protocol
 
 
 def encoded_bytes(request: pb.AttachRequest, *, encoding: str, state_encoding: str) -> int:
-    """Bytes of one full cut of what the trainer owns, as stored (row ids and headers left out: they are small)."""
+    """Return the stored bytes of all of the trainer's rows and blobs, without row ids and headers, which are small."""
     tables = {table.fqn: table for table in request.tables}
     total = request.blob_bytes
     for box in request.boxes:
@@ -123,6 +123,6 @@ def check_capacity(request: pb.AttachRequest, settings: Settings) -> None:
             f"one full checkpoint takes about {need} bytes encoded as {settings.encoding}; the arena "
             f"({settings.arena_bytes}) and the cache ({settings.cache_bytes}) hold less",
             where="capacity",
-            remedy="give the cache more room (cache_bytes; on Kubernetes a CheckpointPolicy's cacheSize), or choose a "
+            remedy="increase the cache (cache_bytes; on Kubernetes a CheckpointPolicy's cacheSize), or choose a "
             "smaller encoding",
         )

@@ -1,8 +1,8 @@
-"""When the next save is due. `Schedule` is pure: a clock reading and the trainer's step in, a step number out.
+"""Due times of saves. `Schedule` is pure: it maps a clock reading and the trainer's step to a step number.
 
-The answer is written to the trainer's control line as SAVE_AT_STEP: a due time becomes "at your next step" (the step it
-has reached), a due step is written ahead. A save that comes due while one is staging or uploading is skipped and
-counted, and the next one is a whole interval later.
+The result is written to the trainer's control line as SAVE_AT_STEP. A due time becomes the current step ("at your next
+step"); a due step is written in advance. A save that is due while one is staging or uploading is skipped and counted,
+and the next one is due a whole interval later.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from deltashard_proto.arena_layout import NEVER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What the timer knows. `anchor_*` is where the current interval began: the last save's begin, or the attempt's."""
+    """State of a timer. `anchor_*` is the start of the interval: the begin of the last save or of the attempt."""
 
     every_s: float
     every_steps: int
@@ -22,7 +22,7 @@ class Schedule:
     anchor_step: int = 0
     busy: bool = False
     running: bool = False
-    """Whether an attempt is open: before restore() there is nothing to save."""
+    """Whether an attempt is open: there is nothing to save before restore()."""
     skipped: int = 0
 
     def opened(self, *, now_s: float, step: int) -> Schedule:
@@ -35,7 +35,7 @@ class Schedule:
         if not self.running:
             return self, NEVER
         if self.busy:
-            # Each interval that passes under a running save is one skipped save.
+            # Each interval that passes during a save is one skipped save.
             times = int((now_s - self.anchor_s) // self.every_s) if self.every_s > 0 else 0
             steps = (step - self.anchor_step) // self.every_steps if self.every_steps > 0 else 0
             times, steps = max(0, times), max(0, steps)

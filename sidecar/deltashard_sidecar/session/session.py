@@ -1,7 +1,7 @@
-"""Who is attached. One `Session` per attachment of a trainer process; a rank that attaches again replaces its session.
+"""Sessions of attached trainers: one per attachment of a process. A rank that attaches again gets a new session.
 
-A session outlives its streams, not its process: the writer lock on the control line and the Watch stream tell whether
-the process lives. When both are gone the session is dropped by `reap`, and whatever it had staged goes on alone.
+A session outlives its streams but not its process. The process counts as alive while it holds the writer lock on its
+control line or, before it took the lock, has open streams. Otherwise `reap` drops the session; a staged save continues.
 """
 
 from __future__ import annotations
@@ -20,36 +20,34 @@ from deltashard_sidecar.session.attachment import Attachment
 from deltashard_sidecar.session.schedule import Schedule
 
 GRACE_S = 20.0
-"""A trainer has so long after Attach to take its writer lock or to watch before it counts as dead."""
+"""Time after Attach within which a trainer must take its writer lock or open Watch to count as alive."""
 STALL_ABORTS = 2
-"""After so many saves in a row aborted for their stall, the next one waits it out."""
+"""Number of consecutive saves aborted for their stall after which the next one has no stall budget."""
 
 
 NOTICES = 256
-"""Those that one trainer has not read are at most so many."""
+"""Most unread notices of one trainer; older ones are dropped."""
 
 
 class UnknownSession(UserError):
-    """The session was replaced by a newer attachment of the rank, or belongs to an earlier sidecar: attach again."""
+    """The session was replaced by a newer attachment of the rank, or belongs to a previous sidecar: attach again."""
 
     cause = Cause.LOST
 
 
 class Presence:
-    """Signs of life of one trainer process, and its open streams. Thread-safe."""
+    """Liveness of one trainer process, and its open streams. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._attached_s = time.monotonic()
         self._live_streams = 0
-        """Watch and Restore streams that are read."""
         self._locked = False
-        """Whether its process was ever seen to hold the writer lock."""
+        """Whether its process has ever been seen to hold the writer lock."""
         self._cancels: list[Callable[[], None]] = []
 
     @contextlib.contextmanager
     def keep_alive(self) -> Iterator[None]:
-        """A stream that shows, as long as it lasts, that the process lives."""
         with self._lock:
             self._live_streams += 1
         try:
@@ -60,7 +58,6 @@ class Presence:
 
     @contextlib.contextmanager
     def stream(self, cancel: Callable[[], None]) -> Iterator[None]:
-        """A stream that `cancel` ends when the trainer is gone."""
         with self._lock:
             self._cancels.append(cancel)
         try:
@@ -76,10 +73,10 @@ class Presence:
             cancel()
 
     def alive(self, *, lock_held: bool) -> bool:
-        """Whether its process still shows a sign of life.
+        """Return whether the process shows a sign of life.
 
-        Once it held its writer lock, that alone counts: forked workers inherit its sockets, so its streams may look
-        alive long after it was killed, but never its lock.
+        Once it has held its writer lock, only the lock counts. Forked workers inherit its sockets, so streams may stay
+        open long after it was killed, but they do not inherit the lock.
         """
         with self._lock:
             self._locked |= lock_held
@@ -88,10 +85,10 @@ class Presence:
 
 
 class Notices:
-    """Notices on their way to one trainer, unasked. Thread-safe.
+    """Queue of notices to one trainer. Thread-safe.
 
-    A trainer that does not read loses the oldest. That is safe because nothing depends on a single notice: AttachReply
-    carries the last commit, and a fenced attempt is refused again at its next save.
+    A trainer that does not read loses the oldest notices. The protocol tolerates that: AttachReply has the
+    last commit, and a fenced attempt is refused again at its next save.
     """
 
     def __init__(self) -> None:
@@ -105,7 +102,7 @@ class Notices:
             self._ready.notify_all()
 
     def close(self) -> None:
-        """End every reader once the queue is empty."""
+        """End all readers once the queue is empty."""
         with self._ready:
             self._closed = True
             self._ready.notify_all()
@@ -115,21 +112,21 @@ class Notices:
             self._ready.notify_all()
 
     def read(self, alive: Callable[[], bool]) -> Iterator[pb.Notice]:
-        """Notices as they come, until closed or until `alive()` is false (call `wake` when it changes)."""
+        """Yield notices until closed or until `alive()` is false (call `wake` when it changes)."""
         while True:
             with self._ready:
                 self._ready.wait_for(lambda: self._queue or self._closed or not alive())
                 if not self._queue or not alive():
-                    return  # what is queued is left to the next reader
+                    return  # the next reader gets what is still queued
                 notice = self._queue.popleft()
             yield notice
 
 
 class Session:
-    """One attached trainer process, and the attempt that it trains under. A fall-back or a takeover replaces that.
+    """One attached trainer process and its attempt, which a fall-back or a takeover replaces.
 
-    Thread-safe, but `schedule` and `urgent`, which `TrainerControl` writes under its lock, and `stall_aborts`, which
-    the rank's saves write one at a time.
+    Thread-safe, except for `schedule` and `urgent`, which `TrainerControl` writes under its lock, and `stall_aborts`,
+    which the rank's saves write one at a time.
     """
 
     def __init__(self, attachment: Attachment, schedule: Schedule, *, attempt: int | None) -> None:
@@ -138,28 +135,22 @@ class Session:
         self.presence = Presence()
         self.schedule = schedule
         self.urgent = ""
-        """Why a save is wanted now; empty: none is."""
+        """Reason of an urgent save that is requested; empty: none."""
         self.stall_aborts = 0
-        """Saves in a row that the trainer aborted for their stall budget."""
         self.closed = False
-        """What had begun before goes on alone; calls are answered with `UnknownSession`."""
+        """A closed session's saves continue without it; new calls fail with `UnknownSession`."""
         self.attempt = attempt
-        """Its number in the log; None before one is open."""
         self.layout = attachment.layout
-        """Digest of the layout of its ranks; empty: one rank, which holds every table whole."""
+        """Digest of its ranks' layout; empty: one rank, which has every table whole."""
         self.fence: tuple[Cause, str] | None = None
-        """Why the attempt can never commit again; None while it can."""
+        """Why the attempt can never commit again; None: it can."""
         self.open_requested_s = 0.0
-        """When it was asked for, Unix seconds."""
         self.resumed = False
-        """Whether it resumes from a checkpoint."""
         self.restored = False
-        """Whether every row of that was handed over."""
         self.lost_steps = 0
-        """Steps lost by the restart that this attempt is, as far as this arena saw."""
         self.last_commit: pb.Commit | None = None
         self.durable_step: int | None = None
-        """Newest step that a crash of the trainer cannot take back."""
+        """Newest step that survives a crash of the trainer."""
         self._lock = threading.Lock()
 
     @property
@@ -175,7 +166,6 @@ class Session:
         return self.stall_aborts >= STALL_ABORTS
 
     def opened(self, reply: pb.OpenReply) -> None:
-        """An attempt was opened, in place of any before."""
         lost = reply.last_step_seen - reply.step if reply.HasField("last_step_seen") else 0
         with self._lock:
             self.attempt, self.layout, self.fence = reply.attempt, reply.layout, None
@@ -185,32 +175,30 @@ class Session:
             self.lost_steps = max(0, lost)
 
     def committed(self, attempt: int, commit: pb.Commit) -> None:
-        """A save of this attempt is durable; of another attempt than the session's it is no news."""
         with self._lock:
             if attempt == self.attempt:
                 self.last_commit, self.durable_step = commit, commit.step
 
     def mark_restored(self) -> bool:
-        """Every row of what it resumes from was handed over; True the first time."""
+        """Record that the checkpoint it resumes from was sent completely; returns True the first time."""
         with self._lock:
             first, self.restored = not self.restored, True
             return first
 
     def close(self) -> None:
-        """It is over; Watch streams end once they have read what is queued."""
         self.closed = True
         self.notices.close()
 
 
 class Sessions:
-    """All attachments, by session id and by local rank. Thread-safe."""
+    """All sessions, by id and by local rank. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_rank: dict[int, Session] = {}
 
     def add(self, request: pb.AttachRequest, schedule: Schedule) -> Session:
-        """A session for this process; the rank's older one must have been closed."""
+        """Add a session for this process; the rank's previous one must be closed."""
         attempt = request.attempt if request.HasField("attempt") else None
         session = Session(Attachment.of(request), schedule, attempt=attempt)
         with self._lock:

@@ -1,1 +1,1 @@
-"""What people see: log lines, metrics, incidents."""
+"""Log lines, metrics and incidents."""

@@ -1,7 +1,7 @@
-"""What people should hear of: kept until the controller says that it has it, at most `LIMIT`, the oldest go first.
+"""Incidents for people, kept until the controller acknowledges them, at most `LIMIT`; the oldest are dropped first.
 
-A controller that is away, or comes back empty, misses nothing that fits: what happens again within `MERGE_S`, before it
-was told, counts up the incident that is kept. Adding never waits: the lock is held for a list operation.
+A controller that is unreachable, or restarts without state, thus still receives them. An unsent incident that recurs
+within `MERGE_S` is counted in the kept one. Adding does not block: the lock is held for one list operation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deltashard_sidecar.telemetry.metric import Metrics
 
 LIMIT = 64
 MAX_TEXT = 1000
-"""Characters of a message; a longer one is clipped."""
+"""Longest message in characters; a longer one is clipped."""
 MERGE_S = 600.0
 
 
@@ -25,20 +25,17 @@ class Incidents:
     """Incidents of this process. Thread-safe."""
 
     def __init__(self, metrics: Metrics, *, has_controller: bool = True) -> None:
-        """`has_controller`: there is a controller that wants to hear of them; only then is one that goes unheard counted."""
+        """`has_controller`: a controller is set; only then are dropped incidents counted."""
         self._metrics = metrics
         self._has_controller = has_controller
         self._lock = threading.Lock()
         self._pending: deque[fleet.Incident] = deque()
         self._newest = 0
         self._sent = 0
-        """Newest id in the report under way: what is counted up after it was sent would be lost with its answer."""
+        """Newest id in the report in flight: a count increased after sending would be lost with its acknowledgement."""
 
     def add(self, kind: fleet.IncidentKind, *, cause: str, message: str, **more: Any) -> None:
-        """Keep one more; `cause` is a `Cause`, or the source of a restore; `more`: other fields of the message.
-
-        A restore is a fact of its attempt, and is never merged with another's.
-        """
+        """Add an incident, or count a recent one (never a restore). `cause`: a `Cause`, or a restore's source."""
         now_s, message = time.time(), message[:MAX_TEXT]
         with self._lock:
             for each in self._pending:
@@ -57,14 +54,14 @@ class Incidents:
                     self._metrics.incidents_dropped.inc()
 
     def pending(self, *, sent: bool = False) -> list[fleet.Incident]:
-        """Those not told, oldest first; `sent`: a report with them is under way, until `acknowledge` is called."""
+        """Return the unacknowledged incidents, oldest first; `sent`: for a report in flight until `acknowledge`."""
         with self._lock:
             if sent:
                 self._sent = self._newest
             return list(self._pending)
 
     def acknowledge(self, newest: int) -> None:
-        """The report under way has ended; incidents up to `newest` need not be sent again."""
+        """End the report in flight; incidents up to `newest` are not sent again."""
         with self._lock:
             self._sent = 0
             while self._pending and self._pending[0].id <= newest:

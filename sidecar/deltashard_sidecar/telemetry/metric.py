@@ -1,8 +1,7 @@
-"""The sidecar's Prometheus metrics, and the port that serves them and takes nudges.
+"""The sidecar's Prometheus metrics, and the port that serves them and accepts nudges.
 
-Labels are few and bounded: block uses, causes, sources and directions are closed sets. A run of many pods costs
-Prometheus little: a series with labels begins with its first event, and what is said of the run is served by the
-sidecar of its rank 0.
+Labels are few and bounded: block uses, causes, sources and directions are closed sets. A run of many pods is cheap for
+Prometheus: a labelled series begins with its first event, and only rank 0's sidecar serves the run's metrics.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ SECONDS_BUCKETS = (0.5, 2.5, 10.0, 30.0, 60.0, 180.0, 600.0)
 _SERVED_BY_EVERY_POD = re.compile(
     "deltashard_(build_info|commits|fleet_(connected|report_failures)|(raw|frame|cache)_bytes|restores|rows|save_failures)"
 )
-"""Families that every sidecar of a run serves, beside its trainers' steps and its own processor time."""
+"""Families that every sidecar of a run serves, in addition to its trainers' steps and its own processor time."""
 NUDGE_PATH = "/v1/report"
-"""Where the controller asks for a report. It carries no authority: the report says who it is, and is answered."""
+"""Path for the controller's request for a report. It needs no authentication: the report itself is authenticated."""
 CPU_STAT = Path("/sys/fs/cgroup/cpu.stat")
 
 
 class Metrics(Collector):
-    """Every metric of the sidecar, by attribute; it collects what is served of them."""
+    """All metrics of the sidecar, as attributes; its collector yields those to serve."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.has_rank0 = False
-        """Whether rank 0 of a run was ever attached here."""
+        """Whether rank 0 of a run has ever been attached."""
         self.nudged: Callable[[], None] = lambda: None
-        """What a `POST` to `NUDGE_PATH` calls."""
+        """Called on a `POST` to `NUDGE_PATH`."""
         self.steps: Callable[[], Mapping[tuple[str, int], int]] = dict
-        """Gives those of the trainers that train here, by run and rank."""
+        """Returns the attached trainers' steps by (run, rank)."""
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"deltashard_{name}", text, labels, registry=self.registry)
@@ -63,33 +62,33 @@ class Metrics(Collector):
         def histogram(name: str, text: str, *labels: str, buckets: Any = SECONDS_BUCKETS) -> Histogram:
             return Histogram(f"deltashard_{name}", text, labels, registry=self.registry, buckets=buckets)
 
-        build = gauge("build_info", "Always 1; what runs here", "version", "component")
+        build = gauge("build_info", "Always 1; version and component of this process", "version", "component")
         build.labels(version(), "sidecar").set(1)
         self.last_commit = gauge(
-            "last_commit_timestamp_seconds", "Unix time of the newest commit, one resumed from included"
+            "last_commit_timestamp_seconds", "Unix time of the newest commit, or of the one resumed from"
         )
         self.last_step = gauge("last_committed_step", "Training step of the newest commit")
         self.lost_samples = gauge(
-            "lost_samples_share", "Portion of lost samples (PLS) of the run, as its newest commit says"
+            "lost_samples_share", "Portion of lost samples (PLS) of the run, from its newest commit"
         )
-        self.stall = histogram("save_stall_seconds", "Time a cut held the trainer", buckets=STALL_BUCKETS)
+        self.stall = histogram(
+            "save_stall_seconds", "Time that a save blocked the trainer", buckets=STALL_BUCKETS
+        )
         self.durable = histogram("save_durable_seconds", "From begin to the log entry")
         self.commits = counter("commits", "Checkpoints committed", "kind")
         self.failures = counter("save_failures", "Saves that failed, by cause", "cause")
-        self.skipped = counter("saves_skipped", "Due saves skipped under a running one")
+        self.skipped = counter("saves_skipped", "Due saves skipped during another save")
         self.blocked = gauge(
-            "save_blocked_seconds", "For how long a save has been due and blocked, as the trainer warns of it"
+            "save_blocked_seconds", "Time that a save has been due and blocked, as the trainer reports"
         )
         self.tracking_faults = counter(
             "tracking_faults", "Tables in which trainers found rows that changed without a mark"
         )
-        self.rows = counter(
-            "rows", "Rows encoded (in) and handed to a trainer (out)", "direction", "encoding"
-        )
+        self.rows = counter("rows", "Rows encoded (in) and sent to a trainer (out)", "direction", "encoding")
         self.raw_bytes = counter("raw_bytes", "Bytes of batches before encoding", "encoding")
         self.frame_bytes = counter(
             "frame_bytes",
-            "Bytes of frames written (in) and handed to a trainer (out)",
+            "Bytes of frames written (in) and sent to a trainer (out)",
             "direction",
             "encoding",
         )
@@ -99,44 +98,44 @@ class Metrics(Collector):
         self.restore_seconds = histogram(
             "restore_seconds", "Seconds a restore took, by where most of its bytes came from", "source"
         )
-        self.retries = counter("store_retries", "Attempts on the store that failed and may be retried")
+        self.retries = counter("store_retries", "Failed store requests that may be retried")
         self.log_damaged = counter(
-            "log_damaged", "Attempts opened on a commit log that could not be followed to its end"
+            "log_damaged", "Attempts opened on a commit log that could not be read to its end"
         )
         self.chain_broken = counter(
-            "chain_broken", "Looks at what the newest checkpoint is read from that found objects missing"
+            "chain_broken", "Checks of the newest checkpoint's objects that found some missing"
         )
         self.maintenance = counter("maintenance", "Rounds of retention, gc and compaction", "task", "outcome")
         self.compactions = counter("compactions", "Chains compacted, by why", "why")
         self.fleet_connected = gauge(
-            "fleet_connected", "Whether the controller took this sidecar's last report"
+            "fleet_connected", "Whether the controller accepted this sidecar's last report"
         )
         self.fleet_report_failures = counter(
-            "fleet_report_failures", "Reports that the controller did not take, by cause", "cause"
+            "fleet_report_failures", "Reports that the controller did not accept, by cause", "cause"
         )
         self.incidents_dropped = counter(
-            "incidents_dropped", "Incidents that went before the controller had taken them"
+            "incidents_dropped", "Incidents dropped before the controller acknowledged them"
         )
         self.interval = gauge(
-            "interval_seconds", "Save interval in force, and as the decider chose it", "which"
+            "interval_seconds", "Save interval in force, and as chosen by the decider", "which"
         )
-        self.cost = gauge("save_cost_seconds", "Trainer seconds that a save costs, the mean as measured")
+        self.cost = gauge("save_cost_seconds", "Mean measured cost of a save in trainer seconds")
         self.mtbf = gauge(
-            "lossy_failure_mtbf_seconds", "Trained seconds between failures that lose steps, as believed"
+            "lossy_failure_mtbf_seconds", "Estimated training seconds between failures that lose steps"
         )
-        self.decided = counter("intervals_decided", "Intervals chosen, by what had changed", "cause")
+        self.decided = counter("intervals_decided", "Intervals chosen, by reason", "cause")
 
     def watch_blocks(self, counts: Callable[[], dict[str, int]], uses: Iterable[str]) -> None:
         for use in uses:
             self.blocks.labels(use).set_function(lambda use=use: counts()[use])  # type: ignore[misc]
 
     def record_lost_samples(self, pls: str) -> None:
-        """The PLS that a commit says of its run; what is no number was not ours."""
+        """Set the PLS of a commit's metadata; invalid numbers, which this product does not write, are ignored."""
         with contextlib.suppress(ValueError):
             self.lost_samples.set(float(pls))
 
     def resumed(self, *, step: int, at_s: float) -> None:
-        """A trainer goes on from a checkpoint committed at `at_s` (Unix seconds, by its writer's clock)."""
+        """Record the checkpoint a trainer resumes from, committed at `at_s` (Unix seconds, by its writer's clock)."""
         self.last_commit.set(at_s)
         self.last_step.set(step)
 
@@ -150,7 +149,7 @@ class Metrics(Collector):
             if self.has_rank0 or _SERVED_BY_EVERY_POD.fullmatch(family.name):
                 yield family
         steps = GaugeMetricFamily(
-            "deltashard_trainer_step", "The step that a trainer finished last", labels=("run", "rank")
+            "deltashard_trainer_step", "Last step that a trainer finished", labels=("run", "rank")
         )
         for (run, rank), step in self.steps().items():
             steps.add_metric((run, str(rank)), step)
@@ -159,12 +158,12 @@ class Metrics(Collector):
             if throttled := re.search(r"^throttled_usec (\d+)$", CPU_STAT.read_text(), re.MULTILINE):
                 yield CounterMetricFamily(
                     "deltashard_sidecar_cpu_throttled_seconds",
-                    "For how long the container's CPU limit held threads up, one after the other",
+                    "Time that the container's CPU limit throttled threads, summed over threads",
                     value=int(throttled[1]) / 1e6,
                 )
 
     def serve(self, host: str, port: int) -> WSGIServer:
-        """Serve `/metrics` (port 0 picks one) and nudges; raises `OSError` where the port cannot be had."""
+        """Serve `/metrics` (port 0 picks one) and nudges; raises `OSError` if the port is not available."""
         disable_created_metrics()  # type: ignore[no-untyped-call]
         page = CollectorRegistry()
         page.register(self)

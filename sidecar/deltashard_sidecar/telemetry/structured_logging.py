@@ -1,10 +1,10 @@
-"""Structured logs: one JSON object a line on stderr, through structlog, with the run and the process in every line.
+"""Structured logs: one JSON object per line on stderr, by structlog, each with the run and the process id.
 
-An event is a short name (`save.staged`, `restore.failed`); everything else is a key. Errors of ours log their what,
-where and remedy; a traceback only for what no one foresaw. A line that cannot be written is lost, and nothing else is.
+An event is a short name (`save.staged`, `restore.failed`) with further keys. A `DeltashardError` is logged with its
+what, where and remedy; only unexpected errors have a traceback. A line that cannot be written is dropped.
 
-A child sidecar's stderr is a file in memory, `sidecar.log` in its runtime directory: `bound` moves it aside to
-`sidecar.log.1` when it is large. A line that comes between the two is lost.
+The stderr of a child sidecar is the file `sidecar.log` in its runtime directory, which is in memory. `bound` renames it
+to `sidecar.log.1` when it is large. A line written between rename and reopening is lost.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from deltashard_checkpoint.errors import DeltashardError
 
 Logger = structlog.stdlib.BoundLogger
 LOG_BYTES = 4 << 20
-"""A log file is moved aside at this size; one older file is kept."""
+"""Size at which a log file is renamed; one older file is kept."""
 
 
 def bound(path: Path, *, limit_bytes: int = LOG_BYTES) -> bool:
-    """Begin a new log file when stderr is `path` and that has grown to the limit; whether it did."""
+    """Start a new log file if stderr is `path` and has reached the limit; returns whether it did."""
     mine = os.fstat(2)
     with suppress(OSError):
         if mine.st_size >= limit_bytes and os.path.samestat(path.lstat(), mine):
@@ -35,11 +35,11 @@ def bound(path: Path, *, limit_bytes: int = LOG_BYTES) -> bool:
                 os.dup2(fd, number)
             os.close(fd)
             return True
-    return False  # a terminal, a container's pipe, somebody's file; or it goes on in the old one
+    return False  # a terminal, a pipe, or another file; after an error the old file stays in use
 
 
 class _Stderr:
-    """Where lines go. Memory that is full, or a reader that is gone, must cost no save."""
+    """Stream for log lines. Full memory or a closed pipe must not fail a save."""
 
     def write(self, text: str) -> None:
         with suppress(OSError):
@@ -67,7 +67,7 @@ def configure(level: str, *, run: str) -> Logger:
 
 
 def explain(error: BaseException) -> dict[str, str]:
-    """What to log of an error: ours by its parts, others by type and text."""
+    """Return the keys to log for an error: what, where and remedy of a `DeltashardError`, else type and text."""
     name = type(error).__name__
     if isinstance(error, DeltashardError):
         return {"error": name, "what": error.what, "where": error.where, "remedy": error.remedy}

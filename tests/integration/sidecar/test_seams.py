@@ -159,7 +159,7 @@ def test_pod_trainer_uses_grace_period_from_sidecar(
             older = ckpt.save("older")
             signal.raise_signal(signal.SIGTERM)
             term = ckpt._wiring.term
-            assert expected_s / 2 < term.left_s <= expected_s
+            assert expected_s / 2 < term.remaining_s <= expected_s
             assert committed == []
             loop.train(ckpt, 1)
             assert older.done

@@ -36,7 +36,7 @@ def test_new_run_over_existing_data_warns(
     ckpt = make(ToyLoop(), every_s=0)
     with caplog.at_level(logging.WARNING, "deltashard"):
         ckpt.restore()
-    assert "begins anew, at a name under which data without a log lies" in caplog.text
+    assert "starts without a log at a name that already has data" in caplog.text
     ckpt.close()
     caplog.clear()
     again = make(ToyLoop(), every_s=0)

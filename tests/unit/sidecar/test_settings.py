@@ -40,14 +40,14 @@ def test_flags_override_environment_and_defaults() -> None:
         ([*NEEDED, "--colour", "red"], "unknown argument '--colour'"),
         ([*NEEDED, "url"], "unknown argument 'url'"),
         ([*NEEDED, "--every-s"], "--every-s needs a value"),
-        ([*NEEDED, "--every-s", "soon"], "'soon' is no float"),
+        ([*NEEDED, "--every-s", "soon"], "'soon' is not a valid float"),
         ([*NEEDED, "--encoding", "q5"], "one of fp32"),
         ([*NEEDED, "--block-bytes", "1000"], "block_bytes is 1000"),
         ([*NEEDED, "--arena-bytes", "64MiB", "--block-bytes", "32MiB"], "too small"),
-        ([*NEEDED, "--cache-bytes", "infGiB"], "'infGiB' is no int"),
+        ([*NEEDED, "--cache-bytes", "infGiB"], "'infGiB' is not a valid int"),
         ([*NEEDED, "--every-s", "nan"], "every_s is nan"),
         ([*NEEDED, "--run", "../other"], "cannot name a run"),
-        ([*NEEDED, "--synthetic-baselines", "perhaps"], "no bool"),
+        ([*NEEDED, "--synthetic-baselines", "perhaps"], "not a valid bool"),
         ([*NEEDED, "--least-s", "60", "--most-s", "10"], "no interval is at least 60 s and at most 10 s"),
     ],
 )
@@ -69,7 +69,7 @@ def test_numbers_outside_their_range_are_refused() -> None:
             assert getattr(load([*NEEDED, *grown, flag, str(int(value))], {}), name) == value
 
 
-@pytest.mark.parametrize(("text", "says"), [("soon", "no float"), ("-1", "is -1.0"), ("nan", "is nan")])
+@pytest.mark.parametrize(("text", "says"), [("soon", "not a valid float"), ("-1", "is -1.0"), ("nan", "is nan")])
 def test_hook_deadline_is_validated(text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["notify", "--deadline-s", text]) == EXIT_USAGE
     assert says in capsys.readouterr().err

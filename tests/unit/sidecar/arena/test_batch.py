@@ -66,7 +66,7 @@ def test_rows_and_columns_outside_the_boxes_are_refused(
     row_start: int, rows: int, columns: tuple[int, int]
 ) -> None:
     place = {"rows": rows, "col_start": columns[0], "col_stop": columns[1]}
-    with pytest.raises(BadBatch, match="lie in no box of this trainer"):
+    with pytest.raises(BadBatch, match="are not in any box of this trainer"):
         rows_of(pb.RowBatch(contiguous=True, row_start=row_start, **place), TABLES, SHARDS, BLOCK)
 
 
@@ -76,7 +76,7 @@ def test_listed_rows_outside_the_boxes_are_refused() -> None:
     data = bytearray(batch.length)
     for ids in ((99, 100), (99, 500), (300, 301)):
         data[:16] = np.array(ids).tobytes()
-        with pytest.raises(BadBatch, match="lie in no box of this trainer"):
+        with pytest.raises(BadBatch, match="are not in any box of this trainer"):
             batch.block(memoryview(data))
     data[:16] = np.array((500, 599)).tobytes()
     assert batch.block(memoryview(data)).row_span == (500, 599)

@@ -69,10 +69,10 @@ def test_session_is_fenced_until_a_new_attempt_is_open() -> None:
         ({"protocol_min": 2, "protocol_max": 4}, "speaks 2-4"),
         ({"local_rank": 64}, "local rank 64"),
         ({"rank": 1}, "rank 1 of world size 1"),
-        ({"layout": "no digest"}, "no layout's digest"),
+        ({"layout": "no digest"}, "not the digest of a layout"),
         ({"tables": [table_message(TABLE)] * 2}, "two tables"),
-        ({"tables": []}, "is in no table"),
-        ({"boxes": [box(101)]}, "is in no table"),
+        ({"tables": []}, "is not within a listed table"),
+        ({"boxes": [box(101)]}, "is not within a listed table"),
     ],
 )
 def test_bad_requests_are_refused(more: dict[str, object], says: str) -> None:
