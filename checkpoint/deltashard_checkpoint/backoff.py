@@ -1,7 +1,6 @@
-"""Bounded waiting: delays that double from failure to failure, and one deadline over a whole operation.
+"""Exponential back-off with jitter, and a retry budget: one deadline for all attempts of an operation.
 
-`Backoff` is the arithmetic, the same for every retry; `RetryBudget` waits by it until a deadline. Clock, sleep and
-randomness are injected, so that tests neither wait nor depend on luck.
+Clock, sleep and random source are injected, so tests are deterministic and do not wait.
 """
 
 from __future__ import annotations
@@ -11,33 +10,33 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-# IMPORTANT: a generator of our own. The global one is the program's: what it draws decides bits of the training.
+# IMPORTANT: a separate generator. Draws from the global one would change the training's random numbers.
 uniform_random: Callable[[], float] = random.Random().random  # noqa: S311 - jitter
-"""A random number of [0, 1)."""
+"""Returns a uniform random number in [0, 1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """Delays between the tries of something that fails: doubling, bounded, and partly random."""
+    """Delays between attempts: exponential, bounded and jittered."""
 
     first_s: float
-    """After the first failure."""
+    """Delay after the first failure, in seconds."""
     longest_s: float
     jitter: float = 0.5
-    """Share of every delay that is random, so that processes that wait for the same thing do not ask in step."""
+    """Random share of each delay, so that processes waiting for the same resource do not retry in lockstep."""
 
     def delay_s(self, failures: int, uniform: Callable[[], float] = uniform_random) -> float:
-        """The delay after `failures` failures in a row (from 1); `uniform` draws random numbers of [0, 1)."""
+        """Return the delay in seconds after `failures` (>= 1) consecutive failures; `uniform` draws from [0, 1)."""
         delay_s = min(self.longest_s, self.first_s * 2.0 ** min(failures - 1, 60))
         return delay_s * (1.0 - self.jitter * (1.0 - uniform()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clocks:
-    """Where time and chance come from."""
+    """The sources of time and randomness."""
 
     wall_s: Callable[[], float] = time.time
-    """For people only."""
+    """Wall-clock time: display only, never used in a decision."""
     monotonic_s: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     uniform: Callable[[], float] = uniform_random
@@ -45,7 +44,7 @@ class Clocks:
 
 @dataclass(slots=True, kw_only=True)
 class RetryBudget:
-    """The waiting of one operation: `pause` between tries, until `deadline_s` after its making."""
+    """The retry budget of one operation: `pause` backs off between attempts until `deadline_s` has elapsed."""
 
     clocks: Clocks
     deadline_s: float
@@ -66,11 +65,11 @@ class RetryBudget:
         return max(0.0, self.deadline_s - self.spent_s)
 
     def sleep(self, delay_s: float) -> None:
-        """Wait so long, or until the deadline; it is no try."""
+        """Sleep for `delay_s`, at most until the deadline. Does not count as a failure."""
         self.clocks.sleep(min(self.left_s, delay_s))
 
     def pause(self) -> bool:
-        """Back off; False, at once, when the deadline is over."""
+        """Back off once. Returns False immediately if the deadline has passed."""
         left_s = self.left_s
         if left_s <= 0:
             return False

@@ -1,8 +1,8 @@
-"""The one error base and its three families.
+"""The base class of all deltashard errors and its three families.
 
-Every error deltashard raises says *what* happened, *where*, and the *remedy*. The family tells who can act:
-`UserError` (arguments, configuration, permissions), `EnvironmentFault` (store, disk, network, another process)
-and `InternalBug` (ours: please report). Modules define their own errors as subclasses of one family.
+Every error states *what* happened, *where*, and a *remedy*. The family names the party that can act: `UserError`
+(arguments, configuration, permissions), `EnvironmentFault` (store, disk, network, another process) and `InternalBug`
+(a bug in deltashard). Modules derive their errors from one of these.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from deltashard_proto.cause import Cause
 
 
 class DeltashardError(Exception):
-    """Base of all deltashard errors: `what` happened, `where`, and the `remedy`; `cause` is one of a closed set."""
+    """Base of all deltashard errors. `what`, `where` and `remedy` form the text; `cause` is one value of `Cause`."""
 
     cause: str = Cause.ERROR
 
@@ -28,19 +28,19 @@ class DeltashardError(Exception):
 
 
 class UserError(DeltashardError):
-    """The caller's to mend: an argument, a setting, a permission."""
+    """The caller must fix it: an argument, a setting or a permission."""
 
 
 class EnvironmentFault(DeltashardError):
-    """The surroundings failed: store, disk, network or a peer process; a retry may succeed."""
+    """The environment failed (store, disk, network or a peer process); a retry may succeed."""
 
 
 class InternalBug(DeltashardError):
-    """An invariant of ours does not hold: please report it."""
+    """An internal invariant is violated: please report it."""
 
 
 class FormatError(EnvironmentFault):
-    """Bytes that were read are not what the format allows."""
+    """Bytes read from the store violate the format."""
 
     cause = Cause.CORRUPT
 
@@ -50,18 +50,18 @@ class CorruptObject(FormatError):
 
 
 class UnsupportedVersion(FormatError):
-    """The object was written by a newer format than this library reads."""
+    """The object's format version is newer than this library supports."""
 
     cause = Cause.ERROR
 
 
 class ForeignObject(FormatError):
-    """The object is whole, but belongs to another run, attempt or cut than its place says."""
+    """The object is intact, but belongs to another run, attempt or snapshot than its key implies."""
 
 
 class InvalidCheckpoint(FormatError):
     """A committed checkpoint cannot be read.
 
-    Bytes re-read from the store are wrong, the store says 404 for sure, or its frames do not hold what its index and
-    log entry promise. Only this makes a restore fall back to an older checkpoint; an unreachable store never does.
+    The store returned wrong bytes twice or a definite 404, or the frames contradict the index and the log entry.
+    This is the only error that makes a restore fall back to an older checkpoint; an unreachable store never does.
     """

@@ -1,7 +1,7 @@
-"""Files and directories that processes of one user share: reached through no link, and another's are refused.
+"""Files and directories shared by processes of one user. Links and files of other users are rejected.
 
-A runtime directory may lie where others can write (a pod's shared volume, /dev/shm): what a link planted there leads to
-must not be written, locked or truncated.
+Other users may be able to write to a runtime directory (a pod's shared volume, /dev/shm). A link planted there must
+not redirect a write, a lock or a truncation.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from deltashard_checkpoint.errors import UserError
 
 
 class NotPrivate(UserError):
-    """A file or directory that must be ours alone is a link, of another kind, or another user's."""
+    """A file or directory that must be private is a link, has the wrong type, or belongs to another user."""
 
 
 def _refused(path: Path, fault: str) -> NotPrivate:
     return NotPrivate(
         f"{path} {fault}",
         where="runtime directory",
-        remedy="remove it: it is made again, with the right owner",
+        remedy="remove it: deltashard creates it again with the right owner",
     )
 
 
 def open_private(path: Path, flags: int, mode: int = 0o600, *, owned: bool = True) -> int:
-    """Open a regular file by its own name, closed at exec; `owned`: it must be this user's.
+    """Open a regular file without following links, close-on-exec; with `owned`, this user must own it.
 
     Raises:
-        NotPrivate: it is a link, has a second name, is no regular file, or is another user's.
+        NotPrivate: it is a link, has a second hard link, is not a regular file, or belongs to another user.
         OSError: as `os.open`.
     """
     try:
@@ -56,7 +56,7 @@ def open_private(path: Path, flags: int, mode: int = 0o600, *, owned: bool = Tru
 
 
 def write_private(path: Path, text: str, mode: int = 0o600) -> None:
-    """Replace a file, atomically; whatever has its name is not followed."""
+    """Replace a file atomically; a link at `path` is replaced, not followed."""
     temporary = path.with_name(f"{path.name}.new")
     temporary.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -66,11 +66,11 @@ def write_private(path: Path, text: str, mode: int = 0o600) -> None:
 
 
 def private_dir(path: Path) -> None:
-    """Make a directory that only this user may enter, and its parents, or insist that it is one.
+    """Create a directory with mode 0700 and its parents, or check that an existing one is this user's.
 
     Raises:
-        NotPrivate: it is a link, no directory, or another user's.
-        OSError: it cannot be made.
+        NotPrivate: it is a link, is not a directory, or belongs to another user.
+        OSError: it cannot be created.
     """
     try:
         path.mkdir(mode=0o700, parents=True)

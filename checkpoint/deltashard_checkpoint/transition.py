@@ -1,7 +1,7 @@
-"""Transition tables as data: what may happen in which state, and the page of the reference that shows it. Pure.
+"""State machines as transition tables, and their rendering as a reference page. Pure.
 
-A table says for every state which events may happen and where they lead. An event that a state does not list is a bug
-of ours (`IllegalEvent`), never silently ignored.
+A table lists the legal events of every state and the resulting states. Any other event is a bug (`IllegalEvent`) and
+is never ignored.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ E = TypeVar("E", bound=Enum)
 
 
 class IllegalEvent(InternalBug):
-    """The table has no arrow for this event in this state."""
+    """The transition table does not allow this event in this state."""
 
 
 def after(table: Mapping[S, Mapping[E, S]], state: S, event: E, *, where: str) -> S:
-    """State after `event`; raises `IllegalEvent` when the table has no such arrow."""
+    """Return the state after `event`; raises `IllegalEvent` if the table has no such transition."""
     to = table[state].get(event)
     if to is None:
         raise IllegalEvent(f"{event.value!r} in state {state.value}", where=where)
@@ -29,9 +29,9 @@ def after(table: Mapping[S, Mapping[E, S]], state: S, event: E, *, where: str) -
 
 
 def page(title: str, source: str, table: Mapping[S, Mapping[E, S]], meaning: Mapping[E, str]) -> str:
-    """Page of the reference, in Markdown: a mermaid diagram of the table, and what its events mean.
+    """Return a Markdown page with a mermaid diagram of the table and the meaning of its events.
 
-    The table's first state is where a life begins; `source` is the module that the page is generated from.
+    The table's first state is the initial state; `source` is the module from which the page is generated.
     """
     lines = [
         f"# {title}",

@@ -1,11 +1,10 @@
-"""The words that all parts share: encodings, differentials, versions of the protocols, and their parsing.
+"""Names shared by all components: encodings, differentials and protocol versions, and their parsing.
 
-Policies, annotations, settings, arguments, frames and the pages made from them take their names from here, and this
-module imports nothing but the errors, so whoever needs a name does not load the codecs. What cannot import Python (the
-custom resources, the chart's schema, the comments of the protocol) is compared with it by
-`tests/unit/checkpoint/test_vocabulary.py`.
+Policies, annotations, settings, arguments, frames and generated pages take their names from this module. It imports
+only the errors, so that users of a name do not load the codecs. `tests/unit/checkpoint/test_vocabulary.py` compares it
+with the files that cannot import Python (custom resources, chart schema, protocol comments).
 
-Codes are part of the format: never renumbered, only added to.
+Codes are part of the format: add codes, never renumber them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from deltashard_checkpoint.errors import UserError
 
 
 class UnknownName(UserError):
-    """A name that stands for nothing here: an encoding, a differential."""
+    """The name of an encoding or a differential is unknown."""
 
 
 # Encodings of weights
@@ -26,17 +25,17 @@ class UnknownName(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """One way to store weight rows; `codecs.encoding` has the layout."""
+    """A storage encoding of weight rows; `codecs.encoding` defines its layout."""
 
     name: str
     code: int
-    """Number on the store, in a frame's header."""
+    """Number in a frame's header."""
     bits: int
     """Bits per value."""
     dtype: str | None
-    """Weight dtype held, for raw encodings; None for quantized ones."""
+    """Dtype of the stored weights for raw encodings; None for quantized ones."""
     scale_bytes: int
-    """Bytes of one scale, and of one bias."""
+    """Bytes of one scale and of one bias."""
 
     @property
     def quantized(self) -> bool:
@@ -64,22 +63,22 @@ ENCODINGS: Mapping[str, Encoding] = {
         Encoding(name="q2", code=8, bits=2, dtype=None, scale_bytes=2),
     )
 }
-"""Every encoding a frame may have, by name."""
+"""Every encoding that a frame may have, by name."""
 
 ENCODING_OF_CODE: Mapping[int, Encoding] = {e.code: e for e in ENCODINGS.values()}
-"""The same by their number on the store."""
+"""`ENCODINGS` by code."""
 
 ENCODING_CHOICES: tuple[str, ...] = tuple(name for name in ENCODINGS if name != "fp64")
-"""What a user may ask for. fp64 is no choice: it is how float64 tables are kept under fp32."""
+"""Encodings that a user may choose. fp64 is not one: it stores float64 tables under fp32."""
 
 BITS_CHOICES: Mapping[int, str] = {2: "q2", 3: "q3", 4: "q4", 8: "q8", 16: "bf16", 32: "fp32"}
-"""Bits of a stored weight, the other way to choose, and the encoding that is meant."""
+"""Bits per stored weight, the alternative way to choose, and the resulting encoding."""
 
 DEFAULT_ENCODING = "q8"
 
 
 def encoding_named(name: str) -> Encoding:
-    """The `Encoding` of that name; raises `UnknownName`."""
+    """Return the `Encoding` named `name`; raises `UnknownName`."""
     encoding = ENCODINGS.get(name)
     if encoding is None:
         raise UnknownName(f"unknown encoding {name!r}", remedy=f"one of {', '.join(ENCODINGS)}")
@@ -87,7 +86,7 @@ def encoding_named(name: str) -> Encoding:
 
 
 def bits_of(name: str) -> int | None:
-    """Bits of a weight under the encoding of that name; None for a name of another version's."""
+    """Return the bits per weight of the named encoding; None if this version does not know the name."""
     encoding = ENCODINGS.get(name)
     return None if encoding is None else encoding.bits
 
@@ -96,12 +95,12 @@ def bits_of(name: str) -> int | None:
 
 StateEncoding = Literal["fp32", "bf16"]
 STATE_ENCODINGS: tuple[StateEncoding, ...] = get_args(StateEncoding)
-"""fp32 keeps all state as it is; bf16 narrows point-wise float32 fields, never row-wise ones."""
+"""fp32 stores all state unchanged; bf16 narrows point-wise float32 fields, never row-wise ones."""
 DEFAULT_STATE_ENCODING: StateEncoding = "fp32"
 
 
 def stored_state_dtype(state_encoding: str, *, pointwise: bool, dtype: str) -> str:
-    """The dtype a field of optimizer state is stored in; raises `UnknownName`."""
+    """Return the dtype in which an optimizer-state field is stored; raises `UnknownName`."""
     if state_encoding not in STATE_ENCODINGS:
         raise UnknownName(
             f"unknown state encoding {state_encoding!r}", remedy=f"one of {', '.join(STATE_ENCODINGS)}"
@@ -109,17 +108,17 @@ def stored_state_dtype(state_encoding: str, *, pointwise: bool, dtype: str) -> s
     return "bfloat16" if state_encoding == "bf16" and pointwise and dtype == "float32" else dtype
 
 
-# Differentials: which rows a save holds (`write.differential` is what they mean)
+# Differentials: the rows that a save contains (`write.differential` defines them)
 
 Differential = Literal["full", "one-shot", "consecutive", "intermittent"]
 DIFFERENTIALS: tuple[Differential, ...] = get_args(Differential)
 DEFAULT_DIFFERENTIAL: Differential = "intermittent"
 COVERS_NEWEST: frozenset[str] = frozenset(("consecutive", "full"))
-"""Under these the next delta, if any, covers the newest checkpoint."""
+"""Under these differentials a following delta covers the newest checkpoint."""
 
 
 def differential_named(name: str) -> Differential:
-    """The differential of that name; raises `UnknownName`."""
+    """Return the differential named `name`; raises `UnknownName`."""
     for differential in DIFFERENTIALS:
         if differential == name:
             return differential
@@ -131,7 +130,7 @@ def differential_named(name: str) -> Differential:
 BITS_RULES = ("budget", "check-n-run")
 NO_BITS_RULE = "fixed"
 BITS_GOALS = ("", *BITS_RULES, NO_BITS_RULE)
-"""Nothing and fixed: bits are not chosen. In a directive, nothing keeps what the pod was started with."""
+"""Empty and "fixed": bits are not chosen. In a directive, empty keeps the pod's start-up setting."""
 
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -140,19 +139,19 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "state_encoding": STATE_ENCODINGS,
     "differential": DIFFERENTIALS,
 }
-"""Setting -> the words it takes."""
+"""Setting -> its allowed values."""
 
 # Versions of the protocols
 
 
 class ProtocolVersions(NamedTuple):
-    """The versions that this side of a protocol speaks, both ends inclusive."""
+    """The protocol versions that this side supports, both ends inclusive."""
 
     least: int
     most: int
 
     def common(self, least: int, most: int) -> int | None:
-        """The newest version that a peer of versions `least` to `most` speaks too; None: there is none."""
+        """Return the newest version shared with a peer that supports `least` to `most`, or None."""
         newest = min(self.most, most)
         return newest if newest >= max(self.least, least) else None
 
@@ -164,22 +163,22 @@ FLEET_PROTOCOL = ProtocolVersions(1, 1)
 
 
 ONE_RUN, RUN_PER_POD = "one", "per-pod"
-"""What a workload's pods train: ranks of one run, or each numbered pod a run of its own."""
+"""What a workload's pods train: ranks of one run, or a separate run per numbered pod."""
 
 
-# Names in a commit's metadata that are ours
+# Metadata keys of a commit that deltashard reserves
 
 PLS_KEY = "deltashard/pls"
-"""The run's portion of lost samples; there once a recovery was partial."""
+"""The run's portion of lost samples; present after a partial recovery."""
 RECOVERIES_KEY = "deltashard/partial-recoveries"
-"""How many recoveries were."""
+"""Number of partial recoveries."""
 INCREMENTS_KEY = "deltashard/increments"
-"""Of a delta over a baseline: which one, and the sizes of the increments before it (`write.differential`)."""
+"""For a delta over a baseline: the baseline and the sizes of the preceding increments (`write.differential`)."""
 ORDERS_KEY = "deltashard/orders"
-"""Ids of the saves that were ordered and that it carries out, with spaces between."""
+"""Space-separated ids of the save orders that this commit fulfils."""
 PRECISION_KEY = "deltashard/precision"
-"""The coarsest encodings that a row of the checkpoint may be stored with (`write.precision`)."""
+"""The coarsest encodings in which a row of the checkpoint may be stored (`write.precision`)."""
 INCONSISTENT_KEY = "deltashard/inconsistent"
-"""Checkpoints before this one ("seq:4,seq:5") in which rows were found that are not those of their step."""
+"""Earlier checkpoints ("seq:4,seq:5") in which rows of another step were found."""
 LINEAGE_KEY = "deltashard/lineage"
-"""Of a run under partial recovery, in every commit."""
+"""Present in every commit of a run under partial recovery."""

@@ -1,1 +1,1 @@
-"""Packs on the local disk: being filled, and kept for the next restore."""
+"""Packs on the local disk: being filled, or kept for the next restore."""

@@ -1,12 +1,12 @@
-"""Directories of pack caches, side by side in one parent: each has one owner, and those of ended runs make room.
+"""Directories of pack caches under a common parent: each has one owner, and unused ones are evicted.
 
-A directory belongs to the process that holds the POSIX record lock of its `LOCK`. On a machine where many runs come and
-go each has a directory of its own, named by its run, and nobody comes back for most of them. So whoever owns one may
-`sweep`: together they keep to a budget, and the runs whose packs were used longest ago go first, whole. A directory
-whose lock is held is counted and left alone: its sidecar lives, and may hold packs there that the store has not yet.
+The owner of a directory holds the POSIX record lock on its `LOCK` file. On a machine with many short runs each run has
+its own directory, and most of them are never used again. So every owner may `sweep`: all directories together stay
+within a byte budget, and the least recently used runs are removed first, as a whole. A locked directory counts, but is
+kept: its sidecar is alive and may hold packs that are not yet in the store.
 
-IMPORTANT: a directory goes by a rename under its lock, and is emptied under its new name. An owner that opened `LOCK`
-just before finds, once it has the lock, that the path leads to another file by now, and begins again; so nobody ever
+IMPORTANT: the sweeper renames a directory under its lock and empties it under the new name. An owner that opened `LOCK`
+just before compares the path with its descriptor once it holds the lock, and retries if they differ. So no process
 works in a directory that is being emptied.
 """
 
@@ -24,24 +24,24 @@ from pathlib import Path
 from deltashard_checkpoint.cache.pack_spool import CacheUnusable, disk_error
 
 ACQUIRE_WAIT_S = 5.0
-"""So long a new owner waits for one that is about to let go, a sweeper for instance."""
+"""How long a new owner waits for another process, such as a sweeper, to release the lock."""
 _LOCK = "LOCK"
 SUFFIXES = (".pack", ".spool")
-"""Of the files of a pack cache: whole, and being filled."""
-_owned: set[Path] = set()  # a record lock does not exclude its own process
+"""Suffixes of a pack cache's files: complete, and being filled."""
+_owned: set[Path] = set()  # a record lock does not exclude other holders in the same process
 _owned_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepResult:
-    """What one sweep did."""
+    """The number of runs and bytes that a sweep removed."""
 
     runs: int
     bytes: int
 
 
 def acquire(directory: Path, *, wait_s: float = ACQUIRE_WAIT_S) -> int:
-    """Take a directory, created if missing: the descriptor that `release_lock` closes; raises `CacheUnusable`."""
+    """Lock a directory, created if missing. Returns the descriptor for `release_lock`; raises `CacheUnusable`."""
     until = time.monotonic() + wait_s
     while (fd := _try_acquire(directory)) is None:
         if time.monotonic() >= until:
@@ -51,7 +51,7 @@ def acquire(directory: Path, *, wait_s: float = ACQUIRE_WAIT_S) -> int:
 
 
 def release_lock(directory: Path, fd: int) -> None:
-    """Give it up; its packs stay for the next owner. Without effect when `fd` is -1."""
+    """Release the lock; the packs stay for the next owner. Only forgets the directory when `fd` is -1."""
     with _owned_lock:
         if fd >= 0:
             os.close(fd)
@@ -59,7 +59,7 @@ def release_lock(directory: Path, fd: int) -> None:
 
 
 def is_held(directory: Path, fd: int) -> bool:
-    """Whether `fd` is the lock of the directory that is there now."""
+    """Whether `fd` is the lock file of the directory that exists now."""
     try:
         return os.path.samestat((directory / _LOCK).lstat(), os.fstat(fd))
     except OSError:
@@ -67,11 +67,11 @@ def is_held(directory: Path, fd: int) -> bool:
 
 
 def sweep(mine: Path, *, budget_bytes: int) -> SweepResult:
-    """Remove caches beside `mine`, least recently used runs first, until all keep to the budget or are in use."""
+    """Remove unlocked caches next to `mine`, least recently used runs first, until all fit within the budget."""
     found: list[tuple[float, Path, int]] = []
     total_bytes = runs = freed_bytes = 0
     for lock in mine.parent.glob(f"*/{_LOCK}"):
-        with suppress(OSError):  # another sweeper was faster, or it is not ours to read
+        with suppress(OSError):  # removed by another sweeper, or not readable
             measured = _measure(lock.parent)
             if measured is None:
                 continue
@@ -98,25 +98,25 @@ def _owned_elsewhere(directory: Path) -> CacheUnusable:
 
 
 def _try_acquire(directory: Path) -> int | None:
-    """The descriptor of the held lock; None when another process holds it just now."""
+    """Return the descriptor of the acquired lock, or None if another process holds it now."""
     path = directory / _LOCK
     with _owned_lock:
-        # Looked at before the file is opened: closing any descriptor of it would drop the first owner's lock.
+        # Check before opening the file: closing any descriptor of it would release this process' existing lock.
         if directory.resolve() in _owned:
             raise _owned_elsewhere(directory)
         try:
-            with suppress(FileExistsError):  # `exist_ok` looks again, and raises when it was swept meanwhile
+            with suppress(FileExistsError):  # `exist_ok` raises if the directory was just swept
                 directory.mkdir(parents=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
-        except FileNotFoundError:  # swept between the two
+        except FileNotFoundError:  # swept between mkdir and open
             return None
         except OSError as error:
             raise disk_error(error, directory) from error
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.stat().st_ino != os.fstat(fd).st_ino:  # swept before the lock was ours
+            if path.stat().st_ino != os.fstat(fd).st_ino:  # swept before the lock was acquired
                 raise FileNotFoundError(path)
-            os.utime(fd)  # in use, if only for reading
+            os.utime(fd)  # marks the run as used even if it only reads
         except OSError:
             os.close(fd)
             return None
@@ -125,7 +125,7 @@ def _try_acquire(directory: Path) -> int | None:
 
 
 def _measure(directory: Path) -> tuple[float, int] | None:
-    """(time of the last use, bytes); None for what is no pack cache."""
+    """Return (time of the last use, bytes), or None if the directory is not a pack cache."""
     if directory.is_symlink():
         return None
     used_s, size_bytes = 0.0, 0
@@ -139,7 +139,7 @@ def _measure(directory: Path) -> tuple[float, int] | None:
 
 
 def _remove(directory: Path) -> bool:
-    """Remove a cache that nobody owns; False when somebody does, or it cannot be removed."""
+    """Remove a cache without an owner. Returns False if it has one or cannot be removed."""
     with _owned_lock:
         if directory.resolve() in _owned:
             return False
@@ -149,18 +149,18 @@ def _remove(directory: Path) -> bool:
             return False
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            aside = directory.with_name(f"{directory.name[:64]}~{secrets.token_hex(4)}")
-            directory.rename(aside)
+            renamed = directory.with_name(f"{directory.name[:64]}~{secrets.token_hex(4)}")
+            directory.rename(renamed)
         except OSError:
             return False
         finally:
             os.close(fd)
     try:
-        for path in [*aside.iterdir()]:
-            if path.name != _LOCK:  # last: killed in between, it is still known for what it is
+        for path in [*renamed.iterdir()]:
+            if path.name != _LOCK:  # removed last: after a kill the remainder is still recognised as a cache
                 path.unlink(missing_ok=True)
-        (aside / _LOCK).unlink(missing_ok=True)
-        aside.rmdir()
+        (renamed / _LOCK).unlink(missing_ok=True)
+        renamed.rmdir()
     except OSError:
         return False
     return True

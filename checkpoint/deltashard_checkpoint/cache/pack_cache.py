@@ -1,15 +1,15 @@
-"""The local cache of packs: a directory under a byte budget, least recently used packs evicted first.
+"""Local pack cache: a directory with a byte budget and LRU eviction.
 
-Every pack this process writes is spooled here, uploaded from here, and stays here as long as there is room, so that a
-restarted container restores without the store. One file a pack, named by the hash of its store key:
+This process spools every pack into the cache, uploads it from there and keeps it while there is room, so a restarted
+container restores without the store. Each pack is one file, named by the hash of its store key:
 
-    LOCK             POSIX record lock of the one owner (`cache_dir`)
-    {hash}.spool     being filled; debris of a dead owner is removed at start
-    {hash}.pack      whole
+    LOCK             POSIX record lock of the owner (`cache_dir`)
+    {hash}.spool     being filled; leftovers of a dead owner are removed at start
+    {hash}.pack      complete
 
-The cache is a convenience and never an authority: it survives a restart and trusts nothing of what it finds, because
-whoever reads a frame from it checks the frame's hash and calls `drop` when it is wrong. Pinned packs (being filled or
-uploaded) are never evicted; when pins alone fill the budget, `create` waits for an upload to end, under a deadline.
+The cache survives a restart and is not authoritative: readers verify the hash of every frame and call `drop` for a
+bad pack. Pinned packs (being filled or uploaded) are never evicted. If pinned packs alone fill the budget,
+`create_all` waits for an upload to end, with a deadline.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class _Entry:
 
 
 class PackCache:
-    """The packs in `directory`, together at most `budget_bytes`. Safe to use from any thread."""
+    """The packs in `directory`, at most `budget_bytes` in total. Thread-safe."""
 
     def __init__(
         self, directory: Path, *, budget_bytes: int, removed: Callable[[], None] = lambda: None
     ) -> None:
-        """Take the directory (created if missing); raises `CacheUnusable` when another process owns it.
+        """Lock the directory (created if missing); raises `CacheUnusable` if another process owns it.
 
-        `removed` is called when somebody removed the directory meanwhile: it is made again, and empty.
+        `removed` is called after the directory was removed externally and has been created again, empty.
         """
         self.directory = directory
         self._removed = removed
@@ -65,12 +65,12 @@ class PackCache:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all packs, those being filled counted at their full capacity."""
+        """Bytes of all packs; a pack being filled counts with its full capacity."""
         with self._changed:
             return self._used_bytes
 
     def create(self, key: str, *, capacity_bytes: int) -> PackSpool:
-        """A new pinned pack file for `key`, if there is room now; as `create_all` makes several."""
+        """Create a pinned pack file for `key` without waiting; see `create_all`."""
         return self.create_all([key], capacity_bytes=capacity_bytes)[0]
 
     def create_all(
@@ -81,11 +81,11 @@ class PackCache:
         wait_s: float = 0.0,
         stopped: Callable[[], bool] = lambda: False,
     ) -> list[PackSpool]:
-        """New pinned pack files, with `capacity_bytes` of the budget set aside for each: all of them, or none.
+        """Create pinned pack files, each with a reserved capacity of `capacity_bytes`: all of them or none.
 
-        Evicts as needed; where pins leave no room, waits up to `wait_s` for one to end (or for `stopped()`, looked at
-        after `wake`). Who waits must hold no pack that is being filled: writers could wait for one another. Raises
-        `CacheFull`.
+        Evicts as needed. If pinned packs leave no room, waits up to `wait_s` for an upload to end, or until `stopped()`
+        (checked after `wake`). The caller must not hold a pack that is being filled: writers could deadlock.
+        Raises `CacheFull`.
         """
         names = [_name(key) for key in keys]
         wanted = capacity_bytes * len(keys)
@@ -99,7 +99,7 @@ class PackCache:
                     raise CacheFull(
                         f"the cache budget of {self.budget_bytes} bytes is full of packs that are not uploaded yet",
                         where=str(self.directory),
-                        remedy="is the store reachable? A larger cache budget bridges longer outages",
+                        remedy="check that the store is reachable; a larger cache budget bridges longer outages",
                     )
                 self._changed.wait(left)
             self._entries |= {name: _Entry(capacity_bytes, 1) for name in names}
@@ -129,7 +129,7 @@ class PackCache:
         return PackSpool(key=key, path=path, fd=fd, capacity_bytes=capacity_bytes, make_room=self._make_room)
 
     def seal(self, spool: PackSpool) -> None:
-        """The pack is whole: give it its final name and size. It stays pinned until `unpin`."""
+        """Give a complete pack its final name and size. It stays pinned until `unpin`."""
         spool.close()
         path = self._path(spool.key)
         with self._changed:
@@ -146,13 +146,13 @@ class PackCache:
             self._changed.notify_all()
 
     def discard(self, spool: PackSpool) -> None:
-        """Give up a pack, sealed or not: its files and its place go. No writes to it may be under way."""
+        """Abandon a pack, sealed or not, and delete its files. No write to it may be in progress."""
         with contextlib.suppress(CacheUnusable, CacheFull):
             spool.close()
         self.drop(spool.key)
 
     def unpin(self, key: str) -> None:
-        """The pack is safe in the store: from now on it may be evicted."""
+        """Allow eviction of a pack that is now in the store."""
         with self._changed:
             entry = self._entries.get(_name(key))
             if entry is not None:
@@ -161,7 +161,7 @@ class PackCache:
                 self._changed.notify_all()
 
     def drop(self, key: str) -> None:
-        """Forget a pack and delete its file, pinned or not (its bytes were found wrong, or its cut was given up)."""
+        """Remove a pack and its file, pinned or not (its bytes are wrong, or its snapshot was abandoned)."""
         with self._changed:
             self._forget(_name(key))
             for suffix in cache_dir.SUFFIXES:
@@ -172,7 +172,7 @@ class PackCache:
             return _name(key) in self._entries
 
     def bytes_of(self, key: str) -> int:
-        """Bytes of a whole pack that is here; 0 for one that is not, or is being filled."""
+        """Return the bytes of a cached pack (the capacity while it is being filled); 0 if it is not cached."""
         name = _name(key)
         with self._changed:
             entry = self._entries.get(name)
@@ -184,7 +184,7 @@ class PackCache:
 
     @contextmanager
     def mapped(self, key: str) -> Iterator[memoryview]:
-        """A read-only mapping of a sealed pack; raises `CacheUnusable` when its file is gone."""
+        """Map a sealed pack read-only; raises `CacheUnusable` if its file is missing."""
         path = self._path(key)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -198,27 +198,27 @@ class PackCache:
         try:
             yield view
         finally:
-            # The traceback of a put that failed may still hold slices: then the mapping goes when that does. Raising
-            # here would hide why the put failed.
+            # The traceback of a failed put may still hold slices, which then keep the mapping alive. Raising here
+            # would hide why the put failed.
             with contextlib.suppress(BufferError):
                 view.release()
                 mapping.close()
 
     def read_into(self, key: str, offset: int, out: memoryview) -> bool:
-        """Fill `out` from the cached pack; False when it is not there or too short. The bytes are not verified."""
+        """Fill `out` from a cached pack. Returns False if it is missing or too short. Does not verify the bytes."""
         name = _name(key)
         with self._changed:
             if name not in self._entries:
                 return False
             recent = next(reversed(self._entries)) == name
             self._entries.move_to_end(name)
-            try:  # once opened, eviction cannot take the bytes away
+            try:  # an open file stays readable after eviction
                 fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
             except OSError:
                 return False
         try:
             if not recent:
-                os.utime(fd)  # the order survives a restart
+                os.utime(fd)  # keeps the LRU order across restarts
             while out:
                 n = os.preadv(fd, [out], offset)
                 if n == 0:
@@ -259,10 +259,10 @@ class PackCache:
             self._evict(self.budget_bytes)
 
     def _reacquire(self) -> None:
-        """The directory was removed: make and own it again; of its packs only those in use are still counted."""
+        """Create and lock the removed directory again; only pinned packs stay accounted for."""
         with self._changed:
             if cache_dir.is_held(self.directory, self._lock_fd):
-                return  # another thread was faster
+                return  # another thread already did it
             cache_dir.release_lock(self.directory, self._lock_fd)
             self._lock_fd = -1
             self._lock_fd = cache_dir.acquire(self.directory)
@@ -272,7 +272,7 @@ class PackCache:
         self._removed()
 
     def _evict(self, down_to_bytes: int) -> bool:
-        """Evict unpinned packs, oldest first, until at most `down_to_bytes` are used; whether that was reached."""
+        """Evict unpinned packs, oldest first, down to `down_to_bytes`. Returns whether that was reached."""
         if self._used_bytes > down_to_bytes:
             for name in [name for name, entry in self._entries.items() if not entry.pins]:
                 self._used_bytes -= self._entries.pop(name).bytes
@@ -282,7 +282,7 @@ class PackCache:
         return self._used_bytes <= down_to_bytes
 
     def _make_room(self) -> bool:
-        """The disk is full before the budget is: evict one pack; False when there is none."""
+        """Evict one pack because the disk is full before the budget is. Returns False if none can be evicted."""
         with self._changed:
             before = len(self._entries)
             self._evict(self._used_bytes - 1)

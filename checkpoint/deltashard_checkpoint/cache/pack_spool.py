@@ -1,9 +1,8 @@
-"""Pack files while they are being filled: reserve a place, write at it from any thread, seal when full.
+"""Pack files being filled: reserve a range, write it from any thread, seal the file when it is full.
 
-A pack is frames one after another, each at a multiple of 64 bytes, without header or trailer: a frame's own header is
-enough to walk it. On this machine a pack is a file in the cache directory (see `pack_cache`); it is uploaded from a
-mapping of that file, whose bytes no longer change, and then stays there as the local cache. Nothing of it lives on the
-heap.
+A pack is a sequence of frames, each at a multiple of 64 bytes, without header or trailer: the frame headers suffice to
+walk it. Locally a pack is a file in the cache directory (see `pack_cache`). It is uploaded from a read-only mapping of
+that file and then remains as the local cache. Its bytes are never copied to the heap.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from deltashard_proto.cause import Cause
 from deltashard_checkpoint.errors import EnvironmentFault, InternalBug
 
 PACK_BYTES = 64 << 20
-"""A pack is sealed when the next frame would make it larger: one PUT, no multipart debris."""
+"""A pack is sealed when the next frame would exceed this size: one PUT, no multipart leftovers."""
 MAX_PACK_BYTES = 1 << 32
-"""What a reader accepts: far above what is written, far below overflow."""
+"""Upper bound that a reader accepts: far above what is written, far below overflow."""
 ALIGN = 64
 
 _NO_SPACE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class CacheFull(EnvironmentFault):
-    """The cache directory's disk or byte budget has no room that could be made by evicting."""
+    """The cache's disk or byte budget is full, and eviction cannot make room."""
 
     cause = Cause.UNAVAILABLE
 
 
 class CacheUnusable(EnvironmentFault):
-    """The cache directory cannot be used: owned by another process, or its file system fails."""
+    """The cache directory is unusable: another process owns it, or its file system fails."""
 
 
 def disk_error(error: OSError, path: Path) -> EnvironmentFault:
-    """The named error for a failed file operation in the cache directory."""
+    """Return the error for a failed file operation in the cache directory."""
     if error.errno in _NO_SPACE_ERRNOS:
         return CacheFull(
             f"no room on the cache disk ({error.strerror})",
@@ -51,7 +50,7 @@ def disk_error(error: OSError, path: Path) -> EnvironmentFault:
 
 
 class PackSpool:
-    """One pack file being filled; created by `PackCache.create`. `reserve` is the caller's to serialise."""
+    """One pack file being filled, created by `PackCache.create`. Callers must serialise `reserve`."""
 
     def __init__(
         self, *, key: str, path: Path, fd: int, capacity_bytes: int, make_room: Callable[[], bool]
@@ -65,21 +64,21 @@ class PackSpool:
         self._closing = threading.Lock()
 
     def fits(self, length: int) -> bool:
-        """Whether there is a place of `length` bytes (rounded up to 64)."""
+        """Whether `length` bytes (rounded up to 64) fit."""
         return self._end(length) <= self.capacity_bytes
 
     def _end(self, length: int) -> int:
         return self.size_bytes + -(-length // ALIGN) * ALIGN
 
     def reserve(self, length: int) -> int:
-        """Offset of a fresh place of `length` bytes (rounded up to 64), which must fit."""
+        """Reserve `length` bytes (rounded up to 64), which must fit. Returns their offset."""
         if not self.fits(length):
             raise InternalBug(f"no place for {length} bytes", where=str(self.path))
         offset, self.size_bytes = self.size_bytes, self._end(length)
         return offset
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write `data` at a reserved offset; from any thread. On a full disk others' packs are evicted first.
+        """Write `data` at a reserved offset, from any thread. A full disk evicts other packs first.
 
         Raises `CacheFull`, or `CacheUnusable` for any other failure of the disk.
         """
@@ -95,9 +94,9 @@ class PackSpool:
             offset += written
 
     def close(self) -> None:
-        """Set the file's final size and close it; no more writes may be under way. Idempotent.
+        """Set the file's final size and close it. No write may be in progress. Idempotent.
 
-        No fsync: the store is the authority, and every frame read from the cache is hash-checked.
+        No fsync: the store is authoritative, and every frame read from the cache is verified by its hash.
         """
         with self._closing:
             fd, self._fd = self._fd, -1

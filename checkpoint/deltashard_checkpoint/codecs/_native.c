@@ -1,14 +1,14 @@
-/* Native kernels of the codecs: optional, called through ctypes (which releases the GIL), equal bit for bit to
- * numpy_kernel.py, which is their specification.
+/* Native kernels of the codecs: optional, called through ctypes (which releases the GIL). numpy_kernel.py is their
+ * specification; results are bit-identical.
  *
- * One body, compiled three times: this file includes itself under `#pragma GCC target`, for AVX-512, for AVX2 and for
- * whatever the compiler targets by default (aarch64 has only that one). `DS_NAME` tells the copies apart, `ds_isa`
- * chooses at load time. Everything is written with vectors of 16 floats; the compiler splits them where registers are
- * narrower. Rows are the lanes of the range searches: sixteen rows are transposed into a tile, so that all sums of a
- * pass stay in registers and none is ever reduced across lanes.
+ * One body is compiled three times: this file includes itself under `#pragma GCC target`, for AVX-512, for AVX2 and for
+ * the compiler's default target (the only copy on aarch64). `DS_NAME` names the copies, `ds_isa` selects one at load
+ * time. The code uses vectors of 16 floats; the compiler splits them if registers are narrower. Range searches map rows
+ * to lanes: sixteen rows are transposed into a tile, so all sums of a pass stay in registers, without reductions across
+ * lanes.
  *
- * Rules that keep all copies equal: no contraction (-ffp-contract=off in setup.py and below), sums in column order,
- * the one fused multiply-add is __builtin_fmaf, `x > y ? x : y` with the operands in the reference's order (NaN).
+ * Rules that keep all copies bit-identical: no contraction (-ffp-contract=off in setup.py and below), sums in column
+ * order, __builtin_fmaf for the only fused multiply-add, `x > y ? x : y` with the reference's operand order (NaN).
  */
 #ifndef DS_BODY
 
@@ -22,14 +22,14 @@
 #endif
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "the format is little-endian; numpy serves elsewhere"
+#error "the format is little-endian; use the numpy kernels on this machine"
 #endif
 
 #define ABI 3
 #define LANES 16
 #define MAGIC 12582912.0f /* 1.5 * 2**23: adding it rounds to an integer, ties to even */
 #define AROUND_FROM (1 << 19) /* bytes: a frame has up to 1 MiB of weights */
-#define AHEAD 16 /* rows: a chosen row is asked for so long before it is needed, for memory is far away */
+#define AHEAD 16 /* rows: prefetch distance of selected rows */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(64)));
@@ -95,7 +95,7 @@ static uint16_t bfloat_bits(float x) {
 /* ---- dispatch ---- */
 static int level;
 
-/* Takes the best copy this machine runs, but none above `most`; returns its level (0 default, 1 AVX2, 2 AVX-512). */
+/* Selects the best supported copy, at most level `most`; returns its level (0 default, 1 AVX2, 2 AVX-512). */
 int ds_isa(int most) {
     level = 0;
 #ifdef DS_X86
@@ -271,7 +271,7 @@ INLINE vf vmin(vf a, vf b) { return pick(a < b, a, b); }
 #endif
 INLINE vf rounded(vf x) { return (x + splat(MAGIC)) - splat(MAGIC); }
 
-/* The first `some` < 16 values, the rest filled with `fill`. */
+/* Loads the first `some` < 16 values and fills the rest with `fill`. */
 INLINE vf load_some(const float *p, int64_t some, float fill) {
     float t[LANES];
     for (int l = 0; l < LANES; l++) t[l] = fill;
@@ -335,7 +335,7 @@ INLINE void row_block_ranges(const float *x, int64_t d, int live, float *lo, flo
             sum += v;
         }
     }
-    /* Comparisons drop NaNs, a sum never does: only if it is one (or infinities met) look for them row by row. */
+    /* Comparisons drop NaNs, a sum keeps them: search row by row only if the sum is NaN (or infinities cancelled). */
     vi odd = sum != sum;
     int64_t w[8], seen = 0;
     memcpy(w, &odd, sizeof w);
@@ -346,7 +346,7 @@ INLINE void row_block_ranges(const float *x, int64_t d, int live, float *lo, flo
                 if (x[r * d + j] != x[r * d + j]) a[r] = b[r] = splat(NAN);
     MERGE(vmin, a);
     MERGE(vmax, b);
-    a[0] += splat(0.0f); /* -0 as 0, whichever the tournament met first */
+    a[0] += splat(0.0f); /* -0 as 0, independent of the tournament's order */
     b[0] += splat(0.0f);
     memcpy(lo, &a[0], (size_t)live * 4);
     memcpy(hi, &b[0], (size_t)live * 4);
@@ -383,7 +383,7 @@ INLINE vb64 narrow(const vi c[4]) {
 #endif
 }
 
-/* 64 codes, one a byte, into 8 * bits bytes. */
+/* Packs 64 codes, one per byte, into 8 * bits bytes. */
 INLINE void pack_block(vb64 c, int bits, uint8_t *out) {
     if (bits == 8) {
         memcpy(out, &c, 64);
@@ -428,7 +428,7 @@ INLINE vf half_round(vf x, uint16_t bits[LANES]) {
 #endif
 }
 
-/* Scales, biases and inverses of 16 rows from their ranges; how many of the first `live` are special. */
+/* Computes scales, biases and inverses of 16 rows from their ranges; counts special rows among the first `live`. */
 INLINE int row_pairs(vf a, vf b, int bits, float unit, int live, vf *bias, vf *inverse, float *units, void *scales,
                      void *biases) {
     const vf zero = splat(0.0f), one = splat(1.0f), largest = splat(3.4028234663852886e38f);
@@ -499,7 +499,7 @@ INLINE int64_t encode_as(const float *x, int64_t n, int64_t d, const int bits, f
         const float *block = x + i * d;
         if (!given) row_block_ranges(block, d, live, lo + i, hi + i);
         vf bias, inverse;
-        float bias_of[LANES], inverse_of[LANES], unit_of[LANES]; /* the last of 8 bits only */
+        float bias_of[LANES], inverse_of[LANES], unit_of[LANES]; /* unit_of: 8 bits only */
         special += row_pairs(load_some(lo + i, live, 0.0f), load_some(hi + i, live, 0.0f), bits, unit, live, &bias, &inverse,
                              unit_of, (char *)scales + i * word, (char *)biases + i * word);
         memcpy(bias_of, &bias, sizeof bias);
@@ -513,7 +513,7 @@ INLINE int64_t encode_as(const float *x, int64_t n, int64_t d, const int bits, f
                 float tail[64];
                 const float *q = p + j;
                 int some = d - j < 64 ? (int)(d - j) : 64;
-                /* Ranges are found faster than memory brings rows, codes are made slower: meanwhile ask for later rows. */
+                /* Ranges are bound by memory, codes by computation: prefetch later rows meanwhile. */
                 const char *ahead = (const char *)((uintptr_t)q + 2 * sizeof(vf) * (size_t)d);
                 if (some < 64 || __builtin_expect(tiny, 0)) {
                     ask_for(ahead, 4 * some);
@@ -549,7 +549,7 @@ INLINE int64_t encode_as(const float *x, int64_t n, int64_t d, const int bits, f
 
 static int64_t DS_NAME(encode)(const float *x, int64_t n, int64_t d, int bits, float unit, int given, float *lo,
                                float *hi, void *scales, void *biases, uint8_t *codes) {
-    switch (bits) { /* each with its width known to the compiler */
+    switch (bits) { /* makes the width a compile-time constant */
     case 2: return encode_as(x, n, d, 2, unit, given, lo, hi, scales, biases, codes);
     case 3: return encode_as(x, n, d, 3, unit, given, lo, hi, scales, biases, codes);
     case 4: return encode_as(x, n, d, 4, unit, given, lo, hi, scales, biases, codes);
@@ -619,7 +619,7 @@ static int DS_NAME(greedy)(const float *x, int64_t n, int64_t d, int bits, int b
     return 0;
 }
 
-/* One least-squares fit from each of `k` (1 or 2) ranges: what it explains of the squares, its scale and its bias. */
+/* One least-squares fit from each of `k` (1 or 2) ranges: explained squares, scale and bias. */
 INLINE void fit(const vf *tile, int64_t d, vf qmax, int k, const vf *low, const vf *scale, vf *gain, vf *slope, vf *base) {
     const vf zero = splat(0.0f), one = splat(1.0f), count = splat((float)d);
     vf inv[2], q1[2], q2[2], qv[2];
@@ -696,8 +696,8 @@ static int DS_NAME(refit)(const float *x, int64_t n, int64_t d, int bits, const 
     return 0;
 }
 
-/* Scattered rows of a model are not read again soon, and a line that is written whole need not be read first: large
- * scatters into aligned rows go around the caches (twice the speed into tables larger than those). */
+/* Scattered rows of a model are not read again soon, and a fully written cache line need not be read first. So large
+ * scatters into aligned rows use non-temporal stores (twice as fast for tables larger than the caches). */
 #if DS_LEVEL == 2
 #define DS_AROUND 1
 INLINE void write_around(char *p, vf v) { _mm512_stream_ps((float *)p, (__m512)v); }
@@ -822,7 +822,7 @@ static void DS_NAME(decode)(const uint8_t *codes, int64_t width, const void *sca
             }
         }
         if (first * bits & 7 || (store != AS_IS32 && store != AS_IS64 && store != AS_HALF && store != AS_BFLOAT)) {
-            /* A column range that starts inside a byte: rare, so one value at a time. */
+            /* A column range that starts inside a byte is rare: decode one value at a time. */
             for (int64_t j = 0; j < d; j++) {
                 int64_t bit = (first + j) * bits, at = bit >> 3;
                 uint32_t word = row[at];
@@ -840,7 +840,7 @@ static void DS_NAME(decode)(const uint8_t *codes, int64_t width, const void *sca
             continue;
         }
         const uint8_t *p = row + first * bits / 8;
-        /* Reading past a row's codes is fine while the section lasts. */
+        /* Reading past a row's codes is allowed up to the end of the section. */
         int64_t left = (n - i) * width - first * bits / 8;
         if (store == AS_IS32) {
             if (bits == 8)
@@ -873,14 +873,14 @@ static void DS_NAME(copy)(const char *values, int64_t from, char *out, int64_t s
     settle();
 }
 
-/* Row rows[i] to place i, or to places[i]: then both ends lie far apart, and lines that are written whole need not be read. */
+/* Copies row rows[i] to place i, or to places[i]: scattered reads and writes; full-line stores avoid reading the line. */
 static void DS_NAME(gather)(const char *values, int64_t stride, int64_t width, const int64_t *rows, int64_t n, char *out,
                             const int64_t *places) {
     const int whole = DS_AROUND && width % 64 == 0 && !((uintptr_t)out & 63);
     const int around = whole && (places || n * width >= AROUND_FROM);
     for (int64_t i = 0; i < n; i++) {
         if (i + AHEAD < n) {
-            /* Of narrow rows that are gathered in order several share a line. */
+            /* Several narrow rows gathered in order share a cache line. */
             if (width >= 64 || places) ask_for(values + rows[i + AHEAD] * stride, width);
             if (places && !around) __builtin_prefetch(out + places[i + AHEAD] * width, 1);
         }
@@ -896,7 +896,7 @@ static void DS_NAME(gather)(const char *values, int64_t stride, int64_t width, c
     settle();
 }
 
-/* Bit l: whether flags[l] has one of the bits of `mask`; 64 flags. */
+/* Returns bit l = (flags[l] has a bit of `mask`) for 64 flags. */
 INLINE uint64_t raised(const uint8_t *flags, uint8_t mask) {
 #if DS_LEVEL == 2
     return _mm512_test_epi8_mask(_mm512_loadu_si512(flags), _mm512_set1_epi8((char)mask));

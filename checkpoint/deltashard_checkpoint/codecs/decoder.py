@@ -1,8 +1,8 @@
-"""Sections in, rows out: decode, and decode fused with the scatter into a model's tensors.
+"""Decoding of row sections, optionally fused with the scatter into a model's tensors.
 
-`decode_scatter` writes decoded rows straight to where they belong, in the target's dtype, in one pass. It gives the
-same bits as `decode_rows` followed by a scatter. `scatter` does the same for optimizer-state fields. Nothing read from
-a store is trusted: section sizes and row positions are checked before the first byte is written.
+`decode_scatter` writes decoded rows directly to their target positions, in the target's dtype, in one pass. It gives
+the same bits as `decode_rows` followed by a scatter. `scatter` does the same for optimizer-state fields. Stored data is
+untrusted: section sizes and row positions are checked before the first byte is written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def decode_rows(  # noqa: PLR0913
     exceptions: Buffer = b"",
     dtype: str = "float32",
 ) -> Array:
-    """The rows of a frame's sections as a new [rows, columns] array of `dtype` (bfloat16 as uint16).
+    """Decode a frame's sections to a new [rows, columns] array of `dtype` (bfloat16 as uint16).
 
     Raises `EncodingError` for an unknown dtype, `CorruptObject` for sections of the wrong size.
     """
@@ -74,26 +74,26 @@ def decode_scatter(  # noqa: PLR0913
     columns: int | None = None,
     first_column: int = 0,
 ) -> None:
-    """out[rows[i], :] = decoded row i, columns [first_column, first_column + C), for every i with take[i].
+    """Set out[rows[i], :] to decoded row i, columns [first_column, first_column + C), for every i with take[i].
 
     Args:
-        encoding: of the sections.
-        scales: bytes of the frame's sections, as `encode_rows` wrote them (exactly their size); also `biases`, `codes`.
+        encoding: encoding of the sections.
+        scales: section bytes as written by `encode_rows`, of the exact size; likewise `biases` and `codes`.
         biases: see `scales`.
         codes: see `scales`.
-        exponent: of the frame.
+        exponent: exponent of the frame.
         out: target [R, C]: float32, float16, float64, or uint16 holding bfloat16 with `dtype="bfloat16"`. Each row
             must be contiguous; rows may be strided (a column range of a wider tensor).
         rows: int64 [n], position in `out` of each of the frame's n rows.
-        take: bool [n]; rows not taken are left alone and their positions may be anything. None: all.
+        take: bool [n]; other rows are not written, and their positions may have any value. None: all.
         exceptions: the frame's side list.
-        dtype: `out`'s dtype by name where the array cannot say it.
-        columns: columns of the frame where it is wider than `out`; None: C.
-        first_column: the frame's column that lands in out[:, 0].
+        dtype: name of `out`'s dtype if the array does not determine it.
+        columns: columns of the frame if it is wider than `out`; None: C.
+        first_column: the frame's column to write to out[:, 0].
 
     Raises:
         EncodingError: unknown dtype, or arguments of the wrong shape, dtype or layout.
-        CorruptObject: sections of the wrong size, or a row position outside `out`. Nothing has been written then.
+        CorruptObject: sections of the wrong size, or a row position outside `out`; then nothing was written.
     """
     name = dtype_name(out, dtype)
     chosen = _check_target(out, rows, take)
@@ -137,9 +137,9 @@ def scatter(
     values_dtype: str | None = None,
     dtype: str | None = None,
 ) -> None:
-    """out[rows[i]] = values[i] for every i with take[i]: optimizer-state fields, row-wise [n] or point-wise [n, C].
+    """Set out[rows[i]] = values[i] for every i with take[i]: optimizer state, row-wise [n] or point-wise [n, C].
 
-    Same dtype: the bytes are copied (any dtype). Different float dtypes are converted; bfloat16 travels as uint16 with
+    Equal dtypes are copied as bytes. Different float dtypes are converted; bfloat16 is passed as uint16 with
     `values_dtype="bfloat16"` (and `dtype="bfloat16"` for `out`). Raises like `decode_scatter`.
     """
     if values.ndim != out.ndim or values.ndim not in (1, 2) or values.shape[1:] != out.shape[1:]:
@@ -160,7 +160,7 @@ def scatter(
     if from_name != to_name:
         source = narrowed(widened(source, dtype_name(source, values_dtype)), dtype_name(target, dtype))
     if source.dtype != target.dtype:
-        raise EncodingError(f"values of {source.dtype} into {target.dtype}, both called {to_name}")
+        raise EncodingError(f"values of {source.dtype} into {target.dtype}, both named {to_name}")
     if source.size:
         _copy(np.ascontiguousarray(source), target, rows, chosen)
 
@@ -228,13 +228,13 @@ def _uncast(
 
 
 def _copy(values: Array, out: Array, rows: Rows, take: Take) -> None:
-    """Scatter rows of equal dtype as bytes; `values` rows are contiguous, perhaps strided apart."""
+    """Scatter rows of equal dtype as bytes; each row of `values` is contiguous, with any stride between rows."""
     k = kernel_choice.active()
     k.copy_scatter(_row_bytes(values), _row_bytes(out), rows, take)
 
 
 def _row_bytes(array: Array) -> npt.NDArray[np.uint8]:
-    """The rows of [n, C] as uint8 [n, C * itemsize]: the same memory, whatever the stride between rows."""
+    """View the rows of [n, C] as uint8 [n, C * itemsize], whatever the stride between rows."""
     width = array.shape[1] * array.itemsize
     column = array[:, :1].view(np.uint8) if array.itemsize > 1 else array[:, :1]
     return np.lib.stride_tricks.as_strided(column, (len(array), width), (array.strides[0], 1))

@@ -1,4 +1,4 @@
-"""Byte layouts of the encodings of weight rows (`vocabulary` has their names).
+"""Byte layouts of the weight encodings (`vocabulary` defines their names).
 
 A frame stores rows [n, D] as three sections of fixed size, each C-contiguous and little-endian:
 
@@ -10,18 +10,18 @@ A frame stores rows [n, D] as three sections of fixed size, each C-contiguous an
     q3                float16 [n]  float16 [n]  ceil(3 D / 8), value i in bits [3 i, 3 i + 3) of the row, low bits first
     q2                float16 [n]  float16 [n]  ceil(D / 4), first value in the low bits
 
-A value decodes as `code * (scale * 2**exponent) + (bias * 2**exponent)` in float32, rounded once (as torch's unpack
-does on every machine with a fused multiply-add), with one `exponent` per frame: 0 for all but q4, q3, q2, and normally
-0 there too. Rows over their plain range (`quantizer.PLAIN`) at exponent 0, reordered to `codes | scale | bias`, are
-the rows of `torch.ops.quantized.embedding_bag_{byte,4bit,2bit}_prepack`, bit for bit. q8 rows that span less than
-2**-14 are not: torch's epsilon spoils those.
+A value decodes as `code * (scale * 2**exponent) + (bias * 2**exponent)` in float32, rounded once (like torch's unpack
+on machines with a fused multiply-add). Each frame has one `exponent`: 0 except for q4, q3, q2, and normally 0 there,
+too. Rows quantized over their plain range (`quantizer.PLAIN`) at exponent 0, reordered to `codes | scale | bias`, equal
+the rows of `torch.ops.quantized.embedding_bag_{byte,4bit,2bit}_prepack` bit for bit, except q8 rows that span less than
+2**-14, where torch's epsilon causes large errors.
 
-Two kinds of row are not what that formula says, so that nothing ever decodes as garbage:
+Two kinds of row deviate from that formula, so that every row decodes correctly:
 
 * *Constant rows* of q4, q3, q2 whose value float16 cannot hold are stored exactly, in place: the scale is a float16
   NaN `0x7D00 | low byte`, the bias word holds the upper 16 bits of the float32 value, the first code byte bits 8..15.
-* *Exceptional rows* (NaN, Inf, or a magnitude the scale and bias cannot carry at the frame's exponent) are kept
-  losslessly in a side list, the `side_list` bytes of `quantizer.Encoded`, which override the sections on decode.
+* *Exceptional rows* (NaN, Inf, or a magnitude that scale and bias cannot represent at the frame's exponent) are stored
+  losslessly in a side list, `quantizer.Encoded.exceptions`, which overrides the sections on decode.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.vocabulary import ENCODINGS, Encoding
 
 MAX_COLUMNS = 1 << 20
-"""Widest row the codecs take; keeps every offset within a frame far from overflow."""
+"""Maximum columns per row; keeps every offset within a frame far from overflow."""
 
 DTYPES: dict[str, np.dtype[np.generic]] = {
     "float32": np.dtype(np.float32),
@@ -43,14 +43,14 @@ DTYPES: dict[str, np.dtype[np.generic]] = {
     "bfloat16": np.dtype(np.uint16),
     "float64": np.dtype(np.float64),
 }
-"""Weight dtypes by name, and the numpy dtype that carries them (numpy has no bfloat16: its bits as uint16)."""
+"""Weight dtypes by name, with the numpy dtype that carries them (numpy has no bfloat16: its bits as uint16)."""
 
 
 _RAW: dict[str, Encoding] = {e.dtype: e for e in ENCODINGS.values() if e.dtype is not None}
 
 
 class EncodingError(UserError):
-    """A dtype, shape or buffer that the codecs cannot take."""
+    """The codecs do not support this dtype, shape or buffer."""
 
 
 class SectionBytes(NamedTuple):
@@ -62,7 +62,7 @@ class SectionBytes(NamedTuple):
 
 
 def section_bytes(encoding: Encoding, rows: int, columns: int) -> SectionBytes:
-    """Sizes of the sections (scales, biases, codes) that hold `rows` rows of `columns` values."""
+    """Return the sizes of the sections (scales, biases, codes) of `rows` rows with `columns` values each."""
     if rows < 0 or not 1 <= columns <= MAX_COLUMNS:
         raise EncodingError(f"{rows} rows of {columns} columns", remedy=f"1 to {MAX_COLUMNS} columns")
     scale_bytes = rows * encoding.scale_bytes
@@ -70,7 +70,7 @@ def section_bytes(encoding: Encoding, rows: int, columns: int) -> SectionBytes:
 
 
 def raw_encoding(dtype: str) -> Encoding:
-    """The encoding that keeps weights of `dtype` bit for bit."""
+    """Return the encoding that stores weights of `dtype` bit for bit."""
     encoding = _RAW.get(dtype)
     if encoding is None:
         raise EncodingError(f"weight dtype {dtype!r}", remedy=f"one of {', '.join(DTYPES)}")
@@ -78,10 +78,10 @@ def raw_encoding(dtype: str) -> Encoding:
 
 
 def effective_encoding(encoding: Encoding, dtype: str, columns: int) -> Encoding:
-    """`encoding`, or the raw one of `dtype` where `encoding` would not make rows smaller (very few columns).
+    """Return `encoding`, or the raw one of `dtype` if `encoding` would not shrink rows (very few columns).
 
-    With it a stored frame is never larger than the rows it holds. fp32 promises that rows come back bit for bit, so
-    float64 rows are kept as they are under it.
+    So a stored frame is never larger than its rows. fp32 guarantees bit-exact rows, so it stores float64 rows
+    unchanged.
     """
     raw = raw_encoding(dtype)
     if encoding is raw or (encoding.name == "fp32" and dtype == "float64"):
@@ -90,7 +90,7 @@ def effective_encoding(encoding: Encoding, dtype: str, columns: int) -> Encoding
 
 
 def dtype_name(array: npt.NDArray[np.generic], dtype: str | None) -> str:
-    """The weight dtype of `array`: `dtype` when given (needed for bfloat16 carried as uint16), else the array's own."""
+    """Return the weight dtype of `array`: `dtype` if given (required for bfloat16 as uint16), else the array's own."""
     name = dtype if dtype is not None else str(array.dtype)
     held = DTYPES.get(name)
     if held is None:

@@ -1,7 +1,7 @@
-"""Which kernels serve this process: the native ones where they were built, else numpy's, which are slow.
+"""Selection of this process' kernels: native if built, else numpy's, which are slow.
 
-`DELTASHARD_KERNELS=numpy|native` forces one (native then fails loudly where it is missing); `native-avx2` and
-`native-default` hold the native ones below what the machine can.
+`DELTASHARD_KERNELS=numpy|native` forces one (native raises an error if not built); `native-avx2` and `native-default`
+limit the native kernels' instruction set.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from deltashard_checkpoint.errors import UserError
 
 VARIABLE = "DELTASHARD_KERNELS"
 SLOW_MESSAGE = (
-    "numpy encodes and decodes rows here, about 100 times slower than the native kernels, which were not built: "
-    "install a wheel, or install from source with GCC"
+    "numpy encodes and decodes rows in this process, about 100 times slower than the native kernels, which were not "
+    "built: install a wheel, or install from source with GCC"
 )
 _NATIVE = {"native": 2, "native-avx2": 1, "native-default": 0}
 
 
 @cache
 def active() -> ModuleType:
-    """The module of kernels in use, chosen once: `native_kernel` or `numpy_kernel`.
+    """Return the kernel module in use, selected once: `native_kernel` or `numpy_kernel`.
 
-    Raises `UserError` when the variable asks for something unknown or for native kernels that were not built.
+    Raises `UserError` if the variable has an unknown value, or requires native kernels that were not built.
     """
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", "numpy", *_NATIVE):
@@ -48,5 +48,5 @@ def active() -> ModuleType:
 
 
 def is_slow() -> bool:
-    """Whether numpy serves; `SLOW_MESSAGE` is what to warn of. Raises like `active`."""
+    """Whether the numpy kernels are in use; then warn with `SLOW_MESSAGE`. Raises like `active`."""
     return active().__name__.endswith(".numpy_kernel")

@@ -1,8 +1,7 @@
-"""The kernels of `_native.c`, bound through ctypes: each call releases the GIL for its whole length.
+"""The kernels of `_native.c`, called through ctypes, which releases the GIL for the duration of each call.
 
-The same functions, arguments and results as `numpy_kernel`, whose docstrings describe them. Importing this module
-raises `ImportError` where the extension was not built, or was built from another version; `kernel_choice` then falls
-back.
+Functions, arguments and results are those of `numpy_kernel`, which documents them. Importing this module raises
+`ImportError` if the extension was not built, or has another ABI; `kernel_choice` then falls back to numpy.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def _load() -> ctypes.CDLL:
     except (OSError, AttributeError) as e:
         raise ImportError(f"no native kernels at {path}: {e}") from e
     if abi != ABI:
-        raise ImportError(f"{path} has kernels of ABI {abi}, this version needs {ABI}: build it anew")
+        raise ImportError(f"{path} has kernels of ABI {abi}, this version needs {ABI}: build it again")
     return library
 
 
@@ -64,7 +63,7 @@ _read_bitmap = _declare("ds_read_bitmap", _L, _P, _L, _L, _P, _L)
 
 
 def choose_level(most: int = 2) -> int:
-    """Use the widest instruction set this machine has, none above `most` (see LEVELS); returns the one in use."""
+    """Select the widest available instruction set, at most `most` (index into LEVELS). Returns the selected index."""
     return int(_isa(most))
 
 

@@ -1,8 +1,8 @@
-"""The kernels in numpy: the reference that `_native.c` equals bit for bit, and the slow fallback without a compiler.
+"""Kernels in numpy: the reference for `_native.c`, which equals them bit for bit, and the slow fallback.
 
-Callers check shapes. Row positions and ids come from a store: they are checked here, before anything is written.
-Arithmetic is float32, rounded after every operation; sums go over columns in order; the fused multiply-add of decoding
-is rounded once.
+Callers check shapes. Row positions and ids are untrusted stored data; they are checked here before anything is written.
+Arithmetic is float32, rounded after every operation; sums run over columns in order; the fused multiply-add of decoding
+rounds once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _quiet = np.errstate(all="ignore")
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
-    """What a * b + c is in float32, rounded once: exact in float64 (a has 8 bits), the sum rounded to odd before."""
+    """Return a * b + c in float32, rounded once: exact in float64 (a has 8 bits), with the sum rounded to odd first."""
     product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
     total = product + addend
     part = total - product
@@ -31,7 +31,7 @@ def fused(a: Array, b: Array, c: Array) -> Array:
 
 
 def half_bits(x: Array) -> Array:
-    """float32 -> float16 bits, round to nearest even; every NaN becomes the quiet one of its sign."""
+    """float32 -> float16 bits, round to nearest even; every NaN becomes the quiet NaN of its sign."""
     signs = (x.view(np.uint32) >> 16 & 0x8000).astype(np.uint16)
     return np.where(np.isnan(x), signs | np.uint16(0x7E00), x.astype(np.float16).view(np.uint16))
 
@@ -45,7 +45,7 @@ def bfloat_bits(x: Array) -> Array:
 
 @_quiet
 def row_ranges(x: Array, lo: Array, hi: Array) -> None:
-    """Smallest and largest value of every row of float32 x [n, D], -0 as 0; both NaN where it has a NaN."""
+    """Compute the min and max of every row of float32 x [n, D], with -0 as 0; both NaN if the row has a NaN."""
     lo[:], hi[:] = x.min(axis=1) + _F32(0), x.max(axis=1) + _F32(0)
     bad = np.isnan(x).any(axis=1)
     lo[bad] = hi[bad] = np.nan
@@ -63,10 +63,10 @@ def encode(  # noqa: PLR0913
     biases: Array,
     codes: Array,
 ) -> int:
-    """Quantize the rows of float32 x [n, D] over [lo, hi] (found first, as min and max, unless `given`).
+    """Quantize the rows of float32 x [n, D] over [lo, hi] (computed as min and max unless `given`).
 
     lo, hi float32 [n]; scales, biases float32 [n] for 8 bits, else uint16 [n] holding float16; codes uint8 [n, bytes].
-    Returns how many rows are special: not finite, or not well served by a float16 scale and bias times 1 / unit.
+    Returns the number of special rows: not finite, or poorly represented by a float16 scale and bias times 1 / unit.
     """
     if not given:
         row_ranges(x, lo, hi)
@@ -104,11 +104,11 @@ def encode(  # noqa: PLR0913
 
 
 def _byte_scales(span: Array) -> tuple[Array, Array, Array]:
-    """(scale, 1 / scale in units, units in 1) of q8 rows that span so much, as torch has them.
+    """Return (scale, 1 / scale in units, units in 1) of q8 rows with this span, as in torch.
 
-    torch divides by span + 1e-8; below a span of 2**-14 (where it moves a code by 4 % of a step) that would ruin rows,
-    so it is left out. Rows that span less than 255 / the largest float (8e-37) have a subnormal scale and no finite
-    inverse: the scale is rounded up, so that 255 steps reach the top, and codes are found in units of 2**-126.
+    torch divides by span + 1e-8. Below a span of 2**-14 (where that moves a code by 4 % of a step) it would cause large
+    errors, so the epsilon is omitted. Rows that span less than 255 / the largest float (8e-37) have a subnormal scale
+    without a finite inverse: the scale is rounded up, so that 255 steps reach the top, and codes use units of 2**-126.
     """
     scale = span / _F32(255)
     inverse = _F32(255) / np.where(span >= _F32(2.0**-14), span + _F32(1e-8), span)
@@ -124,7 +124,7 @@ def _bits_of(q: Array, bits: int) -> Array:
 
 
 def _loss(x: Array, qmax: Any, lo: Array, hi: Array) -> Array:
-    """Squared error of quantizing each row over [lo, hi] with a float32 scale; columns are added up in order."""
+    """Squared error of quantizing each row over [lo, hi] with a float32 scale; columns are summed in order."""
     scale = (hi - lo) / qmax
     scale = np.where(scale == 0, _F32(1), scale)
     inverse, loss = _F32(1) / scale, np.zeros(len(x), _F32)
@@ -142,9 +142,9 @@ def _code(v: Array, low: Array, inverse: Array, qmax: Any) -> Array:
 
 @_quiet
 def greedy(x: Array, bits: int, bins: int, steps: int, lo: Array, hi: Array) -> None:
-    """Range search of Check-N-Run and PyTorch: trim a bin where it costs less, `steps` times; keep the best visited.
+    """Range search of Check-N-Run and PyTorch: trim the cheaper end by a bin, `steps` times; keep the best range.
 
-    lo, hi float32 [n]: the rows' ranges, replaced by the ranges found (left alone where a row is not finite).
+    lo, hi float32 [n]: the rows' ranges, replaced by the best ranges (unchanged for rows that are not finite).
     """
     qmax = _F32((1 << bits) - 1)
     a, b = lo.copy(), hi.copy()
@@ -164,7 +164,7 @@ def greedy(x: Array, bits: int, bins: int, steps: int, lo: Array, hi: Array) -> 
 def refit(x: Array, bits: int, trims: Array, passes: int, lo: Array, hi: Array) -> None:
     """Range search by least squares (`quantizer` describes it). lo, hi float32 [n] as for `greedy`.
 
-    trims float32 [starts, 2]: fractions of the range cut off below and above at each start.
+    trims float32 [starts, 2]: fractions of the range trimmed below and above at each start.
     """
     n, d = x.shape
     qmax, count = _F32((1 << bits) - 1), _F32(d)
@@ -197,7 +197,7 @@ def refit(x: Array, bits: int, trims: Array, passes: int, lo: Array, hi: Array) 
 
 
 def check_rows(rows: Array, take: Array, limit: int) -> int:
-    """Index of the first taken row position outside [0, limit), or -1. An empty `take` takes all."""
+    """Return the index of the first taken row position outside [0, limit), or -1. An empty `take` takes all."""
     bad = (rows < 0) | (rows >= limit)
     if len(take):
         bad &= take
@@ -209,10 +209,10 @@ def decode(  # noqa: PLR0913
     codes: Array, scales: Array, biases: Array, bits: int, unit: float, first: int, out: Array, store: int,
     rows: Array, take: Array,
 ) -> None:  # fmt: skip
-    """out[rows[i]] = decoded row i, columns from `first` on, for the taken rows; an empty `take` takes all.
+    """Set out[rows[i]] to decoded row i, columns from `first` on, for the taken rows; an empty `take` takes all.
 
-    codes, scales, biases as `encode` left them; unit: 2**exponent; out [R, C] float32 or float64, or uint16 with
-    store AS_HALF or AS_BFLOAT. Row positions were checked before.
+    codes, scales, biases as written by `encode`; unit: 2**exponent; out [R, C] float32 or float64, or uint16 with
+    store AS_HALF or AS_BFLOAT. Row positions must be checked.
     """
     if len(take):
         codes, scales, biases, rows = codes[take], scales[take], biases[take], rows[take]
@@ -233,30 +233,30 @@ def decode(  # noqa: PLR0913
 
 
 def copy_scatter(values: Array, out: Array, rows: Array, take: Array) -> None:
-    """out[rows[i]] = values[i] for the taken rows: uint8 [n, w] into uint8 [R, w], any stride between rows."""
+    """Set out[rows[i]] = values[i] for the taken rows: uint8 [n, w] into uint8 [R, w], any stride between rows."""
     chosen = take if len(take) else slice(None)
     out[rows[chosen]] = values[chosen]
 
 
 def gather(values: Array, rows: Array, out: Array, places: Array) -> None:
-    """out[i] = values[rows[i]]; with `places` (empty: none) out[places[i]]. Rows were checked."""
+    """Set out[i] = values[rows[i]], or out[places[i]] if `places` is not empty. Positions must be checked."""
     out[places if len(places) else slice(len(rows))] = values[rows]
 
 
 def count_flags(flags: Array, mask: int) -> int:
-    """How many of `flags` (uint8 [n]) have one of the bits of `mask`."""
+    """Count the `flags` (uint8 [n]) that have a bit of `mask`."""
     return int(np.count_nonzero(flags & mask))
 
 
 def find_flags(flags: Array, mask: int, rows: Array) -> int:
-    """Their positions, ascending, into `rows` (int64, long enough); returns how many."""
+    """Write the positions of the `flags` that have a bit of `mask` to `rows` (int64), ascending. Returns the count."""
     found = np.flatnonzero(flags & mask)
     rows[: len(found)] = found
     return len(found)
 
 
 def move_flags(flags: Array, bits: int, left: bool) -> None:
-    """`bits` of every flag go one place up (`left`) or down; what is at the target stays set."""
+    """Shift `bits` of every flag one bit up (`left`) or down; target bits that are already set stay set."""
     moving = flags & np.uint8(bits)
     flags[:] = (flags & np.uint8(0xFF ^ bits)) | (moving << 1 if left else moving >> 1)
 
@@ -267,7 +267,7 @@ def hash_rows(words: Array, weights: Array, out: Array) -> None:
 
 
 def hash_some_rows(words: Array, weights: Array, rows: Array, out: Array) -> None:
-    """Like `hash_rows` for the given rows only: out[i] += hash of words[rows[i]]; rows were checked."""
+    """Like `hash_rows` for the given rows: out[i] += hash of words[rows[i]]. Positions must be checked."""
     hash_rows(words[rows], weights, out)
 
 
@@ -283,14 +283,14 @@ def _lengths(gaps: Array) -> Array:
 
 
 def delta_bytes(ids: Array) -> int:
-    """Bytes of the delta-varint form of ascending ids, or -1 when they are not strictly ascending and >= 0."""
+    """Return the bytes of the delta-varint form of ids, or -1 if they are not strictly ascending and >= 0."""
     if len(ids) and (ids[0] < 0 or (np.diff(ids) <= 0).any()):
         return -1
     return int(_lengths(_gaps(ids)).sum())
 
 
 def write_deltas(ids: Array, out: Array) -> None:
-    """LEB128 of each id minus its predecessor minus one (the first id as it is) into uint8 out."""
+    """Write the LEB128 of each id minus its predecessor minus one (the first id unchanged) to uint8 out."""
     gaps = _gaps(ids)
     lengths = _lengths(gaps)
     starts = np.cumsum(lengths) - lengths
@@ -301,7 +301,7 @@ def write_deltas(ids: Array, out: Array) -> None:
 
 
 def read_deltas(data: Array, low: int, high: int, ids: Array) -> int:
-    """Inverse of `write_deltas`: 0, or 1 truncated, 2 overlong, 3 outside [low, high), 4 bytes left over."""
+    """Inverse of `write_deltas`. Returns 0, or 1 truncated, 2 overlong, 3 outside [low, high), 4 trailing bytes."""
     stream, last = iter(data.tolist()), -1
     for i in range(len(ids)):
         gap = shift = 0
@@ -325,14 +325,14 @@ def read_deltas(data: Array, low: int, high: int, ids: Array) -> int:
 
 
 def write_bitmap(ids: Array, first: int, out: Array) -> None:
-    """Sets bit ids[i] - first of zeroed uint8 out, low bits first."""
+    """Set bit ids[i] - first in zeroed uint8 out, low bits first."""
     flags = np.zeros(8 * len(out), np.uint8)
     flags[ids - first] = 1
     out |= np.packbits(flags, bitorder="little")
 
 
 def read_bitmap(data: Array, first: int, ids: Array) -> int:
-    """Fills ids with first + the position of each set bit; the number of set bits (nothing is written past ids)."""
+    """Fill ids with first + position of each set bit. Returns the number of set bits; never writes past ids."""
     found = np.flatnonzero(np.unpackbits(data, bitorder="little"))
     ids[: len(found)] = first + found[: len(ids)]
     return len(found)

@@ -1,20 +1,20 @@
-"""Rows in, sections out: `encode_rows` casts or quantizes a block of weights into a frame's buffers.
+"""Encoding of rows: `encode_rows` casts or quantizes a block of weights into a frame's buffers.
 
-A quantized row is found in three steps. Its *range* (lo, hi): min and max, or what a `Search` finds to have less
-squared error (`Search` says how). Its *scale and bias*, rounded as they are stored, bias first, scale from what is left
-of the range; then the *codes*, against the rounded pair, clipped. Equal to torch's prepack for plain ranges.
+Quantizing a row has three steps. First its *range* (lo, hi): min and max, or a range with less squared error found by a
+`Search`. Then its *scale and bias*, rounded to their stored precision: bias first, scale from the rest of the range.
+Last the *codes*, relative to the rounded pair, clipped. For plain ranges the result equals torch's prepack.
 
-The searches. *Greedy* (Check-N-Run, PyTorch's `choose_qparams_optimized`): cut the range into `bins` steps, trim one at
-the end where it costs less, `bins * ratio` times, keep the best range visited. *Refit*: given codes, the scale and bias
-of least squared error are a closed form; with v the row less its mean, s = sum(q v) / (sum q^2 - (sum q)^2 / D) and
-the bias is -s sum(q) / D; what remains is sum(v^2) - s sum(q v). So each of a few trimmed ranges is fitted once, the
-best is assigned new codes and fitted again, `passes` times in all. It reaches greedy's error in a tenth of its passes:
-a fit moves both ends at once by as much as it should, and its error comes with it.
+Searches. *Greedy* (Check-N-Run, PyTorch's `choose_qparams_optimized`): divide the range into `bins` steps, trim one at
+the cheaper end, `bins * ratio` times, and keep the best range visited. *Refit*: for given codes, the scale and bias of
+least squared error have a closed form; with v the row minus its mean, s = sum(q v) / (sum q^2 - (sum q)^2 / D), the
+bias is -s sum(q) / D, and the remaining error is sum(v^2) - s sum(q v). So each of a few trimmed ranges is fitted once;
+the best one gets new codes and is fitted again, `passes` times in total. Refit reaches greedy's error in a tenth of its
+passes: one fit moves both ends by the right amount and yields the error, too.
 
-float16 scales reach down to 6e-8 only: rows of a table of 10^9 rows, initialised at 1/sqrt(rows), underflow. So a frame
-has a power-of-two exponent. It stays 0 while at least 63 of 64 rows are well served by that (torch compatibility is
-the normal case), else it is the one that serves most rows; rows left over, and rows with NaN or Inf, go into the side
-list. A frame with more of those than pays for itself is reported (`fits` False) and should be stored raw.
+float16 scales reach down to 6e-8 only; rows of a table of 10^9 rows, initialised at 1/sqrt(rows), underflow. So a frame
+has a power-of-two exponent. It is 0 while that represents at least 63 of 64 rows well (torch compatibility is the
+normal case), else the exponent that represents most rows. Remaining rows, and rows with NaN or Inf, go into the side
+list. If the side list costs more than the encoding saves, `fits` is False and the block should be stored raw.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ MAX_STARTS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """How a row's range is found; the module docstring describes the three kinds."""
+    """Range search of a row; the module docstring describes the three kinds."""
 
     kind: Literal["plain", "greedy", "refit"] = "plain"
     bins: int = 200
-    """greedy: the range is cut into this many steps."""
+    """greedy: number of steps that the range is divided into."""
     ratio: float = 0.16
     """greedy: fraction of the range that may be trimmed (PyTorch's meaning)."""
     starts: int = 1
-    """refit: how many of `STARTS` are tried; one fit each."""
+    """refit: number of `STARTS` to try, with one fit each."""
     passes: int = 1
-    """refit: fits in all on the way from the best start to the result."""
+    """refit: total number of fits from the best start to the result."""
 
     def __post_init__(self) -> None:
-        """Refuse what the kernels do not take."""
+        """Reject values that the kernels do not support."""
         if self.bins < 1 or not 0 <= self.ratio <= 1 or not 1 <= self.starts <= MAX_STARTS or self.passes < 1:
             raise EncodingError(
                 f"{self}", remedy=f"bins and passes >= 1, ratio 0 to 1, starts 1 to {MAX_STARTS}"
@@ -66,14 +66,14 @@ class Search:
 PLAIN = Search()
 
 _INFINITE_FROM = {"float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119, "float32": 2.0**128 - 2.0**103}
-"""Least magnitude that rounds to an infinity of the type."""
+"""Smallest magnitude that rounds to an infinity of the type."""
 
 
 def _trims(*pairs: tuple[float, float]) -> F32:
     return np.array(pairs, np.float32)
 
 
-# Found by forward selection (each next start is the one that lowers the mean error most, given those before it) over
+# Found by forward selection (each start is the one that lowers the mean error most, given the previous ones) over
 # Gaussian with row means, student-t(3), Laplace, uniform and gamma rows of 16, 64 and 128 columns.
 STARTS: dict[int, F32] = {
     2: _trims(
@@ -89,10 +89,10 @@ STARTS: dict[int, F32] = {
         (0.015, 0.03), (0.03, 0.015), (0.0, 0.015), (0.03, 0.06), (0.015, 0.0), (0.06, 0.03),
     ),
 }  # fmt: skip
-"""Fractions of a row's range cut off (below, above) at the starts of a refit, by bits, best first. float32 [12, 2]."""
+"""Fractions of a row's range trimmed (below, above) at the starts of a refit, by bits, best first. float32 [12, 2]."""
 STARTS[8] = STARTS[4] * np.float32(
     15 / 255
-)  # in steps of the code, where a trim of a 4-bit row is one of an 8-bit row
+)  # a trim of an 8-bit row has as many code steps as that of a 4-bit row
 
 DEFAULT_SEARCH: dict[str, Search] = {
     "q8": PLAIN,
@@ -100,24 +100,24 @@ DEFAULT_SEARCH: dict[str, Search] = {
     "q3": Search(kind="refit", starts=4, passes=2),
     "q2": Search(kind="refit", starts=3, passes=2),
 }
-"""Used unless another is asked for: at 2 to 4 bits the error of the best greedy search, at five times its speed."""
+"""Default searches: at 2 to 4 bits the error of the best greedy search, at five times its speed."""
 
 
 def default_search(encoding: Encoding) -> Search:
-    """What is used for `encoding` unless another search is asked for; raw encodings ignore it."""
+    """Return the default search of `encoding`; raw encodings ignore it."""
     return DEFAULT_SEARCH.get(encoding.name, PLAIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """What a frame must say beside its sections."""
+    """Header fields of a frame that result from encoding its sections."""
 
     exponent: int = 0
-    """Scales and biases are times 2**exponent."""
+    """Scales and biases are multiplied by 2**exponent."""
     exceptions: bytes = b""
-    """Rows the encoding cannot hold (`side_list.py`); usually empty."""
+    """Side list of rows that the encoding cannot hold (`side_list`); usually empty."""
     fits: bool = True
-    """False: too many exceptional rows, nothing usable was written; store the block in its raw encoding."""
+    """False: too many exceptional rows, the sections are unusable; store the block in its raw encoding."""
 
 
 def encode_rows(
@@ -133,16 +133,16 @@ def encode_rows(
     """Encode `weights` into the three section buffers, each at least `section_bytes(...)` long.
 
     Args:
-        encoding: of the sections.
+        encoding: encoding of the sections.
         weights: C-contiguous [n, D] float32, float16, float64, or uint16 holding bfloat16 with `dtype="bfloat16"`.
-        scales: writable bytes, likewise `biases` and `codes`; more than the section's size is left untouched.
+        scales: writable buffer, likewise `biases` and `codes`; bytes beyond the section's size are unchanged.
         biases: see `scales`.
         codes: see `scales`.
-        dtype: the weights' dtype by name where the array cannot say it.
+        dtype: name of the weights' dtype if the array does not determine it.
         search: range search of quantized encodings; None: `default_search(encoding)`. PLAIN gives torch's bits.
 
     Returns:
-        exponent, exceptional rows, and whether the encoding fits these rows at all.
+        Exponent, exceptional rows, and whether the encoding fits these rows.
 
     Raises:
         EncodingError: unknown dtype, wrong shape, non-contiguous weights, buffers too small.
@@ -174,14 +174,14 @@ def _buffer(buffer: Writable, size: int, what: str) -> npt.NDArray[np.uint8]:
 
 
 def widened(weights: Array, name: str) -> Array:
-    """The values of weights of dtype `name` as float32 (float64 for float64), without a copy where they are that."""
+    """Return weights of dtype `name` as float32 (float64 for float64), without a copy if they already are."""
     if name == "bfloat16":
         return (weights.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return weights.astype(np.float64 if name == "float64" else np.float32, copy=False)
 
 
 def narrowed(values: Array, name: str) -> Array:
-    """float32 or float64 `values` in dtype `name` (bfloat16 as uint16), rounded to nearest even, overflow to Inf."""
+    """Return float32 or float64 `values` as `name` (bfloat16 as uint16), round to nearest even, overflow to Inf."""
     if name == "bfloat16":
         with np.errstate(over="ignore"):
             return bfloat_bits(np.ascontiguousarray(values, np.float32))
@@ -190,20 +190,20 @@ def narrowed(values: Array, name: str) -> Array:
 
 
 def narrowed_once(values: npt.NDArray[np.float64], name: str) -> Array:
-    """float64 `values` in dtype `name` (bfloat16 as uint16), rounded to nearest even without a step in between."""
+    """Return float64 `values` as dtype `name` (bfloat16 as uint16), rounded to nearest even in a single step."""
     if name != "bfloat16":
         return narrowed(values, name)
     with np.errstate(over="ignore", invalid="ignore"):
         single = values.astype(np.float32)
         rest = values - single.astype(np.float64)
-    # Rounded to odd first: what was cut off stays visible to the second rounding (Boldo and Melquiond, 2008).
+    # Round to odd first, so that the second rounding still sees the discarded bits (Boldo and Melquiond, 2008).
     odd = np.isfinite(single) & (rest != 0) & (single.view(np.uint32) & np.uint32(1) == 0)
     nearest = np.nextafter(single, np.where(rest > 0, np.inf, -np.inf).astype(np.float32))
     return narrowed(np.where(odd, nearest, single), name)
 
 
 def _cast(e: Encoding, weights: Array, name: str, codes: npt.NDArray[np.uint8]) -> Encoded:
-    """Raw encodings: copy, or cast; rows in which a finite value became infinite are exceptional."""
+    """Encode raw: copy or cast; rows in which a finite value became infinite are exceptional."""
     if e.dtype == name:
         codes[:] = weights.reshape(-1).view(np.uint8)
         return Encoded()
@@ -249,7 +249,7 @@ def _quantize(
     special = k.encode(x, e.bits, 1.0, searched, lo, hi, scales, biases, codes)
     if not special and not (infinite := _infinite(e, name, scales, biases, 0, lo, hi)).any():
         return Encoded()
-    # Some row is special: find out which exponent serves most of them, and what is left over.
+    # Some row is special: find the exponent that represents most rows, and the rows it does not represent.
     with np.errstate(over="ignore", invalid="ignore"):
         bad = ~np.isfinite(hi - lo)
         exponent = 0
@@ -271,10 +271,10 @@ def _quantize(
 def _infinite(
     e: Encoding, name: str, scales: Array, biases: Array, exponent: int, lo: F32, hi: F32
 ) -> npt.NDArray[np.bool_]:
-    """Rows [n] with a code that a table of dtype `name` would read as an infinity, though its weights are finite.
+    """Return the rows [n] with a code that decodes to an infinity of dtype `name` although the weights are finite.
 
-    A scale or bias is rounded, and a search may set the end of a range beyond the greatest weight: so near the largest
-    value of a type that is one value too far. Constant rows are exact, whatever their words say.
+    Scale and bias are rounded, and a search may extend the range beyond the largest weight; near the largest value of a
+    dtype that overflows. Constant rows are exact, whatever their words contain.
     """
     limit = _INFINITE_FROM.get(name, _INFINITE_FROM["float32"])
     if not (np.maximum(np.abs(lo), np.abs(hi)) > limit / 8).any():
@@ -289,7 +289,7 @@ def _infinite(
 
 
 def search_ranges(search: Search, bits: int, x: F32, lo: F32, hi: F32) -> None:
-    """Replace the rows' min and max by the ranges that `search` finds; x float32 [n, D], lo and hi float32 [n]."""
+    """Replace the rows' min and max by the ranges found by `search`; x float32 [n, D], lo and hi float32 [n]."""
     k = kernel_choice.active()
     if search.kind == "greedy":
         k.greedy(x, bits, search.bins, int(search.bins * search.ratio + 1e-6), lo, hi)
@@ -298,12 +298,11 @@ def search_ranges(search: Search, bits: int, x: F32, lo: F32, hi: F32) -> None:
 
 
 def choose_exponent(lo: F32, hi: F32, bits: int) -> tuple[int, npt.NDArray[np.bool_]]:
-    """The exponent of a frame whose rows range over [lo, hi], and which rows it does not serve (bool [n]).
+    """Return the exponent of a frame with row ranges [lo, hi], and the rows it does not represent (bool [n]).
 
-    An exponent serves a row if no value reaches 2**15 in its units nor an infinity when decoded, and if float16's
-    smallest spacing moves the top code by at most 1/16 of a step; rows with a range below 2**-9 of their magnitude are
-    excused from the latter, as the rounding of their bias costs them more. Non-finite rows have no say and are not
-    reported.
+    An exponent represents a row if no value reaches 2**15 in its units nor an infinity when decoded, and if float16's
+    smallest spacing moves the top code by at most 1/16 of a step. The latter does not apply to rows with a range below
+    2**-9 of their magnitude, where the rounding of the bias dominates. Non-finite rows are ignored and not reported.
     """
     finite = np.isfinite(lo) & np.isfinite(hi) & np.isfinite(hi - lo)
     magnitude = np.maximum(np.abs(lo), np.abs(hi))
@@ -311,8 +310,8 @@ def choose_exponent(lo: F32, hi: F32, bits: int) -> tuple[int, npt.NDArray[np.bo
     least = np.frexp(np.where(finite, magnitude, 0))[1] - 15
     most = np.frexp(np.where(finite, span, 0))[1] + 20 - 2 * bits
     least = np.where(magnitude == 0, MIN_EXPONENT, np.clip(least, MIN_EXPONENT, MAX_EXPONENT))
-    # IMPORTANT: no exponent serves these. Rounded to float16, a bias or scale so near the largest float32 would decode
-    # as an infinity, and a finite weight would come back as that. (Constant rows are stored exactly, in place.)
+    # IMPORTANT: no exponent represents these rows. A bias or scale this close to the largest float32, rounded to
+    # float16, would decode finite weights to an infinity. (Constant rows are stored exactly, in place.)
     least = np.where((magnitude >= NEARLY_INFINITE) & (span > 0), MAX_EXPONENT + 1, least)
     most = np.where(span <= magnitude * np.float32(2.0**-9), MAX_EXPONENT, np.minimum(most, MAX_EXPONENT))
     misfit = finite & ((least > 0) | (most < 0))

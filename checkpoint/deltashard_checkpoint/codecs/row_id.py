@@ -1,10 +1,10 @@
-"""Row ids of a frame: strictly ascending int64 >= 0, in whichever of three forms is smallest.
+"""Row ids of a frame: strictly ascending int64 >= 0, in the smallest of three forms.
 
     RANGE   8 bytes: the first id; the ids are [first, first + n)
-    BITMAP  8 bytes: the first id, then one bit per id of [first, last], low bits first (at 26 % density: 3.9 bit a row)
-    DELTAS  LEB128 of each id minus its predecessor minus one, the first id as it is (sparse frames: 1-3 bytes a row)
+    BITMAP  8 bytes: the first id, then one bit per id of [first, last], low bits first (3.9 bits a row at 26 % density)
+    DELTAS  LEB128 of each id minus its predecessor minus one, the first id unchanged (sparse frames: 1-3 bytes a row)
 
-Decoding trusts nothing: lengths, counts, order, bounds, overlong and trailing bytes are all checked.
+Decoding trusts nothing: lengths, counts, order, bounds, overlong varints and trailing bytes are all checked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_ID = 1 << 62
 
 
 def encode_ids(ids: Ids | range) -> tuple[int, bytes]:
-    """(kind, bytes) of the smallest form of `ids`: int64 [n], strictly ascending, >= 0, or a `range` of step 1.
+    """Return (kind, bytes) of the smallest form of `ids`: strictly ascending int64 [n] >= 0, or a `range` of step 1.
 
     Raises `EncodingError` for ids that are unsorted, repeated, negative, or not int64 [n].
     """
@@ -58,10 +58,10 @@ def encode_ids(ids: Ids | range) -> tuple[int, bytes]:
 
 
 def decode_ids(kind: int, buf: Buffer, n: int, bounds: tuple[int, int]) -> Ids:  # noqa: C901
-    """The `n` ids of an encoded section, int64 [n], strictly ascending within [bounds[0], bounds[1]).
+    """Decode the `n` ids of a section: int64 [n], strictly ascending within [bounds[0], bounds[1]).
 
-    `n` sizes the result before anything is read: bound it by the frame's own length first. Raises `CorruptObject` for
-    an unknown kind or for bytes that are not exactly such ids.
+    `n` determines the allocation, so callers must bound it by the frame's length. Raises `CorruptObject` for an unknown
+    kind or for bytes that do not encode exactly such ids.
     """
     data = np.frombuffer(buf, np.uint8)
     low, high = bounds
@@ -83,7 +83,7 @@ def decode_ids(kind: int, buf: Buffer, n: int, bounds: tuple[int, int]) -> Ids: 
     k = kernel_choice.active()
     if kind == BITMAP:
         bits = data[8:]
-        # The first and the last byte hold the first and the last id: one form per set of ids, and no zero padding.
+        # The first and the last byte contain the first and the last id, so each set of ids has exactly one form.
         if n == 0 or not len(bits) or not bits[0] & 1 or not bits[-1]:
             raise CorruptObject("row bitmap does not start and end with a row")
         last = first + (len(bits) - 1) * 8 + int(bits[-1]).bit_length() - 1
@@ -91,7 +91,7 @@ def decode_ids(kind: int, buf: Buffer, n: int, bounds: tuple[int, int]) -> Ids: 
             raise CorruptObject(f"row bitmap of [{first}, {last}], expected within [{low}, {high})")
         count = int(k.read_bitmap(bits, first, ids))
         if count != n:
-            raise CorruptObject(f"row bitmap holds {count} rows, its frame says {n}")
+            raise CorruptObject(f"row bitmap holds {count} rows, its frame has {n}")
         return ids
     if kind == DELTAS:
         fault = int(k.read_deltas(data, low, high, ids))

@@ -1,21 +1,20 @@
-"""Kernels over the rows of a table: flags counted and moved, chosen rows gathered, rows hashed.
+"""Kernels over table rows: count and shift flags, gather rows, hash rows.
 
-*Flags* are one byte a row; each call is one pass over the bytes without memory of its own, while training stands still.
+*Flags* are one byte per row. Each call is one pass over the bytes without allocation, while training is paused.
 
-*Gathering* copies chosen rows one after another into a buffer. They are asked for ahead of their turn, since they lie
-far apart, and a large result is written around the caches: another process reads it next.
+*Gathering* copies selected rows to a contiguous buffer. It prefetches rows, because they are scattered in memory, and
+writes large results with non-temporal stores, because another process reads them next.
 
-*Hashes* are one 64-bit multilinear hash per row: h = sum_j w_j * x_j mod 2**64 over the row's 32-bit words.
-It tells a changed row from an unchanged one where nothing else can (optimizers that are not known to touch looked-up
-rows only). The weights w_j are random odd 64-bit numbers drawn from a seed; several sections (weights, optimizer
-state) are hashed as one long row, words counted through. A row whose bytes are not a multiple of 4 ends with a word
-filled up with zero bytes. Plain wrapping multiply-adds: the same in numpy, C and torch (CUDA), and additive, so a
-section can be hashed where it lies.
+*Hashes* are one 64-bit multilinear hash per row: h = sum_j w_j * x_j mod 2**64 over the row's 32-bit words. They detect
+changed rows if nothing else can (optimizers that may change rows that were not looked up). The weights w_j are random
+odd 64-bit numbers drawn from a seed. Several sections (weights, optimizer state) are hashed as one long row, with
+continuous word numbers. A row whose size is not a multiple of 4 bytes is zero-padded. The hash uses plain wrapping
+multiply-adds, so it is equal in numpy, C and torch (CUDA), and additive, so sections are hashed in place.
 
-Collisions: a change of a single word is never missed (w_j is odd). A change of several words is missed with
+Collisions: a change of a single word is always detected (w_j is odd). A change of several words is missed with
 probability at most 2**-(63 - v), over the seed, where 2**v is the largest power of two that divides all their
-differences: 2**-63 when the lowest bit of any word changed, and 2**-32 at the very worst, when nothing but sign bits
-of two or more words flipped.
+differences: 2**-63 if the lowest bit of any word changed, and 2**-32 in the worst case, when only the sign bits of two
+or more words flipped.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ Flags = npt.NDArray[np.uint8]
 
 
 def count_rows(flags: Flags, mask: int) -> int:
-    """How many rows have one of the bits of `mask`."""
+    """Count the rows that have a bit of `mask`."""
     return int(kernel_choice.active().count_flags(flags, mask)) if len(flags) else 0
 
 
 def find_rows(flags: Flags, mask: int) -> npt.NDArray[np.int64]:
-    """The rows that have one of the bits of `mask`, ascending."""
+    """Return the rows that have a bit of `mask`, ascending."""
     rows = np.empty(count_rows(flags, mask), np.int64)
     if len(rows):
         kernel_choice.active().find_flags(flags, mask, rows)
@@ -47,7 +46,7 @@ def find_rows(flags: Flags, mask: int) -> npt.NDArray[np.int64]:
 
 
 def move_flags(flags: Flags, bits: int, *, left: bool) -> None:
-    """Move `bits` of every row one place up (`left`) or down, in place; what is at the target stays set."""
+    """Shift `bits` of every row one bit up (`left`) or down, in place; target bits that are already set stay set."""
     if len(flags):
         kernel_choice.active().move_flags(flags, bits, left)
 
@@ -56,15 +55,15 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def gather_rows(values: Bytes, rows: npt.NDArray[np.int64], out: Bytes) -> None:
-    """out[i] = values[rows[i]].
+    """Set out[i] = values[rows[i]].
 
     Args:
-        values: uint8 [R, w], rows contiguous, any stride between them.
+        values: uint8 [R, w], each row contiguous, any stride between rows.
         rows: contiguous int64 [n], in any order, repeats allowed.
         out: C-contiguous uint8 [n, w].
 
     Raises:
-        EncodingError: shapes that do not fit, or a position outside of `values`.
+        EncodingError: shapes that do not match, or a position outside of `values`.
     """
     if (
         values.ndim != 2
@@ -94,7 +93,7 @@ _IN_ORDER = np.empty(0, np.int64)
 def replace_rows(
     values: Bytes, rows: npt.NDArray[np.int64], out: Bytes, places: npt.NDArray[np.int64]
 ) -> None:
-    """out[places[i]] = values[rows[i]].
+    """Set out[places[i]] = values[rows[i]].
 
     Args:
         values: uint8 [R, w], as in `gather_rows`.
@@ -103,7 +102,7 @@ def replace_rows(
         places: contiguous int64 [n], without repeats.
 
     Raises:
-        EncodingError: shapes that do not fit, or a position outside of `values` or of `out`.
+        EncodingError: shapes that do not match, or a position outside of `values` or `out`.
     """
     if (
         values.ndim != 2
@@ -131,14 +130,14 @@ Hashes = npt.NDArray[np.uint64]
 
 
 def row_words(section: npt.NDArray[np.generic]) -> int:
-    """32-bit words of one row of `section` [n] or [n, D]."""
+    """Return the number of 32-bit words of one row of `section` [n] or [n, D]."""
     per_row = section.itemsize * (section.shape[1] if section.ndim == 2 else 1)
     return -(-per_row // 4)
 
 
 @lru_cache(maxsize=256)
 def hash_weights(seed: int, words: int) -> Hashes:
-    """The odd weights w_0..w_{words-1}: splitmix64 of the seed, lowest bit set. uint64 [words], read-only."""
+    """Return the odd weights w_0..w_{words-1}: splitmix64 of the seed, lowest bit set. uint64 [words], read-only."""
     with np.errstate(over="ignore"):
         z = np.uint64(seed % (1 << 64)) + np.arange(1, words + 1, dtype=np.uint64) * np.uint64(
             0x9E3779B97F4A7C15
@@ -157,16 +156,16 @@ def row_hashes(
     rows: npt.NDArray[np.int64] | None = None,
     out: Hashes | None = None,
 ) -> Hashes:
-    """Hashes of all rows, or of the given `rows` only, over all `sections` together: uint64 [n] or [len(rows)].
+    """Return hashes of all rows, or of `rows`, over all `sections` together: uint64 [n] or [len(rows)].
 
     Args:
         sections: C-contiguous arrays [n] or [n, D] of any dtypes, all of the same n.
-        seed: chooses the weights; hashes compare only under the same seed and section layout.
+        seed: determines the weights; hashes are comparable only for the same seed and section layout.
         rows: int64 positions to hash, in any order, repeats allowed.
-        out: uint64 buffer of the result's size to fill.
+        out: optional uint64 result buffer.
 
     Raises:
-        EncodingError: no section, one that is not C-contiguous or of another length, or a position outside.
+        EncodingError: no section, a section that is not C-contiguous or differs in length, or an invalid position.
     """
     if not sections:
         raise EncodingError("no section to hash")
@@ -209,7 +208,7 @@ def row_hashes(
 def _as_words(
     section: npt.NDArray[np.generic], words: int, rows: npt.NDArray[np.int64] | None
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64] | None]:
-    """The section as uint32 [n, words] without a copy where a row is whole words, and the rows still to choose."""
+    """View the section as uint32 [n, words], copied only if rows need padding; also return the rows still to select."""
     n = len(section)
     raw = section.reshape(n, -1).view(np.uint8)
     if raw.shape[1] == 4 * words:

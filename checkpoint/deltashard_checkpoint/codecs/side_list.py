@@ -1,7 +1,7 @@
-"""The side list of a frame: rows its encoding cannot hold, kept losslessly as float32 or float64.
+"""The side list of a frame: rows that its encoding cannot hold, stored losslessly as float32 or float64.
 
-Little-endian: count uint32, value bytes uint32 (4 or 8), positions uint32 [count] strictly ascending, zero bytes up to
-a multiple of 8, values [count, D]. Empty (no bytes) when there is none, which is nearly always.
+Little-endian: count uint32, value bytes uint32 (4 or 8), positions uint32 [count] strictly ascending, zero padding to a
+multiple of 8, values [count, D]. No bytes if there are no such rows, which is the normal case.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ NDArray = npt.NDArray[np.generic]
 
 
 def exception_bytes(count: int, columns: int, value_bytes: int) -> int:
-    """Size of a side list of `count` rows."""
+    """Return the size of a side list of `count` rows."""
     return 0 if count == 0 else 8 + -(-4 * count // 8) * 8 + count * columns * value_bytes
 
 
 def write_exceptions(positions: npt.NDArray[np.int64], values: NDArray) -> bytes:
-    """The side list of `values` (float32 or float64 [count, D]) for rows at ascending `positions` of the frame."""
+    """Encode the side list of `values` (float32 or float64 [count, D]) at ascending row `positions` of the frame."""
     count = len(positions)
     if count == 0:
         return b""
@@ -31,7 +31,7 @@ def write_exceptions(positions: npt.NDArray[np.int64], values: NDArray) -> bytes
 def read_exceptions(
     whole: npt.NDArray[np.uint8], rows: int, columns: int
 ) -> tuple[npt.NDArray[np.int64], NDArray]:
-    """(positions int64 [count], float32 or float64 [count, D]) of a side list's bytes; `CorruptObject` for others."""
+    """Decode a side list: (positions int64 [count], float32 or float64 [count, D]); raises `CorruptObject`."""
     if not len(whole):
         return np.empty(0, np.int64), np.empty((0, columns), np.float32)
     if len(whole) < 8:

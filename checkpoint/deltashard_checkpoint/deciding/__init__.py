@@ -1,4 +1,4 @@
-"""How often to save, how precisely, and how to recover: formulas and rules.
+"""Decisions on save interval, precision and recovery.
 
-Pure: no clock, no store, and chance only where a generator is handed in.
+Pure: no clock, no store; random generators are injected.
 """

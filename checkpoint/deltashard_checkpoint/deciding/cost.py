@@ -1,4 +1,4 @@
-"""What saves cost a run, as measured: means with their errors, a tail, and the profile that rides in commits. Pure."""
+"""Measured costs of saves: means with standard errors, a tail, and the profile stored in commits. Pure."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from deltashard_checkpoint.errors import UserError
 
 TAIL_SAMPLES = 20
-"""Newest samples kept for the tail."""
+"""Number of newest samples kept for the tail."""
 KEY = "deltashard/profile"
-"""Name of the profile in a commit's metadata."""
+"""Key of the profile in a commit's metadata."""
 MAX_TEXT = 4096
 MAX_NUMBER = 1e12
-"""No recorded count or number of seconds is larger."""
+"""Upper bound of recorded counts and seconds."""
 
 
 class BadProfile(UserError):
-    """A recorded profile that cannot be read; profiling begins anew."""
+    """A recorded profile cannot be parsed; profiling starts from scratch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """A quantity in seconds, sampled once a save (Welford's running moments, and the newest samples)."""
+    """A quantity in seconds, sampled once per save (Welford's running moments, and the newest samples)."""
 
     n: int = 0
     mean: float = 0.0
@@ -33,7 +33,7 @@ class Measure:
     newest: tuple[float, ...] = ()
 
     def with_sample(self, value: float) -> Measure:
-        """After one more sample; what is not finite is none."""
+        """Return the measure with one more sample; ignores values that are not finite."""
         if not math.isfinite(value):
             return self
         n = self.n + 1
@@ -47,10 +47,10 @@ class Measure:
         )
 
     def within(self, most: int) -> Measure:
-        """Weighing no more than so many samples, so that the mean follows what changes.
+        """Return the measure with a weight of at most `most` samples, so that the mean follows changes.
 
-        From there on each new sample counts 1 / `most` and the others fade. Their mean is then as exact as that of
-        twice as many, so that `error`, which counts `most`, errs to the careful side.
+        From then on each new sample has weight 1 / `most` and older ones fade. Such a mean is as exact as that of twice
+        as many samples, so `error`, which counts `most`, is conservative.
         """
         if self.n <= most:
             return self
@@ -58,12 +58,12 @@ class Measure:
 
     @property
     def error(self) -> float:
-        """Standard error of the mean; infinite below two samples."""
+        """Standard error of the mean; infinite for fewer than two samples."""
         return math.sqrt(self.squares / (self.n - 1) / self.n) if self.n > 1 else math.inf
 
     @property
     def p95(self) -> float:
-        """Of the newest samples; 0 without any."""
+        """95th percentile of the newest samples; 0 without samples."""
         if not self.newest:
             return 0.0
         return sorted(self.newest)[math.ceil(0.95 * len(self.newest)) - 1]
@@ -71,24 +71,24 @@ class Measure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What is measured of a run under one image, node type and world size."""
+    """Measurements of a run with one image, node type and world size."""
 
     key: str = ""
-    """Names image, node type and world size; a profile of another key counts for nothing."""
+    """Identifies image, node type and world size; profiles with another key are ignored."""
     step_s: float = 0.0
-    """Of an ordinary step; 0: not measured."""
+    """Duration of an ordinary step; 0: not measured."""
     save: Measure = field(default_factory=Measure)
-    """Trainer seconds that a save costs: its stall (of the slowest rank) and the slowdown while it is in flight."""
+    """Trainer seconds per save: its stall (of the slowest rank) and the slowdown while it is in flight."""
     stall: Measure = field(default_factory=Measure)
     durable: Measure = field(default_factory=Measure)
-    """From trigger to durable."""
+    """From trigger to durable commit."""
     restore: Measure = field(default_factory=Measure)
     """From open to the first step."""
     reschedule: Measure = field(default_factory=Measure)
     """From the end of one trainer to the Attach of the next."""
 
     def with_cost_reset(self) -> Profile:
-        """History of the cost begins anew: the interval, or what saves cost, has changed."""
+        """Reset the cost history, because the interval or the cost of a save has changed."""
         return replace(self, save=Measure(newest=self.save.newest[-1:]))
 
     def text(self) -> str:
@@ -96,9 +96,9 @@ class Profile:
 
 
 def parse_metadata(text: str) -> Profile:
-    """The profile in a commit's metadata; raises `BadProfile`: whoever can write the bucket wrote it."""
+    """Parse the profile in a commit's metadata, which is untrusted; raises `BadProfile`."""
     try:
-        found: Any = json.loads(text[: MAX_TEXT + 1])  # what is longer was cut, and is no JSON
+        found: Any = json.loads(text[: MAX_TEXT + 1])  # longer text was truncated and is not JSON
         measures = {
             name: Measure(
                 n=_count(each["n"]),
@@ -115,14 +115,14 @@ def parse_metadata(text: str) -> Profile:
 
 
 def number(value: object, most: float = MAX_NUMBER) -> float:
-    """A number of a recorded document; raises `ValueError` for anything else, and for one beyond `most`."""
+    """Return a number of a recorded document; raises `ValueError` for other values and for magnitudes above `most`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= most:  # nor is NaN
         raise ValueError(value)
     return float(value)
 
 
 def not_negative(value: object, most: float = MAX_NUMBER) -> float:
-    """The same, 0 or more."""
+    """Like `number`, for values >= 0."""
     if (found := number(value, most)) < 0:
         raise ValueError(value)
     return found

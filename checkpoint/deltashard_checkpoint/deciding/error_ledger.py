@@ -1,7 +1,7 @@
-"""What restores have done to a run's tables so far, as it rides in commits. Pure.
+"""Accumulated restore errors of a run's tables, stored in commits. Pure.
 
-At each restore a table takes in the squared relative error of the encoding that the checkpoint holds it in. Only tables
-that may be stored below 8 bit are counted: at 8 bit a restore adds some 2e-5, and thousands of them stay within budget.
+Each restore adds to a table the squared relative error of the encoding that the checkpoint stores it in. Only tables
+that may be stored below 8 bit are counted: at 8 bit a restore adds about 2e-5, so thousands stay within budget.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from deltashard_checkpoint.deciding.cost import MAX_NUMBER, not_negative
 from deltashard_checkpoint.errors import UserError
 
 KEY = "deltashard/harm"
-"""Name in a commit's metadata."""
+"""Key in a commit's metadata."""
 MAX_TEXT = 30_000
-"""Of the 60,000 characters of a commit's metadata; of more tables only the most harmed are told."""
+"""Maximum length, of the 60,000 characters of a commit's metadata; only the most affected tables are kept."""
 
 
 class BadErrorLedger(UserError):
-    """A record that cannot be read; it counts for nothing."""
+    """The recorded ledger cannot be parsed; it is ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorLedger:
-    """Of the run up to a checkpoint."""
+    """Restore errors of the run up to a checkpoint."""
 
     restores: int = 0
     spent: Mapping[str, float] = field(default_factory=dict)
     """Table -> sum of e^2 over the restores so far."""
     error: Mapping[str, float] = field(default_factory=dict)
-    """Table -> relative error of its rows as the checkpoint holds them: what a restore of it would add."""
+    """Table -> relative error of its rows as stored in the checkpoint, which a restore would add."""
 
     def after_restore(self) -> ErrorLedger:
         names = {*self.spent, *self.error}
@@ -40,7 +40,7 @@ class ErrorLedger:
         return ErrorLedger(restores=self.restores + 1, spent=spent)
 
     def text(self) -> str:
-        """Its form in a commit's metadata: the most harmed tables where there are too many."""
+        """Return its form in a commit's metadata, truncated to the most affected tables."""
         names = sorted(
             {*self.spent, *self.error},
             key=lambda name: (-self.spent.get(name, 0.0) - self.error.get(name, 0.0) ** 2, name),
@@ -63,23 +63,23 @@ class ErrorLedger:
 
 
 def parse_metadata(text: str) -> ErrorLedger:
-    """The record in a commit's metadata; raises `BadErrorLedger`: whoever can write the bucket wrote it."""
+    """Parse the ledger in a commit's metadata, which is untrusted; raises `BadErrorLedger`."""
     try:
-        found: Any = json.loads(text[: MAX_TEXT + 1])  # what is longer was cut, and is no JSON
+        found: Any = json.loads(text[: MAX_TEXT + 1])  # longer text was truncated and is not JSON
         pairs = {
             str(name): (not_negative(spent), not_negative(error))
             for name, (spent, error) in found["tables"].items()
         }
         restores = found["restores"]
         if type(restores) is not int or not 0 <= restores <= MAX_NUMBER:
-            raise ValueError(restores)  # noqa: TRY301 - told below, as all that is wrong
+            raise ValueError(restores)  # noqa: TRY301 - reported below, like every other fault
         return ErrorLedger(
             restores=restores,
             spent={name: spent for name, (spent, _) in pairs.items() if spent},
             error={name: error for name, (_, error) in pairs.items() if error},
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise BadErrorLedger("the record of what restores did cannot be read", where=KEY) from None
+        raise BadErrorLedger("the recorded restore errors cannot be parsed", where=KEY) from None
 
 
 def _rounded(value: float) -> float:

@@ -1,15 +1,15 @@
-"""What was seen of a run's failures, and what it lets one expect. Pure.
+"""Observed failures of a run, and the rates estimated from them. Pure.
 
-Two rates are kept apart, per incident and never per pod:
+Two separate rates are estimated, per incident and never per pod:
 
-- **lossy failures**: steps were lost (a crash, no memory, a lost node). They decide how often to save.
-- **restores** of any kind (also after a graceful eviction or a suspension). They decide how precisely.
+- **lossy failures**: steps were lost (a crash, no memory, a lost node). They determine the save interval.
+- **restores** of any kind (also after a graceful eviction or a suspension). They determine the precision.
 
-Exposure is *trained* seconds. Both counts and exposure fade with a half-life of seven trained days: a window with a
-hard edge would make decisions jump, and a suspended week counts nothing.
+Exposure is *trained* seconds. Counts and exposure decay with a half-life of seven trained days: a window with a hard
+edge would make decisions jump. A suspended week does not count.
 
 Each rate has a Gamma prior of shape `a` and rate `b` (in seconds): after `k` incidents in `E` seconds of exposure its
-mean is (a + k) / (b + E). Incidents in the time to come are then negative-binomial.
+mean is (a + k) / (b + E). The number of future incidents is then negative-binomial.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dataclasses import dataclass, replace
 
 HALF_LIFE_S = 7 * 86400.0
 POD_MTBF_S = 30 * 86400.0
-"""Of one pod, where nothing is known: large fleets report days to months."""
+"""Prior of one pod: large fleets report days to months."""
 LOSSY_WEIGHT_S = 84 * 3600.0
-"""Exposure that the prior of lossy failures weighs at most."""
+"""Maximum exposure that the prior of lossy failures weighs."""
 RESTORE_MEAN_S = 86400.0
 RESTORE_SHAPE = 0.5
 QUANTILE = 0.95
 MAX_RESTORE_COUNT = 100_000
-"""Restores that a quantile looks for at most."""
+"""Upper bound of a quantile's search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Faded counts of a run."""
+    """Decayed counts of a run."""
 
     exposure_s: float = 0.0
     """Trained seconds."""
@@ -48,7 +48,7 @@ class Evidence:
         )
 
     def with_incident(self, *, lossy: bool) -> Evidence:
-        """After one more incident: a restore, and steps lost with it or not."""
+        """Return the evidence after one more incident: a restore, with or without lost steps."""
         return replace(self, lossy=self.lossy + int(lossy), restores=self.restores + 1)
 
     def plus(self, other: Evidence) -> Evidence:
@@ -64,7 +64,7 @@ NONE = Evidence()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gamma:
-    """A rate that is not known: mean `shape / rate_s` incidents a second."""
+    """An uncertain rate, with mean `shape / rate_s` incidents per second."""
 
     shape: float
     rate_s: float
@@ -74,11 +74,11 @@ class Gamma:
 
     @property
     def mean_between_s(self) -> float:
-        """Seconds between incidents, from the mean rate."""
+        """Seconds between incidents at the mean rate."""
         return self.rate_s / self.shape
 
     def quantile(self, seconds: float, q: float = QUANTILE) -> int:
-        """The smallest n with P(incidents in `seconds` <= n) >= q."""
+        """Return the smallest n with P(incidents in `seconds` <= n) >= q."""
         if seconds <= 0:
             return 0
         if math.isinf(seconds):
@@ -95,7 +95,7 @@ class Gamma:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """The two rates of a run as they are believed now."""
+    """The two estimated rates of a run."""
 
     lossy: Gamma
     restores: Gamma
@@ -107,17 +107,17 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEstimate:
-    """What is believed of a run now."""
+    """The current estimate of a run."""
 
     rates: Rates
     trained_s: float
-    """Exposure that it rests on."""
+    """Exposure that the estimate is based on."""
     step_s: float
-    """Of an ordinary step; 0: not known."""
+    """Duration of an ordinary step; 0: unknown."""
 
 
 def lossy_prior(pods: int) -> Gamma:
-    """Of a run of so many pods: each fails once in 30 days, and that weighs as much as 84 hours of training at most."""
+    """Return the prior of a run of `pods` pods: each fails once in 30 days, weighted as at most 84 h of training."""
     mean_s = POD_MTBF_S / max(pods, 1)
     weight_s = min(mean_s, LOSSY_WEIGHT_S)
     return Gamma(shape=weight_s / mean_s, rate_s=weight_s)

@@ -1,10 +1,10 @@
-"""The words in which a user says what a run is saved for: policies, annotations, settings and `plan` use them. Pure.
+"""Goals of a run's saves, as written in policies, annotations, settings and `plan`. Pure.
 
-auto                the fewest saves within 0.1 % of training time of the best (the default where nothing is said)
+auto                the fewest saves within 0.1 % of training time of the optimum (the default)
 overhead=1%         saves cost at most this share of training (CheckFreq, FAST'21)
-lost-work=5m        a failure costs at most so much training
+lost-work=5m        a failure loses at most this much training
 pls=0.02            portion of lost samples, under partial recovery (CPR, MLSys'21)
-fixed               as the interval and the steps say
+fixed               as set by the interval and the steps
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?", re.ASCII)
 
 
 class BadGoal(UserError):
-    """A goal or duration that cannot be read."""
+    """A goal or duration cannot be parsed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What the interval is chosen for."""
+    """The goal that the interval is chosen for."""
 
     aim: Aim
     amount: float = 0.0
-    """overhead and pls: a share; lost-work: seconds; else nothing."""
+    """overhead and pls: a share; lost-work: seconds; otherwise unused."""
 
     def __str__(self) -> str:
         match self.aim:
@@ -49,7 +49,7 @@ class Goal:
 
 
 def _plain(value: Decimal) -> str:
-    """All its digits and no exponent, so that it is read back as the same number."""
+    """Format without rounding and exponent, so that parsing returns the same number."""
     return f"{value.normalize():f}"
 
 
@@ -58,7 +58,7 @@ FIXED = Goal(aim="fixed")
 
 
 def goal(text: str, *, where: str = "goal") -> Goal:
-    """The goal of a text; raises `BadGoal`."""
+    """Parse a goal; raises `BadGoal`."""
     name, has_amount, amount = text.strip().partition("=")
     if not has_amount and name in ("auto", "fixed"):
         return Goal(aim=name)  # type: ignore[arg-type]  # one of these
@@ -76,7 +76,7 @@ def goal(text: str, *, where: str = "goal") -> Goal:
         known = False
     if not known or not math.isfinite(value):
         raise BadGoal(
-            f"the goal is {text[:40]!r}",
+            f"invalid goal {text[:40]!r}",
             where=where,
             remedy="auto, overhead=1% (at most 50%), lost-work=5m (at most 7d), pls=0.02 or fixed",
         )
@@ -84,15 +84,15 @@ def goal(text: str, *, where: str = "goal") -> Goal:
 
 
 def duration_s(text: str, *, where: str) -> float:
-    """Seconds of a duration such as 250ms, 90s, 5m, 2h or 1d; raises `BadGoal`."""
+    """Return the seconds of a duration such as 250ms, 90s, 5m, 2h or 1d; raises `BadGoal`."""
     found = _DURATION.fullmatch(text.strip())
     if found is None:
-        raise BadGoal(f"{text[:40]!r} is no duration", where=where, remedy="such as 90s, 5m, 2h or 1d")
+        raise BadGoal(f"{text[:40]!r} is not a duration", where=where, remedy="such as 90s, 5m, 2h or 1d")
     return float(found[1]) * _UNITS[found[2]]
 
 
 def duration(value_s: float) -> str:
-    """Seconds for people: three digits that matter, in the unit that reads best."""
+    """Format seconds for display: three significant digits in a suitable unit."""
     if not math.isfinite(value_s):
         return "never"
     if value_s == 0:

@@ -1,22 +1,22 @@
-"""How often to save: from what a save costs and how often steps are lost. Pure.
+"""Choice of the save interval from the cost of a save and the rate of lossy failures. Pure.
 
-With c the trainer seconds that a save costs, M the trained seconds between lossy failures, d the seconds from trigger
-to durable, an interval of T costs the share
+With c the trainer seconds per save, M the trained seconds between lossy failures, d the seconds from trigger to
+durable, an interval T costs the share
 
     J(T) = c / T + T / (2 M)        smallest at T = sqrt(2 c M) (Young 1974), where J* = sqrt(2 c / M)
 
-**auto** takes the fewest saves within `SLACK` of that optimum: where a save costs milliseconds, Young's interval would
-be seconds, and its gain nothing. The larger root of J(T) = J* + eps is
+**auto** takes the fewest saves within `SLACK` of that optimum: if a save costs milliseconds, Young's interval would be
+seconds, with a negligible gain. The larger root of J(T) = J* + eps is
 
     T = M ((J* + eps) + sqrt((J* + eps)^2 - 2 c / M))
 
-Its special cases: eps = 0 is Young's; c -> 0 gives 2 eps M.
+Special cases: eps = 0 gives Young's interval; c -> 0 gives 2 eps M.
 **overhead** is CheckFreq's (FAST'21): k = max(ceil(d / step), ceil(c / (p step)), 1) steps.
-**lost-work** is the worst case: a failure right before an interval's checkpoint is durable loses T + d.
+**lost-work** bounds the worst case: a failure right before an interval's checkpoint is durable loses T + d.
 **pls** is CPR's (MLSys'21): T = 2 PLS N M for N shards, under partial recovery.
 
-Every choice says which bound binds, and why it is what it is. Where bounds contradict one another the lower one wins: a
-save begins when the one before is durable.
+Every choice reports its binding bound and its reason. If bounds contradict each other, the lower bound wins: a save
+begins only when the previous one is durable.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from deltashard_checkpoint.deciding.cost import Measure
 from deltashard_checkpoint.deciding.goal import Goal, duration
 
 SLACK = 0.001
-"""Share of training time that fewer saves may cost."""
+"""Additional share of training time that is accepted for fewer saves."""
 SHORTEST_S = 60.0
 LONGEST_S = 30 * 60.0
 IN_FLIGHT_SHARE = 0.2
-"""Of an interval that a save may be in flight."""
+"""Maximum share of an interval during which a save is in flight."""
 FEWEST_STEPS = 10
 PLS_SHARE = 0.1
-"""Of the time that is left, which an interval chosen for a PLS may be."""
+"""Maximum share of the remaining time for an interval chosen for a PLS."""
 MIN_SAVES = 8
-"""Saves before a choice, and between two."""
+"""Minimum number of saves before a choice, and between two choices."""
 BAND = (0.8, 1.25)
 STANDARD_ERRORS = 3.0
 EVIDENCE_RATIO = 2.0
-"""By so much failures' rate must have changed to count as news."""
+"""Ratio by which the failure rate must change to justify another choice."""
 
 
 class Bounds(Protocol):
-    """The user's own bounds of an interval, as a policy has them. Seconds; 0: none."""
+    """The user's bounds of an interval, from a policy. Seconds; 0: none."""
 
     least_s: float
     most_s: float
@@ -54,23 +54,23 @@ class Bounds(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalInputs:
-    """What an interval is chosen from. Seconds."""
+    """Inputs of a choice. Seconds."""
 
     cost_s: float
-    """Of a save, to the trainer."""
+    """Cost of a save to the trainer."""
     durable_s: float
-    """From trigger to durable, 95 of 100 times."""
+    """From trigger to durable, 95th percentile."""
     step_s: float
-    """0: not known."""
+    """0: unknown."""
     mtbf_s: float
     shards: int = 1
-    """Of the rows, lost one at a time (`failure_shards`); for `pls`."""
+    """Shards of the rows, lost one at a time (`failure_shards`); for `pls`."""
     partial: bool = False
     """Whether recovery is partial."""
     left_s: float = math.inf
-    """Of planned training."""
+    """Remaining planned training."""
     user: Bounds | None = None
-    """The user's bounds; None: there are none."""
+    """The user's bounds, if any."""
 
     @property
     def least_s(self) -> float:
@@ -83,49 +83,49 @@ class IntervalInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A choice and its reason."""
+    """An interval and its reason."""
 
     seconds: float
     bound: str = ""
-    """Which bound binds; empty: none."""
+    """The binding bound; empty: none."""
     why: str = ""
-    """A sentence for people."""
+    """Explanation for display."""
     unreachable: str = ""
-    """Why the goal cannot be had; empty: it can."""
+    """Why the goal cannot be reached; empty: it can."""
 
 
 def young_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """The interval of least overhead, first order (Young 1974)."""
+    """Return the interval of least overhead, first order (Young 1974)."""
     return math.sqrt(2 * max(cost_s, 0.0) * mtbf_s)
 
 
 def overhead_share(interval_s: float, cost_s: float, mtbf_s: float) -> float:
-    """J(T): the share of training time that saves and lost work cost, first order."""
+    """Return J(T): the share of training time that saves and lost work cost, first order."""
     return cost_s / interval_s + interval_s / (2 * mtbf_s)
 
 
 def fewest_saves(cost_s: float, mtbf_s: float, slack: float = SLACK) -> float:
-    """The longest interval whose share is within `slack` of the best."""
+    """Return the longest interval whose share is within `slack` of the optimum."""
     cost_s = max(cost_s, 0.0)
     allowed = math.sqrt(2 * cost_s / mtbf_s) + slack
     return mtbf_s * (allowed + math.sqrt(max(allowed**2 - 2 * cost_s / mtbf_s, 0.0)))
 
 
 def checkfreq_steps(cost_s: float, durable_s: float, step_s: float, overhead: float) -> int:
-    """CheckFreq's k: a save is durable before the next begins, and costs at most `overhead` of k steps."""
+    """Return CheckFreq's k: a save is durable before the next begins, and costs at most `overhead` of k steps."""
     return max(math.ceil(durable_s / step_s), math.ceil(max(cost_s, 0.0) / (overhead * step_s)), 1)
 
 
 def failure_shards(ranks: int, pods: int) -> int:
-    """CPR's N: into how many shards failures divide the rows.
+    """Return CPR's N: the number of shards into which failures divide the rows.
 
-    A pod takes all its ranks along. In a run of one pod there is only a rank to lose: with the pod goes all.
+    A pod's failure takes all its ranks. In a run of one pod only the loss of a single rank is partial.
     """
     return min(pods, ranks) if pods > 1 else ranks
 
 
 def pls_interval_s(pls: float, mtbf_s: float, shards: int) -> float:
-    """The interval whose expected PLS is this (CPR)."""
+    """Return the interval with this expected PLS (CPR)."""
     return 2 * pls * shards * mtbf_s
 
 
@@ -134,12 +134,12 @@ def clamp(bounds: Bounds, seconds: float) -> float:
 
 
 def choice_key(goal: Goal, bounds: Bounds) -> str:
-    """Name of goal and bounds: an interval that was chosen under others is chosen again."""
+    """Return the key of goal and bounds; an interval chosen under another key is chosen again."""
     return f"{goal} {bounds.least_s:g} {bounds.most_s or math.inf:g}"
 
 
 def choose_interval(goal: Goal, now: IntervalInputs) -> Interval:
-    """The interval for a goal; `fixed` has none to choose, and raises `ValueError`."""
+    """Choose the interval for a goal; raises `ValueError` for `fixed`."""
     match goal.aim:
         case "auto":
             return _auto(now)
@@ -160,7 +160,7 @@ def _auto(now: IntervalInputs) -> Interval:
         f"saves within {100 * SLACK:g} % of training of the best (every {duration(best_s)})"
     )
     floors = [
-        # A taste, unlike the others: the user's own bounds take its place.
+        # A default preference, unlike the others: the user's own bounds replace it.
         (0.0 if now.least_s else min(SHORTEST_S, now.most_s), "a minute"),
         (now.durable_s / IN_FLIGHT_SHARE, _in_flight(now)),
         (FEWEST_STEPS * now.step_s, f"{FEWEST_STEPS} steps"),
@@ -178,7 +178,7 @@ def _overhead(goal: Goal, now: IntervalInputs) -> Interval:
     if now.step_s <= 0:
         asked_s, durable_s = max(now.cost_s, 0.0) / goal.amount, now.durable_s
     else:
-        # Whole steps, of which CheckFreq's k is the larger number.
+        # Whole steps; CheckFreq's k is the larger of the two numbers.
         asked_s = now.step_s * checkfreq_steps(now.cost_s, 0.0, now.step_s, goal.amount)
         durable_s = now.step_s * checkfreq_steps(0.0, now.durable_s, now.step_s, goal.amount)
     why = (
@@ -193,7 +193,7 @@ def _lost_work(goal: Goal, now: IntervalInputs) -> Interval:
     most, lag = duration(goal.amount), duration(now.durable_s)
     why = f"a failure loses at most {most}, {lag} of them until a save is durable"
     if asked_s <= 0:
-        why = f"a failure is to lose at most {most}, but a save alone takes {lag} to be durable"
+        why = f"a failure must lose at most {most}, but a save alone takes {lag} to be durable"
     found = _bounded(asked_s, now, why, floors=_floors(now))
     worst_s = found.seconds + now.durable_s
     if worst_s <= goal.amount * (1 + 1e-9):
@@ -202,7 +202,7 @@ def _lost_work(goal: Goal, now: IntervalInputs) -> Interval:
         seconds=found.seconds,
         bound=found.bound,
         why=found.why,
-        unreachable=f"at most {most} of lost work cannot be had: up to {duration(worst_s)} may be lost, with an "
+        unreachable=f"a lost work of at most {most} cannot be reached: up to {duration(worst_s)} may be lost, with an "
         f"interval {found.bound or 'that is the shortest'}",
     )
 
@@ -225,7 +225,7 @@ def _pls(goal: Goal, now: IntervalInputs) -> Interval:
         seconds=auto.seconds,
         bound=auto.bound,
         why=auto.why,
-        unreachable="a goal of PLS needs partial recovery, which this run has not: chosen as auto",
+        unreachable="a goal of PLS needs partial recovery, which this run does not use: chosen as auto",
     )
 
 
@@ -249,7 +249,7 @@ def _bounded(
     floors: list[tuple[float, str]],
     ceiling: tuple[float, str] = (math.inf, ""),
 ) -> Interval:
-    """`asked_s` between the bounds; of floors the highest, of ceilings the lowest, and floors above ceilings."""
+    """Bound `asked_s`: by the highest floor and the lowest ceiling; floors take precedence over ceilings."""
     low_s, low = max([*floors, (now.least_s, "the shortest that the user allows")], key=lambda each: each[0])
     high_s, high = min([ceiling, (now.most_s, "the longest that the user allows")], key=lambda each: each[0])
     if asked_s < low_s or high_s < low_s:
@@ -261,7 +261,7 @@ def _bounded(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """What the interval in force was chosen from."""
+    """The inputs from which the current interval was chosen."""
 
     seconds: float
     cost_s: float
@@ -269,11 +269,11 @@ class Basis:
 
 
 def should_replace(basis: Basis, found: Interval, costs: Measure, now: IntervalInputs) -> bool:
-    """Whether the choice `found` is to replace the one in force.
+    """Whether the choice `found` should replace the current one.
 
-    Only after `MIN_SAVES` saves, when it differs by more than a fifth, and when what it follows from is no chance: the
-    mean cost differs from the one it was chosen by, by more than three standard errors, or failures' rate has doubled
-    or halved, or the interval is shorter than a save needs. A mere threshold flaps a hundred times a day (simulated).
+    Requires `MIN_SAVES` saves, a difference of more than a fifth, and a significant cause: the mean cost differs from
+    the basis by more than three standard errors, the failure rate has doubled or halved, or the interval is shorter
+    than a save needs. A threshold alone flaps a hundred times a day (simulated).
     """
     if costs.n < MIN_SAVES:
         return False
@@ -281,5 +281,5 @@ def should_replace(basis: Basis, found: Interval, costs: Measure, now: IntervalI
     if BAND[0] <= ratio <= BAND[1]:
         return False
     costly = abs(costs.mean - basis.cost_s) > STANDARD_ERRORS * costs.error
-    news = now.mtbf_s / basis.mtbf_s
-    return costly or not 1 / EVIDENCE_RATIO < news < EVIDENCE_RATIO or basis.seconds < now.durable_s
+    rate_ratio = now.mtbf_s / basis.mtbf_s
+    return costly or not 1 / EVIDENCE_RATIO < rate_ratio < EVIDENCE_RATIO or basis.seconds < now.durable_s

@@ -1,8 +1,8 @@
-"""What of the decider rides in every commit's metadata, beside the directive: who starts next goes on from there. Pure.
+"""The decider's record in every commit's metadata, from which the next process continues. Pure.
 
-It is the profile's document with three names more: `held`, `evidence` and `closing`. Only under a goal is anything
-written. Where image, node type or world size differ (`Profile.key`), what was measured counts for nothing, and
-only the evidence goes on: failures are the run's.
+It extends the profile's document with `held`, `evidence` and `closing`, and is written only under a goal. If image,
+node type or world size differ (`Profile.key`), the measurements are ignored, and only the evidence is kept: failures
+belong to the run.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from deltashard_checkpoint.deciding.interval import MIN_SAVES, Basis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurrentChoice:
-    """A choice in force."""
+    """The current choice."""
 
     basis: Basis
     goal: str
-    """Name of the terms that it was chosen under."""
+    """Key of the goal and bounds it was chosen under."""
 
 
 def cost_of(profile: Profile, held: CurrentChoice | None) -> float:
-    """What a save costs, in trainer seconds: as measured, and right after a change as it was measured for that."""
+    """Return the trainer seconds per save: as measured, or right after a change as assumed for the choice."""
     if held is not None and profile.save.n < MIN_SAVES:
         return held.basis.cost_s
     return profile.save.mean
@@ -35,18 +35,18 @@ def cost_of(profile: Profile, held: CurrentChoice | None) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """As of one commit."""
+    """The decider's state at one commit."""
 
     profile: Profile
     held: CurrentChoice | None = None
-    """The newest choice; None: none yet."""
+    """The newest choice, if any."""
     evidence: Evidence = field(default_factory=Evidence)
     closing: bool = False
-    """Whether the trainer's end asked for this save: a restart from it lost nothing."""
+    """Whether the trainer's shutdown requested this save: a restart from it loses nothing."""
 
     @property
     def cost_s(self) -> float | None:
-        """`cost_of` what it has; None: nothing was measured yet."""
+        """`cost_of` its profile and choice; None: nothing was measured yet."""
         known = self.held is not None or self.profile.save.n
         return cost_of(self.profile, self.held) if known else None
 
@@ -60,19 +60,19 @@ class Record:
 
 
 def parse_metadata(text: str) -> Record:
-    """The record in a commit's metadata; raises `BadProfile`: whoever can write the bucket wrote it."""
+    """Parse the record in a commit's metadata, which is untrusted; raises `BadProfile`."""
     profile = cost.parse_metadata(text)
     try:
         found: Any = json.loads(text[: MAX_TEXT + 1])
-        said = found["held"]
+        choice = found["held"]
         held = None
-        if said is not None:
+        if choice is not None:
             basis = Basis(
-                seconds=_positive(said["seconds"]),
-                cost_s=number(said["cost_s"]),
-                mtbf_s=_positive(said["mtbf_s"]),
+                seconds=_positive(choice["seconds"]),
+                cost_s=number(choice["cost_s"]),
+                mtbf_s=_positive(choice["mtbf_s"]),
             )
-            held = CurrentChoice(basis=basis, goal=str(said["goal"]))
+            held = CurrentChoice(basis=basis, goal=str(choice["goal"]))
         counts = {name: not_negative(found["evidence"][name]) for name in ("exposure_s", "lossy", "restores")}
         return Record(
             profile=profile,

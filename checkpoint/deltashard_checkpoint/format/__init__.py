@@ -1,1 +1,1 @@
-"""How bytes lie: frames, indexes, typed trees, names of objects. Pure; docs/format.md is the contract."""
+"""On-store formats: frames, indexes, typed trees, object names. Pure; docs/format.md is the specification."""

@@ -1,8 +1,8 @@
-"""Canonical JSON: the one byte form of a document, and its strict reader.
+"""Canonical JSON: one byte form per document, and a strict reader.
 
-Sorted keys, no spaces, ASCII, finite numbers: equal documents are equal bytes, so a hash of the bytes is one of what
-they say. `load` accepts only that form, and of bounded size; `Reader` gives typed, bounded access to what it holds.
-Input is hostile: every refusal is a `CorruptObject`, and none costs more than the bytes themselves.
+Sorted keys, no spaces, ASCII, finite numbers: equal documents have equal bytes, so a hash of the bytes identifies the
+content. `load` accepts only this form, up to a size limit; `Reader` gives typed, bounded access to the content. Input
+is untrusted: every rejection is a `CorruptObject`, and parsing cost is proportional to the input.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NoReturn, cast
 from deltashard_checkpoint.errors import CorruptObject
 
 MAX_DOCUMENT_BYTES = 64 << 20
-"""A larger object is none of ours; parsing stops before it costs memory."""
+"""Maximum size of a document; parsing rejects larger ones before it allocates memory."""
 _MAX_INT = (1 << 63) - 1
 _MAX_TEXT = 1 << 16
 
@@ -33,12 +33,12 @@ def canonical(document: Any) -> bytes:
 
 
 def content_digest(data: bytes) -> str:
-    """What names an object of the log by its content: the first 32 digits of the SHA-256."""
+    """Return the first 32 hexadecimal digits of the SHA-256, which name an object of the log by its content."""
     return hashlib.sha256(data).hexdigest()[:32]
 
 
 def load(data: bytes, where: str) -> dict[str, Any]:
-    """A JSON object from canonical bytes and nothing else; raises `CorruptObject`."""
+    """Parse a JSON object in canonical form; raises `CorruptObject` for any other bytes."""
     if len(data) > MAX_DOCUMENT_BYTES:
         raise CorruptObject(f"{len(data)} bytes are too many (limit {MAX_DOCUMENT_BYTES})", where=where)
     try:
@@ -56,7 +56,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 class Reader:
-    """Typed, bounded access to one JSON object: each field is asked for once, and `end` refuses what is left over."""
+    """Typed, bounded access to one JSON object: read each field once, then `end` rejects unread fields."""
 
     __slots__ = ("_left", "_object", "where")
 
@@ -84,12 +84,12 @@ class Reader:
         return self._object.get(key)
 
     def integer(self, key: str, *, low: int = 0) -> int:
-        """An integer in [low, 2^63)."""
+        """Return an integer in [low, 2^63)."""
         return self.as_integer(self.take(key), key, low=low)
 
     def as_integer(self, value: Any, what: str, *, low: int = 0) -> int:
         if type(value) is not int or not low <= value <= _MAX_INT:
-            self.fail(f"{what} is no integer from {low}")
+            self.fail(f"{what} is not an integer >= {low}")
         return value
 
     def nullable(self, key: str) -> int | None:
@@ -97,10 +97,10 @@ class Reader:
         return None if value is None else self.as_integer(value, key)
 
     def number(self, key: str) -> float:
-        """A finite, non-negative number."""
+        """Return a finite, non-negative number."""
         value = self.take(key)
         if type(value) not in (int, float) or not 0 <= value <= _MAX_INT:
-            self.fail(f"{key} is no number from 0")
+            self.fail(f"{key} is not a number >= 0")
         return cast("float", value)
 
     def boolean(self, key: str) -> bool:
@@ -110,12 +110,12 @@ class Reader:
         return value
 
     def text(self, key: str, pattern: re.Pattern[str] | None = None) -> str:
-        """A string of bounded length that matches the whole pattern."""
+        """Return a string of bounded length that matches the whole pattern."""
         return self.as_text(self.take(key), key, pattern)
 
     def as_text(self, value: Any, what: str, pattern: re.Pattern[str] | None = None) -> str:
         if type(value) is not str or len(value) > _MAX_TEXT or (pattern and not pattern.fullmatch(value)):
-            self.fail(f"{what} is no such string")
+            self.fail(f"{what} is not a valid string")
         return value
 
     def items(self, key: str) -> Iterator[Any]:
@@ -123,17 +123,17 @@ class Reader:
 
     def as_list(self, value: Any, what: str, length: int | None = None) -> list[Any]:
         if type(value) is not list or (length is not None and len(value) != length):
-            self.fail(f"{what} is no such list")
+            self.fail(f"{what} is not a valid list")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
         return tuple(self.as_text(item, key) for item in self.items(key))
 
     def members(self, key: str) -> Iterator[tuple[str, Any]]:
-        """Names and untyped values of an object."""
+        """Return names and untyped values of an object."""
         value = self.take(key)
         if type(value) is not dict:
-            self.fail(f"{key} is no object")
+            self.fail(f"{key} is not an object")
         return ((self.as_text(name, key), held) for name, held in value.items())
 
     def mapping(self, key: str) -> dict[str, str]:

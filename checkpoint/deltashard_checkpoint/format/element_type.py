@@ -1,7 +1,7 @@
-"""Element types that the format can name: code on the store, size, and the numpy type that carries their bits.
+"""Element types of the format: stored code, size, and the numpy type that carries their bits.
 
-numpy has no bfloat16 and no float8: their bits travel as uint16 and uint8, and only the kernels (or torch, on the
-trainer's side) give them meaning. Codes are part of the format: never renumbered, only added to.
+numpy has no bfloat16 and no float8: their bits are carried as uint16 and uint8, and only the kernels (or torch, in the
+trainer) interpret them. Codes are part of the format: add codes, never renumber them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DType:
     code: int
     itemsize_bytes: int
     carrier: np.dtype[np.generic]
-    """numpy type of the same size that holds the bits: uint16 for bfloat16, uint8 for the float8 family."""
+    """numpy type of the same size that carries the bits: uint16 for bfloat16, uint8 for the float8 family."""
     floating: bool
 
 
@@ -54,11 +54,11 @@ ALL = (
 _BY_NAME = {each.name: each for each in ALL}
 _BY_CODE = {each.code: each for each in ALL}
 WEIGHT_DTYPES = ("float32", "float16", "bfloat16", "float64")
-"""What a table's weights may be."""
+"""Supported dtypes of a table's weights."""
 
 
 def by_name(name: str) -> DType:
-    """The type called `name`; raises `UserError`."""
+    """Return the type named `name`; raises `UserError`."""
     found = _BY_NAME.get(name)
     if found is None:
         raise UserError(f"element type {name!r} cannot be stored", remedy=f"one of {', '.join(_BY_NAME)}")
@@ -66,7 +66,7 @@ def by_name(name: str) -> DType:
 
 
 def by_code(code: int) -> DType:
-    """The type with this code in stored bytes; raises `CorruptObject`."""
+    """Return the type with the stored code `code`; raises `CorruptObject`."""
     found = _BY_CODE.get(code)
     if found is None:
         raise CorruptObject(f"element type code {code} is unknown")

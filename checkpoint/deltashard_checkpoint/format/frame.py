@@ -1,7 +1,7 @@
-"""Frames, the unit of everything stored: rows of one table shard, their tail, a chunk of a blob, or tombstones.
+"""Frames, the unit of storage: rows of one table shard, their tail, a chunk of a blob, or tombstones.
 
-Layout and parsing. Optimizer state of the rows of a frame is its *tail*, a frame too, in another pack: who wants
-weights alone reads no byte of it.
+Layout and parsing. The *tail* of a row frame holds the optimizer state of its rows. It is a separate frame in another
+pack, so readers of weights alone skip it.
 
     offset size  header, little-endian, 64 bytes
          0    4  magic "DSFR"
@@ -20,15 +20,15 @@ weights alone reads no byte of it.
         40    8  0
         48   16  xxh3-128, big-endian, of bytes [0, 48) and [64, length)
 
-Then the sections, each at a multiple of 64 bytes with zeros between: meta | ids | scales | biases | codes | exceptions.
-A tail's are: meta | one per optimizer-state field, of the same rows in the same order; a blob's: meta | bytes. The meta
-section names the table, its shape and the column range (or the blob), so a frame can be read, and a pack salvaged,
-without any index. That of rows has length and hash of their tail, that of a tail the fields. Sizes follow from rows,
-columns and types; they must add up to `length` exactly. The hash covers the header too, so one pass tells that a frame
-is what its index says.
+Then the sections, each at a multiple of 64 bytes with zero padding: meta | ids | scales | biases | codes | exceptions.
+A tail has: meta | one section per optimizer-state field, for the same rows in the same order; a blob: meta | bytes. The
+meta section names the table, its shape and the column range (or the blob), so frames can be read, and packs salvaged,
+without an index. A row frame's meta has length and hash of its tail; a tail's meta has the fields. Section sizes follow
+from rows, columns and types, and must add up to `length` exactly. The hash covers the header too, so one pass verifies
+that a frame matches its index.
 
-Parsing copies nothing and believes nothing: bounds come before use, and every refusal is a `FormatError`. An older
-library refuses a newer version by name. Writing is in `frame_encoder`.
+Parsing does not copy and trusts nothing: bounds are checked before use, and every rejection is a `FormatError`. An
+older library rejects a newer version with `UnsupportedVersion`. `frame_encoder` writes frames.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from deltashard_checkpoint.vocabulary import ENCODING_OF_CODE
 
 
 class FrameKind(IntEnum):
-    """What a frame holds; the numbers are those of the index's `FrameKind`, which has no tails."""
+    """Content of a frame; the numbers equal the index's `FrameKind`, which has no tails."""
 
     ROWS = 1
     BLOB = 2
@@ -80,7 +80,7 @@ class FrameKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailInfo:
-    """What a frame of rows, and its index, say of its tail."""
+    """Reference to a tail, in its row frame and in the index."""
 
     length: int
     digest: bytes
@@ -89,7 +89,7 @@ class TailInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameInfo:
-    """What an index says of a frame, its place aside."""
+    """An index's description of a frame, without its location."""
 
     kind: FrameKind
     length: int
@@ -108,14 +108,14 @@ class FrameInfo:
     tail: TailInfo | None = None
     """None: the rows have no optimizer state."""
     name: str = ""
-    """Of the blob."""
+    """Name of the blob."""
     blob_offset: int = 0
     blob_bytes: int = 0
-    """Of the whole blob."""
+    """Bytes of the whole blob."""
 
     @property
     def stored_bytes(self) -> int:
-        """Of the frame and its tail."""
+        """Bytes of the frame and its tail."""
         return self.length + (0 if self.tail is None else self.tail.length)
 
 
@@ -125,22 +125,22 @@ class FieldSection:
 
     spec: FieldSpec
     stored_dtype: str
-    """What the bytes are: the field's own type, or bfloat16 where the policy chose so."""
+    """Dtype of the bytes: the field's own type, or bfloat16 if the policy chose it."""
     data: memoryview
 
     def values(self, rows: int) -> npt.NDArray[np.generic]:
-        """A view [rows] or [rows, columns]; bfloat16 as uint16 (see `element_type`)."""
+        """Return a view [rows] or [rows, columns]; bfloat16 as uint16 (see `element_type`)."""
         flat = np.frombuffer(self.data, element_type.by_name(self.stored_dtype).carrier)
         return flat if self.spec.kind == "rowwise" else flat.reshape(rows, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """A parsed frame; all memoryviews look into the buffer that was parsed."""
+    """A parsed frame; all memoryviews refer to the parsed buffer."""
 
     info: FrameInfo
     table: TableSchema | None
-    """Of the writer: shape, dtype, and fields of the tail where it was parsed, too. None for blobs."""
+    """The writer's table: shape, dtype, and the tail's fields if the tail was parsed. None for blobs."""
     ids_kind: int
     ids: memoryview
     exponent: int
@@ -149,36 +149,36 @@ class Frame:
     codes: memoryview
     exceptions: memoryview
     fields: tuple[FieldSection, ...]
-    """Of the tail; none where it was not parsed, too."""
+    """Fields of the tail; empty if it was not parsed."""
     chunk: memoryview
     """A blob's bytes [info.blob_offset, + len(chunk)); empty otherwise."""
 
     def row_ids(self) -> npt.NDArray[np.int64]:
-        """Global row ids, int64 [rows], strictly increasing from `row_min` to `row_max`.
+        """Return the global row ids: int64 [rows], strictly increasing from `row_min` to `row_max`.
 
-        Raises `CorruptObject` when the stored ids are not that.
+        Raises `CorruptObject` if the stored ids differ from that.
         """
         info = self.info
         ids = row_id.decode_ids(self.ids_kind, self.ids, info.rows, (info.row_min, info.row_max + 1))
         if ids[0] != info.row_min or ids[-1] != info.row_max:
-            raise CorruptObject("row ids do not span what the frame says", where=info.table)
+            raise CorruptObject("row ids do not match the frame's row range", where=info.table)
         return ids
 
     @property
     def contiguous(self) -> bool:
-        """Whether the rows are all of [row_min, row_max]."""
+        """Whether the frame has all rows in [row_min, row_max]."""
         return self.info.rows == self.info.row_max - self.info.row_min + 1
 
 
 def digest_of(frame: memoryview) -> bytes:
-    """xxh3-128 of a whole frame, its own digest left out. GB/s: one pass, and the interpreter is released."""
+    """Return the xxh3-128 of a frame, excluding the digest itself. One pass at GB/s, without the GIL."""
     state = xxhash.xxh3_128(frame[:DIGEST_AT])
     state.update(frame[HEADER_BYTES:])
     return state.digest()
 
 
 def check_digest(frame: memoryview, digest: bytes) -> None:
-    """Raise `CorruptObject` unless the bytes hash to `digest` and carry it."""
+    """Raise `CorruptObject` unless the bytes hash to `digest` and contain it."""
     if len(frame) < HEADER_BYTES or digest_of(frame) != digest or frame[DIGEST_AT:HEADER_BYTES] != digest:
         raise CorruptObject("a frame's bytes do not match its hash")
 
@@ -189,16 +189,16 @@ FrameBytes = tuple[memoryview, memoryview | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tail:
-    """A parsed tail; its memoryviews look into the buffer that was parsed."""
+    """A parsed tail; its memoryviews refer to the parsed buffer."""
 
     info: TailInfo
     step: int
     rows: int
     row_span: tuple[int, int]
-    """Least and greatest row, both inclusive."""
+    """Smallest and largest row, both inclusive."""
     columns: tuple[int, int]
     table: TableSchema
-    """Of the writer: shape, dtype and the fields that this tail holds."""
+    """The writer's table: shape, dtype and the fields of this tail."""
     fields: tuple[FieldSection, ...]
 
 
@@ -208,16 +208,16 @@ def parse_frame(
     *,
     verify: bool = True,
 ) -> Frame:
-    """The frame of rows, a blob or tombstones that fills `buffer`, with the `tail` of its rows, without copying.
+    """Parse the frame of rows, tombstones or a blob chunk in `buffer`, with the `tail` of its rows, without copying.
 
-    `verify=False` skips the hashes for bytes that were just checked; everything else is checked always.
+    `verify=False` skips the hashes of bytes that were just checked; everything else is always checked.
     Raises `CorruptObject`, `UnsupportedVersion`, or `ForeignObject` for the tail of another frame.
     """
     header, sections = _opened(buffer, verify=verify)
     if header.kind is FrameKind.BLOB:
         frame = _parse_blob(header, sections)
     elif header.kind is FrameKind.TAIL:
-        raise CorruptObject("a tail lies where a frame of rows should")
+        raise CorruptObject("found a tail, expected a frame of rows, tombstones or a blob")
     else:
         frame = _parse_rows(header, sections)
     sections.end()
@@ -225,7 +225,7 @@ def parse_frame(
 
 
 def with_tail(frame: Frame, tail: Tail) -> Frame:
-    """The frame with the state of its rows; raises `ForeignObject` for the tail of another one."""
+    """Return the frame with its rows' state; raises `ForeignObject` for the tail of another frame."""
     _check_tail(tail, frame.info)
     if replace(tail.table, fields=()) != frame.table:
         raise ForeignObject(f"a tail and its frame differ in the shape of table {frame.info.table}")
@@ -233,10 +233,10 @@ def with_tail(frame: Frame, tail: Tail) -> Frame:
 
 
 def parse_tail(buffer: bytes | bytearray | memoryview, *, verify: bool = True) -> Tail:
-    """The tail that fills `buffer`, as `parse_frame` does it."""
+    """Parse the tail in `buffer`, like `parse_frame`."""
     header, sections = _opened(buffer, verify=verify)
     if header.kind is not FrameKind.TAIL:
-        raise CorruptObject("another frame lies where a tail should")
+        raise CorruptObject("found another frame, expected a tail")
     if header.encoding or header.ids_kind or header.exponent or header.ids_bytes or header.exceptions_bytes:
         raise CorruptObject("a tail claims weights")
     meta = MetaReader(sections.take(header.meta_bytes))
@@ -310,7 +310,7 @@ def _parse_blob(header: _Header, sections: Sections) -> Frame:
 
 
 def _parse_rows(header: _Header, sections: Sections) -> Frame:
-    """Rows or tombstones."""
+    """Parse rows or tombstones."""
     rows = header.rows
     meta = MetaReader(sections.take(header.meta_bytes))
     table, columns, row_span = _table_meta(meta)
@@ -319,7 +319,7 @@ def _parse_rows(header: _Header, sections: Sections) -> Frame:
     _check_rows(rows, row_span, table.fqn)
     tail = TailInfo(length=tail_length, digest=tail_digest) if tail_length else None
     if tail is None and any(tail_digest):
-        raise CorruptObject("the hash of a tail without length", where=table.fqn)
+        raise CorruptObject("a tail has a hash but no length", where=table.fqn)
     ids = sections.take(header.ids_bytes)
     encoding = ""
     scale_bytes = bias_bytes = code_bytes = 0
@@ -347,7 +347,7 @@ def _parse_rows(header: _Header, sections: Sections) -> Frame:
 
 
 def frame_length(view: memoryview) -> int:
-    """Length of the frame that begins at the start of `view`, by its header; raises like `parse_frame`."""
+    """Return the length, from its header, of the frame at the start of `view`; raises like `parse_frame`."""
     if len(view) < HEADER_BYTES:
         raise CorruptObject(f"{len(view)} bytes are too few for a frame")
     magic, version = struct.unpack_from("<4sH", view)
@@ -364,9 +364,9 @@ def frame_length(view: memoryview) -> int:
 
 
 def scan_pack(pack: bytes | bytearray | memoryview) -> Iterator[tuple[int, Frame | Tail]]:
-    """(offset, frame or tail) of all of a pack, without an index: each header gives the next one's place.
+    """Yield (offset, frame or tail) for a whole pack, without an index, by following the headers' lengths.
 
-    Raises like `parse_frame` where the pack stops being frames.
+    Raises like `parse_frame` at bytes that are not a frame.
     """
     view = memoryview(pack).cast("B")
     at = 0
@@ -378,16 +378,16 @@ def scan_pack(pack: bytes | bytearray | memoryview) -> Iterator[tuple[int, Frame
 
 
 def check_info(frame: Frame, expected: FrameInfo) -> None:
-    """Raise `ForeignObject` when a whole frame is not the one an index or plan speaks of."""
+    """Raise `ForeignObject` if an intact frame is not the one an index or plan describes."""
     if frame.info != expected:
         raise ForeignObject(
-            f"frame of {frame.info.table or frame.info.name!r} lies where the index has "
+            f"frame of {frame.info.table or frame.info.name!r} is where the index has "
             f"{expected.table or expected.name!r}, or they differ in rows, columns or step"
         )
 
 
 def checked_frame(data: memoryview, expected: FrameInfo) -> Frame:
-    """The frame in `data`, which is whole and the one an index speaks of: what every reader of packs asks.
+    """Parse and verify the frame in `data` against an index's description.
 
     Raises `CorruptObject`, `ForeignObject` or `UnsupportedVersion`.
     """
@@ -398,7 +398,7 @@ def checked_frame(data: memoryview, expected: FrameInfo) -> Frame:
 
 
 def checked_tail(data: memoryview, expected: FrameInfo) -> Tail:
-    """The tail in `data`, which is whole and that of the frame an index speaks of, as `checked_frame` does it."""
+    """Parse and verify the tail in `data` of the frame an index describes, like `checked_frame`."""
     if expected.tail is None:
         raise InternalBug("a tail of a frame that has none", where=expected.table)
     check_digest(data, expected.tail.digest)
@@ -408,8 +408,8 @@ def checked_tail(data: memoryview, expected: FrameInfo) -> Tail:
 
 
 def _check_tail(tail: Tail, info: FrameInfo) -> None:
-    """Raise `ForeignObject` when a whole tail is not that of the frame."""
-    said = (
+    """Raise `ForeignObject` if an intact tail does not belong to the frame."""
+    expected = (
         info.tail,
         info.table,
         info.step,
@@ -417,7 +417,7 @@ def _check_tail(tail: Tail, info: FrameInfo) -> None:
         (info.row_min, info.row_max),
         (info.col_start, info.col_stop),
     )
-    if (tail.info, tail.table.fqn, tail.step, tail.rows, tail.row_span, tail.columns) != said:
+    if (tail.info, tail.table.fqn, tail.step, tail.rows, tail.row_span, tail.columns) != expected:
         raise ForeignObject(
             f"a tail of table {tail.table.fqn!r} is not that of the frame of {info.table!r} it should belong to"
         )
@@ -439,7 +439,7 @@ def _blob_meta(view: memoryview) -> tuple[str, int, int, int]:
 
 
 def _table_meta(meta: MetaReader) -> tuple[TableSchema, tuple[int, int], tuple[int, int]]:
-    """(schema without fields, column range, (row min, row max))."""
+    """Return (schema without fields, column range, (row min, row max))."""
     fqn = meta.name()
     rows, columns, dtype, col_start, col_stop, row_min, row_max = TABLE_META.unpack(
         meta.take(TABLE_META.size)
@@ -456,7 +456,7 @@ def _table_meta(meta: MetaReader) -> tuple[TableSchema, tuple[int, int], tuple[i
 
 
 def _field_meta(meta: MetaReader, fqn: str) -> tuple[tuple[FieldSpec, ...], list[str]]:
-    """The fields of a tail, at least one, and the dtype that each is stored as; nothing may follow."""
+    """Return the fields of a tail, at least one, and their stored dtypes; rejects trailing bytes."""
     fields, stored = [], []
     for _ in range(meta.take(1)[0]):
         name = meta.name("<B")

@@ -1,9 +1,9 @@
-"""Making frames: rows of a table shard, or a chunk of a blob, into the bytes that `frame` parses.
+"""Frame encoding: rows of a table shard, or a chunk of a blob, into the bytes that `frame` parses.
 
-Weights are quantized straight into the frame's buffer; optimizer state is copied as it is (fp32 exact) into that of its
-tail, point-wise float32 state as bfloat16 where the policy says so. Where an encoding would not make the rows smaller
-(tables of one or two columns), or cannot hold them (more NaN and Inf than its side list pays for), the frame is raw: a
-stored frame never takes more than the rows it holds.
+Weights are quantized directly into the frame's buffer. Optimizer state is copied unchanged (fp32 exact) into the tail's
+buffer, or narrowed to bfloat16 for point-wise float32 state if the policy chose that. The frame is raw if the encoding
+would not shrink the rows (tables of one or two columns) or cannot hold them (too many NaN and Inf for its side list),
+so a stored frame is never larger than its rows.
 """
 
 from __future__ import annotations
@@ -51,31 +51,31 @@ from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.vocabulary import ENCODINGS, Encoding, stored_state_dtype
 
 FRAME_WEIGHT_BYTES = 1 << 20
-"""Of the encoded weights of one frame at most: reading one row costs as much, and what an index says of the frame."""
+"""Maximum encoded weight bytes of one frame. Bounds the cost of reading one row, and the index entries per byte."""
 BLOB_CHUNK_BYTES = 4 << 20
-"""A good chunk of a blob: large enough to stream, small enough to spread over ranks and threads."""
+"""Default chunk size of a blob: large enough to stream, small enough to distribute over ranks and threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedFrame:
-    """A whole frame, ready for a pack."""
+    """A complete frame, ready to be written to a pack."""
 
     info: FrameInfo
     data: memoryview
     """`info.length` bytes, in the caller's buffer if one was given."""
     tail: memoryview | None = None
-    """The frame's tail, likewise: `info.tail.length` bytes."""
+    """The frame's tail: `info.tail.length` bytes, in the caller's buffer if one was given."""
     raw_bytes: int
-    """Of the rows and fields (or chunk) before encoding; ids not counted."""
+    """Bytes of the rows and fields (or chunk) before encoding, without ids."""
 
 
 def rows_per_frame(table: TableSchema, columns: int, encoding: Encoding) -> int:
-    """How many rows of `columns` columns make one frame of `FRAME_WEIGHT_BYTES`.
+    """Return the number of rows of `columns` columns that fill a frame of `FRAME_WEIGHT_BYTES`.
 
-    Fewer where the frame, if values keep it from being encoded, or its tail would not fit `MAX_FRAME_BYTES`.
+    Fewer if the frame in its raw encoding, or its tail, would otherwise exceed `MAX_FRAME_BYTES`.
     """
     spare = MAX_FRAME_BYTES - aligned(_meta_bound(table)) - ALIGN * (8 + len(table.fields))
-    ids = -(-table.rows.bit_length() // 7)  # a delta's worst case
+    ids = -(-table.rows.bit_length() // 7)  # worst case of a delta
     raw = weight_row_bytes(table, columns)
     state = raw_row_bytes(table, columns) - raw
     stored = sum(section_bytes(effective_encoding(encoding, table.dtype, columns), 1, columns))
@@ -83,7 +83,7 @@ def rows_per_frame(table: TableSchema, columns: int, encoding: Encoding) -> int:
 
 
 def frame_bound(table: TableSchema, columns: int, rows: int) -> int:
-    """A size of buffer that holds any frame of `rows` rows and its tail."""
+    """Return a buffer size that holds any frame of `rows` rows with its tail."""
     ids = 8 + rows * 9
     sections = rows * raw_row_bytes(table, columns) + ids
     around = HEADER_BYTES + aligned(_meta_bound(table)) + ALIGN * (8 + len(table.fields))
@@ -93,11 +93,11 @@ def frame_bound(table: TableSchema, columns: int, rows: int) -> int:
 def encode_rows(
     block: RowBlock, options: EncodeOptions, *, step: int, out: bytearray | memoryview | None = None
 ) -> EncodedFrame:
-    """One frame of the rows of `block`, which are of `step`, and its tail if they have state.
+    """Encode the rows of `block`, taken at `step`, into one frame, plus a tail if they have state.
 
-    Both lie in `out` (`frame_bound` bytes suffice), or in fresh buffers. Raises `FrameEncodeError` for more rows than fit one
-    frame, for rows that do not ascend, for names the format cannot hold and for a buffer that is too small;
-    `UnknownName` for a state encoding that is none.
+    Both are placed in `out` (`frame_bound` bytes suffice), or in new buffers. Raises `FrameEncodeError` for more rows
+    than one frame can hold, unsorted rows, names that the format cannot store, or a buffer that is too small;
+    `UnknownName` for an unknown state encoding.
     """
     table, n = block.schema, len(block)
     ids_kind, id_bytes = row_id.encode_ids(block.ids)
@@ -133,7 +133,7 @@ def encode_rows(
 def _encode_tail(
     block: RowBlock, state_encoding: str, step: int, out: bytearray | memoryview | None
 ) -> tuple[TailInfo, memoryview]:
-    """The optimizer state of the rows, at the start of `out` or in a fresh buffer; raises `FrameEncodeError`."""
+    """Encode the rows' optimizer state at the start of `out` or in a new buffer; raises `FrameEncodeError`."""
     table, n, width = block.schema, len(block), len(block.columns)
     stored = [
         stored_state_dtype(state_encoding, pointwise=spec.kind == "pointwise", dtype=spec.dtype)
@@ -159,24 +159,24 @@ def _encode_tail(
 
 
 class _EncodedWeights(NamedTuple):
-    """Weights in their place in a frame's buffer; all other sections are still to be written."""
+    """Weights encoded in place in a frame's buffer; the other sections are not written yet."""
 
     encoding: Encoding
-    """What they really have."""
+    """The encoding in effect."""
     encoded: quantizer.Encoded
     layout: _Layout
-    """Of all sections but the exceptions, which follow it."""
+    """All sections except the exceptions, which follow them."""
     buffer: memoryview
     end: int
-    """Of the whole frame."""
+    """End of the whole frame."""
 
 
 def _encode_weights(
     block: RowBlock, options: EncodeOptions, before: list[int], out: bytearray | memoryview | None
 ) -> _EncodedWeights:
-    """The weights under the chosen encoding, or raw where that would not be smaller or cannot hold them.
+    """Encode the weights with the chosen encoding, or raw if that would not be smaller or cannot hold them.
 
-    `before` are the bytes of the sections before theirs. Raises `FrameEncodeError`.
+    `before`: byte sizes of the preceding sections. Raises `FrameEncodeError`.
     """
     table, n, width = block.schema, len(block), len(block.columns)
     raw = raw_encoding(table.dtype)
@@ -186,7 +186,7 @@ def _encode_weights(
     for encoding in (raw,) if chosen is raw else (chosen, raw):
         sizes = section_bytes(encoding, n, width)
         layout = _Layout([*before, *sizes])
-        spare = max(raw_bytes - sum(sizes), 0)  # the side list may take what the encoding saves
+        spare = max(raw_bytes - sum(sizes), 0)  # the side list may use the bytes that the encoding saves
         buffer = _frame_buffer(out, layout.end + aligned(spare), layout.end, table.fqn)
         scales, biases, codes = layout.views(buffer)[2:5]
         encoded = quantizer.encode_rows(
@@ -204,16 +204,16 @@ def _check_length(end: int, rows: int, where: str) -> None:
         raise FrameEncodeError(
             f"{rows} rows make a frame of {end} bytes, at most {MAX_FRAME_BYTES} are allowed",
             where=where,
-            remedy="split them: encode_row_frames",
+            remedy="split the rows with encode_row_frames",
         )
 
 
 def encode_row_frames(
     block: RowBlock, options: EncodeOptions, *, step: int, out: bytearray | memoryview | None = None
 ) -> Iterator[EncodedFrame]:
-    """As many frames as the rows need, alike in size; raises like `encode_rows`.
+    """Yield as many frames of similar size as the rows need; raises like `encode_rows`.
 
-    Each lies in fresh buffers, or all in `out`, one after the other: use a frame before asking for the next one.
+    Each frame uses new buffers, or all reuse `out`: consume a frame before requesting the next one.
     """
     limit = rows_per_frame(block.schema, len(block.columns), options.encoding)
     rows = -(-len(block) // -(-len(block) // limit))
@@ -222,11 +222,11 @@ def encode_row_frames(
 
 
 def take_rows(frame: Frame, keep: npt.NDArray[np.bool_]) -> EncodedFrame:
-    """The rows of a frame, parsed with its tail, for which `keep` (bool [rows], at least one) is set, as encoded.
+    """Return a frame with the encoded rows of `frame` (parsed with its tail) selected by `keep` (bool [rows]).
 
-    Nothing is decoded. Restoring the result gives, for these rows, bit for bit what restoring `frame` gives: scales,
-    biases, codes, state and exceptional rows are moved, encoding, exponent and step stay. Raises `CorruptObject` like
-    `Frame.row_ids`.
+    `keep` must select at least one row. Nothing is decoded: scales, biases, codes, state and exceptional rows are
+    copied; encoding, exponent and step are unchanged, so these rows restore bit for bit as from `frame`.
+    Raises `CorruptObject` like `Frame.row_ids`.
     """
     info, table = frame.info, frame.table
     if table is None or keep.shape != (info.rows,) or not keep.any():
@@ -274,7 +274,7 @@ def _select_rows(section: memoryview, rows: int, keep: npt.NDArray[np.bool_]) ->
 
 
 def _filled(sections: list[memoryview]) -> memoryview:
-    """A fresh frame of these sections, without header."""
+    """Return a new frame buffer with these sections, without header."""
     layout = _Layout([len(section) for section in sections])
     view = memoryview(np.empty(layout.end, np.uint8).data)
     for part, data in zip(layout.views(view), sections, strict=True):
@@ -284,7 +284,7 @@ def _filled(sections: list[memoryview]) -> memoryview:
 
 
 def raw_bytes_of(info: FrameInfo, table: TableSchema) -> int:
-    """Bytes of a row frame's rows and fields before encoding."""
+    """Return the bytes of a row frame's rows and fields before encoding."""
     return info.rows * raw_row_bytes(table, info.col_stop - info.col_start)
 
 
@@ -297,7 +297,7 @@ def encode_blob(
     step: int,
     out: bytearray | memoryview | None = None,
 ) -> EncodedFrame:
-    """One frame with bytes [offset, offset + len(chunk)) of a blob of `blob_bytes`; raises `FrameEncodeError`.
+    """Encode bytes [offset, offset + len(chunk)) of a blob of `blob_bytes` as a frame; raises `FrameEncodeError`.
 
     An empty blob is one frame with an empty chunk.
     """
@@ -329,7 +329,7 @@ def encode_blob(
 def encode_blob_frames(
     *, name: str, data: bytes | bytearray | memoryview, step: int, chunk_bytes: int = BLOB_CHUNK_BYTES
 ) -> Iterator[EncodedFrame]:
-    """A whole blob as frames, each in a fresh buffer."""
+    """Yield the frames of a whole blob, each in a new buffer."""
     view = memoryview(data).cast("B")
     for at in range(0, max(len(view), 1), chunk_bytes):
         chunk = view[at : at + chunk_bytes]
@@ -337,7 +337,7 @@ def encode_blob_frames(
 
 
 class _Layout:
-    """Places of sections of given sizes, one after another from the end of the header."""
+    """Offsets of consecutive aligned sections of given sizes, after the header."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.spans: list[tuple[int, int]] = []
@@ -362,7 +362,7 @@ def _frame_buffer(out: bytearray | memoryview | None, wanted: int, needed: int, 
     view = memoryview(out).cast("B")
     if len(view) < needed or view.readonly:
         raise FrameEncodeError(
-            f"{len(view)} bytes for a frame of {needed}", where=where, remedy="frame_bound gives a size"
+            f"{len(view)} bytes for a frame of {needed}", where=where, remedy="use frame_bound for the size"
         )
     return view
 
@@ -380,7 +380,7 @@ def _seal(  # noqa: PLR0913
     exceptions: int = 0,
     rows: int = 0,
 ) -> bytes:
-    """Write the header, hash the frame, write the hash."""
+    """Write the header and the hash of the frame. Returns the hash."""
     HEADER.pack_into(
         view, 0, MAGIC, VERSION, kind, encoding, ids_kind, exponent, 0, meta, ids, exceptions, rows,
         len(view), step, 0, bytes(16),
@@ -417,7 +417,7 @@ def _table_meta(table: TableSchema, columns: tuple[int, int], rows: tuple[int, i
 def _rows_meta(
     table: TableSchema, columns: tuple[int, int], rows: tuple[int, int], tail: TailInfo | None
 ) -> bytes:
-    """Of rows, and of tombstones."""
+    """Meta section of rows and tombstones."""
     named = TAIL_META.pack(0, bytes(16)) if tail is None else TAIL_META.pack(tail.length, tail.digest)
     return _table_meta(table, columns, rows) + named
 

@@ -1,4 +1,4 @@
-"""The outer shape of a frame: header, sections, limits of the format; bounded reads of sections and of their meta."""
+"""The outer layout of a frame: header, sections, limits; bounded reads of sections and their meta."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deltashard_checkpoint.errors import CorruptObject
 MAGIC = b"DSFR"
 VERSION = 1
 MAX_FRAME_BYTES = arena_layout.MAX_FRAME_BYTES
-"""A frame is never larger, so that one arena block always holds one."""
+"""Maximum size of a frame, so that one arena block always holds one."""
 ALIGN = 64
 HEADER = struct.Struct("<4sHBBBbHIIIIIQQ16s")
 HEADER_BYTES = 64
@@ -25,12 +25,12 @@ MAX_BLOB_BYTES = 1 << 44
 TABLE_META = struct.Struct("<QIBIIQQ")  # table rows, columns, dtype, column range, row min, row max
 TAIL_META = struct.Struct(
     "<I16s"
-)  # of rows and tombstones, behind it: length and hash of their tail, or zeros
+)  # of rows and tombstones, after TABLE_META: length and hash of their tail, or zeros
 BLOB_META = struct.Struct("<QQQ")  # offset in the blob, bytes of the whole blob, bytes of this chunk
 
 
 def aligned(n: int) -> int:
-    """`n` rounded up to the section alignment."""
+    """Round `n` up to the section alignment."""
     return -(-n // ALIGN) * ALIGN
 
 
@@ -54,7 +54,7 @@ class Sections:
 
     def end(self) -> None:
         if self._at != len(self._view):
-            raise CorruptObject(f"{len(self._view) - self._at} bytes of a frame belong to no section")
+            raise CorruptObject(f"{len(self._view) - self._at} trailing bytes after a frame's sections")
 
 
 class MetaReader:
@@ -82,4 +82,4 @@ class MetaReader:
 
     def end(self) -> None:
         if self._at != len(self._view):
-            raise CorruptObject("the meta section has bytes that mean nothing")
+            raise CorruptObject("the meta section has trailing bytes")

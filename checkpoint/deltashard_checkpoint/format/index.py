@@ -1,7 +1,7 @@
-"""The index of a part: which frames lie where in which packs. Protobuf outside, frozen dataclasses inside.
+"""The index of a part: the locations of frames in packs. Protobuf on the store, frozen dataclasses in memory.
 
-An index is put after all its packs and before the log entry. Its name has the hash of its bytes, and it has that of
-every frame, so the log entry proves all of them. Nothing an index says reaches a plan before it was checked.
+An index is put after all its packs and before the log entry. Its name contains the hash of its bytes, and it contains
+the hash of every frame, so the log entry verifies all of them. A plan uses an index only after it was checked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from deltashard_checkpoint.vocabulary import ENCODINGS
 
 FORMAT = 1
 ROWS_AND_BLOBS = "rows"
-"""The kind of a part: rows of tables by their numbers, and blobs. Another kind refuses the checkpoint, not the run."""
+"""Kind of a part: table rows by number, and blobs. An unknown kind makes its checkpoint unreadable, not the run."""
 MAX_INDEX_BYTES = 1 << 30
 _MAX_NAME = 4096
 
@@ -51,58 +51,58 @@ class Pack:
     """One pack object of the part."""
 
     key: str
-    """Relative to the run's root."""
+    """Key relative to the run's root."""
     bytes: int
 
 
 class Piece(NamedTuple):
-    """A frame, or a tail, as it lies in a pack."""
+    """Location of a frame or a tail in a pack."""
 
     pack: int
     """Position in `Index.packs`."""
     offset: int
     length: int
     info: FrameInfo
-    """Of the frame."""
+    """Description of the frame."""
     tail: bool
 
     def check(self, data: memoryview) -> Frame | Tail:
-        """The frame, or the tail, in `data`; raises like `checked_frame` unless it is whole and what the index says."""
+        """Parse the frame or tail in `data`; raises like `checked_frame` if it differs from the index."""
         return checked_tail(data, self.info) if self.tail else checked_frame(data, self.info)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A frame and where it and its tail lie."""
+    """A frame with its location and that of its tail."""
 
     pack: int
     """Position in `Index.packs`."""
     offset: int
     info: FrameInfo
     tail_pack: int = 0
-    """The like of the tail, if there is one."""
+    """Position of the tail's pack in `Index.packs`, if there is a tail."""
     tail_offset: int = 0
     since: int | None = None
-    """Seq of a checkpoint: every row of the part that changed since it is in a frame that says so. A hint."""
+    """Seq of a checkpoint: all rows of the part that changed since it are in frames with this value. A hint."""
     again: int = 0
-    """Of its rows, those that another frame of the part has too."""
+    """Number of its rows that another frame of the part contains, too."""
 
     @property
     def rows(self) -> int:
-        """Rows that it adds to those of the part's other frames."""
+        """Number of rows that it adds to those of the part's other frames."""
         return self.info.rows - self.again
 
     @property
     def application_order(self) -> tuple[object, ...]:
-        """A part's frames are applied newest step first (a compaction holds many), rows before tombstones.
+        """Sort key: a part's frames are applied newest step first (a compaction has many), rows before tombstones.
 
-        Of two copies of a row the one in a frame with `again` counts: a follower reads it, too. Then by pack, offset.
+        Of two copies of a row, the one in a frame with `again` wins: a follower reads it, too. Then by pack and offset.
         """
         return -self.info.step, self.info.kind, not self.again, self.pack, self.offset
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The frame and its tail."""
+        """Locations of the frame and its tail."""
         info = self.info
         own = Piece(self.pack, self.offset, info.length, info, tail=False)
         if info.tail is None:
@@ -112,7 +112,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """What one rank stored for one cut, or a compaction for one checkpoint."""
+    """The content that one rank stored for one snapshot, or a compaction for one checkpoint."""
 
     run: str
     attempt: int
@@ -126,21 +126,21 @@ class Index:
     boxes: tuple[Box, ...]
     covers: int | None
     raw_bytes: int
-    """Of rows and blobs before encoding."""
+    """Bytes of rows and blobs before encoding."""
 
     @property
     def rows(self) -> int:
-        """Rows in all row frames, each once (a row in two column shards counts twice)."""
+        """Rows in all row frames, each counted once (a row in two column shards counts twice)."""
         return sum(p.rows for p in self.places if p.info.kind is FrameKind.ROWS)
 
     @property
     def encodings(self) -> dict[str, tuple[str, ...]]:
-        """Encodings of its rows, sorted, by table."""
+        """Sorted encodings of its rows, by table."""
         held = {(p.info.table, p.info.encoding) for p in self.places if p.info.kind is FrameKind.ROWS}
         return all_encodings({table: (encoding,)} for table, encoding in held)
 
     def pieces(self) -> list[tuple[Pack, list[Piece]]]:
-        """What lies in each pack, by offset."""
+        """Return the frames and tails of each pack, by offset."""
         found: list[tuple[Pack, list[Piece]]] = [(pack, []) for pack in self.packs]
         for piece in sorted((p for place in self.places for p in place.pieces), key=lambda p: p.offset):
             found[piece.pack][1].append(piece)
@@ -148,7 +148,7 @@ class Index:
 
     @property
     def common_blobs(self) -> bool:
-        """Whether there are blobs for all ranks among it."""
+        """Whether it has blobs common to all ranks."""
         return bool(common_blobs(self.blobs))
 
     @property
@@ -159,7 +159,7 @@ class Index:
 def all_encodings(
     several: Iterable[Mapping[str, tuple[str, ...]]],
 ) -> dict[str, tuple[str, ...]]:
-    """Encodings by table of several parts together: tables and encodings sorted."""
+    """Return the combined encodings of several parts by table, sorted."""
     held: dict[str, set[str]] = {}
     for encodings in several:
         for table, names in encodings.items():
@@ -168,14 +168,14 @@ def all_encodings(
 
 
 def index_order(place: Place) -> tuple[bool, str, int, int, str, int, int, int]:
-    """The order of frames in an index: by table, kind and first row; blobs last, by name and offset."""
+    """Sort key of frames in an index: by table, kind and first row; blobs last, by name and offset."""
     i = place.info
     blob = i.kind is FrameKind.BLOB
     return blob, i.table, i.kind, i.row_min, i.name, i.blob_offset, place.pack, place.offset
 
 
 def encode_index(index: Index) -> bytes:
-    """The stored bytes: the same for equal indexes."""
+    """Encode an index deterministically: equal indexes have equal bytes."""
     message = index_pb2.Index(
         format=FORMAT,
         run=index.run,
@@ -206,14 +206,14 @@ def encode_index(index: Index) -> bytes:
 
 
 def digest_hex(data: bytes) -> str:
-    """The hash that an index's name carries: xxh3-128 of its bytes, 32 hexadecimal digits."""
+    """Return the hash in an index's name: xxh3-128 of its bytes, 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def decode_index(data: bytes, *, key: str, run: str) -> Index:
-    """The index stored under `key` (relative to the root of `run`), checked against its name and itself.
+    """Decode the index stored under `key` (relative to the root of `run`), checked against its name and itself.
 
-    Raises `CorruptObject`, `ForeignObject` (of another run, attempt, cut or rank) or `UnsupportedVersion`.
+    Raises `CorruptObject`, `ForeignObject` (of another run, attempt, snapshot or rank) or `UnsupportedVersion`.
     """
     name = object_key.parse_index_key(key)
     if len(data) > MAX_INDEX_BYTES:
@@ -236,17 +236,17 @@ def decode_index(data: bytes, *, key: str, run: str) -> Index:
             index.token,
             *((None, None, None) if compact else (index.attempt, index.cut, index.rank)),
         ):
-            raise ForeignObject(f"index names a pack of another part: {pack.key}", where=key)
+            raise ForeignObject(f"index references a pack of another part: {pack.key}", where=key)
     if any(
         state[place.pack] or (place.info.tail is not None and not state[place.tail_pack])
         for place in index.places
     ):
-        raise CorruptObject("a tail lies in a pack of frames, or a frame in one of tails", where=key)
+        raise CorruptObject("a tail is in a pack of frames, or a frame in a pack of tails", where=key)
     return index
 
 
 def parse_index(data: bytes, *, where: str = "") -> Index:
-    """The index in `data`, checked in itself only; raises `CorruptObject` or `UnsupportedVersion`."""
+    """Decode an index without checking its name; raises `CorruptObject` or `UnsupportedVersion`."""
     try:
         message = index_pb2.Index.FromString(data)
     except (DecodeError, ValueError) as error:
@@ -283,7 +283,7 @@ def table_message(table: TableSchema) -> index_pb2.TableSchema:
 
 
 def table_of(message: index_pb2.TableSchema) -> TableSchema:
-    """A schema from its protobuf form; raises `CorruptObject` for what no table can be."""
+    """Convert a schema from protobuf; raises `CorruptObject` if no table can have it."""
     fields = tuple(
         FieldSpec(name=_name(f.name, "field"), kind="pointwise" if f.pointwise else "rowwise", dtype=f.dtype)
         for f in message.fields
@@ -291,7 +291,7 @@ def table_of(message: index_pb2.TableSchema) -> TableSchema:
     if len({f.name for f in fields}) != len(fields) or not all(
         element_type.is_known(f.dtype) for f in fields
     ):
-        raise CorruptObject(f"fields of table {message.fqn[:80]!r} are no fields")
+        raise CorruptObject(f"fields of table {message.fqn[:80]!r} are repeated or of unknown type")
     if not 0 < message.columns <= MAX_COLUMNS or not 0 < message.rows <= MAX_TABLE_ROWS:
         raise CorruptObject(f"table {message.fqn[:80]!r} of shape [{message.rows}, {message.columns}]")
     if message.dtype not in element_type.WEIGHT_DTYPES:
@@ -316,7 +316,7 @@ def box_message(box: Box) -> index_pb2.Box:
 
 
 def box_of(message: index_pb2.Box) -> Box:
-    """A box from its protobuf form; raises `CorruptObject` when it is empty or reversed."""
+    """Convert a box from protobuf; raises `CorruptObject` if it is empty or reversed."""
     if message.row_start >= message.row_stop or message.col_start >= message.col_stop:
         raise CorruptObject(f"box of table {message.table[:80]!r} is empty or reversed")
     return Box(
@@ -329,7 +329,7 @@ def box_of(message: index_pb2.Box) -> Box:
 
 
 def _frame_message(info: FrameInfo, *, table: int) -> index_pb2.Frame:
-    """The protobuf form of a frame's description; packs and offsets are the caller's to set."""
+    """Convert a frame's description to protobuf; the caller sets packs and offsets."""
     return index_pb2.Frame(
         kind=index_pb2.FrameKind.Name(int(info.kind)),
         length=info.length,
@@ -352,7 +352,7 @@ def _frame_message(info: FrameInfo, *, table: int) -> index_pb2.Frame:
 
 
 def frame_info(message: index_pb2.Frame, tables: tuple[TableSchema, ...]) -> FrameInfo:  # noqa: C901
-    """A frame's description from its protobuf form, checked; raises `CorruptObject`."""
+    """Convert and check a frame's description from protobuf; raises `CorruptObject`."""
     m = message
     if m.kind not in (1, 2, 3):
         raise CorruptObject(f"frame of unknown kind {m.kind}")
@@ -380,7 +380,7 @@ def frame_info(message: index_pb2.Frame, tables: tuple[TableSchema, ...]) -> Fra
     table = tables[m.table]
     if not (m.row_min <= m.row_max < table.rows and m.col_start < m.col_stop <= table.columns):
         raise CorruptObject(
-            f"frame of rows {m.row_min} to {m.row_max}, columns {m.col_start}:{m.col_stop} lies outside its table "
+            f"frame of rows {m.row_min} to {m.row_max}, columns {m.col_start}:{m.col_stop} is outside its table "
             f"{table.fqn} [{table.rows}, {table.columns}]"
         )
     if not 1 <= m.rows <= min(MAX_ROWS, m.row_max - m.row_min + 1):
@@ -391,7 +391,7 @@ def frame_info(message: index_pb2.Frame, tables: tuple[TableSchema, ...]) -> Fra
         )
     if bool(m.encoding) is not (kind is FrameKind.ROWS):
         raise CorruptObject(f"encoding {m.encoding[:40]!r} of a {kind.name.lower()} frame")
-    # Readers allocate by an index before they see a frame: what it counts must fit the bytes that it says carry it.
+    # Readers allocate memory by the index before they read a frame, so its counts must fit the stated frame length.
     if kind is FrameKind.ROWS:
         least = HEADER_BYTES + sum(section_bytes(ENCODINGS[m.encoding], m.rows, m.col_stop - m.col_start))
         if m.length < least:
@@ -404,16 +404,16 @@ def frame_info(message: index_pb2.Frame, tables: tuple[TableSchema, ...]) -> Fra
 
 
 def _check_stored(message: index_pb2.Frame | index_pb2.Tail) -> None:
-    """Raise `CorruptObject` unless a frame or tail can have this length and hash."""
+    """Raise `CorruptObject` unless the length and hash of a frame or tail are plausible."""
     if not HEADER_BYTES < message.length <= MAX_FRAME_BYTES or message.length % ALIGN:
         raise CorruptObject(f"a frame cannot be {message.length} bytes long")
     if len(message.xxh3_128) != 16:
-        raise CorruptObject("a frame's hash has not 16 bytes")
+        raise CorruptObject("a frame's hash does not have 16 bytes")
 
 
 def _checked(message: index_pb2.Index) -> Index:
     if message.format != FORMAT:
-        raise CorruptObject("it names no format")
+        raise CorruptObject("it has no format version")
     tables = tuple(table_of(table) for table in message.tables)
     shapes = {table.fqn: table for table in tables}
     if len(shapes) != len(tables):
@@ -422,7 +422,7 @@ def _checked(message: index_pb2.Index) -> Index:
     for box in boxes:
         table = shapes.get(box.table)
         if table is None or box.row_stop > table.rows or box.col_stop > table.columns:
-            raise CorruptObject(f"box of {box.table[:80]!r} lies outside its table")
+            raise CorruptObject(f"box of {box.table[:80]!r} is outside its table")
     stored = tuple(Pack(key=pack.key, bytes=pack.bytes) for pack in message.packs)
     if len({pack.key for pack in stored}) != len(stored):
         raise CorruptObject("a pack occurs twice")
@@ -468,15 +468,15 @@ def _checked(message: index_pb2.Index) -> Index:
 
 
 def _check_hint(message: index_pb2.Frame) -> None:
-    """Raise `CorruptObject` unless a frame can say this of the rows that it shares with the part's other frames."""
+    """Raise `CorruptObject` unless `since` and `again` of a frame are valid."""
     if message.HasField("since") and message.kind != index_pb2.FRAME_KIND_ROWS:
-        raise CorruptObject("a frame without rows says since when they changed")
+        raise CorruptObject("a frame without rows has `since`")
     if message.again > (message.rows if message.HasField("since") else 0):
-        raise CorruptObject(f"{message.again} of {message.rows} rows of a frame are in others too")
+        raise CorruptObject(f"`again` of a frame is {message.again}, it has {message.rows} rows")
 
 
 def _check_places(places: list[Place], stored: tuple[Pack, ...]) -> None:
-    """Frames and tails lie inside their packs and do not overlap; chunks of one blob agree on its size."""
+    """Check that frames and tails are inside their packs, do not overlap, and that blob chunks agree on the size."""
     pack, end = -1, 0
     for piece in sorted((p for place in places for p in place.pieces), key=lambda p: (p.pack, p.offset)):
         if piece.pack != pack:
@@ -496,5 +496,5 @@ def _check_places(places: list[Place], stored: tuple[Pack, ...]) -> None:
 
 def _name(text: str, what: str) -> str:
     if not 0 < len(text.encode()) <= _MAX_NAME:
-        raise CorruptObject(f"{what} without a name, or with too long a one")
+        raise CorruptObject(f"{what} has an empty or too long name")
     return text

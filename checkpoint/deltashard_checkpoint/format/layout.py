@@ -1,14 +1,14 @@
-"""A layout: which rank of a group holds which boxes of which table. An object of its own, named by its hash.
+"""A layout: the boxes of every table that each rank of a group holds. A separate object, named by its hash.
 
-A group keeps its layout as long as its attempt lives, and most attempts have the layout of the one before, so a layout
-is stored once and entries of the log name it. It says shapes and boxes and nothing else: optimizer state may appear
-later, and who saves which blob is nobody's concern who reads.
+A group keeps its layout for its whole attempt, and most attempts have the same layout as the one before, so a layout is
+stored once and log entries reference it. It contains only shapes and boxes: optimizer state may appear later, and the
+assignment of blobs to ranks does not matter to readers.
 
-The boxes of all ranks *tile* every table: no gap and no overlap (`check_tiling`). A replicated table is one owner's.
+The boxes of all ranks *tile* every table: no gap and no overlap (`check_tiling`). A replicated table has one owner.
 
-At scale (4,096 ranks, 800 tables) there are millions of boxes: they are numpy columns here and bytes on the store,
-never objects, but for those of one rank. The columns of a layout that was read are views of its bytes, so that it is
-in memory once; checks go over slices of it.
+At scale (4,096 ranks, 800 tables) there are millions of boxes. They are numpy columns in memory and bytes on the store;
+`Box` objects are created for one rank at a time. The columns of a decoded layout are views of its bytes, so it is in
+memory once; checks run over slices of it.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _COLUMNS = (
     ("col_stop", np.dtype("<u4")),
 )
 _MAX_CELLS = 1 << 23
-"""Boxes cut into the bands of rows between all edges of their table: more is no sharding of anybody's."""
+"""Maximum number of pieces when all boxes of a table are split at all row edges. No real sharding needs more."""
 
 _SLICE = 1 << 16
-"""Boxes that are checked at once."""
+"""Boxes checked at once."""
 
 Ints = npt.NDArray[np.integer[Any]]
 
 
 class NotTiled(UserError):
-    """The boxes of a layout leave a gap in a table, or overlap."""
+    """The boxes of a layout leave a gap in a table or overlap."""
 
 
 def layout_key(digest: str) -> str:
@@ -61,7 +61,7 @@ def layout_key(digest: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableShape:
-    """A table of a layout."""
+    """Name and shape of a table of a layout."""
 
     fqn: str
     rows: int
@@ -69,10 +69,10 @@ class TableShape:
 
 
 class Layout:
-    """World size, tables, and per box its rank, table, rows and columns: columns of n boxes, sorted, integers [n]."""
+    """World size, tables, and rank, table, rows and columns per box: sorted integer columns [n] for n boxes."""
 
     def __init__(self, *, world_size: int, tables: Sequence[TableShape], columns: Mapping[str, Ints]) -> None:
-        """`tables` sorted by name; `columns` as `_COLUMNS`, sorted as a whole. See `of` and `decode`."""
+        """`tables` are sorted by name; `columns` as in `_COLUMNS`, sorted lexicographically. See `of` and `decode`."""
         self.world_size = world_size
         self.tables = tuple(tables)
         self.rank = columns["rank"]
@@ -89,7 +89,7 @@ class Layout:
         tables: Mapping[str, tuple[int, int]],
         boxes: Mapping[int, Iterable[Box]],
     ) -> Layout:
-        """From shapes (rows, columns) by table and boxes by rank; not checked, see `check`."""
+        """Build from shapes (rows, columns) by table and boxes by rank, without checks (see `check`)."""
         names = sorted(tables)
         position = {name: i for i, name in enumerate(names)}
         rows = sorted(
@@ -115,7 +115,7 @@ class Layout:
 
     @cached_property
     def data(self) -> bytes:
-        """As it is stored: equal layouts are equal bytes."""
+        """The stored bytes: equal layouts have equal bytes."""
         out = [_HEADER.pack(MAGIC, VERSION, self.world_size, len(self.tables), 0, len(self))]
         for table in self.tables:
             name = table.fqn.encode()
@@ -137,9 +137,9 @@ class Layout:
 
     @classmethod
     def decode(cls, data: bytes, *, digest: str | None = None) -> Layout:
-        """The layout in `data`, whole and tiled; `digest` is what its name says.
+        """Decode and check a layout; `digest` is the hash in its name.
 
-        Raises `CorruptObject` (other bytes than the name says, or no layout), `UnsupportedVersion`.
+        Raises `CorruptObject` (wrong hash, or not a valid layout) or `UnsupportedVersion`.
         """
         where = "a layout" if digest is None else layout_key(digest)
         if digest is not None and xxhash.xxh3_128_hexdigest(data) != digest:
@@ -151,7 +151,7 @@ class Layout:
             raise CorruptObject(f"not a layout: {error}", where=where) from None
         except UserError as error:
             raise CorruptObject(f"not a layout: {error.what}", where=where) from None
-        found.__dict__["data"] = data  # what is read has one form only: these bytes
+        found.__dict__["data"] = data  # the decoded bytes are canonical
         return found
 
     @classmethod
@@ -184,7 +184,7 @@ class Layout:
             raise CorruptObject(f"{len(data) - at} bytes too many", where=where)
         return cls(world_size=world_size, tables=shapes, columns=columns_of)
 
-    # What is asked of it
+    # Queries
 
     def boxes_of(self, rank: int) -> tuple[Box, ...]:
         first, stop = np.searchsorted(self.rank, (rank, rank + 1))
@@ -196,7 +196,7 @@ class Layout:
         )
 
     def ranks_overlapping(self, boxes: Iterable[Box]) -> tuple[int, ...]:
-        """The ranks that hold some cell of `boxes`, ascending."""
+        """Return the ranks that hold some cell of `boxes`, ascending."""
         position = {table.fqn: i for i, table in enumerate(self.tables)}
         by_table: dict[int, list[Box]] = {}
         for box in boxes:
@@ -207,24 +207,24 @@ class Layout:
         for table, wanted in by_table.items():
             at = order[starts[table] : starts[table + 1]]
             for box in wanted:
-                meets = (
+                overlaps = (
                     (self.row_start[at] < box.row_stop)
                     & (self.row_stop[at] > box.row_start)
                     & (self.col_start[at] < box.col_stop)
                     & (self.col_stop[at] > box.col_start)
                 )
-                found.update(np.unique(self.rank[at[meets]]).tolist())
+                found.update(np.unique(self.rank[at[overlaps]]).tolist())
         return tuple(sorted(found))
 
     @cached_property
     def _by_table(self) -> tuple[Ints, Ints]:
-        """(positions of boxes, sorted by table, where each table's begin [tables + 1])."""
+        """Box positions sorted by table, and the start of each table's boxes [tables + 1]."""
         order = np.argsort(self.table, kind="stable").astype(np.int32)  # there are at most MAX_BOXES
         count = np.bincount(self.table, minlength=len(self.tables))
         return order, np.concatenate(([0], np.cumsum(count)))
 
     def check(self) -> None:
-        """Raise `UserError` unless numbers are in bounds and boxes in order, `NotTiled` unless they tile all tables."""
+        """Raise `UserError` unless numbers are in bounds and boxes sorted, `NotTiled` unless they tile all tables."""
         if not 1 <= self.world_size <= MAX_RANKS or len(self.tables) > MAX_TABLES or len(self) > MAX_BOXES:
             raise UserError(
                 f"{self.world_size} ranks, {len(self.tables)} tables, {len(self)} boxes", where="layout"
@@ -234,7 +234,7 @@ class Layout:
             raise UserError("tables are not sorted by name, or one occurs twice", where="layout")
         for table in self.tables:
             if not (0 < table.rows <= MAX_ROWS and 0 < table.columns <= MAX_COLUMNS):
-                raise UserError(f"[{table.rows}, {table.columns}] is no table", where=table.fqn)
+                raise UserError(f"invalid table shape [{table.rows}, {table.columns}]", where=table.fqn)
         if len(self) and (
             int(self.rank.max()) >= self.world_size or int(self.table.max()) >= len(self.tables)
         ):
@@ -242,13 +242,13 @@ class Layout:
         shapes = np.array([(t.rows, t.columns) for t in self.tables], np.int64).reshape(-1, 2)
         for at in range(0, len(self), _SLICE):
             self._check_boxes(slice(at, at + _SLICE), shapes)
-            # One box of the slice before goes along: each must be after that.
+            # Include the last box of the previous slice, to check the order across slices.
             if not self._in_order(slice(max(at - 1, 0), at + _SLICE)):
                 raise UserError("boxes are not sorted by rank, table, rows and columns", where="layout")
         self.check_tiling()
 
     def _check_boxes(self, which: slice, shapes: npt.NDArray[np.int64]) -> None:
-        """Some boxes lie in their tables, whose rows and columns are `shapes` [tables, 2]."""
+        """Check that a slice of boxes is inside their tables, whose rows and columns are `shapes` [tables, 2]."""
         a, b, c, d = (self._column(name)[which].astype(np.int64) for name, _ in _COLUMNS[2:])
         shape = shapes[self.table[which]]
         inside = (a < b) & (b <= shape[:, 0]) & (c < d) & (d <= shape[:, 1])
@@ -257,24 +257,24 @@ class Layout:
             raise UserError(f"box {self._named(wrong)} is in no table", where="layout")
 
     def _in_order(self, which: slice) -> bool:
-        """Whether each of some boxes is after the one before it: a rank's boxes are found by a search."""
+        """Whether a slice of boxes is strictly sorted: `boxes_of` uses binary search."""
         same: npt.NDArray[np.bool_] | None = None
         for name, _ in _COLUMNS:
             column = self._column(name)[which]
-            falls, equal = column[1:] < column[:-1], column[1:] == column[:-1]
-            if bool((falls if same is None else same & falls).any()):
+            less, equal = column[1:] < column[:-1], column[1:] == column[:-1]
+            if bool((less if same is None else same & less).any()):
                 return False
             same = equal if same is None else same & equal
         return True
 
     def check_tiling(self) -> None:
-        """Raise `NotTiled`, which names the table, the place and the ranks, for a gap or an overlap."""
+        """Raise `NotTiled`, with the table, the location and the ranks, for a gap or an overlap."""
         order, starts = self._by_table
         for position, table in enumerate(self.tables):
             self._check_table(table, order[starts[position] : starts[position + 1]])
 
     def _check_table(self, table: TableShape, at: Ints) -> None:
-        """One table, whose boxes are at these positions: band by band of rows, its columns must follow one another."""
+        """Check the boxes `at` of one table: in each band of rows, its columns must be contiguous."""
         row_start, row_stop, col_start, col_stop = (
             self._column(name)[at].astype(np.int64) for name, _ in _COLUMNS[2:]
         )
@@ -300,7 +300,7 @@ class Layout:
                 raise NotTiled(
                     f"{self._named(int(at[box[i]]))} overlaps {self._named(int(at[box[i - 1]]))}",
                     where=table.fqn,
-                    remedy="every row and column of a table is one rank's",
+                    remedy="exactly one rank must hold each cell of a table",
                 )
             gap = (expected[i], start[i]) if start[i] > expected[i] else (stop[i], table.columns)
             raise self._gap(table, int(edges[band[i]]), int(edges[band[i] + 1]), int(gap[0]), int(gap[1]))
@@ -315,7 +315,7 @@ class Layout:
         return NotTiled(
             f"no rank holds rows {row_start} to {row_stop - 1}, columns {col_start} to {col_stop - 1}",
             where=table.fqn,
-            remedy="every row and column of a table is one rank's",
+            remedy="exactly one rank must hold each cell of a table",
         )
 
     def _named(self, i: int) -> str:
@@ -326,7 +326,7 @@ class Layout:
 
 
 def _after_padding(data: bytes, at: int, where: str) -> int:
-    """Where the next multiple of 8 is: only zeros lie before it."""
+    """Return the next multiple of 8; only zeros may precede it."""
     padding = _padding(at)
     if data[at : at + len(padding)] != padding:
         raise CorruptObject("a layout is not in its canonical form", where=where)

@@ -1,4 +1,4 @@
-"""Records as JSON objects: one table of fields says how each is written and read."""
+"""Records as JSON objects: a table of fields defines how each is written and read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a record; the document has it under the name that the record has it under."""
+    """One field of a record; record and document use the same name."""
 
     read: Callable[[Reader, str], Any]
     """Raises `CorruptObject`."""
     write: Callable[[Any], Any] = _same
     omit_empty: bool = False
-    """An empty text is left out of the document."""
+    """Whether an empty text is omitted from the document."""
 
 
 INTEGER = Field(Reader.integer)
@@ -43,7 +43,7 @@ def text(pattern: re.Pattern[str] | None = None, *, omit_empty: bool = False) ->
 
 
 def list_of(read: Callable[[Reader, Any], Any], write: Callable[[Any], Any]) -> Field:
-    """A list of records, by how one is read and written."""
+    """Return a field that holds a list of records, from the codec of one record."""
     return Field(
         lambda r, key: tuple(read(r, item) for item in r.items(key)),
         lambda held: [write(one) for one in held],
@@ -56,5 +56,5 @@ def document(record: object, fields: Fields) -> dict[str, Any]:
 
 
 def values(r: Reader, fields: Fields) -> dict[str, Any]:
-    """The record's values by name; raises `CorruptObject`."""
+    """Return the record's values by name; raises `CorruptObject`."""
     return {n: f.read(r, n) if r.has(n) or not f.omit_empty else "" for n, f in fields.items()}

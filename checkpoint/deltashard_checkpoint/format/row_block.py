@@ -1,6 +1,6 @@
-"""Rows of a table shard in memory, and how they are to be stored: what travels from a trainer's batch to a frame.
+"""Rows of a table shard in memory, and their storage options: the input of frame encoding.
 
-A `RowBlock` is checked against its schema when it is made, so whoever has one encodes it without asking again.
+A `RowBlock` is checked against its schema when it is created, so encoders need no further checks.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ Array = npt.NDArray[np.generic]
 
 
 class FrameEncodeError(UserError):
-    """Rows, fields or a buffer that cannot become a frame."""
+    """Rows, fields or a buffer cannot be encoded as a frame."""
 
 
 def weight_row_bytes(table: TableSchema, columns: int) -> int:
-    """Bytes of the weights of one row of `columns` columns, in the type they are trained in."""
+    """Return the bytes of one row's weights for `columns` columns, in the training dtype."""
     return columns * element_type.by_name(table.dtype).itemsize_bytes
 
 
 def raw_row_bytes(table: TableSchema, columns: int) -> int:
-    """Bytes of one row of `columns` columns and its fields, in the types they are trained in; its id not counted."""
+    """Return the bytes of one row of `columns` columns with its fields, in the training dtypes, without its id."""
     return weight_row_bytes(table, columns) + sum(
         spec.values(columns) * element_type.by_name(spec.dtype).itemsize_bytes for spec in table.fields
     )
 
 
 def stored_row_bytes(table: TableSchema, columns: int, encoding: Encoding, state_encoding: str) -> int:
-    """Bytes of one row of `columns` columns and its fields, as they are stored; its id and exceptions not counted."""
+    """Return the stored bytes of one row of `columns` columns with its fields, without its id and exceptions."""
     weights = sum(section_bytes(effective_encoding(encoding, table.dtype, columns), 1, columns))
     return weights + sum(
         spec.values(columns)
@@ -52,21 +52,21 @@ def stored_row_bytes(table: TableSchema, columns: int, encoding: Encoding, state
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowBlock:
-    """Rows of one table shard. Making one raises `FrameEncodeError` for arrays that are not the schema's.
+    """Rows of one table shard. Raises `FrameEncodeError` if the arrays do not match the schema.
 
-    Its arrays are views of the maker's; nothing is copied.
+    Its arrays are views of the caller's; nothing is copied.
     """
 
     schema: TableSchema
-    """Of the whole table; `fields` has an array for each of its fields, neither more nor less."""
+    """Schema of the whole table; `fields` has exactly one array for each of its fields."""
     ids: npt.NDArray[np.int64] | range
     """Global rows, int64 [n] strictly ascending, or a range of step 1; n is at least 1."""
     weights: Array
     """[n, D] of the table's dtype (bfloat16 as uint16), D = len(columns)."""
     fields: Mapping[str, Array]
-    """Optimizer state by the field's name: row-wise [n], point-wise [n, D], of the field's dtype."""
+    """Optimizer state by field name: row-wise [n], point-wise [n, D], of the field's dtype."""
     columns: range
-    """Global columns held, of step 1."""
+    """Global columns of these rows, of step 1."""
 
     def __post_init__(self) -> None:
         table, columns = self.schema, self.columns
@@ -119,23 +119,23 @@ class RowBlock:
 
     @property
     def row_span(self) -> tuple[int, int]:
-        """Least and greatest global row, both inclusive."""
+        """Smallest and largest global row, both inclusive."""
         return int(self.ids[0]), int(self.ids[-1])
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of the rows and their fields before encoding; ids not counted."""
+        """Bytes of the rows and their fields before encoding, without ids."""
         return len(self) * raw_row_bytes(self.schema, len(self.columns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeOptions:
-    """How rows are stored."""
+    """Storage options of rows."""
 
     encoding: Encoding
-    """Of weights; what a frame really has is in its `info.encoding`."""
+    """Requested encoding of weights; a frame's `info.encoding` is the one in effect."""
     state_encoding: str = DEFAULT_STATE_ENCODING
-    """Of optimizer state, one of `vocabulary.STATE_ENCODINGS`."""
+    """Encoding of optimizer state, one of `vocabulary.STATE_ENCODINGS`."""
     search: Search | None = None
     """Range search of quantized encodings; None: the codecs' default for the encoding."""
 

@@ -1,7 +1,7 @@
 """Logical coordinates of an embedding table: (table FQN, global row, column range), never rank and offset.
 
-A `TableSchema` names a table, its global shape and the optimizer-state fields that travel with each row;
-a `Box` is a rectangle of it. Restore may go to any other sharding because nothing stored knows more than boxes.
+A `TableSchema` has a table's name, global shape and per-row optimizer-state fields; a `Box` is a rectangle of it.
+Stored data refers to boxes only, so a checkpoint can be restored to any other sharding.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ FieldKind = Literal["rowwise", "pointwise"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSpec:
-    """One optimizer-state field of a table: `rowwise` is one value a row [R], `pointwise` one a weight [R, D]."""
+    """One optimizer-state field of a table: `rowwise` has one value per row [R], `pointwise` one per weight [R, D]."""
 
     name: str
-    """Canonical key, the same in every sharding: e.g. `sum` (Adagrad), `exp_avg`, `exp_avg_sq`, `momentum_buffer`."""
+    """Canonical key, equal in every sharding: e.g. `sum` (Adagrad), `exp_avg`, `exp_avg_sq`, `momentum_buffer`."""
     kind: FieldKind
     dtype: str
-    """numpy-style name of the values' type: float32, float64, float16, bfloat16, int64, ..."""
+    """numpy-style dtype name: float32, float64, float16, bfloat16, int64, ..."""
 
     def values(self, columns: int) -> int:
-        """Values of one row that is `columns` columns wide."""
+        """Return the number of values per row of `columns` columns."""
         return columns if self.kind == "pointwise" else 1
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Shape of the field's array: [rows], or [rows, columns] when point-wise."""
+        """Return the shape of the field's array: [rows], or [rows, columns] if point-wise."""
         return (rows, columns) if self.kind == "pointwise" else (rows,)
 
 

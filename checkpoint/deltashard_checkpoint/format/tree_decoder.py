@@ -1,4 +1,4 @@
-"""Decoding typed trees: every count, length, depth and type is checked against the bytes left before it is built."""
+"""Decoding of typed trees: every count, length, depth and type is checked against the remaining bytes before use."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tagged:
-    """A value under a caller's own type name: `adapt` makes these, `untag` takes them back."""
+    """A value with a caller-defined type name: `adapt` creates it, `untag` converts it back."""
 
     tag: str
     value: Any
 
 
 def aligned(n: int) -> int:
-    """`n` rounded up to where the next leaf may begin."""
+    """Round `n` up to the alignment of leaves."""
     return -(-n // ALIGN) * ALIGN
 
 
 class TreeReader:
-    """Reads one tree: `at` walks the structure up to `end`, `leaf_at` the leaves."""
+    """Reads one tree: `at` is the position in the structure (up to `end`), `leaf_at` that in the leaves."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class TreeReader:
 
     def _count(self) -> int:
         n = self._varint()
-        if n > self.end - self.at:  # every element takes a byte at least
+        if n > self.end - self.at:  # every element takes at least one byte
             raise CorruptObject(f"{n} elements in {self.end - self.at} bytes")
         return n
 
@@ -114,7 +114,7 @@ class TreeReader:
         return value
 
     def node(self, depth: int) -> Any:  # noqa: C901
-        """The value at `at`, and all below it; raises `CorruptObject`."""
+        """Decode the node at `at` and its children; raises `CorruptObject`."""
         if depth > MAX_DEPTH:
             raise CorruptObject(f"tree is nested deeper than {MAX_DEPTH}")
         tag = self._take(1)[0]
@@ -244,7 +244,7 @@ class TreeReader:
         if dims > MAX_DIMS:
             raise CorruptObject(f"{dims} dimensions")
         shape = tuple(self._varint() for _ in range(dims))
-        # numpy multiplies the sizes even where one of them is 0.
+        # numpy multiplies all sizes even if one of them is 0.
         if any(size > MAX_DIM for size in shape) or math.prod(max(size, 1) for size in shape) > MAX_DIM:
             raise CorruptObject(f"shape {shape} is too large")
         length = math.prod(shape) * itemsize

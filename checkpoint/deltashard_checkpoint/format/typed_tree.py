@@ -1,16 +1,15 @@
-"""The typed tree: how everything that is not a table row is stored, without pickle.
+"""The typed tree: the storage format of all non-table state, without pickle.
 
     header (32 B) | structure | 0.. | leaf | 0.. | leaf | ...      every leaf at a multiple of 64 bytes
 
-The structure is one node after another, depth first: a tag byte, then lengths as varints and small values inline.
-Arrays and `Tensor`s put only their type and shape there; their raw bytes follow as leaves, in the order of their
-nodes, so that encoding copies no tensor (`EncodedTree` is a list of buffers) and decoding is a view. Python's own
-types come back as they were: tuples as tuples, int keys as ints, ints of any size, dicts in their order. Sets are
-sorted by their elements' encoding, hence equal trees have equal bytes. What is not in the table is refused, by path:
-enums, dataclasses and other classes would need pickle to come back. `adapt` and `untag` let a caller (the trainer,
-for torch's types) map its own leaf types through `Tensor` and `Tagged`.
+The structure is a depth-first sequence of nodes: a tag byte, then lengths as varints and small values inline. Arrays
+and `Tensor`s store only their type and shape there; their raw bytes follow as leaves, in node order. So encoding copies
+no tensor (`EncodedTree` is a list of buffers) and decoding returns views. Python types round-trip: tuples stay tuples,
+int keys stay ints of any size, dicts keep their order. Sets are sorted by their elements' encoding, so equal trees have
+equal bytes. Other types (enums, dataclasses and other classes, which would need pickle) are rejected with their path.
+`adapt` and `untag` let a caller (the trainer, for torch's types) map its own leaf types through `Tensor` and `Tagged`.
 
-Decoding trusts nothing: every count and length is checked against the bytes that are left before anything is built.
+Decoding trusts nothing: every count and length is checked against the remaining bytes before allocation.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ _FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
 
 
 class UnsupportedValue(UserError):
-    """A value of the tree is of a type that cannot be stored; the message names its path."""
+    """A value of the tree has a type that cannot be stored; the message contains its path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedTree:
-    """The encoding as a list of buffers that together are `total_bytes` long; leaves refer to the caller's memory."""
+    """The encoding as a list of buffers, `total_bytes` long in total; leaves refer to the caller's memory."""
 
     buffers: tuple[memoryview, ...]
     total_bytes: int
@@ -75,16 +74,16 @@ class EncodedTree:
             offset = 0
 
     def to_bytes(self) -> bytes:
-        """The encoding in one piece (copies)."""
+        """Return the encoding as one contiguous copy."""
         return b"".join(self.buffers)
 
 
 def encode(tree: object, *, adapt: Callable[[object], object] | None = None) -> EncodedTree:
-    """Encode `tree`; raises `UnsupportedValue` naming the path of the first value that cannot be stored.
+    """Encode `tree`; raises `UnsupportedValue` with the path of the first value that cannot be stored.
 
-    `adapt` is asked for every value whose exact type is not in the codec: it returns a value that is (or contains)
-    such types, for example a `Tensor` or a `Tagged`, or `NotImplemented`. Tensor data is not copied: the buffers
-    refer to the caller's memory until they have been written.
+    `adapt` is called for every value whose exact type is unknown to the codec. It returns a value that is (or contains)
+    known types, for example a `Tensor` or a `Tagged`, or `NotImplemented`. Tensor data is not copied: the buffers refer
+    to the caller's memory until they are written.
     """
     writer = _Writer(adapt)
     writer.node(tree)
@@ -109,10 +108,10 @@ def decode(
     tensor: Callable[[Tensor], object] | None = None,
     untag: Callable[[str, Any], object] | None = None,
 ) -> Any:
-    """The tree in `buffer`, which must be exactly one encoding.
+    """Decode `buffer`, which must be exactly one encoding.
 
-    numpy arrays are copies; a `Tensor`'s data is a view of `buffer` (given to `tensor`, whose result takes its place).
-    Raises `UnsupportedVersion` or `CorruptObject`; nothing is allocated that `buffer` does not back.
+    numpy arrays are copies. A `Tensor`'s data is a view of `buffer`; if `tensor` is given, its result replaces it.
+    Raises `UnsupportedVersion` or `CorruptObject`; allocates no more than `buffer` justifies.
     """
     view = memoryview(buffer).cast("B")
     if len(view) < HEADER.size:
@@ -132,7 +131,7 @@ def decode(
     reader = TreeReader(view, HEADER.size + structure_bytes, start, tensor, untag)
     tree = reader.node(0)
     if reader.at != reader.end or reader.leaf_at != len(view) or reader.leaves != leaves:
-        raise CorruptObject("tree has bytes or leaves that no node names")
+        raise CorruptObject("tree has bytes or leaves that no node references")
     if any(view[reader.end : start]):
         raise CorruptObject("padding is not zero")
     return tree
@@ -144,8 +143,8 @@ class _Writer:
         self.leaves: list[memoryview] = []
         self._adapt = adapt
         self._path: list[tuple[str, object]] = []
-        """A format and what goes into it: put together only where something fails."""
-        self._keys = 0  # > 0 inside dict keys and set elements, where arrays cannot be
+        """Pairs of format and argument, formatted only for an error message."""
+        self._keys = 0  # > 0 inside dict keys and set elements, where arrays are not allowed
 
     def fail(self, what: str, remedy: str = "") -> UnsupportedValue:
         path = "".join(form.format(key) for form, key in self._path)
@@ -326,7 +325,7 @@ def _text(value: str) -> bytes:
 
 _SHORT = 64
 _short_text = lru_cache(4096)(_text)
-"""Of names, which are the same at every cut."""
+"""Caches the encoding of names, which repeat at every snapshot."""
 
 _BYTES_TAGS: dict[type, bytes] = {bytes: b"b", bytearray: b"y"}
 _SEQUENCE_TAGS: dict[type, bytes] = {list: b"l", tuple: b"t"}

@@ -1,1 +1,1 @@
-"""The commit log: what its entries say, the pure fold that judges them, and the shell that reads and appends."""
+"""The commit log: its entries, the pure fold that validates them, and the I/O shell that reads and appends."""

@@ -1,17 +1,17 @@
-"""From a checkpoint to the parts that restore it: `covers` followed per part, box by box.
+"""Restore chains: from a checkpoint to the parts that restore it, following `covers` per part and box.
 
-A part that covers checkpoint c holds, for its boxes, every row changed since c; the rest of those boxes is whatever c
-restores there. So a chain is a walk: at checkpoint s every wanted box is cut among the parts of s, and the piece
-that fell to a part goes on to the checkpoint that part covers, until baselines are reached. Ranks may have learnt
-of commits at different times, so two parts of one checkpoint may walk different ways. Log order plays no part.
+A part that covers checkpoint c holds, for its boxes, every row changed since c; all other rows of those boxes are
+restored from c. Building a chain is a walk: at checkpoint s the wanted boxes are intersected with the parts of s, and
+each piece continues at the checkpoint that its part covers, until a baseline is reached. Ranks may have learnt of
+commits at different times, so two parts of one checkpoint may follow different paths. Log order does not matter.
 
-A live `compact` entry of s stands in for the parts of s, and ends the walk there.
+A live `compact` entry of s replaces the parts of s and ends the walk there.
 
-Of a checkpoint of many ranks only the parts are looked at whose boxes meet what is wanted: its layout finds them. Once
-a piece fell to a rank it stays that rank's, as far as the layout is the same.
+For a checkpoint of many ranks, its layout finds the parts whose boxes overlap the wanted ones. A piece that was
+assigned to a rank stays with that rank while the layout is unchanged.
 
-The lineage of an attempt is what it may cover: its own checkpoints, then the one it resumed from and that one's
-lineage. A checkpoint of a branch that was left (fallback, time travel) is in the log, but not in the lineage.
+The lineage of an attempt lists the checkpoints it may cover: its own, then the one it resumed from and that
+checkpoint's lineage. A checkpoint of an abandoned branch (fallback, time travel) is in the log, but not in the lineage.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from deltashard_checkpoint.log.part_list import PartList
 from deltashard_checkpoint.log.run_state import RunState
 
 MAX_LISTED = 16
-"""So many checkpoints are named to people; the rest are counted."""
+"""Maximum number of checkpoints that a message lists; the rest are counted."""
 
 
 class CheckpointNotFound(UserError):
-    """No live checkpoint answers to the seq, step or pin that was asked for."""
+    """No live checkpoint matches the requested seq, step or pin."""
 
     cause = Cause.NOT_FOUND
 
 
 class ChainIncomplete(FormatError):
-    """Some wanted box is held by no part of the chain: restoring it would leave rows that nobody loaded."""
+    """No part of the chain holds some wanted box, so a restore would leave rows uninitialised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainLink:
-    """One index to read: `boxes` are the pieces of the wanted boxes for which this part, of checkpoint `seq`, speaks.
+    """One index to read: `boxes` are the pieces of the wanted boxes that this part, of checkpoint `seq`, provides.
 
-    Within those boxes an older link only fills rows (and columns) that no newer link has provided.
+    Within those boxes an older link only fills rows (and columns) that no newer link provided.
     """
 
     seq: int
@@ -55,7 +55,7 @@ class ChainLink:
 
 
 def parts_of(state: RunState, seq: int) -> tuple[Part, ...]:
-    """The parts checkpoint `seq` is read from: its compaction's if it has one. Blobs are read from these and no older.
+    """Return the parts from which checkpoint `seq` is read, or its compaction's. Blobs are read from these only.
 
     Raises `CheckpointNotFound`.
     """
@@ -63,7 +63,7 @@ def parts_of(state: RunState, seq: int) -> tuple[Part, ...]:
 
 
 def blob_parts_of(state: RunState, seq: int, own: Iterable[int]) -> tuple[Part, ...]:
-    """The parts of checkpoint `seq` to read the blobs for all ranks from, and those that are one of these ranks' own.
+    """Return the parts of checkpoint `seq` that hold blobs common to all ranks, and the parts of the ranks `own`.
 
     Raises `CheckpointNotFound`.
     """
@@ -89,7 +89,7 @@ def _parts_of(state: RunState, seq: int) -> tuple[Part, ...] | PartList:
 
 
 def prefixes_of(state: RunState, seq: int) -> frozenset[str]:
-    """Prefixes under which what live checkpoint `seq` is read from lies."""
+    """Return the prefixes of the objects from which live checkpoint `seq` is read."""
     compact = state.compactions.get(seq)
     if compact is not None:
         return frozenset(part.prefix for part in compact.parts)
@@ -101,7 +101,7 @@ def live_prefixes(state: RunState) -> frozenset[str]:
 
 
 def held_bytes(state: RunState, seq: int) -> int:
-    """Bytes in the store of what live checkpoint `seq` is read from."""
+    """Return the stored bytes of the objects from which live checkpoint `seq` is read."""
     compact = state.compactions.get(seq)
     return state.checkpoints[seq].stored_bytes if compact is None else compact.stored_bytes
 
@@ -109,10 +109,10 @@ def held_bytes(state: RunState, seq: int) -> int:
 def chain(
     state: RunState, seq: int, boxes: Iterable[Box] | None = None, *, strict: bool = True
 ) -> tuple[ChainLink, ...]:
-    """The links that restore `boxes` (None: all boxes) of checkpoint `seq`, newest first.
+    """Return the links that restore `boxes` (None: all boxes) of checkpoint `seq`, newest first.
 
-    Raises `CheckpointNotFound`, and `ChainIncomplete` when a wanted box is held by nobody. With `strict` false boxes
-    the checkpoint itself does not have (a grown or new table) are left out instead: `missing` tells which.
+    Raises `CheckpointNotFound`, and `ChainIncomplete` if no part holds a wanted box. If not `strict`, boxes that the
+    checkpoint itself lacks (a grown or new table) are omitted instead; `missing` returns them.
     """
     parts = _parts_of(state, seq)
     pieces = _Pieces()
@@ -153,7 +153,7 @@ Holder = tuple[str, int]
 
 
 class _Pieces:
-    """What is wanted of one checkpoint: pieces that are a rank's of some layout, and loose ones by table."""
+    """Pieces wanted from one checkpoint: held by a rank of a layout, or loose (by table)."""
 
     def __init__(self) -> None:
         self.held: dict[Holder, list[Box]] = {}
@@ -170,7 +170,7 @@ class _Pieces:
 def _shares(
     parts: tuple[Part, ...] | PartList, pieces: _Pieces
 ) -> Iterator[tuple[Part, list[Box], Holder | None]]:
-    """(part, its share of the pieces, who holds that); what no part has is left among the loose pieces."""
+    """Yield (part, its share of the pieces, its holder); pieces that no part holds remain among the loose ones."""
     if not isinstance(parts, PartList):
         for boxes in pieces.held.values():
             pieces.add(None, boxes)
@@ -182,15 +182,15 @@ def _shares(
     for (layout, _), boxes in pieces.held.items():
         if layout != digest:
             pieces.add(None, boxes)
-    meeting = parts.layout.ranks_overlapping(box for held in pieces.loose.values() for box in held)
-    for rank in sorted({*known, *meeting}):
+    overlapping = parts.layout.ranks_overlapping(box for held in pieces.loose.values() for box in held)
+    for rank in sorted({*known, *overlapping}):
         part = parts.part(rank)
         mine = [*known.get(rank, ()), *_take(pieces.loose, part.boxes)]
         yield part, mine, (digest, rank)
 
 
 def missing(state: RunState, seq: int, boxes: Iterable[Box]) -> tuple[Box, ...]:
-    """The pieces of `boxes` that checkpoint `seq` does not have."""
+    """Return the pieces of `boxes` that checkpoint `seq` does not hold."""
     pieces = _Pieces()
     pieces.add(None, boxes)
     for _ in _shares(_parts_of(state, seq), pieces):
@@ -199,9 +199,9 @@ def missing(state: RunState, seq: int, boxes: Iterable[Box]) -> tuple[Box, ...]:
 
 
 def closure(state: RunState, seqs: Iterable[int], *, written: bool = False) -> frozenset[int]:
-    """`seqs` and every checkpoint their chains may read: what must stay live for them to stay restorable.
+    """Return `seqs` and every checkpoint that their chains may read: all must stay live for `seqs` to be restorable.
 
-    `written`: through the parts as written: all that a reader who planned before a compaction may read.
+    `written`: follow the parts as written, ignoring compactions; a reader may have planned before a compaction.
     """
     found: set[int] = set()
     stack = [seq for seq in seqs if seq in state.checkpoints]
@@ -215,7 +215,7 @@ def closure(state: RunState, seqs: Iterable[int], *, written: bool = False) -> f
 
 
 def lineage(state: RunState, attempt: int) -> Iterator[int]:
-    """Seqs of the live checkpoints `attempt` may cover, newest first."""
+    """Yield the seqs of the live checkpoints that `attempt` may cover, newest first."""
     by_attempt: dict[int, list[int]] = {}
     for seq, entry in state.checkpoints.items():
         by_attempt.setdefault(entry.attempt, []).append(seq)
@@ -232,7 +232,7 @@ def lineage(state: RunState, attempt: int) -> Iterator[int]:
 
 
 def in_lineage(state: RunState, attempt: int, seq: int) -> bool:
-    """Whether `attempt` may cover checkpoint `seq`, which must be live: no need to walk all checkpoints for it."""
+    """Whether live checkpoint `seq` is in the lineage of `attempt`, without walking all checkpoints."""
     entry = state.checkpoints.get(seq)
     if entry is None:
         return False
@@ -249,9 +249,9 @@ def in_lineage(state: RunState, attempt: int, seq: int) -> bool:
 
 
 def may_cover(state: RunState, attempt: int, seq: int) -> bool:
-    """Whether a part of `attempt` may cover checkpoint `seq`: it is in the lineage, and of the same layout.
+    """Whether a part of `attempt` may cover checkpoint `seq`: it is in the lineage and has the same layout.
 
-    After a change of layout a rank's marks say nothing of the rows that others have handed it.
+    After a change of layout a rank has no change marks for rows that it received from other ranks.
     """
     opened = state.attempts.get(attempt)
     return (
@@ -275,7 +275,7 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def difference(a: Box, b: Box) -> list[Box]:
-    """`a` without `b`, as at most four disjoint rectangles."""
+    """Return `a` minus `b` as at most four disjoint rectangles."""
     common = intersection(a, b)
     if common is None:
         return [a]
@@ -294,7 +294,7 @@ def difference(a: Box, b: Box) -> list[Box]:
 
 
 def _take(loose: dict[str, list[Box]], held: Iterable[Box]) -> list[Box]:
-    """What of the loose pieces, by table, lies in `held`; it is taken out of them, and no piece is given twice."""
+    """Remove from the loose pieces, by table, those inside `held` and return them. Each piece is returned once."""
     mine: list[Box] = []
     for box in held:
         left: list[Box] = []
@@ -313,13 +313,13 @@ def _take(loose: dict[str, list[Box]], held: Iterable[Box]) -> list[Box]:
 
 
 def describe(boxes: Sequence[Box]) -> str:
-    """Boxes for a message: the first three as table[rows, columns], and how many more."""
+    """Format boxes for a message: the first three as table[rows, columns], and the number of the others."""
     texts = [f"{b.table}[{b.row_start}:{b.row_stop}, {b.col_start}:{b.col_stop}]" for b in boxes[:3]]
     return ", ".join(texts) + (f" and {len(boxes) - 3} more" if len(boxes) > 3 else "")
 
 
 def describe_live(checkpoints: Iterable[Checkpoint]) -> str:
-    """For people who asked for one that is not there: the newest of these live ones, and how many there are."""
+    """Format live checkpoints for a message: the newest ones and the total count."""
     every = sorted(checkpoints, key=lambda checkpoint: checkpoint.seq)
     newest = every[-MAX_LISTED:]
     some = f", the newest {len(newest)} of {len(every)}" if len(newest) < len(every) else ""

@@ -1,22 +1,22 @@
-"""The commit log of a run on a store: the shell around the pure fold.
+"""The commit log of a run on a store: the I/O shell around the pure fold.
 
-`refresh` learns the tip from a LIST and nothing else. It lists from the slot it already knows, so that a stale
-listing (one that lacks what is known to exist) is noticed, and a gap is an error: a missing entry must never look
-like an end. A 404 proves nothing about the tip. `log/HINT` is best effort: it tells a cold reader near which folded
-state (`folded_state`) to begin and how far the listing must at least reach, or the newest entries are gone.
+`refresh` determines the tip by LIST only. It lists from the last known slot, which detects a stale listing (one that
+lacks an entry known to exist). A gap is an error: a missing entry must never be taken for the end of the log. A 404
+proves nothing about the tip. `log/HINT` is best effort: it gives a cold reader the folded state (`folded_state`) to
+start from, and how far the listing must reach; a shorter listing means that the newest entries are lost.
 
-`append` builds an entry against the state at the tip, judges it by the very law of the readers, and creates the slot
-after the tip, create-only. Two writers can want the same slot: one wins, the loser reads what won, and builds anew.
-An ambiguous answer (time-out, reset, 412 on a retried put) is settled by the bytes in the slot: every put of one
-entry, retries included, has identical bytes with its own writer token. Only when the deadline ends first is the
-outcome left open (`AppendUnknown`), and then it is the log that will tell.
+`append` builds an entry on the state at the tip, validates it with the readers' rules, and creates the next slot with
+a conditional put. If two writers compete for a slot, one wins; the other reads the winner's entry and builds again.
+After an ambiguous response (time-out, reset, 412 on a retried put) the bytes in the slot decide: every put of one
+entry, retries included, has identical bytes with its own writer token. If the deadline ends first, the outcome is
+unknown (`AppendUnknown`) until the log is read again.
 
-A store that overwrites where it was asked to create would let two trainers believe they won one slot; it is found
-out by a probe before the first append, and refused. An entry that only frees space is not preceded by that write: its
-log exists, so whoever began it has proven the store.
+On a store that overwrites despite the create-only condition, two trainers could both win a slot. A probe before the
+first append detects and rejects such a store. An entry that only frees space needs no probe: the log exists, so the
+writer that started it has probed the store.
 
-A full store must not keep an entry from being written, least of all one that frees space. So an entry that finds no
-room takes that of what only helps readers: the folded states but the newest, else HINT. Then it is tried once more.
+A full store must not prevent appends, least of all of entries that free space. If an append finds no room, it deletes
+optional objects (all folded states except the newest, else HINT) and retries once.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ from deltashard_checkpoint.stores.probe import is_probed, probe
 
 DEFAULT_DEADLINE_S = 120.0
 _DROP_EVERY = 8
-"""Slots between looks for folded states that are not needed any more."""
+"""Drop obsolete folded states every so many slots."""
 _LISTINGS = 5
-"""A listing with a gap is asked for again so many times before the gap is believed."""
-_INTERRUPTED = "where a `deltashard cp` to this name, or an `rm` of it, was cut short, call it again"
+"""How many listings must show a gap before it is reported."""
+_INTERRUPTED = "if a `deltashard cp` to this name, or an `rm` of it, was interrupted, run it again"
 
 Build = Callable[[RunState, int, str], Entry | None]
-"""(state, seq, writer token) -> the entry to append on top of that state, or None when there is nothing to do any more.
-`previous` and `at_s` are filled in by the log. It may raise to give up."""
+"""(state, seq, writer token) -> the entry to append to that state, or None if there is nothing to append.
+The log sets `previous` and `at_s`. May raise to abort the append."""
 
 
 class RunLog:
-    """The log of one run. Methods may be called from several threads; they take turns."""
+    """The log of one run. Thread-safe: calls are serialised."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class RunLog:
         clocks: Clocks | None = None,
         readers: int = 16,
     ) -> None:
-        """`frame_applier`: entries fetched at once when many are new; 1 fetches in the calling thread."""
+        """`readers`: number of concurrent GETs when many entries are new; 1 reads in the calling thread."""
         self.store = store
         self.run = validate_run(run)
         self.clocks = clocks or Clocks()
@@ -87,17 +87,17 @@ class RunLog:
         self._lock = threading.RLock()
 
     def key(self, key: str) -> str:
-        """The store key of a key that is relative to the run's root."""
+        """Return the store key of a key relative to the run's root."""
         return run_key(self.run, key)
 
     def fork(self) -> RunLog:
-        """Another handle on this log that begins with what this one knows: waiting in one never delays the other."""
+        """Return another handle with the same known state, so that waiting on one never delays the other."""
         other = RunLog(self.store, self.run, clocks=self.clocks, readers=self._readers)
         other._state, other.folds = self._state, self.folds.copy()
         return other
 
     def forget(self) -> None:
-        """Begin as a new handle does: what this one knows may be of entries that are lost."""
+        """Reset to the state of a new handle: the known state may include lost entries."""
         with self._lock:
             self._state, self.folds = RunState(run=self.run), FoldedStates(self.store, self.run)
 
@@ -107,7 +107,7 @@ class RunLog:
 
     @property
     def state(self) -> RunState:
-        """As last seen; `refresh` brings it up to date."""
+        """The last known state; `refresh` updates it."""
         return self._state
 
     def retry_budget(self, deadline_s: float) -> RetryBudget:
@@ -116,12 +116,12 @@ class RunLog:
     # Reading
 
     def refresh(self, *, deadline_s: float = DEFAULT_DEADLINE_S, use_hint: bool = False) -> RunState:
-        """The state at the tip that a LIST shows now.
+        """Return the state at the tip that a LIST shows now.
 
-        `use_hint`: HINT is read by who knows the run already, too (who does not always reads it): one request more,
-        for whoever is about to build on what may lie far behind, or be the rest of a log that lost its newest entries.
-        Raises `LogGap` (`LogRemoved` who knew the run), `StoreUnavailable` past the deadline, and whatever the store
-        answers. Unreadable entries do not raise: they stop the fold (`RunState.stopped`).
+        A cold read always reads HINT. `use_hint` reads it on a warm handle, too, at the cost of one request: it skips
+        to a newer folded state, and detects a log that lost its newest entries.
+        Raises `LogGap` (`LogRemoved` on a warm handle), `StoreUnavailable` after the deadline, and other store errors.
+        Unreadable entries do not raise: they stop the fold (`RunState.stopped`).
         """
         with self._lock:
             retry_budget = self.retry_budget(deadline_s)
@@ -141,32 +141,32 @@ class RunLog:
 
     def _refresh_once(self, *, use_hint: bool) -> RunState:
         state = self._state
-        if state.tip < 0 or state.stopped is not None:  # what stopped the fold may have been mended meanwhile
+        if state.tip < 0 or state.stopped is not None:  # the damage may have been repaired
             self._state = self._cold_read(max(state.tip, -1))
             return self._state
         hint = self.hint() if use_hint else Hint()
-        if hint.fold > state.tip:  # what lies between need not be read
+        if hint.fold > state.tip:  # the entries in between need not be read
             self._state = self._cold_read(state.tip)
             return self._state
         slots = self._read(range(state.tip + 1, self._list(state.tip, hint.seq).tip + 1))
         try:
             state = fold(state, slots)
         except VoidedAfterFold:
-            # Only an attempt that voids an unreadable slot leads here: rare, so everything is simply read again.
+            # Only an attempt that voids an unreadable slot causes this. It is rare, so everything is read again.
             state = self._cold_read(state.tip)
         if state.stopped is not None:
-            # IMPORTANT: what this handle knew may be of a log that is no more (a store restored from an older copy,
-            # and gone on). Only what the log alone shows may be called rot: the next attempt leaves that behind.
+            # IMPORTANT: this handle's state may be of an obsolete log (a store restored from an older copy, and
+            # continued). Only damage that the log itself shows is corruption: the next attempt voids it.
             state = self._cold_read(state.tip)
         self._state = state
         self.folds.learn(slots)
         return state
 
     def _cold_read(self, known: int) -> RunState:
-        """The state for whoever knows nothing (`known`: but that this slot exists).
+        """Read the state without prior knowledge, except that slot `known` exists.
 
-        From the newest fold that the log vouches for, else from genesis. HINT says where the listing may begin, and how
-        far it must go.
+        Starts from the newest fold that the log names, else from genesis. HINT gives the start of the listing and its
+        minimum end.
         """
         hint = self.hint()
         floor = max(hint.seq, known)
@@ -184,7 +184,7 @@ class RunLog:
         return fold(RunState(run=self.run), slots)
 
     def _from_fold(self, seen: Listing) -> RunState | None:
-        """The state from the newest fold that an entry behind it vouches for; None when there is none."""
+        """Return the state from the newest fold that a later entry names; None if there is none."""
         read: dict[int, Slot] = {}
         for name in seen.folds:
             if not seen.first - 1 <= name.seq < seen.tip or seen.missing_slot(name.seq) is not None:
@@ -197,7 +197,7 @@ class RunLog:
                 state = fold(state, slots)
             except FormatError:  # VoidedAfterFold is one
                 continue
-            # IMPORTANT: only the log makes a fold more than a file: an entry that counts, and that was reached from it.
+            # IMPORTANT: a fold is valid only if a valid entry, reached from that fold, names it.
             end = seen.tip + 1 if state.stopped is None else state.stopped.seq
             counts = set(range(name.seq + 1, end)) - void_slots(slots)
             if any(fold_named_by(read[seq]) == name for seq in counts):
@@ -206,17 +206,17 @@ class RunLog:
         return None
 
     def hint(self) -> Hint:
-        """What HINT says; store errors are raised."""
+        """Read HINT; store errors are raised."""
         try:
             return Hint.of(self.store.get(self.key("log/HINT")))
         except ObjectNotFound:
             return Hint()
 
     def _list(self, known: int, floor: int = -1, *, from_fold: bool = False) -> Listing:
-        """The slots from `known` on (all from -1), none of which is missing; `from_fold`: unless behind a fold.
+        """List the dense slots from `known` (-1: all); with `from_fold`, gaps before the newest fold are allowed.
 
-        IMPORTANT: the tip is what a LIST shows. HINT may point anywhere and a GET may miss what was just put: a writer
-        that took either for the tip would build its entry on a log that is not the run's.
+        IMPORTANT: only a LIST determines the tip. HINT may be wrong and a GET may miss a recent put; a writer that
+        relied on either would build its entry on a log that is not the run's.
         """
         seen = self.listed(max(known, 0))
         if not from_fold and (missing_slot := seen.missing_slot(known - 1)) is not None:
@@ -232,29 +232,29 @@ class RunLog:
                 raise StoreUnavailable(
                     f"stale listing: it ends at {seen.tip}, but entry {floor} exists", where=self.key("log/")
                 )
-            # IMPORTANT: HINT is written after the entry that it names, so that entry was there. Read as the end, the
-            # loss of the newest entries would be an older step, or none, without a word.
+            # IMPORTANT: HINT is written after the entry that it names, so that entry existed. If the shorter listing
+            # were accepted, losing the newest entries would silently resume from an older step, or none.
             raise LogGap(
-                f"the log ends at entry {seen.tip}, and {floor} was written ({self.key('log/HINT')} says so): the "
+                f"the log ends at entry {seen.tip}, and {floor} was written (recorded in {self.key('log/HINT')}): the "
                 "newest entries are gone",
                 where=f"{self.store.url}/{self.key('log/')}",
-                remedy=f"{_INTERRUPTED}. Else restore the objects from a copy or a version; `deltashard repair` goes on "
-                "without them",
+                remedy=f"{_INTERRUPTED}. Else restore the objects from a copy or a version; `deltashard repair` "
+                "continues without them",
             )
         return seen
 
     def listed(self, first: int = 0) -> Listing:
-        """What a LIST shows from slot `first` on."""
+        """List slots from `first` on, and folded states."""
         start_after = entry_key(first - 1) if first > 0 else "log/"
         found = self.store.list(self.key("log/"), start_after=self.key(start_after))
         return listing((info.key[len(self.run) + 1 :] for info in found), first)
 
     def _gap(self, missing: int, tip: int) -> LogGap:
         return LogGap(
-            f"log entry {missing} is missing, {tip} is there",
+            f"log entry {missing} is missing, but entry {tip} exists",
             where=f"{self.store.url}/{self.key('log/')}",
-            remedy=f"{_INTERRUPTED}. Else entries are never deleted by deltashard: restore the object from a copy or a "
-            "version; `deltashard repair` goes on without it",
+            remedy=f"{_INTERRUPTED}. Else restore the object from a copy or a version (deltashard never deletes "
+            "entries); `deltashard repair` continues without it",
         )
 
     def _exists(self, seq: int) -> bool:
@@ -271,7 +271,7 @@ class RunLog:
             return list(pool.map(self.read_slot, seqs))
 
     def read_slot(self, seq: int) -> Slot:
-        """One entry. Bytes that do not parse are read again: only the same bad bytes twice make a slot unreadable."""
+        """Read one entry. Unparsable bytes are read again; a slot is unreadable only if two reads agree."""
         data, found = self._read_twice(seq)
         if isinstance(found, Sealed):
             return found
@@ -283,7 +283,7 @@ class RunLog:
         )
 
     def slot_bytes(self, seq: int) -> bytes:
-        """The bytes of one entry, read as `read_slot` reads it: what does not parse was there twice."""
+        """Return the bytes of one entry, read like `read_slot`."""
         return self._read_twice(seq)[0]
 
     def _read_twice(self, seq: int) -> tuple[bytes, Sealed | FormatError]:
@@ -313,12 +313,12 @@ class RunLog:
         voiding: bool = False,
         frees: bool = False,
     ) -> Sealed | None:
-        """Append what `build` makes of the state at the tip; None when it made nothing.
+        """Append the entry that `build` returns for the state at the tip; None if it returns None.
 
-        `before` and `after` name the crash points around the put. `voiding` lets an entry follow a stopped log.
-        `frees`: the entry only frees space, so no probe is written before it.
+        `before` and `after` name the crash points around the put. `voiding` allows an entry after a stopped log.
+        `frees`: the entry only frees space, so no probe is written.
         Raises `LogStopped`, `LogRolledBack`, `EntryRefused`, `AppendUnknown`, `ConditionalPutUnsupported`, `StoreFull`
-        when no room could be made, and what `build` and `refresh` raise.
+        if no room could be made, and the errors of `build` and `refresh`.
         """
         with self._lock:
             try:
@@ -326,7 +326,7 @@ class RunLog:
             except StoreFull:
                 if not self._make_room():
                     raise
-                # A folded state would take the room again.
+                # Do not put a folded state: it would use the room again.
                 return self._append(build, before, after, deadline_s, voiding, frees=frees, folds=False)
 
     def _append(
@@ -340,7 +340,7 @@ class RunLog:
         frees: bool,
         folds: bool,
     ) -> Sealed | None:
-        """`folds`: a folded state may be put, which the entry names."""
+        """`folds`: whether a folded state may be put, for the entry to name."""
         retry_budget = self.retry_budget(deadline_s)
         if not frees:
             self._probe(retry_budget)
@@ -361,7 +361,7 @@ class RunLog:
             try:
                 following = advance(replace(state, stopped=None), sealed)
             except EntryRefused:
-                # Perhaps only because this state is old: what counts is the state at the slot.
+                # The state may be stale: retry with the state at the slot.
                 if self.refresh(deadline_s=retry_budget.left_s).tip > state.tip:
                     continue
                 raise
@@ -378,16 +378,16 @@ class RunLog:
                 )
 
     def _check_tip(self, state: RunState, retry_budget: RetryBudget) -> None:
-        """Whether the entry that the next one follows is still there, and the one we know; else `LogRolledBack`.
+        """Check that the entry at the tip still exists and has the known hash; else raise `LogRolledBack`.
 
-        IMPORTANT: a store that was emptied, or went back in time, takes an entry like any other. Only this look tells a
-        living writer that what it calls durable is behind a hole, or hangs on a log that is not there any more.
+        IMPORTANT: a store that was emptied or rolled back accepts appends as usual. Only this check shows a running
+        writer that its commits would follow a hole, or belong to a log that no longer exists.
         """
         while state.tip >= 0:
             try:
                 slot = self.read_slot(state.tip)
             except StoreUnavailable:
-                try:  # a 404 proves nothing, a listing does
+                try:  # a 404 is inconclusive, a listing is not
                     self.refresh(deadline_s=retry_budget.left_s)
                 except LogRemoved:
                     raise
@@ -398,16 +398,16 @@ class RunLog:
                 continue
             if slot.hash != state.tip_hash:
                 raise self._rolled_back(
-                    f"log entry {state.tip} is another one than was written or read before"
+                    f"log entry {state.tip} is not the entry that was written or read before"
                 )
             return
 
     def _rolled_back(self, what: str) -> LogRolledBack:
         return LogRolledBack(
-            f"the log is not what it was while this writer lived: {what}",
+            f"the log was rolled back while this writer was running: {what}",
             where=f"{self.store.url}/{self.key('log/')}",
-            remedy="the store was emptied, restored from an older copy, or damaged: mend it, or end training and "
-            "its sidecar (in a cluster: delete the pod): a new one goes on from what the store holds then",
+            remedy="the store was emptied, restored from an older copy, or damaged: repair it, or end training and "
+            "its sidecar (in a cluster: delete the pod); a new one continues from the store's content at that time",
         )
 
     def _is_removed(self) -> bool:
@@ -415,21 +415,21 @@ class RunLog:
         return hint == REMOVAL or (hint.seq < 0 and not self.listed().seqs)
 
     def removed(self) -> LogRemoved:
-        """The error of a writer whose run is not there any more."""
+        """Return the error of a writer whose run no longer exists."""
         place = f"{self.store.url}/{self.run}"
         return LogRemoved(
-            f"run {self.run!r} was removed, or its store emptied, while this writer lived",
+            f"run {self.run!r} was removed, or its store emptied, while this writer was running",
             where=place,
-            remedy="nothing more of it is saved: restart its trainer to begin the run anew, or end it. What a save has "
-            f"put that was under way is left below data/: `deltashard rm {place}` removes it",
+            remedy="nothing more of it is saved: restart its trainer to begin a new run, or end it. Objects of a save "
+            f"in progress remain under data/: `deltashard rm {place}` removes them",
         )
 
     def _create(self, sealed: Sealed, retry_budget: RetryBudget) -> bool:
-        """Whether the slot is ours: True, False (another entry has it) or `AppendUnknown`.
+        """Whether this entry took the slot: True, False (another entry has it) or `AppendUnknown`.
 
-        IMPORTANT: a slot is created only if absent, with the same bytes at every retry; after any answer but plain
-        success the bytes in the slot decide. A retry with other bytes, or a 404 taken for absence, could let
-        one entry be counted twice or another be overwritten.
+        IMPORTANT: the put is create-only, with the same bytes at every retry; after any response except success the
+        bytes in the slot decide. Different bytes on a retry, or trusting a 404, could count one entry twice or
+        overwrite another.
         """
         key = self.key(entry_key(sealed.entry.seq))
         while True:
@@ -444,7 +444,7 @@ class RunLog:
                     raise AppendUnknown(
                         f"log entry {sealed.entry.seq} may or may not have been created: {error.what}",
                         where=key,
-                        remedy="the log will tell once the store answers again",
+                        remedy="the outcome is known once the store answers again",
                     ) from error
             else:
                 return True
@@ -452,7 +452,7 @@ class RunLog:
                 raise AppendUnknown(f"log entry {sealed.entry.seq} could not be read back in time", where=key)
 
     def _resolve_slot(self, sealed: Sealed) -> bool | None:
-        """After "exists": ours, another's (or nobody's: bad bytes), or (None) not to be read just now."""
+        """After "exists": True if the slot holds this entry, False if not, None if it cannot be read now."""
         try:
             slot = self.read_slot(sealed.entry.seq)
         except StoreUnavailable:
@@ -460,19 +460,19 @@ class RunLog:
         return isinstance(slot, Sealed) and slot.data == sealed.data
 
     def _update_hint(self, sealed: Sealed) -> None:
-        """Best effort: HINT, and folds that are not needed any more go. Losing either costs a cold reader time."""
+        """Best effort: update HINT and drop obsolete folds. Losing either only slows down a cold reader."""
         seq = sealed.entry.seq
         self.folds.learn([sealed])
-        # IMPORTANT: the entry is durable. Whatever goes wrong from here on must not look as if it were not.
+        # IMPORTANT: the entry is durable. Errors from here on must not make the append look failed.
         with suppress(Exception), deadline(BEST_EFFORT_S):
             self.put_hint(Hint(fold=self.folds.newest_seq, seq=seq))
             if seq % _DROP_EVERY == 0:
                 self.folds.drop_old()
 
     def _make_room(self) -> bool:
-        """Delete, in a full store, the folded states but the newest, else HINT; whether there were any.
+        """Delete, in a full store, all folded states except the newest, else HINT. Returns whether any existed.
 
-        The entries are whole without them. Raises store errors.
+        Entries do not depend on them. Raises store errors.
         """
         if self.folds.make_room():
             return True
@@ -485,9 +485,9 @@ class RunLog:
         self.store.put(self.key("log/HINT"), hint.data)
 
     def probe(self, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
-        """Find out now what the first append would: whether the store creates where it was asked to, and only there.
+        """Check now, as the first append would, that the store honours create-only puts.
 
-        Raises `ConditionalPutUnsupported`, `StoreUnavailable` past the deadline, and whatever the store answers.
+        Raises `ConditionalPutUnsupported`, `StoreUnavailable` after the deadline, and other store errors.
         """
         self._probe(self.retry_budget(deadline_s))
 

@@ -1,8 +1,8 @@
-"""Entries of the commit log: what they say, and the names of what they speak of.
+"""Entries of the commit log, and the names of the objects they reference.
 
 An entry is a frozen dataclass (`Genesis`, `AttemptOpened`, `Checkpoint`, `Compacted`, `Retired`, `Pinned`, `Rewound`,
-...), looked at by itself. How it lies in the store is the business of `entry_codec`; what it may say *given the entries
-before it* is that of `replay`. Keys in entries are relative to the run's root.
+...), defined independently of other entries. `entry_codec` defines its stored form; `replay` defines the rules for an
+entry *given the entries before it*. Keys in entries are relative to the run's root.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ _PREFIX = re.compile(rf"data/(?:(\d{{20}})/(\d{{8}})|compact-{TOKEN_PATTERN})/",
 
 
 class FoldName(NamedTuple):
-    """What names a folded state: the slot up to which it goes, and its bytes."""
+    """The name of a folded state: its last slot and the digest of its bytes."""
 
     seq: int
     digest: str
-    """The first 32 hexadecimal digits of their SHA-256."""
+    """The first 32 hexadecimal digits of the SHA-256 of its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank brought to a cut (or a compaction wrote): its index and what that index holds."""
+    """One rank's contribution to a snapshot (or a compaction's output): its index and the index's content."""
 
     rank: int
     index_key: str
-    """Key of the index object, relative to the run's root; its name carries the hash of its bytes."""
+    """Key of the index object, relative to the run's root; its name contains the hash of its bytes."""
     boxes: tuple[Box, ...]
-    """Rectangles of tables this part speaks for; empty for a rank that owns only blobs."""
+    """Rectangles of tables that this part holds; empty for a rank that owns only blobs."""
     stored_bytes: int
-    """Packs and index together."""
+    """Bytes of packs and index."""
     covers: int | None
     """The part holds every row of its boxes changed since this committed checkpoint (a seq); None: all its rows."""
 
     @property
     def prefix(self) -> str:
-        """The deletable prefix the part's objects lie under, with its trailing slash."""
+        """The deletable prefix of the part's objects, with a trailing slash."""
         return prefix_of(self.index_key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What every entry says. `at_s` (Unix seconds by the writer's clock) is for people: no rule looks at it."""
+    """Fields of every entry. `at_s` (Unix seconds by the writer's clock) is for display: no rule uses it."""
 
     seq: int
     previous: str
     """Hash of the entry at seq - 1; empty for genesis."""
     writer: str
-    """Random token, the same for every retry of one put: after a lost acknowledgement it says whose entry this is.
+    """Random token, the same for every retry of one put: it identifies the writer after a lost acknowledgement.
 
-    It may have more behind it: see `voiding_writer` and `folding_writer`."""
+    It may have a suffix: see `voiding_writer` and `folding_writer`."""
     at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Genesis(Entry):
-    """Slot 0: the run's name and who owns it."""
+    """Slot 0: the run's name and its owner."""
 
     run: str
     owner: str
@@ -74,71 +74,71 @@ class Genesis(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptOpened(Entry):
-    """A new trainer process group; its number is this entry's seq, and every lower number is fenced from here on."""
+    """A new trainer process group; its number is this entry's seq. It fences every attempt with a lower number."""
 
     world_size: int
     resumes_from: int | None
-    """Seq of the checkpoint that was really loaded; None: the first cut is a baseline."""
+    """Seq of the checkpoint that was loaded; None: the first snapshot is a baseline."""
     owner: str
     takeover: bool = False
-    """The opener knows that the run had another owner."""
+    """The opener confirmed that the run had another owner."""
     voids: int | None = None
-    """Entries voids..seq-1 are void: the one at `voids` could not be read by the opener (bit rot, broken rule).
+    """Entries voids..seq-1 are void: the opener could not read the one at `voids` (corruption, broken rule).
 
-    Which bytes it found there stands in `writer` (`voiding_writer`)."""
+    `writer` contains the hash of the unreadable bytes (`voiding_writer`)."""
     workload: str = ""
-    """UID of the workload (Job, JobSet, ...) whose trainer this is; empty outside of a cluster."""
+    """UID of the trainer's workload (Job, JobSet, ...); empty outside of a cluster."""
     pod: str = ""
-    """UID of the pod it runs in; empty outside of a cluster."""
+    """UID of the trainer's pod; empty outside of a cluster."""
     layout: str = ""
-    """Digest of the layout that its ranks keep (`format.layout`); empty: one rank, which holds every table whole."""
+    """Digest of its ranks' layout (`format.layout`); empty: one rank, which holds every table whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestRef:
-    """What an entry says of the parts of many ranks, all that the law asks of them: the rest is in a manifest."""
+    """Summary of the parts of many ranks, sufficient to validate the entry; the parts are listed in a manifest."""
 
     layout: str
-    """Digest of the layout that says their boxes."""
+    """Digest of the layout that defines their boxes."""
     world_size: int
     manifest: str
     """The first 32 hexadecimal digits of the SHA-256 of the manifest's bytes (`log.manifest`)."""
     covers: tuple[int | None, ...]
-    """What the parts cover, see `sorted_covers`."""
+    """The parts' `covers`, see `sorted_covers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(Entry):
-    """One committed cut. Its seq is the checkpoint's name."""
+    """One committed snapshot. Its seq identifies the checkpoint."""
 
     attempt: int
     cut: int
     step: int
     parts: tuple[Part, ...] = ()
-    """One per rank, rank 0 first; none where a manifest lists them."""
+    """One per rank, rank 0 first; empty if a manifest lists them."""
     tables: tuple[TableSchema, ...]
     encodings: Mapping[str, tuple[str, ...]]
-    """Encodings that its rows are stored in, sorted, by table; a table of which it holds no row is not among them."""
+    """Sorted encodings of its rows, by table; tables without rows in this checkpoint are omitted."""
     rows: int
     raw_bytes: int
-    """Of the rows and blobs before encoding."""
+    """Bytes of rows and blobs before encoding."""
     stored_bytes: int
     stall_s: float
-    """The longest any rank's training stood still for this cut."""
+    """The longest time that any rank's training was blocked by this snapshot."""
     cut_at_s: float
-    """Unix seconds by rank 0's clock when training stopped for the cut; 0: unknown. For people and gauges: no rule."""
+    """Unix seconds by rank 0's clock when training paused for the snapshot; 0: unknown. Display and gauges only."""
     directive: str = ""
-    """What made this cut what it is (policy, reason, bits), for people and for the scheduler."""
+    """The parameters of this snapshot (policy, reason, bits), for display and for the scheduler."""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     pins: tuple[str, ...] = ()
-    """Names under which retention keeps it, until a newer checkpoint or a `Pinned` takes the name."""
+    """Names under which retention keeps it, until a newer checkpoint or a `Pinned` entry takes the name."""
     listed: ManifestRef | None = None
-    """What the entry says of parts that a manifest lists; None: they stand in the entry itself."""
+    """Summary of the parts that a manifest lists; None: `parts` has them."""
 
     @property
     def layout(self) -> str:
-        """Digest of the layout of its parts; empty: they say their boxes themselves."""
+        """Digest of the layout of its parts; empty: the parts contain their boxes."""
         return "" if self.listed is None else self.listed.layout
 
     @property
@@ -147,7 +147,7 @@ class Checkpoint(Entry):
 
     @property
     def covers(self) -> tuple[int | None, ...]:
-        """What its parts cover: distinct, None first, ascending."""
+        """Distinct `covers` of its parts: None first, then ascending."""
         if self.listed is not None:
             return self.listed.covers
         return sorted_covers({part.covers for part in self.parts})
@@ -169,26 +169,26 @@ class Checkpoint(Entry):
 
 
 def sorted_covers(covers: Iterable[int | None]) -> tuple[int | None, ...]:
-    """Distinct values that parts cover, as an entry says them: None first, ascending."""
+    """Return distinct `covers` values in an entry's order: None first, then ascending."""
     return tuple(sorted(set(covers), key=lambda seq: -1 if seq is None else seq))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compacted(Entry):
-    """Another way to read an existing checkpoint: its rows moved, as encoded, into parts that cover nothing."""
+    """An alternative source of an existing checkpoint: its encoded rows, copied into parts that cover nothing."""
 
     replaces: int
-    """Seq of the checkpoint; chains that pass through it use these parts from here on."""
+    """Seq of the checkpoint; chains through it use these parts from here on."""
     parts: tuple[Part, ...]
     encodings: Mapping[str, tuple[str, ...]]
-    """Of the rows in these parts, as a checkpoint says them."""
+    """Encodings of the rows in these parts, as in `Checkpoint`."""
     rows: int
     stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retired(Entry):
-    """Checkpoints that are no more, and prefixes whose objects may be deleted after a grace period."""
+    """Checkpoints that are removed, and prefixes whose objects may be deleted after a grace period."""
 
     checkpoints: tuple[int, ...]
     prefixes: tuple[str, ...]
@@ -196,77 +196,77 @@ class Retired(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned(Entry):
-    """A person's word on a pinned name: from here on this checkpoint has it, until a newer one takes it."""
+    """A user moved a pinned name: this checkpoint has it until a newer one takes it."""
 
     name: str
     checkpoint: int | None
-    """Seq of a live checkpoint; None: nobody has the name any more."""
+    """Seq of a live checkpoint; None: no checkpoint has the name any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewound(Entry):
-    """At a person's word the run goes on from an older checkpoint.
+    """A user made the run continue from an older checkpoint.
 
-    It fences every attempt before it, as an attempt that resumes from there does, but no process has its number.
+    Like an attempt that resumes from there, it fences every earlier attempt, but no process has its number.
     """
 
     to: int
-    """Seq of a live checkpoint. It is the newest from here on; those after it are set aside, live until retired."""
+    """Seq of a live checkpoint. It is the newest from here on; later ones are detached and stay live until retired."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reclaimed(Entry):
-    """gc found nothing left of what was retired up to a slot: nobody need remember those prefixes any more.
+    """gc found all prefixes that were retired up to a slot to be empty, so the state can forget them.
 
-    It is stored as `ignorable`: a version that passes over it remembers more, and refuses nothing that others accept.
+    Stored as `ignorable`: a version that skips it remembers more prefixes, and rejects nothing that others accept.
     """
 
     through: int
-    """Seq of the last retire entry it speaks of; all before it are meant, too."""
+    """Seq of the last retire entry that this includes; all earlier ones are included, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repaired(Entry):
-    """A person had the log repaired: its state up to the slot before is the folded one that this entry names.
+    """A user repaired the log: its state up to the previous slot is the folded state that this entry names.
 
-    It is stored as `ignorable`, and changes nothing for whoever could follow the log without it.
+    Stored as `ignorable`: a reader that can follow the log without it is not affected.
     """
 
     lost: tuple[int, ...]
-    """Slots that could not be read, or whose entries could not be kept without those."""
+    """Slots that could not be read, or whose entries depend on those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ignored(Entry):
-    """An entry of a kind this version does not know and may pass over."""
+    """An entry of a kind that this version does not know and may skip."""
 
     kind: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """An entry with its bytes and hash, as they lie in the store."""
+    """An entry with its stored bytes and hash."""
 
     entry: Entry
     data: bytes
     hash: str
 
 
-# What an entry says beside its fields: in its writer's token.
+# Data that an entry carries in its writer's token.
 
 
 def voiding_writer(writer: str, bad: str) -> str:
-    """The token of an attempt that voids the slot whose bytes have the hash `bad`."""
+    """Return the token of an attempt that voids the slot whose bytes have the hash `bad`."""
     return f"{writer}-voids-{bad[:_DIGEST_CHARS]}"
 
 
 def folding_writer(writer: str, name: FoldName) -> str:
-    """The token of an entry that names a folded state: one that readers may begin with."""
+    """Return the token of an entry that names a folded state from which readers may start."""
     return f"{writer}-fold-{name.seq}-{name.digest}"
 
 
 def named_fold(entry: Entry) -> FoldName | None:
-    """The folded state that an entry vouches for; None when it names none."""
+    """Return the folded state that an entry names, or None."""
     match = _FOLDS.search(entry.writer)
     return FoldName(int(match[1]), match[2]) if match and int(match[1]) < entry.seq else None
 
@@ -279,16 +279,16 @@ def entry_key(seq: int) -> str:
 
 
 def seq_of(key: str) -> int | None:
-    """The slot a key names, or None when it names none."""
+    """Return the slot that a key names, or None."""
     match = _ENTRY_NAME.fullmatch(key)
     return int(match[1]) if match else None
 
 
 def prefix_of(key: str) -> str:
-    """The deletable prefix a data object lies under; raises `CorruptObject` for any other key."""
+    """Return the deletable prefix of a data object's key; raises `CorruptObject` for any other key."""
     match = _PREFIX.match(key)
     if match is None:
-        raise CorruptObject("key lies under no cut and no compaction", where=key[:300])
+        raise CorruptObject("key is under no snapshot's and no compaction's prefix", where=key[:300])
     return match[0]
 
 
@@ -297,6 +297,6 @@ def is_prefix(text: str) -> bool:
 
 
 def snapshot_of(prefix: str) -> tuple[int, int] | None:
-    """(attempt, cut) of a prefix, or None for a compaction's."""
+    """Return (attempt, cut) of a prefix, or None for a compaction's."""
     match = _PREFIX.fullmatch(prefix)
     return (int(match[1]), int(match[2])) if match and match[1] else None

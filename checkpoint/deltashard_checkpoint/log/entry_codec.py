@@ -1,15 +1,15 @@
-"""How entries of the log lie in the store: documents of canonical JSON, sealed by a hash.
+"""The stored form of log entries: canonical JSON documents that contain their own hash.
 
-`hash` is the SHA-256 of the document without `hash`; `previous` is the hash of the entry one slot before, so the log is
-a chain and one changed byte anywhere is seen. `seal` makes bytes, `parse` reads them back and accepts *only* the
-canonical form of a known kind: input is hostile until the hash fits, every bound is checked before anything is built,
-and every refusal has a name (`CorruptObject`, `UnsupportedVersion`, `ForeignObject`). A kind this version does not know
-is refused unless it says `ignorable`.
+`hash` is the SHA-256 of the document without `hash`; `previous` is the hash of the entry in the previous slot. So the
+log is a hash chain, and one changed byte anywhere is detected. `seal` encodes an entry. `parse` accepts *only* the
+canonical form of a known kind: input is untrusted until the hash matches, every bound is checked before allocation,
+and every rejection is a specific error (`CorruptObject`, `UnsupportedVersion`, `ForeignObject`). An unknown kind is
+rejected unless it is `ignorable`.
 
-Newer is not corrupt: bytes whose hash fits are what somebody wrote. Whatever is unknown in them (a kind, a field, a
-value out of its bounds) may be a newer version's word, so it is `UnsupportedVersion`: no attempt may leave it behind.
+Newer is not corrupt: bytes with a matching hash are as written. An unknown kind, field or value may be of a newer
+version, so it is `UnsupportedVersion`, and no attempt may void it.
 
-Parts, table schemas and boxes have documents of their own (`TABLES`, `BOXES`, ...), for the ranks' reports, too.
+Parts, table schemas and boxes have separate codecs (`TABLES`, `BOXES`, ...), which the ranks' reports use, too.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _field(r: Reader, item: Any) -> FieldSpec:
 def _index_key(r: Reader, key: str) -> str:
     found = r.text(key)
     if not is_index_key(found):
-        r.fail("index_key is no index's name")
+        r.fail("index_key is not the name of an index")
     return found
 
 
@@ -122,7 +122,7 @@ def _encodings(r: Reader, key: str) -> dict[str, tuple[str, ...]]:
     for table, names in r.members(key):
         held = tuple(r.as_text(name, key, _WORD) for name in r.as_list(names, key))
         if not held or list(held) != sorted(set(held)):
-            r.fail("encodings of a table are none, or not distinct and in order")
+            r.fail("encodings of a table are empty, not distinct or not sorted")
         found[table] = held
     return found
 
@@ -130,7 +130,7 @@ def _encodings(r: Reader, key: str) -> dict[str, tuple[str, ...]]:
 def _covers(r: Reader, key: str) -> tuple[int | None, ...]:
     found = tuple(None if c is None else r.as_integer(c, key) for c in r.items(key))
     if not found or found != sorted_covers(found):
-        r.fail("covers are not distinct and in order")
+        r.fail("covers are not distinct and sorted")
     return found
 
 
@@ -219,7 +219,7 @@ _IGNORABLE = (Reclaimed, Repaired)
 
 
 def document_of(entry: Entry) -> dict[str, Any]:
-    """The JSON document of an entry, without its hash."""
+    """Return the JSON document of an entry, without its hash."""
     doc: dict[str, Any] = {
         "format": FORMAT,
         "kind": next(name for name, cls in KINDS.items() if type(entry) is cls),
@@ -239,10 +239,10 @@ def document_of(entry: Entry) -> dict[str, Any]:
 
 
 def seal(entry: Entry) -> Sealed:
-    """Bytes and hash of an entry.
+    """Encode an entry and compute its hash.
 
-    The document is read back strictly before anything is written: an entry that this version would refuse to read
-    must never take a slot. Raises what `parse` raises.
+    The document is parsed strictly before anything is written: an entry that this version would reject must never
+    take a slot. Raises the errors of `parse`.
     """
     document = document_of(entry)
     digest = hashlib.sha256(canonical(document)).hexdigest()
@@ -251,10 +251,10 @@ def seal(entry: Entry) -> Sealed:
 
 
 def parse(data: bytes, seq: int) -> Sealed:
-    """The entry stored at slot `seq`.
+    """Return the entry stored at slot `seq`.
 
-    Raises `CorruptObject` (not canonical JSON, or the hash is wrong), `UnsupportedVersion` (the hash is right, and the
-    format, the kind, a field or a value is none this version knows) and `ForeignObject` (an entry of another slot).
+    Raises `CorruptObject` (not canonical JSON, or a wrong hash), `UnsupportedVersion` (the hash is right, but the
+    format, the kind, a field or a value is unknown) and `ForeignObject` (an entry of another slot).
     """
     where = entry_key(seq)
     document = load(data, where)
@@ -263,13 +263,13 @@ def parse(data: bytes, seq: int) -> Sealed:
     body = {key: value for key, value in document.items() if key != "hash"}
     if hashlib.sha256(canonical(body)).hexdigest() != digest:
         raise CorruptObject("log entry does not match its own hash", where=where)
-    # IMPORTANT: from here on nothing is rot. An entry called corrupt is left behind by the next attempt, and with it
-    # every commit of the newer version that wrote it.
+    # IMPORTANT: from here on nothing is corrupt. The next attempt voids a corrupt entry, and with it every later commit
+    # of the newer version that wrote it.
     try:
         entry = _entry(reader, document, seq)
     except CorruptObject as error:
         raise UnsupportedVersion(
-            f"log entry is whole, but says what this version does not know: {error.what}",
+            f"log entry is intact, but has content unknown to this version: {error.what}",
             where=where,
             remedy=_UPGRADE,
         ) from error
@@ -286,7 +286,7 @@ def _entry(reader: Reader, document: dict[str, Any], seq: int) -> Entry:
             remedy=_UPGRADE,
         )
     if reader.integer("seq") != seq:
-        raise ForeignObject(f"entry says it is slot {document['seq']}", where=where)
+        raise ForeignObject(f"entry is of slot {document['seq']}", where=where)
     kind = reader.text("kind")
     common: dict[str, Any] = {
         "seq": seq,
@@ -300,27 +300,27 @@ def _entry(reader: Reader, document: dict[str, Any], seq: int) -> Entry:
         if reader.optional("ignorable") is not True:
             raise UnsupportedVersion(f"log entry of unknown kind {kind[:40]!r}", where=where, remedy=_UPGRADE)
         return Ignored(kind=kind, **common)
-    said = values(reader, _FIELDS[KINDS[kind]])
+    fields = values(reader, _FIELDS[KINDS[kind]])
     if KINDS[kind] is Checkpoint:
-        # Its parts stand in it, or in a manifest.
-        said |= (
+        # The parts are in the entry or in a manifest.
+        fields |= (
             {"listed": ManifestRef(**values(reader, _LISTED))}
             if reader.has("manifest")
             else {"parts": PARTS.read(reader, "parts")}
         )
     if KINDS[kind] in _IGNORABLE and not reader.boolean("ignorable"):
-        reader.fail(f"{kind} is ignorable")
-    entry = KINDS[kind](**said, **common)
+        reader.fail(f"{kind} must be ignorable")
+    entry = KINDS[kind](**fields, **common)
     reader.end()
     _check(reader, entry)
     return entry
 
 
 def _check(r: Reader, entry: Entry) -> None:
-    """Raise `CorruptObject` or `ForeignObject` for an entry that can never be right."""
+    """Raise `CorruptObject` or `ForeignObject` for an entry that is invalid in any log."""
     match entry:
         case Genesis() if entry.seq != 0:
-            r.fail("genesis is slot 0's")
+            r.fail("genesis must be in slot 0")
         case Checkpoint():
             try:
                 prefix = snapshot_prefix(entry.attempt, entry.cut)
@@ -330,15 +330,15 @@ def _check(r: Reader, entry: Entry) -> None:
             if (entry.listed is None and not ranks) or ranks != list(range(len(ranks))):
                 r.fail("parts are not one per rank, in order")
             if any(part.prefix != prefix for part in entry.parts):
-                raise ForeignObject("checkpoint names an index of another attempt or cut", where=r.where)
+                raise ForeignObject("checkpoint has an index of another attempt or snapshot", where=r.where)
             if len({table.fqn for table in entry.tables}) != len(entry.tables):
                 r.fail("a table occurs twice")
         case Compacted():
             if not entry.parts or any(part.covers is not None for part in entry.parts):
-                r.fail("a compaction has parts, and they cover nothing")
+                r.fail("a compaction must have parts, and they must cover nothing")
             if any(snapshot_of(part.prefix) is not None for part in entry.parts):
-                raise ForeignObject("compaction names an index of a cut", where=r.where)
+                raise ForeignObject("compaction references an index of a snapshot", where=r.where)
         case Retired() if not all(is_prefix(p) for p in entry.prefixes):
-            r.fail("a prefix is neither a cut's nor a compaction's")
+            r.fail("a prefix is neither a snapshot's nor a compaction's")
         case Pinned() if not entry.name:
-            r.fail("a pin has a name")
+            r.fail("a pin has no name")

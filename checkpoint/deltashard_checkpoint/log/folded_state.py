@@ -1,9 +1,9 @@
-"""`log/fold-{seq}-{digest}.json`: the folded state up to a slot; the log need not be read from genesis.
+"""`log/fold-{seq}-{digest}.json`: the folded state up to a slot, so that readers need not start at genesis.
 
-Whoever appends an entry puts one of the state before it, now and then, and names it in that very entry: its slot and
-the first 32 digits of the SHA-256 of its bytes. So it is as good as the log. Readers begin with the newest one that an
-entry behind it names, whose bytes have that hash and after which the log can be followed to that entry; what became of
-the entries before it, rot or loss, no longer matters. One that nothing names, or that does not fit, counts for nothing.
+From time to time a writer puts the state before the entry that it appends, and names it in that entry: its slot and
+the first 32 digits of the SHA-256 of its bytes. So the folded state is as trustworthy as the log. Readers start from
+the newest one whose digest matches, that a later entry names, and from which the log can be followed to that entry.
+Corruption or loss of earlier entries then no longer matters. A folded state that no entry names is ignored.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from deltashard_checkpoint.stores.deadline import deadline
 
 FORMAT = 1
 BEST_EFFORT_S = 5.0
-"""For what only helps readers."""
+"""Deadline of best-effort operations that only help readers."""
 READS = 8
-"""Of an object whose bytes do not fit, until two in a row are the same."""
+"""Reads of an object with invalid bytes, until two consecutive reads agree."""
 _BYTES = 64 << 10
-"""Every entry names the folded state before it, as long as that is not twice as large; one of n times this size every
-n-th entry. So a save's share of folded states stays small, however many checkpoints are kept."""
+"""Every entry names the preceding folded state while that is smaller than twice this size; at n times this size, every
+n-th entry does. So folded states stay a small share of a save, however many checkpoints are kept."""
 _LAYOUT = re.compile(r"|[0-9a-f]{32}", re.ASCII)
 _NAME = re.compile(r"log/fold-(\d{20})-([0-9a-f]{32})\.json", re.ASCII)
 E = TypeVar("E", bound=Entry)
@@ -51,7 +51,7 @@ def fold_key(name: FoldName) -> str:
 
 
 def fold_of(key: str) -> FoldName | None:
-    """The fold that `key`, relative to the run's root, names; None for any other key."""
+    """Return the fold that `key`, relative to the run's root, names; None for any other key."""
     match = _NAME.fullmatch(key)
     return FoldName(int(match[1]), match[2]) if match else None
 
@@ -61,7 +61,7 @@ def name_of(state: RunState, data: bytes) -> FoldName:
 
 
 def dump(state: RunState) -> bytes:
-    """`state` as bytes; only of a log that is not stopped."""
+    """Encode `state`, which must not be stopped."""
     assert state.stopped is None
     document = {
         "format": FORMAT,
@@ -78,7 +78,7 @@ def dump(state: RunState) -> bytes:
         "compactions_from": state.compactions_from,
         "committed": state.committed,
         "keeps": state.abandoned_at,
-        "pins": [[name, *word] for name, word in sorted(state.user_entries.items())],
+        "pins": [[name, *entry] for name, entry in sorted(state.user_entries.items())],
         "aside": sorted(state.detached),
     }
     return canonical({**document, "hash": hashlib.sha256(canonical(document)).hexdigest()})
@@ -95,7 +95,7 @@ def _sealed(entry: Entry) -> dict[str, Any]:
 
 
 def load(data: bytes, run: str, name: FoldName) -> RunState:
-    """The state in `data`; raises `CorruptObject`, `UnsupportedVersion` or `ForeignObject` when it is not that fold."""
+    """Decode `data`; raises `CorruptObject`, `UnsupportedVersion` or `ForeignObject` if it is not the fold `name`."""
     where, seq = fold_key(name), name.seq
     if content_digest(data) != name.digest:
         raise CorruptObject("fold does not match the hash in its name", where=where)
@@ -113,7 +113,7 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
     compactions = [_entry(r, item, Compacted) for item in r.items("compactions")]
     superseded, retired = _prefixes(r, "superseded"), _prefixes(r, "retired")
     if not all(is_prefix(prefix) for prefix in (*superseded, *retired)):
-        r.fail("a prefix is neither a cut's nor a compaction's")
+        r.fail("a prefix is neither a snapshot's nor a compaction's")
     user_entries = {}
     for item in r.items("pins"):
         pin, slot, held = r.as_list(item, "pin", 3)
@@ -163,23 +163,23 @@ def _attempt(r: Reader, item: Any) -> tuple[int, Attempt]:
 
 
 def _contradiction(state: RunState) -> str | None:
-    """What no log leads to, and what readers of a state rely on; None: nothing."""
+    """Return an inconsistency that no valid log produces, or None."""
     live = state.checkpoints
     if state.attempt is not None and state.attempt not in state.attempts:
         return "the newest attempt was never opened"
     for number, opened in state.attempts.items():
         resumed = (opened.resumes_from, opened.resumes_attempt)
         if any(seq is not None and seq >= number for seq in resumed):
-            return "an attempt resumes from what came after it"
+            return "an attempt resumes from a later checkpoint or attempt"
     if any(each.attempt not in state.attempts for each in live.values()):
         return "a checkpoint of an attempt that was never opened"
     if any(covers >= seq for seq, each in live.items() for covers in each.covered):
-        return "a checkpoint covers what came after it"
+        return "a checkpoint covers a later checkpoint"
     if not all(live.keys() >= set(c.covered) for seq, c in live.items() if seq not in state.compactions):
         return "a checkpoint covers one that is not live"
-    said = {word.checkpoint for word in state.user_entries.values()} - {None}
-    if not live.keys() >= state.compactions.keys() | state.detached | said:
-        return "it speaks of a checkpoint that is not live"
+    named = {entry.checkpoint for entry in state.user_entries.values()} - {None}
+    if not live.keys() >= state.compactions.keys() | state.detached | named:
+        return "it references a checkpoint that is not live"
     return None
 
 
@@ -204,15 +204,15 @@ def fold_named_by(slot: Slot) -> FoldName | None:
 
 
 class FoldedStates:
-    """The folded states of one run: which the log vouches for, when another is put, and which may go."""
+    """Folded states of one run: which ones the log names, when to put another, and which ones to delete."""
 
     def __init__(self, store: Store, run: str) -> None:
         self._store = store
         self._run = run
         self._names: tuple[FoldName, ...] = ()
-        """The newest two that the log vouches for, as far as this handle knows."""
+        """The newest two folds that the log names, as known to this handle."""
         self._bytes = 0
-        """Size of the newest that this handle put or read."""
+        """Size of the newest fold that this handle put or read."""
 
     def copy(self) -> FoldedStates:
         other = FoldedStates(self._store, self._run)
@@ -221,7 +221,7 @@ class FoldedStates:
 
     @property
     def newest_seq(self) -> int:
-        """-1: none is known."""
+        """Slot of the newest named fold; -1: none is known."""
         return self._names[-1].seq if self._names else -1
 
     def learn(self, slots: Iterable[Slot]) -> None:
@@ -230,10 +230,10 @@ class FoldedStates:
             self._names = tuple(sorted({*self._names, *found})[-2:])
 
     def load(self, name: FoldName) -> RunState:
-        """A folded state that was listed. Bytes that do not fit are read again, as those of entries are.
+        """Load a listed fold. Invalid bytes are read again, as for entries.
 
-        Raises `FormatError` when it is really bad, and `StoreUnavailable` when it has gone (a newer one is there) or
-        reads differently each time: what came before it may be beyond reading, so it is not given up lightly.
+        Raises `FormatError` if two reads agree, and `StoreUnavailable` if the fold is missing (a newer one exists) or
+        differs at every read: earlier entries may be lost, so the fold must not be rejected too early.
         """
         where = fold_key(name)
         before: bytes | None = None
@@ -252,14 +252,14 @@ class FoldedStates:
         raise StoreUnavailable("a fold reads differently each time", where=where)
 
     def put(self, state: RunState) -> FoldName | None:
-        """Best effort: the folded `state`, for the next entry to name; None when it is not worth it, or failed.
+        """Best effort: put the folded `state` for the next entry to name. Returns None if not worthwhile or failed.
 
-        IMPORTANT: with it a reader needs no entry before the next one. Rot or loss of any entry but the newest costs
-        nothing.
+        IMPORTANT: with it a reader needs no entry before the next one, so corruption or loss of any entry except the
+        newest is harmless.
         """
         if state.stopped is not None or state.tip - self.newest_seq < max(1, self._bytes // _BYTES):
             return None
-        # An entry needs no fold: it is not lost for this.
+        # An entry needs no fold, so a failure must not fail the append.
         with suppress(Exception), deadline(BEST_EFFORT_S):
             data = dump(state)
             name = name_of(state, data)
@@ -269,14 +269,14 @@ class FoldedStates:
         return None
 
     def drop_old(self) -> None:
-        """Folded states grow with the run: those older than the last two that the log vouches for must not add up."""
+        """Delete folds older than the last two that the log names: folds grow with the run and must not accumulate."""
         if len(self._names) > 1:
             names = ((key, fold_of(key[len(self._run) + 1 :])) for key in self._keys())
-            # Who may not delete here will hear of it from gc.
+            # gc reports a missing permission to delete.
             self._store.delete([key for key, name in names if name is not None and name < self._names[0]])
 
     def make_room(self) -> bool:
-        """Delete all but the newest that the log vouches for, if one is known; whether there were any."""
+        """Delete all folds except the newest named one, if one is known. Returns whether any were deleted."""
         if not self._names:
             return False
         newest = run_key(self._run, fold_key(self._names[-1]))

@@ -1,6 +1,6 @@
-"""What a LIST of `log/` shows: slots and folded states; and what `log/HINT` says. Pure.
+"""LIST results of `log/` (slots and folded states), and the content of `log/HINT`. Pure.
 
-A log is dense: a slot that is missing below one that is there is a gap, and never the end.
+A log is dense: a missing slot below an existing one is a gap, never the end.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _HINT = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """What `log/HINT` says; -1: nothing."""
+    """The content of `log/HINT`; -1: unknown."""
 
     fold: int = -1
     """Slot of the newest folded state."""
     seq: int = -1
-    """A slot that is taken."""
+    """A slot that exists."""
     whole: bool = True
-    """False: a copy or a removal is under way, and what is there must not be taken for a run."""
+    """False: a copy or a removal is in progress, and the objects must not be taken for a run."""
 
     @classmethod
     def of(cls, data: bytes) -> Hint:
-        """HINT with these bytes. Bytes without their own hash say nothing: rot must not make up a slot."""
+        """Parse HINT. Bytes without a matching hash yield an empty hint: corruption must not make up a slot."""
         match = _HINT.fullmatch(data[:200])
         if match is None:
             return cls()
@@ -40,13 +40,13 @@ class Hint:
 
     @property
     def data(self) -> bytes:
-        said = {"fold": self.fold, "seq": self.seq, "whole": self.whole}
-        digest = content_digest(canonical(said))
-        return canonical({**said, "hash": digest})
+        fields = {"fold": self.fold, "seq": self.seq, "whole": self.whole}
+        digest = content_digest(canonical(fields))
+        return canonical({**fields, "hash": digest})
 
 
 REMOVAL = Hint(seq=10**14, whole=False)
-"""HINT of a run under removal: its slot is beyond any log."""
+"""HINT of a run under removal: its slot is beyond the end of any log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Listing:
     """Slots from `first` on, and all folded states."""
 
     first: int
-    """The listing began here: of slots below it nothing is known."""
+    """Start of the listing: lower slots are unknown."""
     seqs: tuple[int, ...]
     """Slots, ascending."""
     folds: tuple[FoldName, ...]
@@ -66,7 +66,7 @@ class Listing:
         return self.seqs[-1] if self.seqs else self.first - 1
 
     def missing_slot(self, after: int) -> int | None:
-        """The highest slot from `after` + 1 on that is missing below the tip; None when they are all there."""
+        """Return the highest missing slot above `after` and below the tip, or None."""
         expected = self.tip
         for seq in reversed(self.seqs):
             if expected <= after:
@@ -78,7 +78,7 @@ class Listing:
 
 
 def listing(keys: Iterable[str], first: int) -> Listing:
-    """What these keys, relative to the run's root and in the store's order, say from slot `first` on."""
+    """Parse keys, relative to the run's root and in the store's order, into the slots from `first` and the folds."""
     seqs, folds = [], []
     for key in keys:
         if (seq := seq_of(key)) is not None:

@@ -1,4 +1,4 @@
-"""What keeps a run's log from being read on, or appended to."""
+"""Errors that prevent reading a run's log or appending to it."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from deltashard_checkpoint.stores.abc import StoreUnavailable
 
 
 class LogGap(EnvironmentFault):
-    """The listing lacks an entry: entries are never deleted, so something else did that, or the listing is stale."""
+    """The listing lacks an entry. deltashard never deletes entries: another program did, or the listing is stale."""
 
     cause = Cause.LOG_LOST
 
 
 class LogRolledBack(LogGap):
-    """The log is not the one that this writer wrote into: emptied, restored from an older copy, or its tip has rotted.
+    """The log is not the one this writer appended to: emptied, restored from an older copy, or with a corrupt tip.
 
-    An entry put on top of that would be durable, and no reader would ever come to it.
+    An entry appended now would be durable, but no reader would reach it.
     """
 
 
 class LogRemoved(LogRolledBack):
-    """The run was removed, or is being removed, while this writer lived: nothing it puts will ever count."""
+    """The run was removed, or is being removed, while this writer was running; nothing it puts will be read."""
 
     cause = Cause.REMOVED
 
 
 class LogStopped(FormatError):
-    """An entry of the log cannot be read or breaks a rule: nothing may be appended that builds on it."""
+    """An entry of the log cannot be read or breaks a rule, so nothing may be appended after it."""
 
 
 class AppendUnknown(StoreUnavailable):
-    """The deadline ended before the store said whether the entry was created; it may still appear."""
+    """The deadline ended before the store confirmed the entry; it may still appear."""
 
 
 def stopped(state: RunState) -> LogStopped:
-    """The error that says where and why the fold of `state` stopped."""
+    """Return the error that describes where and why the fold of `state` stopped."""
     bad = state.stopped
     assert bad is not None
     return LogStopped(
         f"the log cannot be followed past entry {bad.seq}: {bad.error.what}",
         where=f"run {state.run}",
-        remedy="everything before it restores; the next attempt opened leaves the unreadable part behind"
+        remedy="everything before it can be restored; the next attempt voids the unreadable part"
         if bad.voidable
         else "upgrade deltashard to the version that wrote it",
     )

@@ -1,11 +1,11 @@
-"""What a checkpoint of many ranks says of its parts: an object beside them, which the entry of the log names.
+"""Manifests: the parts of a checkpoint of many ranks, in an object next to them that the log entry names.
 
     data/{attempt:020d}/{cut:08d}/{hash}.manifest        hash: the first 32 digits of the SHA-256 of its bytes
 
-Canonical JSON, by rank: token and hash of the index, what the part covers, rows, bytes; and which ranks' parts hold
-blobs for all. Their boxes are those of the layout. The law needs none of it (the entry says what the parts cover, and
-all lie under the cut's prefix), so a log is read and judged without a manifest; whoever reads rows has `Manifests` read
-them first, into `RunState.listings`.
+Canonical JSON. Per rank: token and hash of the index, `covers`, rows, bytes; plus the ranks whose parts hold blobs
+common to all. The layout defines their boxes. The entry itself has the parts' `covers`, and all parts are under the
+snapshot's prefix, so the log is read and validated without manifests. Readers of rows use `Manifests` to load them into
+`RunState.listings`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, *, digest: str) -> Manifest:
-        """The manifest in `data`, whose name says `digest`; raises `CorruptObject` or `UnsupportedVersion`."""
+        """Decode a manifest named `digest`; raises `CorruptObject` or `UnsupportedVersion`."""
         where = f"manifest {digest}"
         if content_digest(data) != digest:
             raise CorruptObject("a manifest does not match the hash in its name", where=where)
@@ -82,7 +82,7 @@ class Manifest:
         parts = list(r.items("parts"))
         blobs = [r.as_integer(item, "rank") for item in r.items("blobs")]
         if blobs != sorted(set(blobs)) or any(rank >= len(parts) for rank in blobs):
-            raise CorruptObject("ranks with blobs are out of order, or of no part", where=where)
+            raise CorruptObject("ranks with blobs are out of order, or out of range", where=where)
         common = frozenset(blobs)
         found = cls(
             **values(r, _CUT),
@@ -109,19 +109,19 @@ def _part(r: Reader, item: Any, common_blobs: bool) -> ListedPart:
 
 
 class Manifests:
-    """Reads manifests and layouts of one run, each once. Thread-safe: who comes while one is read waits for it."""
+    """Reads and caches the manifests and layouts of one run. Thread-safe: concurrent readers wait for one read."""
 
     def __init__(self, store: Store, run: str) -> None:
         self._store = store
         self._run = run
-        self._lock = threading.Lock()  # guards what is held; never held while the store is asked
+        self._lock = threading.Lock()  # guards the caches; never held during a store request
         self._read_lock = threading.RLock()
-        """Of whoever reads: the ranks of a pod want the same at once, and a layout may be 100 MB."""
+        """Serialises reads: the ranks of a pod want the same objects at once, and a layout may be 100 MB."""
         self._layouts: dict[str, Layout] = {}
         self._parts: dict[str, PartList] = {}
 
     def layout(self, digest: str) -> Layout:
-        """The layout of that name; raises `InvalidCheckpoint` for one that is wrong or gone, and `StoreUnavailable`."""
+        """Return the layout named `digest`; raises `InvalidCheckpoint` if bad or missing, and `StoreUnavailable`."""
         with self._read_lock:
             with self._lock:
                 found = self._layouts.get(digest)
@@ -132,9 +132,9 @@ class Manifests:
         return found
 
     def parts(self, entry: Checkpoint) -> PartList:
-        """The parts of a checkpoint that lists them in a manifest (`entry.listed`).
+        """Return the parts of a checkpoint that lists them in a manifest (`entry.listed`).
 
-        Raises `InvalidCheckpoint` for a manifest or layout that is wrong or gone, and `StoreUnavailable`.
+        Raises `InvalidCheckpoint` if the manifest or layout is bad or missing, and `StoreUnavailable`.
         """
         listed = entry.listed
         assert listed is not None
@@ -150,8 +150,8 @@ class Manifests:
     def _parts_of(self, entry: Checkpoint, listed: ManifestRef) -> PartList:
         key = manifest_key(entry.attempt, entry.cut, listed.manifest)
         manifest = self._read(key, lambda data: Manifest.decode(data, digest=listed.manifest))
-        said = (manifest.run, manifest.attempt, manifest.cut, manifest.step, manifest.listed)
-        if said != (self._run, entry.attempt, entry.cut, entry.step, listed):
+        content = (manifest.run, manifest.attempt, manifest.cut, manifest.step, manifest.listed)
+        if content != (self._run, entry.attempt, entry.cut, entry.step, listed):
             raise InvalidCheckpoint(
                 "a manifest is not that of the entry which names it", where=run_key(self._run, key)
             )
@@ -164,7 +164,7 @@ class Manifests:
         return PartList(attempt=entry.attempt, cut=entry.cut, listed=manifest.parts, layout=layout)
 
     def listing(self, state: RunState, seqs: Iterable[int]) -> RunState:
-        """`state` with the parts of these checkpoints where a manifest lists them; raises what `parts` does."""
+        """Return `state` with the parts of `seqs` loaded where a manifest lists them; raises the errors of `parts`."""
         absent = [
             seq
             for seq in seqs
@@ -180,7 +180,7 @@ class Manifests:
         return replace(state, listings={**state.listings, **found})
 
     def _forget(self, state: RunState) -> None:
-        """Let go of what no live checkpoint names."""
+        """Drop cached objects that no live checkpoint references."""
         live = [entry.listed for entry in state.checkpoints.values() if entry.listed is not None]
         manifests, layouts = {listed.manifest for listed in live}, {listed.layout for listed in live}
         with self._lock:
@@ -188,7 +188,7 @@ class Manifests:
             self._layouts = {name: held for name, held in self._layouts.items() if name in layouts}
 
     def _read(self, key: str, decode: Callable[[bytes], T]) -> T:
-        """An object by its hash: wrong bytes are read once more before they are called wrong."""
+        """Read an object named by its hash; wrong bytes are read again once before `InvalidCheckpoint` is raised."""
         where = run_key(self._run, key)
         for last in (False, True):
             try:

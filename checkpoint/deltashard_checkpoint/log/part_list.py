@@ -1,4 +1,4 @@
-"""The parts of one checkpoint of many ranks, made when they are asked for: most readers want a few of thousands."""
+"""The parts of one checkpoint of many ranks, created on demand: most readers need a few of thousands."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from deltashard_checkpoint.log.entry import Part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedPart:
-    """One rank's part, as a manifest has it."""
+    """One rank's part, as listed in a manifest."""
 
     token: str
     xxh3: str
-    """Of the index's bytes."""
+    """Hash of the index's bytes."""
     covers: int | None
     rows: int
     stored_bytes: int
     common_blobs: bool
-    """Whether it may hold blobs for all ranks (`format.blob_name`); those that are its rank's own need no word."""
+    """Whether it may hold blobs common to all ranks (`format.blob_name`); its own rank's blobs are not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartList:
-    """All parts by rank, with the layout that says their boxes. Nothing is kept of a part that was made."""
+    """All parts by rank, with the layout that defines their boxes. Created parts are not cached."""
 
     attempt: int
     cut: int
@@ -52,6 +52,6 @@ class PartList:
         )
 
     def ranks_with_blobs(self, own: Iterable[int]) -> tuple[int, ...]:
-        """Those whose parts the common blobs, and what is these ranks' own, are read from; ascending."""
+        """Return the ranks whose parts hold common blobs, and the ranks `own`; ascending."""
         common = {rank for rank, each in enumerate(self.listed) if each.common_blobs}
         return tuple(sorted(common.union(rank for rank in own if rank < len(self))))

@@ -1,8 +1,8 @@
-"""Who bears a pinned name: the commits that said it, and what a person said since. Pure.
+"""Owners of pinned names, from the commits that requested them and later user entries. Pure.
 
-A checkpoint bears the names it was committed under. A word (a `pin` entry) about a name takes it from all checkpoints
-before it, and gives it to one or to none; checkpoints committed later under the name bear it as ever. The newest word
-or commit counts: the last of a name's bearers is the one that retention keeps.
+A checkpoint has the names it was committed under. A `pin` entry takes a name from all earlier checkpoints and gives it
+to one checkpoint or to none; later commits under the name take it as usual. The newest entry or commit wins: retention
+keeps the last checkpoint that has the name.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from deltashard_checkpoint.log.entry import Checkpoint
 
 
 class UserEntry(NamedTuple):
-    """What a person said last of a name."""
+    """The latest `pin` entry of a name."""
 
     slot: int
-    """Of the entry that says so."""
+    """Slot of the `pin` entry."""
     checkpoint: int | None
-    """A live checkpoint; None: nobody."""
+    """A live checkpoint; None: no checkpoint."""
 
 
 def pinned_as(
     checkpoints: Mapping[int, Checkpoint], user_entries: Mapping[str, UserEntry], name: str
 ) -> tuple[int, ...]:
-    """The live checkpoints that bear `name`, the one that counts last."""
-    word = user_entries.get(name)
-    after = -1 if word is None else word.slot
+    """Return the live checkpoints that have `name`; the last one is the effective one."""
+    latest = user_entries.get(name)
+    after = -1 if latest is None else latest.slot
     newer = tuple(seq for seq, entry in checkpoints.items() if seq > after and name in entry.pins)
-    return newer if word is None or word.checkpoint is None else (word.checkpoint, *newer)
+    return newer if latest is None or latest.checkpoint is None else (latest.checkpoint, *newer)
 
 
 def names(checkpoints: Iterable[Checkpoint], user_entries: Mapping[str, UserEntry]) -> frozenset[str]:
-    """Every name that some live checkpoint bears or bore."""
+    """Return every name that some live checkpoint has or had."""
     return frozenset(name for entry in checkpoints for name in entry.pins) | user_entries.keys()
 
 
 def live_user_entries(
     checkpoints: Mapping[int, Checkpoint], user_entries: Mapping[str, UserEntry]
 ) -> dict[str, UserEntry]:
-    """The words that still say something of these live checkpoints.
+    """Return the user entries that still affect these live checkpoints.
 
-    Of a checkpoint that is no more the name is nobody's; and a word that takes a name away is forgotten with the last
-    checkpoint that it was taken from.
+    A name of a retired checkpoint has no owner. An entry that takes a name away is dropped with the last checkpoint it
+    was taken from.
     """
     found = {}
     for name, (slot, seq) in user_entries.items():

@@ -1,12 +1,12 @@
-"""Mending a log that cannot be followed: for `deltashard repair`, and for an attempt that finds its log damaged.
+"""Repair of a log that cannot be followed, for `deltashard repair` and for an attempt that finds its log damaged.
 
-Rot or loss of an entry before the newest needs no repair: the next entry names a folded state (`folded_state`). What
-is left is the newest entry, and damage of several objects. `salvage` keeps all that can be read: it folds from the
-newest state it can trust, passes over what is bad, and drops what cannot stand without that (a checkpoint on one that
-is lost, or whose objects are gone). `repair` puts the result as a folded state, named by one new entry; no entry is
-changed or deleted, nothing under `data/` is touched. Readers begin there from then on.
+Corruption or loss of an entry before the newest needs no repair: the next entry names a folded state (`folded_state`).
+The remaining cases are the newest entry and damage of several objects. `salvage` keeps everything that can be read: it
+folds from the newest trustworthy state, skips bad entries, and drops entries that depend on them (a checkpoint that
+covers a lost one, or whose objects are missing). `repair` puts the result as a folded state, named by one new entry.
+No entry is changed or deleted, and nothing under `data/` is touched. Readers start from that entry.
 
-A trainer that is still running is fenced by the attempt that follows; until then it saves with what it knows.
+A running trainer is fenced by the next attempt; until then it saves based on its own state.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ from deltashard_checkpoint.stores.abc import ObjectExists
 
 
 class NothingToRepair(UserError):
-    """The log is healthy, or holds nothing that could be kept."""
+    """The log is healthy, or contains nothing that could be kept."""
 
 
 class LogChanged(EnvironmentFault):
-    """Somebody appended to the log that was to be repaired: what was salvaged is not all of it."""
+    """Another process appended to the log after `salvage`, so the salvaged state is incomplete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Salvage:
-    """What can be kept of a damaged log."""
+    """The recoverable part of a damaged log."""
 
     state: RunState
-    """Up to the last slot that is there."""
+    """State up to the last existing slot."""
     lost: tuple[int, ...]
-    """Slots that are missing or cannot be read, and those whose entries cannot stand without them."""
+    """Slots that are missing or unreadable, and those whose entries depend on them."""
     dropped: tuple[int, ...]
-    """Checkpoints that the log has, and whose objects are gone."""
+    """Checkpoints in the log whose objects are missing."""
     damage: str
-    """What is wrong with the log, for people."""
+    """Description of the damage, for display."""
 
 
 def salvage(log: RunLog, *, even_newer: bool = False, deadline_s: float = DEFAULT_DEADLINE_S) -> Salvage:
-    """What a repair would keep; reads only.
+    """Return what a repair would keep; read-only.
 
-    `even_newer`: pass over whole entries that this version does not know, too. Raises `NothingToRepair`, `LogStopped`
-    for such an entry without it, and store errors.
+    `even_newer`: also skip intact entries that this version does not know; without it they raise `LogStopped`.
+    Raises `NothingToRepair` and store errors.
     """
     try:
         found = log.refresh(deadline_s=deadline_s)
@@ -82,7 +82,7 @@ def salvage(log: RunLog, *, even_newer: bool = False, deadline_s: float = DEFAUL
             raise NothingToRepair(
                 "the log is healthy: there is nothing to repair",
                 where=f"run {log.run}",
-                remedy="`deltashard verify` says what else is wrong",
+                remedy="`deltashard verify` reports other problems",
             )
         damage = found.damage() or ""
     seen = log.listed()
@@ -104,15 +104,15 @@ def salvage(log: RunLog, *, even_newer: bool = False, deadline_s: float = DEFAUL
         raise NothingToRepair(
             "no checkpoint could be kept",
             where=f"run {log.run}",
-            remedy="`deltashard scan` lists what lies in the store",
+            remedy="`deltashard scan` lists the objects in the store",
         )
     return Salvage(state=state, lost=lost, dropped=dropped, damage=damage)
 
 
 def repair(log: RunLog, found: Salvage, *, deadline_s: float = DEFAULT_DEADLINE_S) -> int:
-    """Make what was salvaged the run's state; the seq of the entry that says so. May be killed and run again.
+    """Make the salvaged state the run's state. Returns the seq of the repair entry. Safe to kill and run again.
 
-    Raises `LogChanged` when somebody wrote into the log meanwhile, and store errors.
+    Raises `LogChanged` if another process appended meanwhile, and store errors.
     """
     log.probe(deadline_s=deadline_s)
     state = found.state
@@ -140,7 +140,7 @@ def repair(log: RunLog, found: Salvage, *, deadline_s: float = DEFAULT_DEADLINE_
                 where=f"run {log.run}",
                 remedy="end the trainers of this run, then repair again",
             ) from None
-    # The old one may name entries that are gone: it would keep the run shut.
+    # The old hint may name entries that are missing, which would make every read fail.
     log.put_hint(Hint(fold=name.seq, seq=seq))
     again = RunLog(log.store, log.run, clocks=log.clocks).refresh(deadline_s=deadline_s)
     if again.tip == seq and again != replace(state, tip=seq, tip_hash=sealed.hash, abandoned_at=seq):
@@ -149,7 +149,7 @@ def repair(log: RunLog, found: Salvage, *, deadline_s: float = DEFAULT_DEADLINE_
 
 
 def _kept(log: RunLog, tip: int, slots: dict[int, Slot]) -> tuple[RunState, tuple[int, ...]]:
-    """(state at `tip` without what is lost, the lost slots)."""
+    """Return (state at `tip` without the lost entries, the lost slots)."""
     state = _base(log, slots)
     void = void_slots([slot for _, slot in sorted(slots.items())])
     lost: list[int] = []
@@ -168,7 +168,7 @@ def _kept(log: RunLog, tip: int, slots: dict[int, Slot]) -> tuple[RunState, tupl
 
 
 def _base(log: RunLog, slots: dict[int, Slot]) -> RunState:
-    """The newest folded state that some entry names; else the empty one, of the owner whom the log names first."""
+    """Return the newest folded state that an entry names, else an empty state with the first owner in the log."""
     entries = [slot.entry for _, slot in sorted(slots.items()) if isinstance(slot, Sealed)]
     for name in sorted({name for entry in entries if (name := named_fold(entry)) is not None}, reverse=True):
         try:
@@ -180,7 +180,7 @@ def _base(log: RunLog, slots: dict[int, Slot]) -> RunState:
 
 
 def _advanced(state: RunState, slot: Sealed, lost: Iterable[int]) -> RunState | None:
-    """`state` after an entry that may follow lost ones; None when it cannot stand without those."""
+    """Return `state` after an entry that may follow lost ones; None if it depends on a lost one."""
     entry = slot.entry
     state = replace(state, tip=entry.seq - 1, tip_hash=entry.previous)
     if isinstance(entry, Checkpoint) and entry.attempt not in state.attempts and entry.attempt in lost:
@@ -190,7 +190,7 @@ def _advanced(state: RunState, slot: Sealed, lost: Iterable[int]) -> RunState | 
     except EntryRefused:
         if not isinstance(entry, AttemptOpened) or entry.resumes_from is None:
             return None
-    # What it resumed from is lost: checkpoints that cover it are, those that cover nothing stay.
+    # The resumed checkpoint is lost: checkpoints that cover it are dropped, those that cover nothing stay.
     try:
         return advance(state, replace(slot, entry=replace(entry, resumes_from=None)))
     except EntryRefused:
@@ -198,7 +198,7 @@ def _advanced(state: RunState, slot: Sealed, lost: Iterable[int]) -> RunState | 
 
 
 def _with_attempt(state: RunState, entry: Checkpoint) -> RunState:
-    """`state` with the attempt of `entry`, whose own entry is lost: as its first commit has it."""
+    """Return `state` with the attempt of `entry`, whose own entry is lost, reconstructed from its first commit."""
     covered = [seq for seq in entry.covered if seq in state.checkpoints]
     resumed = state.checkpoints[max(covered)] if covered else None
     opened = Attempt(
@@ -212,7 +212,7 @@ def _with_attempt(state: RunState, entry: Checkpoint) -> RunState:
 
 
 def _with_objects(log: RunLog, state: RunState) -> tuple[RunState, tuple[int, ...]]:
-    """(`state` without checkpoints that read an index which is not there, those)."""
+    """Return (`state` without checkpoints that need a missing index, the seqs of those)."""
     there = {info.key for info in log.store.list(log.key("data/"))}
     manifests = Manifests(log.store, log.run)
 

@@ -1,21 +1,21 @@
 """The state of a run: a pure fold over the entries of its log.
 
-`fold` takes slots in order and gives a `RunState`, an immutable value. Each entry is judged against the state before
-it (`validate_entry`): an older attempt is fenced, cuts increase, what a part covers is live in its lineage, nothing names a
-retired prefix, a retire entry leaves every remaining chain whole. Writers judge their own entry against the state at
-its slot before they put it, and a slot is won create-only on top of the very entry it names as `previous`; so the
-judgement of the writer and that of every reader is one and the same, and a healthy log breaks no rule.
+`fold` takes slots in order and returns an immutable `RunState`. `validate_entry` checks each entry against the state
+before it: older attempts are fenced, cut numbers increase, covered checkpoints are live and in the lineage, no entry
+references a retired prefix, and a retire entry keeps every remaining chain intact. Writers validate their own entry
+against the state at its slot before the put, and a slot is created only on top of the entry that `previous` names. So
+writers and readers always agree, and a healthy log breaks no rule.
 
-A slot that does hold one (bit rot, a hostile or broken writer), or that cannot be read, *stops* the fold there:
-`state.stopped` says where and why, everything before it stays restorable, gc is blocked. If its bytes are really bad
-(never if they are merely newer than this library) the next attempt may say `voids=k`: the slots from k up to that
-attempt's own count for nothing, for every reader. That loses what was committed in them, so it is loud.
+An entry that breaks a rule (corruption, a malicious or broken writer) or cannot be read *stops* the fold:
+`state.stopped` has its position and the reason, everything before it stays restorable, and gc is blocked. If its bytes
+are really bad (not merely newer than this library), the next attempt may set `voids=k`: every reader then ignores the
+slots from k up to that attempt's entry. The commits in them are lost, so this is reported as damage.
 
-What was retired is remembered until a reclaim entry says that its objects are gone, not for ever: a state is as large
-as what is live and what waits for its grace. To forget is always safe, whatever lies in the store. A cut may be named
-only when it can never be committed any more, and that follows from its attempt and number without any memory; a
-compaction may not be committed when it began before one that is forgotten began. And what lies under a forgotten prefix
-all the same (a put that landed late) is debris, is named anew and deleted a grace later.
+Retired prefixes are remembered until a reclaim entry confirms that their objects are deleted, so a state is as large as
+its live and retired checkpoints. Forgetting a prefix is always safe. A snapshot's prefix is retired only if the
+snapshot can never be committed any more, which follows from its attempt and number alone. A compaction that began
+before a forgotten one cannot be committed. Objects under a forgotten prefix (a put that arrived late) are orphaned:
+they are retired again and deleted after another grace period.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from deltashard_checkpoint.log.run_state import Attempt, RunState, Slot, Unreada
 
 
 class EntryRefused(FormatError):
-    """An entry breaks a rule of the log given the entries before it."""
+    """An entry breaks a rule of the log, given the entries before it."""
 
 
 class VoidedAfterFold(FormatError):
-    """Slots that were folded already are void now: fold again from before them."""
+    """Slots that were already folded are now void: fold again from before them."""
 
 
 def fold(state: RunState, slots: Sequence[Slot]) -> RunState:
-    """`state` after `slots`, which follow its tip without a gap (the caller sees to that). Pure.
+    """Return `state` after `slots`, which must follow its tip without a gap. Pure.
 
-    A slot that is void according to a later attempt among `slots` counts for nothing. When an attempt voids a slot
-    that `state` already holds, `VoidedAfterFold` asks the caller to fold again from before it.
+    Ignores slots that a later attempt in `slots` voids. Raises `VoidedAfterFold` if an attempt voids a slot that
+    `state` already includes; the caller must then fold again from before it.
     """
     if not slots:
         return state
@@ -85,7 +85,7 @@ def fold(state: RunState, slots: Sequence[Slot]) -> RunState:
 
 
 def void_slots(slots: Iterable[Slot]) -> frozenset[int]:
-    """Slots that count for nothing: ranges named by attempts which are not void themselves, the latest word wins."""
+    """Return the void slots: ranges voided by attempts that are not void themselves; the latest attempt wins."""
     ranges: list[tuple[int, int]] = []
     for slot in slots:
         if (
@@ -100,7 +100,7 @@ def void_slots(slots: Iterable[Slot]) -> frozenset[int]:
 
 
 def advance(state: RunState, sealed: Sealed) -> RunState:
-    """`state` after one more entry; raises `EntryRefused` when the entry breaks a rule. Pure."""
+    """Return `state` after one more entry; raises `EntryRefused` if the entry breaks a rule. Pure."""
     entry = sealed.entry
     validate_entry(state, entry)
     state = replace(state, tip=entry.seq, tip_hash=sealed.hash)
@@ -179,7 +179,7 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
 
 
 def _next_abandoned_at(state: RunState) -> int | None:
-    """`abandoned_at` behind one more attempt: restarts that never committed do not count."""
+    """Return `abandoned_at` after one more attempt; attempts that never committed do not clear it."""
     newest = -1 if state.attempt is None else state.attempt
     committed = newest >= 0 and state.attempts[newest].last_seq is not None
     return (
@@ -190,10 +190,10 @@ def _next_abandoned_at(state: RunState) -> int | None:
 
 
 def _apply_rewind(state: RunState, entry: Rewound) -> RunState:
-    """`state` after a rewind: it stands like an attempt of no ranks that resumes from there: nothing commits under it.
+    """Return `state` after a rewind: like an attempt without ranks that resumes from `entry.to`.
 
-    Set aside is what came after the checkpoint, and stays what was aside before it on another branch: a rewind to a
-    checkpoint that was aside brings back that one's own line.
+    Later checkpoints become detached, and those already detached on another branch stay so. A rewind to a detached
+    checkpoint re-attaches that checkpoint's lineage.
     """
     to = state.checkpoints[entry.to]
     opened = Attempt(
@@ -206,16 +206,16 @@ def _apply_rewind(state: RunState, entry: Rewound) -> RunState:
 
 
 def validate_entry(state: RunState, entry: Entry) -> None:  # noqa: C901
-    """Raise `EntryRefused` if `entry` may not follow `state`. Pure.
+    """Raise `EntryRefused` if `entry` must not follow `state`. Pure.
 
-    IMPORTANT: this is the law of the log. Writers call it before they put (through `commit_log.RunLog.append`), readers
-    when they fold; a rule that only one side kept would let a run's history mean two things.
+    IMPORTANT: writers apply these rules before a put (through `commit_log.RunLog.append`), readers when they fold. A
+    rule that only one side applied would let two processes disagree about a run's history.
     """
     if entry.seq != state.tip + 1:
         raise _refused(entry, f"it was folded after slot {state.tip}")
     void_before = isinstance(entry, AttemptOpened) and entry.voids is not None
     if entry.previous != state.tip_hash and not void_before:
-        raise _refused(entry, "it does not follow the entry before it: `previous` is another hash")
+        raise _refused(entry, "`previous` does not match the hash of the entry before it")
     match entry:
         case Genesis():
             _validate_genesis(state, entry)
@@ -237,7 +237,7 @@ def validate_entry(state: RunState, entry: Entry) -> None:  # noqa: C901
                 raise _refused(entry, f"it rewinds to {entry.to}, which is not live")
         case Reclaimed():
             if entry.through >= entry.seq:
-                raise _refused(entry, f"it speaks of slot {entry.through}, which is not before it")
+                raise _refused(entry, f"it reclaims up to slot {entry.through}, which is not before it")
         case Ignored() | Repaired():
             pass
 
@@ -269,7 +269,7 @@ def _validate_checkpoint(state: RunState, entry: Checkpoint) -> None:
     if opened.last_snapshot is not None and entry.cut <= opened.last_snapshot:
         raise _refused(entry, f"cut {entry.cut} is not newer than cut {opened.last_snapshot}")
     if opened.last_step is not None and entry.step < opened.last_step:
-        raise _refused(entry, f"step {entry.step} lies before step {opened.last_step} of the lineage")
+        raise _refused(entry, f"step {entry.step} is before step {opened.last_step} of the lineage")
     if entry.world_size != opened.world_size:
         raise _refused(entry, f"{entry.world_size} parts of {opened.world_size} ranks")
     if entry.layout != opened.layout:
@@ -279,7 +279,7 @@ def _validate_checkpoint(state: RunState, entry: Checkpoint) -> None:
 
 
 def _validate_covers(state: RunState, entry: Checkpoint) -> None:
-    """What a part covers must be live, in the lineage, at this very slot: or its other rows come from nowhere."""
+    """Check that covered checkpoints are live and in the lineage: otherwise their rows have no source."""
     for covers in entry.covered:
         if not chain.in_lineage(state, entry.attempt, covers):
             raise _refused(
@@ -316,20 +316,20 @@ def _validate_compact(state: RunState, entry: Compacted) -> None:
 
 
 def _validate_start_slot(state: RunState, entry: Compacted, prefixes: set[str]) -> None:
-    """A compaction that is as old as a forgotten one may be that one: retired, deleted, and nobody remembers."""
+    """Reject a compaction as old as a forgotten one: it may be that one, already retired and deleted."""
     for prefix in sorted(prefixes):
         slot = compaction_slot(prefix)
         if slot is not None and slot < state.compactions_from:
             raise _refused(
                 entry,
-                f"it began at slot {slot}, and what began before slot {state.compactions_from} may be deleted",
+                f"it began at slot {slot}; objects of compactions from before {state.compactions_from} may be deleted",
             )
 
 
 def _validate_retire(state: RunState, entry: Retired) -> None:
     gone = frozenset(entry.checkpoints)
-    if strangers := sorted(gone - state.checkpoints.keys()):
-        raise _refused(entry, f"it retires {strangers[0]}, which is not live")
+    if unknown := sorted(gone - state.checkpoints.keys()):
+        raise _refused(entry, f"it retires {unknown[0]}, which is not live")
     kept = state.checkpoints.keys() - gone
     current = state.checkpoints.keys() - state.detached or state.checkpoints.keys()
     if current and current <= gone:
@@ -337,7 +337,7 @@ def _validate_retire(state: RunState, entry: Retired) -> None:
     if torn := sorted(chain.closure(state, kept) & gone):
         raise _refused(entry, f"it retires {torn[0]}, which a remaining checkpoint's chain reads")
     if (resuming_from := state.resuming_from()) is not None:
-        # Its trainers may be reading it this moment, by a plan made before any compaction since.
+        # Its trainers may be reading it now, with a plan made before a later compaction.
         reading = chain.closure(state, (resuming_from,), written=True)
         if torn := sorted(reading & gone):
             raise _refused(
@@ -352,15 +352,15 @@ def _validate_retire(state: RunState, entry: Retired) -> None:
             raise _refused(entry, f"it names {prefix}, which a live checkpoint reads")
         place = snapshot_of(prefix)
         if place is not None and not is_uncommittable(state, *place):
-            raise _refused(entry, f"it names {prefix}, whose cut may still be committed")
+            raise _refused(entry, f"it names {prefix}, whose snapshot may still be committed")
         if is_protected(state, prefix):
-            raise _refused(entry, f"it names {prefix}, which may be of an entry that was given up")
+            raise _refused(entry, f"it names {prefix}, which may belong to a voided or lost entry")
 
 
 def is_protected(state: RunState, prefix: str) -> bool:
-    """Whether a prefix may be of an entry that the newest attempt, or a repair before it, gave up.
+    """Whether `prefix` may belong to an entry that the newest attempt or repair abandoned.
 
-    A person who finds the entry in a copy, or mends it, must find its data, too.
+    A user who recovers the entry, for example from a copy, still needs its data.
     """
     if state.abandoned_at is None or prefix in state.superseded:
         return False
@@ -375,10 +375,10 @@ def is_protected(state: RunState, prefix: str) -> bool:
 
 
 def reclaimable(state: RunState, through: int) -> frozenset[str]:
-    """Retired prefixes, named by entries up to slot `through`, that nothing depends on any more once they are empty.
+    """Return the retired prefixes named up to slot `through` that may be forgotten once they are empty.
 
-    All but those of compactions whose names do not say when they began (of a version before this rule): only memory
-    keeps those from being committed.
+    Excludes compactions whose names lack their start slot (written before this rule): only the retired set prevents
+    those from being committed.
     """
     return frozenset(
         prefix
@@ -388,7 +388,7 @@ def reclaimable(state: RunState, through: int) -> frozenset[str]:
 
 
 def is_uncommittable(state: RunState, attempt: int, cut: int) -> bool:
-    """Whether this cut can never be committed any more: a higher attempt, or an equal or later cut, is in the log."""
+    """Whether this snapshot can never be committed: a higher attempt, or an equal or later cut, is in the log."""
     opened = state.attempts.get(attempt)
     if state.attempt is None or attempt > state.attempt:
         return False

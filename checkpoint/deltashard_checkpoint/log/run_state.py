@@ -1,4 +1,4 @@
-"""What the log says of a run: the state that `replay` makes of its entries, slot by slot, and that all others read."""
+"""The state of a run, as folded from its log by `replay`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from deltashard_checkpoint.log.part_list import PartList
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What is remembered of an attempt."""
+    """The state of one attempt."""
 
     world_size: int
-    """0: no trainer's, but a rewind's."""
+    """0: a rewind, not a trainer's attempt."""
     resumes_from: int | None
     resumes_attempt: int | None
-    """Attempt of the checkpoint it resumed from."""
+    """Attempt of the checkpoint that it resumed from."""
     last_snapshot: int | None = None
-    """Highest cut committed under it; lower ones are abandoned."""
+    """Highest cut number committed by it; lower ones are abandoned."""
     last_seq: int | None = None
     """Seq of that commit."""
     last_step: int | None = None
@@ -36,14 +36,14 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreadable:
-    """A slot whose entry could not be read, or breaks a rule."""
+    """A slot whose entry cannot be read or breaks a rule."""
 
     seq: int
     error: DeltashardError
     voidable: bool
-    """The bytes themselves are bad for everyone; false: perhaps only this library is too old."""
+    """True: the bytes are bad for every version. False: this library may be too old."""
     hash: str = ""
-    """Hash of the entry when it is well-formed and merely breaks a rule, else SHA-256 of the bytes."""
+    """Hash of a well-formed entry that breaks a rule, else SHA-256 of the bytes."""
 
 
 Slot = Sealed | Unreadable
@@ -51,65 +51,65 @@ Slot = Sealed | Unreadable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """A run after the entries 0..tip. Mappings are read-only by convention: a new state shares what did not change."""
+    """The state after entries 0..tip. Mappings are read-only by convention: states share unchanged ones."""
 
     run: str
-    """As asked for; genesis must agree."""
+    """The requested name; genesis must match."""
     owner: str = ""
     tip: int = -1
-    """The last slot folded in (or, with `stopped`, known to exist); -1: the log is empty."""
+    """The last folded slot (or, with `stopped`, the last known slot); -1: the log is empty."""
     tip_hash: str = ""
     attempt: int | None = None
-    """The newest attempt: every lower one is fenced."""
+    """The newest attempt; every lower one is fenced."""
     attempts: Mapping[int, Attempt] = field(default_factory=dict)
     checkpoints: Mapping[int, Checkpoint] = field(default_factory=dict)
     """Live checkpoints by seq, oldest first."""
     compactions: Mapping[int, Compacted] = field(default_factory=dict)
     """The live compaction of a live checkpoint, by the checkpoint's seq."""
     superseded: Mapping[str, int] = field(default_factory=dict)
-    """Prefix -> checkpoint that no longer reads it because of its compaction: retire may name it."""
+    """Prefix -> the checkpoint that no longer reads it because of its compaction; may be retired."""
     retired: Mapping[str, int] = field(default_factory=dict)
-    """Prefix -> seq of the retire entry that named it, until it is forgotten."""
+    """Prefix -> seq of the retire entry that named it, until reclaimed."""
     compactions_from: int = 0
-    """A compaction must have begun at this slot or later: prefixes of older ones may have been forgotten."""
+    """First slot at which a compaction may have begun: prefixes of older ones may have been forgotten."""
     committed: int = 0
-    """Checkpoints ever committed."""
+    """Number of checkpoints ever committed."""
     user_entries: Mapping[str, pin.UserEntry] = field(default_factory=dict)
-    """What people said of pinned names, as far as it still counts."""
+    """The latest user entry per pinned name, while it has an effect."""
     detached: frozenset[int] = frozenset()
-    """Live checkpoints that a rewind has set aside: none of them is the newest, or what a restore falls back to."""
+    """Live checkpoints that a rewind detached: never the newest, and never a restore's fallback."""
     abandoned_at: int | None = None
-    """Slot of the attempt or repair that gave entries up, until another attempt is opened behind its first commit.
+    """Slot of the attempt or repair that abandoned entries, until a later attempt is opened after its first commit.
 
-    Until then nothing older that may be of those entries is named by a retire entry (`replay.is_protected`)."""
+    Until then retire entries must not name older prefixes that may belong to those entries (`replay.is_protected`)."""
     listings: Mapping[int, PartList] = field(default_factory=dict, compare=False)
-    """Parts of live checkpoints that a manifest lists, by seq, as far as they were read (`log.manifest`).
+    """Loaded parts of live checkpoints that a manifest lists, by seq (`log.manifest`).
 
-    No rule looks at them: what the law asks of parts stands in the entry."""
+    No rule uses them: validation uses the entry's `listed` only."""
     stopped: Unreadable | None = None
-    """Where the fold had to stop; None in a healthy log."""
+    """The entry at which the fold stopped; None in a healthy log."""
 
     def inherited_metadata(self, key: str, checkpoint: Checkpoint) -> str | None:
-        """Metadata of a checkpoint; where it says nothing under `key`, of the newest before it that does.
+        """Return metadata `key` of a checkpoint, or of the newest earlier checkpoint that has it.
 
-        Looked at are its attempt's, and those of the attempt that this one resumed.
+        Earlier checkpoints are those of its attempt, and of the attempt that this one resumed.
         """
         attempt = self.attempts.get(checkpoint.attempt)
         near = {checkpoint.attempt, None if attempt is None else attempt.resumes_attempt}
-        saying = [
+        candidates = [
             each
             for each in self.checkpoints.values()
             if each.seq <= checkpoint.seq and each.attempt in near and key in each.metadata
         ]
-        return max(saying, key=lambda each: each.seq).metadata[key] if saying else None
+        return max(candidates, key=lambda each: each.seq).metadata[key] if candidates else None
 
     def newest(self) -> Checkpoint | None:
-        """The newest live checkpoint that no rewind has set aside."""
+        """Return the newest live checkpoint that is not detached."""
         seq = max((seq for seq in self.checkpoints if seq not in self.detached), default=None)
         return None if seq is None else self.checkpoints[seq]
 
     def pinned_as(self, name: str) -> tuple[int, ...]:
-        """The live checkpoints that bear a pinned name; the last one is kept under it."""
+        """Return the live checkpoints that have a pinned name; the last one is kept under it."""
         return pin.pinned_as(self.checkpoints, self.user_entries, name)
 
     @property
@@ -121,30 +121,30 @@ class RunState:
         return {name: seqs[-1] for name, seqs in every.items() if seqs}
 
     def pins_of(self, seq: int) -> tuple[str, ...]:
-        said = {
+        names = {
             *self.checkpoints[seq].pins,
-            *(name for name, word in self.user_entries.items() if word.checkpoint == seq),
+            *(name for name, entry in self.user_entries.items() if entry.checkpoint == seq),
         }
-        return tuple(sorted(name for name in said if seq in self.pinned_as(name)))
+        return tuple(sorted(name for name in names if seq in self.pinned_as(name)))
 
     def damage(self) -> str | None:
-        """What to tell whoever reads this run, when its log cannot be followed to its end; None in a healthy one."""
+        """Describe the damage of a log that cannot be followed to its end; None for a healthy log."""
         if self.stopped is None:
             return None
         seq, newest = self.stopped.seq, self.newest()
-        lost = f"entry {seq} counts" if seq == self.tip else f"entries {seq} to {self.tip} count"
+        lost = f"entry {seq} is ignored" if seq == self.tip else f"entries {seq} to {self.tip} are ignored"
         before = (
             "there is no checkpoint before it"
             if newest is None
             else f"the newest checkpoint before it is {newest.seq} (step {newest.step})"
         )
         return (
-            f"the log cannot be followed past entry {seq}: {self.stopped.error.what}; {lost} for nothing, newer "
+            f"the log cannot be followed past entry {seq}: {self.stopped.error.what}; {lost}, newer "
             f"checkpoints may be lost, {before}"
         )
 
     def resuming_from(self) -> int | None:
-        """Seq of the checkpoint that the newest attempt resumed from, while it has not committed anything itself."""
+        """Return the checkpoint that the newest attempt resumed from; None once that attempt has committed."""
         if self.attempt is None or self.attempts[self.attempt].last_seq is not None:
             return None
         return self.attempts[self.attempt].resumes_from

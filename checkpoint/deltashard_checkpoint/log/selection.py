@@ -1,4 +1,4 @@
-"""Which checkpoint a restore means: the newest, a number, a step or a pin's. Pure."""
+"""Selection of the checkpoint to restore: latest, none, by seq, step or pin. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from deltashard_checkpoint.log.run_state import RunState
 
 
 class NothingRestorable(EnvironmentFault):
-    """Checkpoints were committed, but every one of them is excluded as invalid."""
+    """Checkpoints were committed, but all of them are excluded as invalid."""
 
 
 def select(state: RunState, which: str = "latest", exclude: Iterable[int] = ()) -> Checkpoint | None:
-    """The checkpoint that `which` means: "latest", "none", "seq:N", "step:N" or "pin:NAME".
+    """Return the checkpoint selected by `which`: "latest", "none", "seq:N", "step:N" or "pin:NAME".
 
-    `exclude` takes away every checkpoint whose chain reads an excluded one. None only for "none", or for "latest" when
-    nothing was ever committed.
+    Skips every checkpoint whose chain reads one in `exclude`. Returns None for "none", and for "latest" if nothing was
+    ever committed.
     Raises `CheckpointNotFound`, `NothingRestorable`, or `UserError` for an unknown `which`.
     """
     where = f"run {state.run}"
@@ -36,19 +36,19 @@ def select(state: RunState, which: str = "latest", exclude: Iterable[int] = ()) 
             f"{state.committed} checkpoints were committed, none of the "
             f"{len(state.checkpoints.keys() - state.detached)} live ones is valid",
             where=where,
-            remedy="`deltashard verify` tells what is broken; restore(fresh=True) starts anew"
-            + (f"; {usable[-1].seq} is valid, but set aside by a rewind: rewind to it" if usable else ""),
+            remedy="`deltashard verify` reports what is broken; restore(fresh=True) starts from scratch"
+            + (f"; {usable[-1].seq} is valid, but detached by a rewind: rewind to it" if usable else ""),
         )
     if kind == "pin":
         pinned_as = state.pinned_as(value)
         found = sorted((c for c in usable if c.seq in pinned_as), key=lambda c: pinned_as.index(c.seq))
     elif kind in {"seq", "step"} and value.isascii() and value.isdigit():
         found = [c for c in usable if (c.seq if kind == "seq" else c.step) == int(value)]
-        # Of one step there may be several: the one of the line that continues, before those that a rewind set aside.
+        # Several checkpoints may have the same step: prefer the current lineage to detached ones.
         found.sort(key=lambda c: (c.seq not in state.detached, c.seq))
     else:
         raise UserError(
-            f"which={which!r} means nothing", where=where, remedy="latest, none, seq:N, step:N or pin:NAME"
+            f"which={which!r} is unknown", where=where, remedy="latest, none, seq:N, step:N or pin:NAME"
         )
     if not found:
         raise CheckpointNotFound(

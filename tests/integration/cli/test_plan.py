@@ -103,7 +103,7 @@ def test_plan_without_checkpoints_or_run(cli: Cli, tmp_path: Path) -> None:
         (("--bytes", "0B"), "not more than 0"),
         (("--bytes", "1GiB", "file:///there"), "both say how large"),
         (("--bytes", "1GiB", "--mtbf", "0s"), "not more than 0"),
-        (("--bytes", "1GiB", "--mtbf", "often"), "no duration"),
+        (("--bytes", "1GiB", "--mtbf", "often"), "is not a duration"),
         (("--run", "x"), "which is missing"),
         (("--bytes", "1GiB", "--hours", "nan"), "no finite number"),
     ],

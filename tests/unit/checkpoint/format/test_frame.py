@@ -89,7 +89,7 @@ def test_rows_are_split_into_frames_below_the_limit() -> None:
     assert all(frame.info.rows * 8192 <= FRAME_WEIGHT_BYTES for frame in found)
     assert found[0].info.row_min == 100
     assert sum(f.info.rows for f in found) == 1200
-    with pytest.raises(FrameEncodeError, match="split them"):
+    with pytest.raises(FrameEncodeError, match="split the rows"):
         encode_rows(RowBlock.of_whole_rows(table, range(1200), weights, {"m": weights}), exact, step=1)
 
 
@@ -123,9 +123,9 @@ def test_only_the_named_tail_is_accepted() -> None:
             parse_frame(one.data, other.tail)
         with pytest.raises(CorruptObject, match="hash"):
             checked_tail(other.tail, one.info)
-    with pytest.raises(CorruptObject, match="another frame lies"):
+    with pytest.raises(CorruptObject, match="found another frame"):
         parse_frame(one.data, one.data)
-    with pytest.raises(CorruptObject, match="a tail lies"):
+    with pytest.raises(CorruptObject, match="found a tail"):
         parse_frame(one.tail)
 
 

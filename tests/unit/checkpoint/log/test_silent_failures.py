@@ -153,7 +153,7 @@ def test_saves_fail_when_the_store_is_rolled_back_under_a_writer(what):
                 run.commit(attempt_2, cut)
             run.log = writer_log
     before = {info.key for info in run.memory.list("job/log/")}
-    with pytest.raises(LogRolledBack, match="while this writer lived"):
+    with pytest.raises(LogRolledBack, match="while this writer was running"):
         run.commit(attempt, 9)
     assert {info.key for info in run.memory.list("job/log/")} == before
 

@@ -76,7 +76,7 @@ def test_excluded_checkpoint_is_no_fallback_and_is_retired_first():
     assert select(state, exclude=[second]).seq == first
     with pytest.raises(NothingRestorable, match=r"2 live ones is valid") as failed:
         select(state, exclude=[first, second])
-    assert f"{third} is valid, but set aside" in failed.value.remedy
+    assert f"{third} is valid, but detached" in failed.value.remedy
     assert select(state, f"seq:{third}").seq == third
     assert kept(state, Retention(keep_last=KEEP_ALL)) == {first, second, third}
     assert kept(state, Retention(keep_last=2)) == {first, second}

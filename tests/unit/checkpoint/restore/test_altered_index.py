@@ -106,7 +106,7 @@ def test_frame_not_matching_its_index_is_invalid(written: AlteredRun, name: str)
         for each in plan.requests
     )
     wrong: Plan = replace(plan, requests=requests)
-    with pytest.raises(InvalidCheckpoint, match="lies where the index has"):
+    with pytest.raises(InvalidCheckpoint, match="is where the index has"):
         list(Fetcher(written.run.store, RUN).fetch(wrong))
 
 
