@@ -46,7 +46,7 @@ def open_checkpoint(target: Target, which: str, *, state: RunState | None = None
 
 
 def with_checkpoint(target: Target, which: str, use: Callable[[OpenCheckpoint], T]) -> T:
-    """Return `use(checkpoint)` for the checkpoint `which`; starts over if the run deletes it meanwhile.
+    """Return `use(checkpoint)` for the checkpoint `which`; starts over if the run advances meanwhile.
 
     Raises the errors of `open_checkpoint` and `use`.
     """
