@@ -129,7 +129,7 @@ def _removable_through(log: RunLog, workload: str) -> int | None:
     """
     left = incomplete_state(log.store, log.key(""))
     if left is IncompleteState.REMOVING:
-        return None  # a removal starts only after this check
+        return None  # an earlier call checked the run before it started the removal
     if left is not None:
         raise NotRemovable(f"{left}: see `deltashard ls`")
     state, damage = read_to_tip(log)
