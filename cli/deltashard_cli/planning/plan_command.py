@@ -159,7 +159,7 @@ def _show(found: SavePlan, seen: RecordedRun | None) -> None:
     ]
     out.print(key_value_table([(name, text) for name, text in pairs if text]))
     if found.overhead >= 1:
-        hopeless = f"training hardly advances: a failure every {duration(found.mtbf_s)} leaves less than half of the time"
+        hopeless = f"training hardly advances: failures every {duration(found.mtbf_s)} leave less than half of the time"
         out.print(Text(hopeless, style="yellow"))
     if found.now_s is not None and found.overhead_now is not None:
         now = f"its last saves were {duration(found.now_s)} apart: {_percent(found.overhead_now)} of training"
