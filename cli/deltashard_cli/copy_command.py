@@ -48,7 +48,9 @@ def cp(
     of the checkpoint in their stored encodings. Readers do not accept an interrupted copy as a run.
     """
     if (name is None) is not (which is None):
-        raise click.UsageError("-c WHICH and --as NAME must be given together: the checkpoint and the new run's name")
+        raise click.UsageError(
+            "-c WHICH and --as NAME must be given together: the checkpoint and the new run's name"
+        )
     found = find_run(url, run)
     source = RunLog(found.store, found.run)
     place = new_run(to, name or found.run)

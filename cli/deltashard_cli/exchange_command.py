@@ -76,13 +76,18 @@ def export(
 @click.argument("directory", type=click.Path(path_type=Path, file_okay=False, exists=True))
 @click.option("--run", required=True, metavar="NAME", help="Name of the new run.")
 @click.option(
-    "--tables", multiple=True, metavar="PATTERN", help="Names of tables (*, ?); default: guessed, and printed."
+    "--tables",
+    multiple=True,
+    metavar="PATTERN",
+    help="Names of tables (*, ?); default: guessed, and printed.",
 )
 @click.option(
     "--without", multiple=True, metavar="PATTERN", help="Names to leave out, for example of tied weights."
 )
 @click.option(
-    "--model", metavar="KEY", help="Path of the model's dict in the saved state dict (a.b); '' is the top level."
+    "--model",
+    metavar="KEY",
+    help="Path of the model's dict in the saved state dict (a.b); '' is the top level.",
 )
 @click.option(
     "--optimizer",
@@ -137,7 +142,9 @@ def import_(url: str, directory: Path, run: str, spool: Path | None, *, as_json:
         how = "guessed, override by --tables" if made.guessed else "as given"
         console().print(f"tables ({how}): {', '.join(names) or 'none'}")
         if made.guessed and made.matrices:
-            console().print(f"imported as dense although they have a table's shape: {', '.join(made.matrices)}")
+            console().print(
+                f"imported as dense although they have a table's shape: {', '.join(made.matrices)}"
+            )
         for name in made.left_out:
             note(f"left out: {name}")
         for problem in found.problems:

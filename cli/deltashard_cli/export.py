@@ -68,7 +68,9 @@ def export_safetensors(
     for name, dtype, shape in shapes:
         if dtype not in _SAFETENSORS:
             raise UserError(
-                f"safetensors does not support {dtype}", where=name, remedy="use `deltashard restore`, or export .pt"
+                f"safetensors does not support {dtype}",
+                where=name,
+                remedy="use `deltashard restore`, or export .pt",
             )
         length = int(np.prod(shape, dtype=np.int64)) * element_type.by_name(dtype).itemsize_bytes
         if name in header:

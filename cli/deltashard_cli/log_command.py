@@ -168,7 +168,8 @@ def line_of(seq: int, slot: Slot | None, *, valid: bool = True) -> LogLine:
     match entry:
         case Genesis():
             return replace(
-                line, description=f"the run's owner is {entry.owner}" if entry.owner else "the run has no owner"
+                line,
+                description=f"the run's owner is {entry.owner}" if entry.owner else "the run has no owner",
             )
         case AttemptOpened():
             return replace(line, description=_opened(entry), attempt=entry.seq, ranks=entry.world_size)

@@ -27,9 +27,7 @@ class Finite(click.FloatRange):
         return found
 
 
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON document on stdout."
-)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 run_option = click.option("--run", metavar="NAME", help="The run, if URL is a store with several runs.")
 which_option = click.option(
     "--checkpoint",

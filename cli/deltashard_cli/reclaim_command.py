@@ -46,7 +46,9 @@ class KeptRun:
 @click.command()
 @click.argument("url")
 @click.option("--run", required=True, metavar="NAME", help="The workload's run.")
-@click.option("--workload", required=True, metavar="UID", help="UID of the workload; runs of other workloads are kept.")
+@click.option(
+    "--workload", required=True, metavar="UID", help="UID of the workload; runs of other workloads are kept."
+)
 @click.option(
     "--result-file",
     type=click.Path(path_type=Path, dir_okay=False),

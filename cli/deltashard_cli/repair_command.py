@@ -199,4 +199,6 @@ def repair(url: str, run: str | None, *, dry_run: bool, skip_unknown: bool, as_j
             f"checkpoints {would}dropped because their objects are missing: {', '.join(map(str, found.dropped))}"
         )
     if seq is not None:
-        out.print(f"written as log entry {seq}; check the kept checkpoints by `deltashard verify`", style="dim")
+        out.print(
+            f"written as log entry {seq}; check the kept checkpoints by `deltashard verify`", style="dim"
+        )

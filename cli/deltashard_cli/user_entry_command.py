@@ -108,7 +108,9 @@ def rewind(url: str, run: str | None, which: str, *, ended: bool, as_json: bool)
     an eviction. To start a new run from a checkpoint instead, use `deltashard cp`.
     """
     target = named_run(url, run)
-    open_checkpoint(target, which)  # its indexes must be readable: there is no checkpoint to fall back to afterwards
+    open_checkpoint(
+        target, which
+    )  # its indexes must be readable: there is no checkpoint to fall back to afterwards
     log = RunLog(target.store, target.run)
     entry = user_entry.rewind(log, which, ended=ended)
     state = log.state

@@ -98,7 +98,7 @@ def _add(optimizer: OptimizerDict, inner: ValuePath, value: StoredTensor | Store
             optimizer.state.setdefault(name, {})[key] = value
         case _:
             optimizer.unsupported_reason = (
-                optimizer.unsupported_reason or f"it contains {_dotted(inner)}, unlike any torch optimizer"
+                optimizer.unsupported_reason or f"it holds {_dotted(inner)}, unlike any torch optimizer"
             )
 
 

@@ -91,7 +91,9 @@ class Cluster:
         try:
             found = json.loads(content)
         except ValueError as error:
-            raise ClusterUnreachable("the host does not answer as a Kubernetes API", where=self._host) from error
+            raise ClusterUnreachable(
+                "the host does not answer as a Kubernetes API", where=self._host
+            ) from error
         return found if isinstance(found, dict) else {}
 
     @property

@@ -239,7 +239,9 @@ def _result(cluster: Cluster, namespace: str, job: str, timeout_s: float) -> dic
             for each in (pod.get("status") or {}).get("containerStatuses") or ():
                 ended = (each.get("state") or {}).get("terminated")
                 if ended is not None:
-                    output = cluster.text(f"{place}/{pod['metadata']['name']}/log", {"container": each["name"]})
+                    output = cluster.text(
+                        f"{place}/{pod['metadata']['name']}/log", {"container": each["name"]}
+                    )
                     return {"output": output, "exit": int(ended["exitCode"])}
         if time.monotonic() > ends_s:
             raise EnvironmentFault(

@@ -93,7 +93,9 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str | None
     "--bandwidth", metavar="SIZE", callback=_size, help="From one pod to the store. Default: 400MB/s."
 )
 @click.option("--step", "step_s", metavar="TIME", callback=_seconds, help="Duration of a training step.")
-@click.option("--hours", type=Finite(0.1, 1e6), default=168.0, show_default=True, help="Planned training time.")
+@click.option(
+    "--hours", type=Finite(0.1, 1e6), default=168.0, show_default=True, help="Planned training time."
+)
 @json_option
 def plan(url: str | None, run: str | None, hours: float, *, as_json: bool, **given: Any) -> None:
     """Show how often to save, with how many bits, and the cost, as a run with the goal `auto` would choose.
