@@ -48,9 +48,7 @@ def cp(
     of the checkpoint in their stored encodings. Readers do not accept an interrupted copy as a run.
     """
     if (name is None) is not (which is None):
-        raise click.UsageError(
-            "-c WHICH and --as NAME must be given together: the checkpoint and the new run's name"
-        )
+        raise click.UsageError("-c WHICH and --as NAME must be given together, to start a new run")
     found = find_run(url, run)
     source = RunLog(found.store, found.run)
     place = new_run(to, name or found.run)
@@ -133,7 +131,6 @@ def rm(url: str, run: str | None, *, yes: bool, ended: bool, as_json: bool) -> N
 
 
 def _removal_target(url: str, run: str | None) -> Target:
-    """Return the run, complete or not, that `url` or `--run` names. Raises the errors of `named_run`."""
     try:
         return named_run(url, run)
     except IncompleteRun:

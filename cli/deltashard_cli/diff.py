@@ -24,12 +24,10 @@ class TableDifference:
 
     table: str
     field: str = ""
-    """Empty for the weights."""
     rows: int
     rows_differing: int | None = None
     """None if the table is in only one of the checkpoints, or differs in shape or type."""
     largest: float | None = None
-    """Largest absolute difference of two values."""
     note: str = ""
 
 
@@ -56,7 +54,6 @@ class Difference:
     step_b: int
     tables: tuple[TableDifference, ...]
     blobs: tuple[BlobDifference, ...]
-    """Only blobs that differ."""
     blobs_equal: int
 
     @property

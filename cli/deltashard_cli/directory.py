@@ -129,13 +129,11 @@ def restore_directory(checkpoint: OpenCheckpoint, out: Path, *, advance: Advance
 
 
 def non_tensor_blobs(blobs: Iterable[str], dense: Iterable[NamedArray]) -> tuple[str, ...]:
-    """Return the names of the dense blobs that are not in `dense`."""
     tensors = {DENSE + each.name for each in dense}
     return tuple(sorted(name for name in blobs if name.startswith(DENSE) and name not in tensors))
 
 
 def _file_name(name: str) -> str:
-    """Return `name` quoted as one path segment."""
     return quote(name, safe="._-+ ").replace("..", "%2E%2E")
 
 

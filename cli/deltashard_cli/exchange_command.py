@@ -75,20 +75,9 @@ def export(
 @click.argument("url")
 @click.argument("directory", type=click.Path(path_type=Path, file_okay=False, exists=True))
 @click.option("--run", required=True, metavar="NAME", help="Name of the new run.")
-@click.option(
-    "--tables",
-    multiple=True,
-    metavar="PATTERN",
-    help="Names of tables (*, ?); default: guessed, and printed.",
-)
-@click.option(
-    "--without", multiple=True, metavar="PATTERN", help="Names to leave out, for example of tied weights."
-)
-@click.option(
-    "--model",
-    metavar="KEY",
-    help="Path of the model's dict in the saved state dict (a.b); '' is the top level.",
-)
+@click.option("--tables", multiple=True, metavar="PATTERN", help="Names of tables (*, ?); default: guessed.")
+@click.option("--without", multiple=True, metavar="PATTERN", help="Names to omit, for example tied weights.")
+@click.option("--model", metavar="KEY", help="Path of the model's saved dict (a.b); '' is the top level.")
 @click.option(
     "--optimizer",
     metavar="CLASS",

@@ -33,7 +33,6 @@ from deltashard_cli.target import POLICY, Target, find_run
 
 _READERS = 16
 _NAMED = 12
-"""Maximum number of checkpoints that a description lists."""
 _COLUMNS = (
     ">seq",
     "kind",
@@ -150,7 +149,6 @@ class LogLine:
     step: int | None = None
     ranks: int | None = None
     bytes: int | None = None
-    """Stored bytes of a checkpoint or a compaction."""
     covers: tuple[int, ...] = ()
     pins: tuple[str, ...] = ()
 

@@ -100,7 +100,6 @@ def cli() -> None:
 @cli.result_callback()
 @click.pass_context
 def _end(context: click.Context, /, _result: object, **_options: object) -> None:
-    """Exit with 1 if the command warned about damaged data."""
     if warnings(context):
         context.exit(PROBLEMS)
 

@@ -14,7 +14,6 @@ from deltashard_checkpoint.cache.pack_cache import PackCache
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 SPOOL_BYTES = 1 << 30
-"""Disk budget for packs in transit."""
 
 
 class Finite(click.FloatRange):
@@ -54,7 +53,6 @@ ended_option = click.option(
 
 
 def run_options(command: Command) -> Command:
-    """Add the parameters URL, --run and --json to a command."""
     return click.argument("url")(run_option(json_option(command)))
 
 

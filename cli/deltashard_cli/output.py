@@ -145,7 +145,6 @@ class _Escaped:
 
 
 def _cell(value: object) -> Text:
-    """Return `value` as one line of text; styled text stays unchanged."""
     return value if isinstance(value, Text) else Text(escaped(str(value)))
 
 

@@ -207,11 +207,7 @@ def inspect(url: str, run: str | None, which: str, *, every_blob: bool, as_json:
                 ("stored", f"{size(one.stored_bytes)} in {_encodings(one) or 'no rows'}"),
                 ("stall", f"{one.stall_s * 1e3:.1f} ms"),
                 *([("pins", " ".join(one.pins))] if one.pins else []),
-                *(
-                    [("detached", "by a rewind: the run continues from an older checkpoint")]
-                    if one.detached
-                    else []
-                ),
+                *([("detached", "by a rewind to an older checkpoint")] if one.detached else []),
                 *(
                     [
                         (
@@ -306,11 +302,7 @@ def _more(count: int) -> str:
     "--deep", is_flag=True, help="Read and hash every frame, and restore every checkpoint into memory."
 )
 @click.option(
-    "--checkpoint",
-    "-c",
-    "which",
-    metavar="WHICH",
-    help="Check only this checkpoint: latest, seq:N, step:N, pin:NAME.",
+    "--checkpoint", "-c", "which", metavar="WHICH", help="Check only latest, seq:N, step:N or pin:NAME."
 )
 def verify(url: str, run: str | None, which: str | None, *, deep: bool, as_json: bool) -> None:
     """Check that all live checkpoints are complete and intact. Exit code 1 if there are problems."""

@@ -30,7 +30,6 @@ from deltashard_cli.target import POLICY, open_root
 _NUMBER = re.compile(r"-([a-z0-9.-]+-)?[0-9]+", re.ASCII)
 """Suffix of the run name of a numbered pod: its number, after the name of its replicated job or component."""
 MAX_REASON_CHARS = 300
-"""Maximum length of a reason in the result file."""
 MAX_RESULT_BYTES = 4000
 """Maximum size of the result file; the kubelet truncates a termination message to 4,096 bytes."""
 
@@ -46,9 +45,7 @@ class KeptRun:
 @click.command()
 @click.argument("url")
 @click.option("--run", required=True, metavar="NAME", help="The workload's run.")
-@click.option(
-    "--workload", required=True, metavar="UID", help="UID of the workload; runs of other workloads are kept."
-)
+@click.option("--workload", required=True, metavar="UID", help="Its UID; runs of other workloads are kept.")
 @click.option(
     "--result-file",
     type=click.Path(path_type=Path, dir_okay=False),

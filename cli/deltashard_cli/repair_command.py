@@ -30,7 +30,6 @@ class Found:
 
     prefix: str
     attempt: int | None
-    """None for a compaction."""
     cut: int | None
     step: int | None
     """None if no index could be read."""
@@ -39,7 +38,6 @@ class Found:
     covers: tuple[int, ...]
     """Seqs of the checkpoints that hold the other rows; empty if it holds all rows."""
     parts: int
-    """Number of readable indexes; each rank writes one."""
     tables: tuple[str, ...]
     rows: int
     bytes: int
@@ -84,7 +82,6 @@ def scan(url: str, run: str | None, *, as_json: bool) -> None:
 
 
 def _live(target: Target) -> tuple[RunState | None, str]:
-    """Return (state as far as the log can be read, or None; description of the log)."""
     try:
         state = RunLog(target.store, target.run).refresh(deadline_s=POLICY.deadline_s)
     except StoreUnavailable:

@@ -20,12 +20,9 @@ class RunSummary:
     run: str
     owner: str
     tip: int
-    """Last log slot."""
     attempts: int
     checkpoints: int
-    """Number of live checkpoints."""
     committed: int
-    """Number of checkpoints ever committed."""
     newest_seq: int | None
     newest_step: int | None
     newest_at_s: float | None
@@ -38,7 +35,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
-    """A checkpoint in one line."""
+    """A checkpoint in one line; `kind` is full, delta or mixed, and `covers` are the bases of its parts."""
 
     seq: int
     step: int
@@ -46,9 +43,7 @@ class CheckpointSummary:
     attempt: int
     cut: int
     kind: str
-    """full, delta, or mixed."""
     covers: tuple[int, ...]
-    """The checkpoints its parts build on."""
     chain: tuple[int, ...]
     """The checkpoints that a restore reads, newest first; empty if the chain is broken."""
     compacted: bool
@@ -59,7 +54,6 @@ class CheckpointSummary:
     """None for a compaction whose index was not read: its log entry does not record them."""
     stored_bytes: int
     restore_bytes: int
-    """Stored bytes of all parts in its chain."""
     stall_s: float
     cut_at_s: float | None
     """Unix seconds by rank 0's clock when training stopped for the snapshot; None if unknown."""
@@ -147,7 +141,6 @@ class TableSummary:
 
     table: str
     rows: int
-    """Rows of the whole table."""
     columns: int
     dtype: str
     fields: tuple[str, ...]
@@ -179,7 +172,6 @@ class Inspection:
     run: str
     summary: CheckpointSummary
     compacted_at_s: float | None
-    """Time at which a compaction replaced its own parts."""
     inconsistent_by: int | None
     """The later checkpoint that reports this one as inconsistent: some of its rows belong to another step."""
     fingerprint: Mapping[str, str]
@@ -187,7 +179,6 @@ class Inspection:
     parts: tuple[PartSummary, ...]
     tables: tuple[TableSummary, ...]
     blobs: Mapping[str, int]
-    """Bytes by blob name."""
 
 
 def inspection_of(state: RunState, entry: Checkpoint, indexes: Mapping[str, Index]) -> Inspection:

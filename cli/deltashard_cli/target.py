@@ -30,7 +30,6 @@ POLICY = RetryPolicy(deadline_s=15.0)
 MAX_OTHER_OBJECTS = 20_000
 """Limit of foreign objects that the search for a run's name reads: a directory may hold anything of any size."""
 _NAMED = 20
-"""Maximum number of runs that a message lists."""
 
 
 class NoSuchRun(UserError):

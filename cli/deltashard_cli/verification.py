@@ -53,7 +53,6 @@ class Problem:
     """A difference between the log and the stored objects."""
 
     object: str
-    """Object key, relative to the run's root."""
     what: str
     checkpoints: tuple[int, ...]
     """Live checkpoints that need the object."""
@@ -79,7 +78,6 @@ class Verification:
     frames: int = 0
     bytes: int = 0
     restored: tuple[int, ...] = ()
-    """Checkpoints that were completely restored into memory (deep)."""
     garbage_prefixes: int = 0
     """Orphaned prefixes that no retire entry names yet; `gc` removes them."""
     problems: tuple[Problem, ...]
@@ -258,7 +256,6 @@ def _check_packs(
     sizes: Mapping[str, int],
     problems: Problems,
 ) -> dict[str, int]:
-    """Return the sizes of the intact packs, by key."""
     there: dict[str, int] = {}
     for key, index in indexes.items():
         for pack in index.packs:

@@ -44,11 +44,9 @@ from deltashard_cli.output import Advance
 from deltashard_cli.target import POLICY, Target
 
 SOURCE = "torch.distributed.checkpoint"
-"""Value of the key `imported` in the checkpoint's metadata."""
 MIN_ROWS, MIN_WEIGHTS = 65_536, 1 << 20
 """The trainer's limits: a 2-D parameter of that size is a table in any module."""
 _RANGE_BYTES = 64 << 20
-"""Rows and optimizer state that are assembled at once."""
 _ENCODING_OF = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 """The lossless encoding of each type."""
 _FIELD_DTYPES = frozenset(
@@ -64,7 +62,6 @@ class ImportRequest:
     tables: tuple[str, ...] = ()
     """Name patterns of the tables; empty: guess by name and size."""
     without: tuple[str, ...] = ()
-    """Name patterns of tensors that are left out."""
     model: str | None = None
     """Path of the model's dict; None: see `classify`."""
     optimizer: str | None = None
@@ -83,16 +80,13 @@ class ImportDraft:
     blobs: Mapping[str, bytes]
     dense: int
     guessed: bool
-    """The tables were guessed."""
     matrices: tuple[str, ...]
-    """Dense tensors with a table's shape."""
     optimizer: str
     """Module and name of the optimizer's class; empty: no optimizer."""
     left_out: tuple[str, ...]
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tables' rows in memory."""
         return sum(table.rows * raw_row_bytes(table, table.columns) for table in self.tables)
 
 

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.utils import _create_file_view
 METADATA = ".metadata"
 Array = npt.NDArray[Any]
 ValuePath = tuple[str | int, ...]
-"""Keys and indexes of a value in the saved state dict."""
 
 
 class NotReadable(UserError):
@@ -58,7 +57,6 @@ class StoredTensor:
 
     name: str
     dtype: str
-    """Element type name of `element_type`."""
     shape: tuple[int, ...]
     chunks: tuple[TensorChunk, ...]
     """Non-empty pieces."""
@@ -183,7 +181,6 @@ def read_tensor(stored: StoredTensor) -> Array:
 
 
 def read_chunk(stored: StoredTensor, chunk: TensorChunk) -> Array:
-    """Return the bits of one piece. Raises `NotReadable`."""
     found = _load(chunk.place, stored.name)
     if (
         not isinstance(found, torch.Tensor)

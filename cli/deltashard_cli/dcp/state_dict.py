@@ -24,10 +24,8 @@ class OptimizerDict:
 
     where: str
     state: dict[str, dict[str, StoredTensor | StoredObject]] = field(default_factory=dict)
-    """State of each parameter, by parameter name."""
     groups: dict[int, dict[str, StoredTensor | StoredObject]] = field(default_factory=dict)
     unsupported_reason: str = ""
-    """Why it cannot be imported; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +35,6 @@ class ClassifiedContents:
     model: Mapping[str, StoredTensor]
     optimizers: tuple[OptimizerDict, ...]
     left_out: tuple[str, ...]
-    """Names of all other values."""
 
 
 def classify(contents: Contents, model: str | None) -> ClassifiedContents:

@@ -50,7 +50,6 @@ from deltashard_cli.export import torch_tensor
 from deltashard_cli.output import Advance
 
 OPTIMIZER = "optimizer"
-"""Key of the optimizers' state."""
 SHARD_BYTES = 256 << 20
 """Maximum size of weights and optimizer state that are read at once, unless a single row is larger."""
 

@@ -65,7 +65,6 @@ class Cluster:
         return sorted(found, key=lambda each: str(each["metadata"]["name"]))
 
     def get(self, path: str) -> Document:
-        """Return one object. Raises `NotFound`."""
         return self._document(self._request("GET", path))
 
     def create(self, path: str, body: Document, query: Mapping[str, str] | None = None) -> Document:

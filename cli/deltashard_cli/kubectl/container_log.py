@@ -15,7 +15,6 @@ SIDECAR = "deltashard-sidecar"
 SOCKET = "DELTASHARD_SOCKET"
 """Environment variable that identifies a trainer's container."""
 MAX_BYTES = 1 << 20
-"""Maximum size of one log."""
 Document = Mapping[str, Any]
 
 

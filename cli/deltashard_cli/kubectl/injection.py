@@ -75,7 +75,6 @@ def overlay(manifest: Any, answer_part: Any) -> Any:
 
 
 def _keys(part: Any) -> Iterator[str]:
-    """Yield the keys of all maps in a manifest."""
     for each in part if isinstance(part, list) else []:
         yield from _keys(each)
     for key, value in part.items() if isinstance(part, dict) else []:

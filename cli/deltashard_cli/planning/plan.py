@@ -24,7 +24,6 @@ PLANNED_S = 7 * 86400.0
 SAVE_S, SAVE_S_PER_GB = 0.005, 0.524
 """Stall and slowdown of a save: a constant, and seconds per GB of a pod (docs/speed.md, measured on two cores)."""
 KNOWN_RATE = 1e6
-"""Gamma shape of a given rate, equivalent to that many counted failures."""
 DAY_S = 86400.0
 _TABLE = "tables"
 
@@ -39,7 +38,6 @@ class PlanInputs:
     mtbf_s: float | None = None
     save_s: float | None = None
     bandwidth: float | None = None
-    """Bytes per second from one pod to the store."""
     step_s: float | None = None
     planned_s: float = PLANNED_S
 
@@ -59,15 +57,12 @@ class SavePlan:
 
     interval_s: float
     bound: str
-    """The active bound; empty if there is none."""
     why: str
     overhead: float
     """Share of training time that saves and lost work cost, to first order."""
     save_share: float
-    """Share of training time that saves cost."""
     mean_lost_s: float
     worst_lost_s: float
-    """Training repeated after a failure, at worst."""
     save_s: float
     durable_s: float
     mtbf_s: float
@@ -80,7 +75,6 @@ class SavePlan:
     """Stored size of a save: a full one, or the mean of the saves in the log."""
     bytes_per_day: float
     now_s: float | None
-    """Current interval of the run's saves."""
     overhead_now: float | None
     figures: tuple[Figure, ...]
 
@@ -176,7 +170,6 @@ def _sizes(given: PlanInputs, run: RecordedRun | None, encoding: str) -> tuple[f
 
 
 def _rates(given: PlanInputs, run: RecordedRun | None) -> tuple[Rates, str]:
-    """Return (estimated rates of failures and restores, their source)."""
     if given.mtbf_s is not None:
         known = Gamma(shape=KNOWN_RATE, rate_s=KNOWN_RATE * given.mtbf_s)
         return Rates(lossy=known, restores=known), "given; each is a restore"

@@ -52,7 +52,6 @@ def _size(_context: click.Context, _option: click.Parameter, text: str | None) -
 
 
 def _seconds(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
-    """Parse a duration (90s, 5m, 20h) into seconds."""
     if text is None:
         return None
     try:
@@ -93,9 +92,7 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str | None
     "--bandwidth", metavar="SIZE", callback=_size, help="From one pod to the store. Default: 400MB/s."
 )
 @click.option("--step", "step_s", metavar="TIME", callback=_seconds, help="Duration of a training step.")
-@click.option(
-    "--hours", type=Finite(0.1, 1e6), default=168.0, show_default=True, help="Planned training time."
-)
+@click.option("--hours", type=Finite(0.1, 1e6), default=168.0, show_default=True, help="Training time.")
 @json_option
 def plan(url: str | None, run: str | None, hours: float, *, as_json: bool, **given: Any) -> None:
     """Show how often to save, with how many bits, and the cost, as a run with the goal `auto` would choose.
@@ -115,7 +112,6 @@ def plan(url: str | None, run: str | None, hours: float, *, as_json: bool, **giv
 
 
 def _read_run(target: Target) -> RecordedRun:
-    """Read the run's log. Raises `UserError` if it has no checkpoint, and errors of the log."""
     log = RunLog(target.store, target.run)
     there = sorted(log.listed().seqs)[-_MAX_ENTRIES:]
     with ThreadPoolExecutor(_READERS) as pool:

@@ -31,7 +31,6 @@ class RecordedRun:
     raw_bytes: float
     """Size of the tables and their optimizer state in memory."""
     stored_bytes: float
-    """Mean stored size of a checkpoint."""
     checkpoints: int
     now_s: float | None
     """Median time between the newest attempt's last saves."""
@@ -80,7 +79,6 @@ def _measured(checkpoints: Sequence[Checkpoint]) -> Record:
 
 
 def _record(checkpoint: Checkpoint) -> Record | None:
-    """Return the record of the run's decider in this commit; None if missing or unreadable."""
     with suppress(BadProfile):
         return record.parse_metadata(checkpoint.metadata.get(KEY, ""))
     return None

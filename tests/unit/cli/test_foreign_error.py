@@ -19,7 +19,7 @@ from deltashard_cli.main import ENVIRONMENT, INTERNAL, LocalFault, exit_code, wr
             "/out/t.npy",
         ),
         (OSError("nothing to say"), "OSError: nothing to say", "this machine"),
-        (MemoryError(), "there is not enough memory", "this process"),
+        (MemoryError(), "out of memory", "this process"),
     ],
 )
 def test_files_and_memory_are_the_environments(error: Exception, what: str, where: str) -> None:

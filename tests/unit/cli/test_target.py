@@ -58,7 +58,7 @@ def test_a_tree_of_anything_else_is_not_looked_through_to_its_end(monkeypatch):
     store = CountingStore()
     for at in range(500):
         store.put(f"a/{at}", b"")
-    with pytest.raises(TooManyOtherObjects, match="100 objects here are of no run"):
+    with pytest.raises(TooManyOtherObjects, match="no run among the first 100 objects"):
         list(runs_of(store, max_others=100))
     assert store.taken == 100
 

@@ -41,12 +41,12 @@ def test_by_name_workload_or_run_id(said: str, wanted: str) -> None:
 
 def test_several_and_none_are_said() -> None:
     """With the names there are."""
-    with pytest.raises(UserError, match="may be several") as error:
+    with pytest.raises(UserError, match="matches several") as error:
         find_run(RUNS, "two", "team")
-    assert error.value.remedy == "say one of two-1, two-2"
+    assert error.value.remedy == "use one of two-1, two-2"
     with pytest.raises(UserError, match="no run 'x'") as error:
         find_run(RUNS, "x", "team")
     assert "dlrm-1" in error.value.remedy
     with pytest.raises(UserError) as error:
         find_run([], "x", "team")
-    assert "none at all" in error.value.remedy
+    assert "has no runs" in error.value.remedy
