@@ -184,7 +184,7 @@ def runs_of(store: Store, *, max_others: float = math.inf, unfinished: bool = Fa
             others += 1
             if others >= max_others:
                 raise TooManyOtherObjects(
-                    f"no run among the first {others:,} objects; the search ended there",
+                    f"{others:,} objects belong to no run; the search ended there",
                     where=store.url,
                     remedy="check the store URL, or name the run by --run",
                 )
@@ -229,5 +229,5 @@ def _suggestion(store: Store) -> str:
     with suppress(DeltashardError):  # this only extends the remedy of an error that is already known
         found.extend(islice(runs_of(store, max_others=MAX_OTHER_OBJECTS), _NAMED + 1))
     if not found:
-        return "check the URL: it contains no run"
+        return "check the URL: no run was found there"
     return f"use --run with one of: {', '.join([*found[:_NAMED], *(['...'] if len(found) > _NAMED else [])])}"
