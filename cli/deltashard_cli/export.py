@@ -74,7 +74,7 @@ def export_safetensors(
             )
         length = int(np.prod(shape, dtype=np.int64)) * element_type.by_name(dtype).itemsize_bytes
         if name in header:
-            raise UserError(f"two tensors are called {name!r}", where=checkpoint.where)
+            raise UserError(f"two tensors have the name {name!r}", where=checkpoint.where)
         header[name] = {
             "dtype": _SAFETENSORS[dtype],
             "shape": list(shape),

@@ -263,7 +263,7 @@ def _check_packs(
             if found is None:
                 problems.add(pack.key, "the pack does not exist", needed_by[key][1])
             elif found != pack.bytes:
-                what = f"the pack has {found} bytes, its index says {pack.bytes}"
+                what = f"the pack has {found} bytes instead of {pack.bytes}"
                 problems.add(pack.key, what, needed_by[key][1])
             else:
                 there[pack.key] = found
