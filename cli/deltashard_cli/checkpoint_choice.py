@@ -1,4 +1,4 @@
-"""Which checkpoint is meant."""
+"""Resolution of a run's state and of the checkpoint that the user selects."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 
 def read_state(target: Target) -> RunState:
-    """The run at the tip of its log. Raises `LogGap`, `StoreUnavailable` and other store errors."""
+    """Return the state at the tip of the log. Raises `LogGap`, `StoreUnavailable` and other store errors."""
     return RunLog(target.store, target.run).refresh(deadline_s=POLICY.deadline_s)
 
 
 def read_to_tip(log: RunLog) -> tuple[RunState | None, str]:
-    """(the state at the tip, "") or (None, why the log cannot be followed to it). Raises store errors."""
+    """Return (state at the tip, "") or (None, why the log cannot be read to its tip). Raises store errors."""
     try:
         state = log.refresh(deadline_s=POLICY.deadline_s)
     except (LogGap, FormatError) as error:
@@ -36,9 +36,9 @@ def read_to_tip(log: RunLog) -> tuple[RunState | None, str]:
 
 
 def open_checkpoint(target: Target, which: str, *, state: RunState | None = None) -> OpenCheckpoint:
-    """The checkpoint `which` of the run, with the indexes its restore needs.
+    """Open the checkpoint `which` of the run, with the indexes that its restore needs.
 
-    Raises `CheckpointNotFound`, `InvalidCheckpoint`, `StoreUnavailable` and what the log raises.
+    Raises `CheckpointNotFound`, `InvalidCheckpoint`, `StoreUnavailable` and errors of the log.
     """
     if state is None:
         return with_checkpoint(target, which, lambda checkpoint: checkpoint)
@@ -46,9 +46,9 @@ def open_checkpoint(target: Target, which: str, *, state: RunState | None = None
 
 
 def with_checkpoint(target: Target, which: str, use: Callable[[OpenCheckpoint], T]) -> T:
-    """What `use` makes of the checkpoint `which`, from the start again when the run went on under it.
+    """Return `use(checkpoint)` for the checkpoint `which`; starts over if the run advances meanwhile.
 
-    Raises what `open_checkpoint` and `use` raise.
+    Raises the errors of `open_checkpoint` and `use`.
     """
     warned: list[str] = []
 
@@ -62,9 +62,9 @@ def with_checkpoint(target: Target, which: str, use: Callable[[OpenCheckpoint], 
 
 
 def compaction_indexes(store: Store, state: RunState) -> Mapping[str, Index]:
-    """The indexes of all live compactions that can be read, by index key."""
+    """Return the readable indexes of all live compactions, by index key."""
     found: dict[str, Index] = {}
     for compaction in state.compactions.values():
-        with suppress(FormatError):  # `verify` says what is wrong with it
+        with suppress(FormatError):  # `verify` reports the fault
             found |= load_indexes(store, state.run, compaction.parts)
     return found

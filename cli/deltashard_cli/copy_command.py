@@ -1,4 +1,4 @@
-"""Commands about whole runs: cp (to another store, or of a checkpoint to a new run) and rm."""
+"""Commands on whole runs: cp (a run to another store, or a checkpoint to a new run) and rm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from deltashard_cli.target import POLICY, IncompleteRun, Target, find_run, named
     "-c",
     "which",
     metavar="WHICH",
-    help="With --as: this checkpoint begins the new run: latest, seq:N (or N), step:N or pin:NAME.",
+    help="With --as: first checkpoint of the new run: latest, seq:N (or N), step:N or pin:NAME.",
 )
 @spool_option
 def cp(
@@ -41,14 +41,14 @@ def cp(
     *,
     as_json: bool,
 ) -> None:
-    """Copy a run into the store TO under its own name, or begin the new run NAME there with one of its checkpoints.
+    """Copy a run into the store TO under its own name, or start the new run NAME there from one of its checkpoints.
 
-    A copy has the source's bytes, log and all; every object is checked by its hash on its way. Called again it
-    continues where it was cut short, and brings the copy up to date, unless a trainer went on with it. A new run holds
-    all rows of the checkpoint, as they were encoded. What was cut short is no run for any reader.
+    A copy has the same bytes as the source, including its log; every object is checked by its hash in transit. Another
+    call continues an interrupted copy, or updates the copy unless a trainer has continued it. A new run holds all rows
+    of the checkpoint in their stored encodings. Readers do not accept an interrupted copy as a run.
     """
     if (name is None) is not (which is None):
-        raise click.UsageError("-c WHICH and --as NAME go together: which checkpoint begins which run")
+        raise click.UsageError("-c WHICH and --as NAME must be given together, to start a new run")
     found = find_run(url, run)
     source = RunLog(found.store, found.run)
     place = new_run(to, name or found.run)
@@ -72,15 +72,15 @@ def cp(
         newest = (
             ""
             if done.step is None
-            else f", the newest of step {number(done.step)} (checkpoint {done.seq} there)"
+            else f", the newest at step {number(done.step)} (checkpoint {done.seq} there)"
         )
         out.print(
             f"run {done.run} at {place.store.url} "
-            f"{'is made' if done.entries else 'is up to date'}: {plural(done.checkpoints, 'checkpoint')}{newest}"
+            f"{'is created' if done.entries else 'is up to date'}: {plural(done.checkpoints, 'checkpoint')}{newest}"
         )
         out.print(
-            f"{plural(done.objects, 'object')} put ({size(done.bytes)}), {done.skipped} there already; the source "
-            f"as of its log entry {done.through}; contents were hashed on the way, `deltashard verify --deep` reads "
+            f"{plural(done.objects, 'object')} written ({size(done.bytes)}), {done.skipped} already there; source "
+            f"as of log entry {done.through}; contents were hashed in transit, `deltashard verify --deep` reads "
             "the copy back",
             style="dim",
         )
@@ -92,12 +92,12 @@ def cp(
 
 @click.command()
 @run_options
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @ended_option
 def rm(url: str, run: str | None, *, yes: bool, ended: bool, as_json: bool) -> None:
-    """Remove a whole run, with all its checkpoints. There is no way back.
+    """Remove a run with all its checkpoints, irreversibly.
 
-    Refused while a trainer may hold the run. A removal that was cut short leaves nothing that restores: call it again.
+    Refused while a trainer may hold the run. After an interrupted removal nothing can be restored: call it again.
     """
     target = _removal_target(url, run)
     log = RunLog(target.store, target.run)
@@ -105,7 +105,7 @@ def rm(url: str, run: str | None, *, yes: bool, ended: bool, as_json: bool) -> N
     description, through = _check_removable(log, ended=ended)
     if not yes:
         if as_json or not sys.stdin.isatty():
-            raise click.UsageError("nobody can be asked here (--json, or no terminal): say --yes")
+            raise click.UsageError("cannot ask for confirmation (--json, or no terminal): use --yes")
         click.confirm(
             f"remove run {target.run} at {target.store.url}: {description}, {plural(held.objects, 'object')} "
             f"({size(held.bytes)})?",
@@ -124,14 +124,13 @@ def rm(url: str, run: str | None, *, yes: bool, ended: bool, as_json: bool) -> N
     )
     if gone.left:
         note(
-            f"{plural(gone.left, 'object')} came meanwhile, and {'is' if gone.left == 1 else 'are'} left: a trainer of "
-            "this run still wrote (end it, and call rm again), or somebody has begun a run of this name since"
+            f"{plural(gone.left, 'object')} appeared during the removal and {'is' if gone.left == 1 else 'are'} left: "
+            "a trainer of this run is still writing (end it, then call rm again), or a new run has this name"
         )
         click.get_current_context().exit(1)
 
 
 def _removal_target(url: str, run: str | None) -> Target:
-    """The run that `url` or `--run` names, or what is left of it. Raises what `named_run` raises."""
     try:
         return named_run(url, run)
     except IncompleteRun:
@@ -139,31 +138,31 @@ def _removal_target(url: str, run: str | None) -> Target:
 
 
 def _check_removable(log: RunLog, *, ended: bool) -> tuple[str, int | None]:
-    """What is about to be removed, for people, and up to which slot it was seen that nobody holds it.
+    """Return (description of the run to remove, last log slot at which no trainer held it).
 
-    None: it was not looked at for that. Raises `RunInUse`.
+    The slot is None if that was not checked. Raises `RunInUse`.
     """
     left = incomplete_state(log.store, log.key(""))
     if left is IncompleteState.REMOVING:
-        return "its removal was begun", None
+        return "its removal had started", None
     if left is IncompleteState.COPYING:
         if log.listed().seqs and not ended:
             raise RunInUse(
-                "a copy was cut short, and what is there of its log does not say whether a trainer holds the run",
+                "this is an interrupted copy, and its partial log does not record whether a trainer holds the run",
                 where="rm",
-                remedy="end its trainers, if there are any, and say --ended",
+                remedy="end its trainers, if there are any, and use --ended",
             )
-        return "a copy that was cut short", None if ended else -1
+        return "an interrupted copy", None if ended else -1
     state, damage = read_to_tip(log)
     if state is None and ended:
         return f"its log is damaged ({damage})", None
     if state is None:
         raise RunInUse(
-            f"its log is damaged, and does not say whether a trainer holds the run: {damage}",
+            f"its log is damaged and does not record whether a trainer holds the run: {damage}",
             where="rm",
-            remedy="end its trainers, and say --ended",
+            remedy="end its trainers, and use --ended",
         )
     check_ended(log, state, ended=ended, what="a removal")
     newest = state.newest()
-    step = "" if newest is None else f", the newest of step {number(newest.step)}"
+    step = "" if newest is None else f", the newest at step {number(newest.step)}"
     return f"{plural(len(state.checkpoints), 'checkpoint')}{step}", None if ended else state.tip

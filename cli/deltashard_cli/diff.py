@@ -1,4 +1,4 @@
-"""`deltashard diff`: how two checkpoints differ, row by row and blob by blob. Bits are compared, NaN equals itself."""
+"""`deltashard diff`: bitwise comparison of two checkpoints, row by row and blob by blob (NaN equals itself)."""
 
 from __future__ import annotations
 
@@ -20,34 +20,32 @@ _CHUNK_ROWS = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableDifference:
-    """How a table (its weights, or one field) differs."""
+    """Difference of a table's weights or of one of its fields."""
 
     table: str
     field: str = ""
-    """Empty: the weights."""
     rows: int
     rows_differing: int | None = None
-    """None when the table is only in one of the two, or has another shape or type."""
+    """None if the table is in only one of the checkpoints, or differs in shape or type."""
     largest: float | None = None
-    """Largest absolute difference of a value."""
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobDifference:
-    """A blob that differs."""
+    """A blob that differs or is in only one of the checkpoints."""
 
     name: str
     bytes_a: int | None
     bytes_b: int | None
     largest: float | None
-    """Of a tensor's values."""
+    """Largest absolute difference of two values; None if the blob is not a tensor in both."""
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Two checkpoints, compared."""
+    """Differences of two checkpoints."""
 
     run: str
     seq_a: int
@@ -56,7 +54,6 @@ class Difference:
     step_b: int
     tables: tuple[TableDifference, ...]
     blobs: tuple[BlobDifference, ...]
-    """Only those that differ."""
     blobs_equal: int
 
     @property
@@ -65,7 +62,7 @@ class Difference:
 
 
 def compare(a: OpenCheckpoint, b: OpenCheckpoint, *, advance: Advance) -> Difference:
-    """Read both, table by table (two of them in memory at once), and compare."""
+    """Compare two checkpoints table by table, with two tables in memory at once."""
     in_a = {schema.fqn: schema for schema in a.entry.tables}
     in_b = {schema.fqn: schema for schema in b.entry.tables}
     tables: list[TableDifference] = []
@@ -112,7 +109,7 @@ def _table(left: TableArrays, right: TableArrays) -> list[TableDifference]:
 
 
 def differing_rows(dtype: str, a: Array, b: Array) -> tuple[int, float]:
-    """(rows with any bit different, largest absolute difference) of two arrays of the same shape and type."""
+    """Return (number of rows that differ in any bit, largest absolute difference) of arrays of equal shape and type."""
     rows, largest = 0, 0.0
     for at in range(0, max(len(a), 1), _CHUNK_ROWS):
         left, right = a[at : at + _CHUNK_ROWS], b[at : at + _CHUNK_ROWS]

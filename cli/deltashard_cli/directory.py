@@ -1,6 +1,6 @@
-"""Arrays and tensors of a checkpoint, and `restore`: a directory of arrays.
+"""Arrays and tensors of a checkpoint, and `restore` into a directory of .npy files.
 
-numpy and .npy know no bfloat16: there its bits are uint16, and the manifest says so.
+NumPy has no bfloat16: its bits are stored as uint16, and the manifest records the element type.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DENSE = "dense/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedArray:
-    """An array with the name of its element type; `values` holds the bits (bfloat16 as uint16)."""
+    """An array and the name of its element type; `values` holds the bits (bfloat16 as uint16)."""
 
     name: str
     dtype: str
@@ -40,7 +40,7 @@ class NamedArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportResult:
-    """What was written where."""
+    """Path, origin and size of an export."""
 
     path: str
     seq: int
@@ -50,9 +50,9 @@ class ExportResult:
     bytes: int
     blobs: int = 0
     skipped: tuple[str, ...] = ()
-    """Dense values that are no plain tensors (sparse ones) and have no place in the file."""
+    """Dense values that are not plain tensors (for example sparse ones) and cannot be stored in the file."""
     left_out: tuple[str, ...] = ()
-    """What else was asked for and has no place there, each with the reason."""
+    """Other requested values that cannot be stored in the file, each with the reason."""
 
     @classmethod
     def of(cls, checkpoint: OpenCheckpoint, out: Path, **found: Any) -> ExportResult:
@@ -61,7 +61,7 @@ class ExportResult:
 
 
 def tensor_of(tree: Any) -> typed_tree.Tensor | None:
-    """The tensor that a blob's tree is, wherever it lived; None for any other tree."""
+    """Return a blob's tree as a tensor, with the accelerator tag removed; None for any other tree."""
     while isinstance(tree, typed_tree.Tagged) and tree.tag == "torch.accelerator":
         tree = tree.value
     if isinstance(tree, np.ndarray):
@@ -76,17 +76,17 @@ def array_of(tensor: typed_tree.Tensor) -> Array:
 
 
 def dense_tensors(blobs: Mapping[str, memoryview]) -> Iterator[NamedArray]:
-    """Parameters and buffers that are no tables, under their names in the model."""
+    """Yield parameters and buffers that are not tables, under their names in the model."""
     for name, blob in sorted(blobs.items()):
         if name.startswith(DENSE) and (tensor := tensor_of(typed_tree.decode(blob))) is not None:
             yield NamedArray(name=name[len(DENSE) :], dtype=tensor.dtype, values=array_of(tensor))
 
 
 def restore_directory(checkpoint: OpenCheckpoint, out: Path, *, advance: Advance) -> ExportResult:
-    """Write tables, their optimizer state and all blobs under the new directory `out`, with manifest.json.
+    """Write tables, their optimizer state and all blobs into the new directory `out`, with a manifest.json.
 
-    `tables/{fqn}/weight.npy`, `tables/{fqn}/{field}.npy`, `dense/{name}.npy` and `blobs/{name}.tree` (a typed tree as
-    stored). Raises what `check_output` raises.
+    Files: `tables/{fqn}/weight.npy`, `tables/{fqn}/{field}.npy`, `dense/{name}.npy` and `blobs/{name}.tree` (a typed
+    tree as stored). Raises the errors of `check_output`.
     """
     check_output(out)
     entry = checkpoint.entry
@@ -129,13 +129,11 @@ def restore_directory(checkpoint: OpenCheckpoint, out: Path, *, advance: Advance
 
 
 def non_tensor_blobs(blobs: Iterable[str], dense: Iterable[NamedArray]) -> tuple[str, ...]:
-    """Names of the dense blobs that are not among the tensors."""
     tensors = {DENSE + each.name for each in dense}
     return tuple(sorted(name for name in blobs if name.startswith(DENSE) and name not in tensors))
 
 
 def _file_name(name: str) -> str:
-    """A name as one path segment, the same for the same name."""
     return quote(name, safe="._-+ ").replace("..", "%2E%2E")
 
 
@@ -151,21 +149,21 @@ def _write_array(place: Path, stem: Path, dtype: str, values: Array) -> dict[str
 
 
 def check_output(out: Path, *, force: bool | None = None) -> None:
-    """Raises `UserError` where `out` cannot be made, or exists and is not to be replaced.
+    """Raise `UserError` if `out` cannot be created, or exists and `force` is not set.
 
-    `force`: what the command's --force says; None where nothing is ever replaced.
+    `force` is the command's --force; None for commands without that option.
     """
     if out.exists() and not force:
-        remedy = "name a new one" if force is None else "name a new one, or say --force"
-        raise UserError("the output exists already", where=str(out), remedy=remedy)
+        remedy = "choose a new path" if force is None else "choose a new path, or use --force"
+        raise UserError("the output already exists", where=str(out), remedy=remedy)
     above = next(each for each in out.absolute().parents if each.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise UserError("nothing can be written there", where=str(out), remedy="name another place")
+        raise UserError("the directory is not writable", where=str(out), remedy="choose another path")
 
 
 @contextmanager
 def atomic_output(out: Path) -> Iterator[Path]:
-    """A path beside `out`: the file or directory made there becomes `out` when all went well, and goes when not."""
+    """Yield a temporary path next to `out`, which is renamed to `out` on success and removed on failure."""
     out.parent.mkdir(parents=True, exist_ok=True)
     place = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
     try:
@@ -178,7 +176,7 @@ def atomic_output(out: Path) -> Iterator[Path]:
 
 
 def values_of(table: TableArrays, name: str | None) -> tuple[str, Array]:
-    """(dtype, values) of a table's weights (None) or of one field."""
+    """Return (dtype, values) of a table's weights (`name` None) or of one field."""
     if name is None:
         return table.schema.dtype, table.weights
     return next(spec.dtype for spec in table.schema.fields if spec.name == name), table.fields[name]

@@ -26,14 +26,14 @@ from deltashard_cli.write_command import bytes_of, report
     "--format",
     "kind",
     type=click.Choice(["torch", "safetensors", "dcp"]),
-    help="Default: by FILE's suffix. dcp: a new directory FILE that torch.distributed.checkpoint loads.",
+    help="Default: by FILE's suffix. dcp: write a new directory FILE for torch.distributed.checkpoint.",
 )
 @click.option(
     "--state",
     is_flag=True,
-    help="Also the tables' optimizer state, as TABLE.FIELD; dcp: all optimizers', as get_optimizer_state_dict has it.",
+    help="Include optimizer state: of tables as TABLE.FIELD; dcp: of all optimizers as in get_optimizer_state_dict.",
 )
-@click.option("--force", is_flag=True, help="Replace FILE; never a directory.")
+@click.option("--force", is_flag=True, help="Replace an existing FILE; directories are never replaced.")
 def export(
     url: str,
     file: Path,
@@ -47,17 +47,17 @@ def export(
 ) -> None:
     """Write a checkpoint's weights as a torch state_dict (FILE.pt), a safetensors file (FILE.safetensors) or for DCP.
 
-    With --format dcp, plain torch.distributed.checkpoint.load reads the directory, in one process or sharded over many.
+    torch.distributed.checkpoint.load reads the output of --format dcp in one process or sharded over many.
     """
     kind = kind or {".pt": "torch", ".pth": "torch", ".safetensors": "safetensors"}.get(file.suffix)
     if kind is None:
         raise click.UsageError(
-            f"cannot tell the format from {file.name!r}: use .pt or .safetensors, or say --format"
+            f"cannot infer the format from {file.name!r}: use .pt or .safetensors, or --format"
         )
     if file.is_dir() and kind != "dcp":
         raise click.UsageError(f"{str(file)!r} is a directory")
     if kind == "dcp":
-        require_torch("export for DCP", "export to .safetensors, which needs nothing")
+        require_torch("export for DCP", "export to .safetensors, which needs no torch")
 
     def write(checkpoint: OpenCheckpoint) -> ExportResult:
         with progress("exporting", bytes_of(checkpoint, fields=state)) as advance:
@@ -74,36 +74,30 @@ def export(
 @click.command("import")
 @click.argument("url")
 @click.argument("directory", type=click.Path(path_type=Path, file_okay=False, exists=True))
-@click.option("--run", required=True, metavar="NAME", help="Name of the run that begins with it.")
-@click.option(
-    "--tables", multiple=True, metavar="PATTERN", help="Names of tables (*, ?); default: guessed, and said."
-)
-@click.option(
-    "--without", multiple=True, metavar="PATTERN", help="Names to leave out, such as of tied weights."
-)
-@click.option(
-    "--model", metavar="KEY", help="Where the model's dict stands in what was saved (a.b); '' outermost."
-)
+@click.option("--run", required=True, metavar="NAME", help="Name of the new run.")
+@click.option("--tables", multiple=True, metavar="PATTERN", help="Names of tables (*, ?); default: guessed.")
+@click.option("--without", multiple=True, metavar="PATTERN", help="Names to omit, for example tied weights.")
+@click.option("--model", metavar="KEY", help="Path of the model's saved dict (a.b); '' is the top level.")
 @click.option(
     "--optimizer",
     metavar="CLASS",
-    help="Also the optimizer's state; its class is not stored there: Adagrad (of torch.optim), or module.Class.",
+    help="Import the optimizer's state, too, for this class: Adagrad (of torch.optim) or module.Class.",
 )
 @click.option(
-    "--step", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Steps it was trained."
+    "--step", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Training steps so far."
 )
-@click.option("--owner", default="", metavar="NAME", help="The run's owner, where trainers have one.")
+@click.option("--owner", default="", metavar="NAME", help="The run's owner, if its trainers have one.")
 @spool_option
 @json_option
 def import_(url: str, directory: Path, run: str, spool: Path | None, *, as_json: bool, **wished: Any) -> None:
-    """Begin a run with what torch.distributed.checkpoint.save wrote into DIRECTORY.
+    """Start a run from a DIRECTORY written by torch.distributed.checkpoint.save.
 
-    Everything is stored as it is, bit for bit, committed at once and read back. Trainers go on from it as from any
-    checkpoint; without --optimizer by restore(weights_only=True).
+    All values are stored bit for bit in one commit and read back. Trainers continue from it as from any checkpoint;
+    without --optimizer by restore(weights_only=True).
 
-    Only directories that you trust: torch unpickles DIRECTORY's .metadata, and a pickle runs what it names.
+    Import only trusted directories: torch unpickles DIRECTORY's .metadata, and a pickle can run arbitrary code.
     """
-    require_torch("import", "run it where the trainer runs")
+    require_torch("import", "run it in the trainer's environment")
     from deltashard_cli.dcp.importer import ImportRequest, check_new, draft, import_draft
 
     target = new_run(url, run)
@@ -130,13 +124,16 @@ def import_(url: str, directory: Path, run: str, spool: Path | None, *, as_json:
         print_json({"imported": done, "verified": found.ok, "problems": found.problems})
     else:
         console().print(
-            f"run {target.run} begins at step {number(request.step)} (checkpoint {seq}): {plural(len(names), 'table')}, "
-            f"{plural(made.dense, 'dense tensor')}, {made.optimizer or 'no optimizer state'}, {size(stored_bytes)}"
+            f"run {target.run} starts at step {number(request.step)} (checkpoint {seq}): "
+            f"{plural(len(names), 'table')}, {plural(made.dense, 'dense tensor')}, "
+            f"{made.optimizer or 'no optimizer state'}, {size(stored_bytes)}"
         )
-        how = "guessed, --tables says them" if made.guessed else "as said"
+        how = "guessed, override by --tables" if made.guessed else "as given"
         console().print(f"tables ({how}): {', '.join(names) or 'none'}")
         if made.guessed and made.matrices:
-            console().print(f"taken for dense, though of a table's shape: {', '.join(made.matrices)}")
+            console().print(
+                f"imported as dense although they have a table's shape: {', '.join(made.matrices)}"
+            )
         for name in made.left_out:
             note(f"left out: {name}")
         for problem in found.problems:

@@ -1,4 +1,4 @@
-"""Checkpoints as files that other tools read: a safetensors file, a torch state_dict."""
+"""Export of checkpoints as a safetensors file or a torch state_dict."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _SAFETENSORS = {
 def export_safetensors(
     checkpoint: OpenCheckpoint, out: Path, *, state: bool, force: bool, advance: Advance
 ) -> ExportResult:
-    """Weights of tables and dense tensors in one safetensors file, streamed: no more than one table in memory.
+    """Write tables and dense tensors into one safetensors file, with at most one table in memory.
 
-    `state` adds optimizer-state fields as `{table}.{field}`. Raises `UserError` for a dtype that the format
-    has not, and what `check_output` raises.
+    `state` adds optimizer-state fields as `{table}.{field}`. Raises `UserError` for a dtype that safetensors does not
+    support, and the errors of `check_output`.
     """
     check_output(out, force=force)
     entry = checkpoint.entry
@@ -68,11 +68,13 @@ def export_safetensors(
     for name, dtype, shape in shapes:
         if dtype not in _SAFETENSORS:
             raise UserError(
-                f"safetensors has no {dtype}", where=name, remedy="use `deltashard restore`, or export .pt"
+                f"safetensors does not support {dtype}",
+                where=name,
+                remedy="use `deltashard restore`, or export .pt",
             )
         length = int(np.prod(shape, dtype=np.int64)) * element_type.by_name(dtype).itemsize_bytes
         if name in header:
-            raise UserError(f"two tensors are called {name!r}", where=checkpoint.where)
+            raise UserError(f"two tensors have the name {name!r}", where=checkpoint.where)
         header[name] = {
             "dtype": _SAFETENSORS[dtype],
             "shape": list(shape),
@@ -91,11 +93,11 @@ def export_safetensors(
 def export_torch(
     checkpoint: OpenCheckpoint, out: Path, *, state: bool, force: bool, advance: Advance
 ) -> ExportResult:
-    """`torch.save` of a state_dict {name: tensor}; `state` adds {table}.{field}. All of it is in memory at once.
+    """Write a state_dict {name: tensor} by `torch.save`, with all tensors in memory; `state` adds {table}.{field}.
 
-    Raises `UserError` when torch is not installed, and what `check_output` raises.
+    Raises `UserError` if torch is not installed, and the errors of `check_output`.
     """
-    require_torch("export to .pt", "export to .safetensors, which needs nothing")
+    require_torch("export to .pt", "export to .safetensors, which needs no torch")
     import torch
 
     check_output(out, force=force)
@@ -106,11 +108,11 @@ def export_torch(
     with _new_file(out) as file:
         try:
             torch.save(tensors, file)
-        except RuntimeError as error:  # so its writer says that the disk is full
+        except RuntimeError as error:  # raised by torch's zip writer when the disk is full
             raise EnvironmentFault(
-                f"torch could not write it: {str(error).splitlines()[0]}",
+                f"torch could not write the file: {str(error).splitlines()[0]}",
                 where=str(out),
-                remedy="look for room on the disk",
+                remedy="free space on the disk",
             ) from error
     return _exported(checkpoint, out, len(tensors), blobs, dense)
 
@@ -129,9 +131,9 @@ def _arrays(
 
 
 def require_torch(what: str, instead: str) -> None:
-    """Raises `UserError` where torch is not installed: `what` needs it, and `instead` is the other way."""
+    """Raise `UserError` if torch is not installed: `what` needs it, and the remedy offers `instead`."""
     try:
-        import torch  # noqa: F401 - whether it is there
+        import torch  # noqa: F401 - tests whether it is installed
     except ImportError as error:
         raise UserError(
             f"{what} needs torch, which is not installed",
@@ -140,7 +142,7 @@ def require_torch(what: str, instead: str) -> None:
 
 
 def torch_tensor(dtype: str, values: Array) -> torch.Tensor:
-    """`values`, the bits of elements of type `dtype`, as a tensor; of the same memory where that may be written."""
+    """Return `values`, the bits of elements of type `dtype`, as a tensor; shares writable memory."""
     import torch
 
     target = getattr(torch, dtype)

@@ -1,4 +1,4 @@
-"""`deltashard gc`: what nothing needs any more goes; and why everything else is kept."""
+"""`deltashard gc`: delete unneeded objects, and report why every other object is kept."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ORDER = (GcStatus.DELETABLE, GcStatus.IN_GRACE, GcStatus.KEPT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasonGroup:
-    """Objects that share a fate, and the reason of it."""
+    """Objects with the same status for the same reason."""
 
     status: GcStatus
     reason: str
@@ -42,7 +42,7 @@ class ReasonGroup:
 
 
 def by_reason(items: Iterable[Item]) -> list[ReasonGroup]:
-    """What goes first, then what waits, then what is kept; the largest first."""
+    """Group items by status (deletable, in grace, kept) and reason, the largest group first."""
     sums: dict[tuple[GcStatus, str], tuple[int, int]] = {}
     for item in items:
         objects, count = sums.get((item.status, item.reason), (0, 0))
@@ -59,7 +59,7 @@ def _show_reasons(items: Sequence[Item], *, verbose: bool) -> None:
     out.print()
     if verbose:
         rows = [(item.status, size(item.bytes), item.key, item.reason) for item in items]
-        show(out, "every object, and why", ["status", ">bytes", "~object", "~reason"], rows)
+        show(out, "objects and reasons", ["status", ">bytes", "~object", "~reason"], rows)
         out.print()
     groups = by_reason(items)
     rows = [(one.status, number(one.objects), size(one.bytes), one.reason) for one in groups]
@@ -75,20 +75,20 @@ def _show_reasons(items: Sequence[Item], *, verbose: bool) -> None:
 @click.command()
 @run_options
 @click.option(
-    "--dry-run", is_flag=True, help="Change nothing; say what would be done, and why each object is kept."
+    "--dry-run", is_flag=True, help="Change nothing; print what would be done, and why each object is kept."
 )
-@click.option("-v", "--verbose", is_flag=True, help="With --dry-run: each object, not only each reason.")
+@click.option("-v", "--verbose", is_flag=True, help="With --dry-run: list each object, not only each reason.")
 @click.option(
     "--keep-last", type=click.IntRange(1), metavar="N", help="Retire all but the newest N checkpoints first."
 )
 @click.option(
-    "--every-steps", type=click.IntRange(1), metavar="N", help="With --keep-last: also one per N steps."
+    "--every-steps", type=click.IntRange(1), metavar="N", help="With --keep-last: also keep one per N steps."
 )
 @click.option(
     "--every-hours",
     type=Finite(0, min_open=True),
     metavar="H",
-    help="With --keep-last: also one per H hours.",
+    help="With --keep-last: also keep one per H hours.",
 )
 @click.option(
     "--grace",
@@ -97,7 +97,7 @@ def _show_reasons(items: Sequence[Item], *, verbose: bool) -> None:
     default=DEFAULT_GRACE_S,
     show_default=True,
     metavar="SECONDS",
-    help="Delete only what was retired longer ago, so that readers can finish.",
+    help="Delete only objects that were retired longer ago, so that readers can finish.",
 )
 def gc(  # noqa: C901, PLR0913
     url: str,
@@ -111,15 +111,15 @@ def gc(  # noqa: C901, PLR0913
     verbose: bool,
     as_json: bool,
 ) -> None:
-    """Delete what nothing needs any more: retired checkpoints after their grace, and remains of failed saves.
+    """Delete unneeded objects: retired checkpoints after their grace, and the rest of failed saves.
 
-    Live checkpoints are only retired with --keep-last; what others build on, pins, a second independent
-    chain and the resume point of a starting trainer are kept in any case.
+    Live checkpoints are retired only with --keep-last. Bases of other checkpoints, pins, a second independent chain
+    and the resume point of a starting trainer are always kept.
     """
     if keep_last is None and (every_steps or every_hours):
-        raise click.UsageError("--every-steps and --every-hours say what to keep besides --keep-last")
+        raise click.UsageError("--every-steps and --every-hours need --keep-last")
     if verbose and not dry_run:
-        raise click.UsageError("-v lists what a --dry-run looked at: say --dry-run, too")
+        raise click.UsageError("-v lists the objects of a dry run: use --dry-run, too")
     target = find_run(url, run)
     log = RunLog(target.store, target.run)
     retention = Retention(
@@ -137,11 +137,11 @@ def gc(  # noqa: C901, PLR0913
         try:
             entry = append_retirement(log, retention, orphaned_prefixes=dead)
         except StoreFull:
-            # The store is full: what needs no entry to be deleted makes room for one.
+            # Deleting objects that need no retire entry makes room for the entry.
             freed = collect(log, grace_s=grace_s, unretired=dead)
             entry = append_retirement(log, retention, orphaned_prefixes=dead)
     retired, prefixes = ((), ()) if entry is None else (entry.checkpoints, entry.prefixes)
-    # Of what is retired, debris of cuts that were never committed is the rest of a failed save; all else was whole.
+    # Orphaned prefixes of snapshots that were never committed are the rest of failed saves.
     given_up = sorted(set(prefixes) & set(dead) - state.superseded.keys())
     found = collect(log, grace_s=grace_s, dry_run=dry_run)
     found = found if freed is None else freed.merged_with(found)
@@ -163,15 +163,15 @@ def gc(  # noqa: C901, PLR0913
     if retired:
         out.print(f"checkpoints {would}retired: {', '.join(map(str, retired))}")
     if superseded := sorted(set(prefixes) & state.superseded.keys()):
-        out.print(f"{plural(len(superseded), 'part')} {would}retired that a compaction replaced")
+        out.print(f"{plural(len(superseded), 'part')} {would}retired, replaced by compactions")
     if given_up:
         out.print(f"{plural(len(given_up), 'failed save')} {would}given up")
     out.print(f"{plural(found.objects, 'object')} ({size(found.bytes)}) {would}deleted")
     if found.unfinished:
-        out.print(f"{plural(found.unfinished, 'file')} deleted that a writer left half written when it died")
+        out.print(f"{plural(found.unfinished, 'file')} deleted, left incomplete by writers that died")
     if found.waiting:
         out.print(
-            f"{plural(len(found.waiting), 'prefix', 'prefixes')} wait for the grace of {grace_s:.0f} s to end",
+            f"{plural(len(found.waiting), 'prefix', 'prefixes')} kept until the grace of {grace_s:.0f} s ends",
             style="dim",
         )
     if dry_run:

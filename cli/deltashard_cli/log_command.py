@@ -1,4 +1,4 @@
-"""`deltashard log`: what the commit log of a run says, entry by entry."""
+"""`deltashard log`: the commit log of a run, entry by entry."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from deltashard_cli.target import POLICY, Target, find_run
 
 _READERS = 16
 _NAMED = 12
-"""Checkpoints that a sentence lists."""
 _COLUMNS = (
     ">seq",
     "kind",
@@ -57,13 +56,13 @@ _COLUMNS = (
     default=50,
     show_default=True,
     metavar="N",
-    help="The newest N entries; 0: all.",
+    help="Show the newest N entries; 0: all.",
 )
-@click.option("--since", type=click.IntRange(0), metavar="SEQ", help="Only entries from slot SEQ on.")
+@click.option("--since", type=click.IntRange(0), metavar="SEQ", help="Show only entries from slot SEQ.")
 def log(url: str, run: str | None, count: int, since: int | None, *, as_json: bool) -> None:
-    """Show the entries of a run's log, newest last: attempts, checkpoints, what was pinned, retired, rewound.
+    """Show the entries of a run's log, newest last: attempts, checkpoints, pins, retirements, rewinds.
 
-    A damaged log is shown as far as there is anything to read.
+    Of a damaged log, all readable entries are shown.
     """
     target = find_run(url, run)
     lines, every = read_lines(target, count=count, since=since or 0)
@@ -83,9 +82,9 @@ def log(url: str, run: str | None, count: int, since: int | None, *, as_json: bo
 
 
 def read_lines(target: Target, *, count: int, since: int) -> tuple[list[LogLine], int]:
-    """(the newest `count` lines from slot `since` on, oldest first; how many slots there are). 0: all of them.
+    """Return (the newest `count` lines from slot `since`, oldest first, number of slots); `count` 0 means all.
 
-    Warns of what is wrong with the log. Raises `StoreUnavailable` and other store errors.
+    Warns about a damaged log. Raises `StoreUnavailable` and other store errors.
     """
     handle = RunLog(target.store, target.run)
     stopped: int | None = None
@@ -104,7 +103,7 @@ def read_lines(target: Target, *, count: int, since: int) -> tuple[list[LogLine]
     wanted = range(first, tip + 1)
     with ThreadPoolExecutor(_READERS) as pool:
         slots = dict(zip(sorted(there), pool.map(handle.read_slot, sorted(there)), strict=True))
-    # What makes a slot void comes after it, so whatever is shown is known to count or not.
+    # A slot is voided by a later entry only, so the validity of all shown slots is known.
     void = void_slots([slots[seq] for seq in sorted(slots)])
     return [
         line_of(seq, slots.get(seq), valid=seq not in void and (stopped is None or seq < stopped))
@@ -116,7 +115,7 @@ def _row(line: LogLine) -> tuple[object, ...]:
     def shown(value: int | None) -> str:
         return "" if value is None else number(value)
 
-    description = line.description if line.valid else f"{line.description} (counts for nothing)"
+    description = line.description if line.valid else f"{line.description} (void)"
     return (
         line.seq,
         line.kind if line.valid else Text(line.kind, style="red"),
@@ -137,26 +136,25 @@ class LogLine:
 
     seq: int
     kind: str
-    """Of the entry; `unreadable` or `missing` where there is none to read."""
+    """Kind of the entry; `unreadable` or `missing` if it cannot be read."""
     description: str
-    """What the kind's own fields say, for people; of a slot that cannot be read what is wrong."""
+    """Human-readable summary of the entry's fields, or the fault of an unreadable slot."""
     valid: bool = True
-    """False: a later attempt made it void, or it lies behind the slot past which the log cannot be followed."""
+    """False if a later attempt made it void, or if it follows the slot at which the log becomes unreadable."""
     at_s: float | None = None
-    """By the writer's clock; None where the entry cannot be read."""
+    """Unix seconds by the writer's clock; None if the entry cannot be read."""
     writer: str = ""
     attempt: int | None = None
     cut: int | None = None
     step: int | None = None
     ranks: int | None = None
     bytes: int | None = None
-    """Stored, of a checkpoint or a compaction."""
     covers: tuple[int, ...] = ()
     pins: tuple[str, ...] = ()
 
 
 def line_of(seq: int, slot: Slot | None, *, valid: bool = True) -> LogLine:
-    """The line of a slot; None: it is not there."""
+    """Describe one slot; `slot` None means that it is missing."""
     if slot is None:
         return LogLine(seq=seq, kind="missing", description="the entry is missing", valid=False)
     if isinstance(slot, Unreadable):
@@ -168,7 +166,8 @@ def line_of(seq: int, slot: Slot | None, *, valid: bool = True) -> LogLine:
     match entry:
         case Genesis():
             return replace(
-                line, description=f"the run is {entry.owner}'s" if entry.owner else "the run has no owner"
+                line,
+                description=f"the run's owner is {entry.owner}" if entry.owner else "the run has no owner",
             )
         case AttemptOpened():
             return replace(line, description=_opened(entry), attempt=entry.seq, ranks=entry.world_size)
@@ -186,27 +185,27 @@ def line_of(seq: int, slot: Slot | None, *, valid: bool = True) -> LogLine:
                 pins=entry.pins,
             )
         case Compacted():
-            description = f"checkpoint {entry.replaces} restores from itself"
+            description = f"checkpoint {entry.replaces} restores from its compaction"
             return replace(line, description=description, ranks=len(entry.parts), bytes=entry.stored_bytes)
         case Retired():
             gone = f"retires {_listed(entry.checkpoints)}, " if entry.checkpoints else ""
             description = (
-                f"{gone}lets {len(entry.prefixes)} {'prefix' if len(entry.prefixes) == 1 else 'prefixes'} go"
+                f"{gone}releases {len(entry.prefixes)} {'prefix' if len(entry.prefixes) == 1 else 'prefixes'}"
             )
             return replace(line, description=description)
         case Pinned():
             description = f"{entry.name} is " + (
-                "nobody's" if entry.checkpoint is None else f"checkpoint {entry.checkpoint}"
+                "unpinned" if entry.checkpoint is None else f"checkpoint {entry.checkpoint}"
             )
             return replace(line, description=description, pins=(entry.name,))
         case Rewound():
-            return replace(line, description=f"the run goes on from checkpoint {entry.to}")
+            return replace(line, description=f"the run continues from checkpoint {entry.to}")
         case Reclaimed():
-            return replace(line, description=f"what was retired up to {entry.through} is gone")
+            return replace(line, description=f"the objects retired up to {entry.through} are deleted")
         case Repaired():
             return replace(line, description=f"gives up {_listed(entry.lost) or 'nothing'}")
         case _:
-            return replace(line, description="of a version that this one does not know, and may pass over")
+            return replace(line, description="optional entry of an unknown version, skipped")
 
 
 def _kind(entry: Entry) -> str:
@@ -216,11 +215,11 @@ def _kind(entry: Entry) -> str:
 
 
 def _opened(entry: AttemptOpened) -> str:
-    parts = ["begins anew" if entry.resumes_from is None else f"resumes from {entry.resumes_from}"]
+    parts = ["starts from scratch" if entry.resumes_from is None else f"resumes from {entry.resumes_from}"]
     if entry.takeover:
-        parts.append(f"takes the run over for {entry.owner or 'nobody'}")
+        parts.append(f"takes the run over for {entry.owner or 'no owner'}")
     if entry.voids is not None:
-        parts.append(f"makes {entry.voids} to {entry.seq - 1} void")
+        parts.append(f"voids {entry.voids} to {entry.seq - 1}")
     parts += [f"{name} {text}" for name, text in (("workload", entry.workload), ("pod", entry.pod)) if text]
     return "; ".join(parts)
 

@@ -1,9 +1,8 @@
-"""`deltashard`: plan, look at, check, restore, export, import and tidy runs on any store.
+"""`deltashard`: plan, inspect, verify, restore, export, import and clean up runs on any store.
 
-Exit codes: 0 all well; 1 problems were found in what is stored, even when the command could do its work without the
-damaged part (or, for `diff`, differences); 2 the caller's to mend (usage, URL, credentials, output path, no such run or
-checkpoint); 3 the environment failed (store or disk), a retry may help; 4 a bug of ours; 130 interrupted. With `--json`
-an error is a JSON document on stdout too.
+Exit codes: 0 success; 1 problems in the stored data, even if the command worked around them (`diff`: differences);
+2 caller error (usage, URL, credentials, output path, no such run or checkpoint); 3 environment failure (store or disk),
+a retry may help; 4 a bug in deltashard; 130 interrupted. With `--json` an error is also a JSON document on stdout.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ INTERRUPTED = 130
 _EXIT_CODES = """
 \b
 Exit codes:
-  0  all well
-  1  problems found in what is stored; `diff`: differences
-  2  the caller's to mend: usage, URL, credentials, no such run
-  3  the environment failed (store, disk); a retry may help
+  0  success
+  1  problems in the stored data; `diff`: differences
+  2  caller error: usage, URL, credentials, no such run
+  3  environment failure (store, disk); a retry may help
   4  a bug in deltashard
 """
 
 
 EXTRAS = "deltashard.commands"
-"""Entry points of the commands that are no part of the core: plan, export, import, and those of other packages."""
+"""Entry point group of commands outside the core: plan, export, import, and commands of other packages."""
 
 
 class Commands(click.Group):
-    """The core's commands, which are imported, and those of extras, which are loaded when they are named."""
+    """The core commands, imported eagerly, and the commands of extras, loaded when they are named."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *entry_points(group=EXTRAS).names})
@@ -68,11 +67,11 @@ class Commands(click.Group):
 
 
 def _not_installed(extra: EntryPoint, error: ImportError) -> click.Command:
-    """In the place of a command whose packages are missing: it says which, in the help too."""
+    """Return a placeholder command whose help and error name the missing package."""
     what = f"`deltashard {extra.name}` needs {error.name or error}, which is not installed"
 
     def refuse(*_given: object, **_options: object) -> None:
-        raise UserError(what, where=extra.value, remedy="install it beside deltashard")
+        raise UserError(what, where=extra.value, remedy="install it in deltashard's environment")
 
     return click.Command(
         extra.name,
@@ -90,18 +89,17 @@ def _not_installed(extra: EntryPoint, error: ImportError) -> click.Command:
 )
 @click.version_option(package_name="deltashard")
 def cli() -> None:
-    """Plan, look at, check, restore, export and tidy deltashard checkpoints.
+    """Plan, inspect, verify, restore, export and clean up deltashard checkpoints.
 
     URL is a store (s3://bucket/prefix?endpoint=..., gs://bucket/prefix, az://container/prefix?account=...,
-    file:///dir or a path), or a run in it (URL/RUN).
-    Credentials come from AWS_* or MINIO_* variables or the shared credentials file, GOOGLE_* or AZURE_* variables.
+    file:///dir or a path) or a run in a store (URL/RUN).
+    Credentials come from AWS_*, MINIO_*, GOOGLE_* or AZURE_* variables, or from the shared AWS credentials file.
     """
 
 
 @cli.result_callback()
 @click.pass_context
 def _end(context: click.Context, /, _result: object, **_options: object) -> None:
-    """A command that read something damaged ends with 1, whatever it could do."""
     if warnings(context):
         context.exit(PROBLEMS)
 
@@ -146,9 +144,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run_group(group: click.Group, arguments: list[str] | None, *, name: str) -> None:
-    """Run a group of commands under this name, and exit with its code: every error becomes a message and a code.
+    """Run a command group under `name` and exit: every error becomes a message and an exit code.
 
-    A call without any argument prints the help, as a usage error.
+    A call without arguments prints the help and exits with the code of a usage error.
     """
     given = sys.argv[1:] if arguments is None else arguments
     try:
@@ -159,10 +157,10 @@ def run_group(group: click.Group, arguments: list[str] | None, *, name: str) -> 
         sys.stderr.write("interrupted\n")
         code = INTERRUPTED
     except (BrokenPipeError, SystemExit):
-        # Only for a pipe that nobody reads does click leave by itself (with 1, which says something else here).
+        # click exits (with 1, which means "problems" here) only when the reader of its pipe is gone.
         discard_stdout()
         code = OK
-    except Exception as raised:  # noqa: BLE001 - the outermost rim: every error becomes a message and a code
+    except Exception as raised:  # noqa: BLE001 - outermost level: every error becomes a message and an exit code
         found = wrap_os_error(raised)
         code = exit_code(found)
         _show(found, code, name=name, as_json="--json" in given)
@@ -174,19 +172,19 @@ def run_group(group: click.Group, arguments: list[str] | None, *, name: str) -> 
 
 
 class LocalFault(EnvironmentFault):
-    """A file or directory of this machine, or its memory, did not serve."""
+    """A file, a directory or the memory of this machine failed."""
 
 
 def wrap_os_error(error: Exception) -> Exception:
-    """The error to show: what Python or a library raises of files and memory gets a place and a remedy."""
+    """Return the error to show: an `OSError` or `MemoryError` gets a place and a remedy."""
     if isinstance(error, MemoryError):
-        return LocalFault("there is not enough memory", where="this process", remedy="give it more memory")
+        return LocalFault("out of memory", where="this process", remedy="give it more memory")
     if not isinstance(error, OSError):
         return error
     return LocalFault(
         error.strerror or f"{type(error).__name__}: {error}",
         where=str(error.filename or "this machine"),
-        remedy="check the path, its owner and permissions, and the room on its disk",
+        remedy="check the path, its owner and permissions, and the free space on its disk",
     )
 
 

@@ -14,23 +14,20 @@ from deltashard_checkpoint.cache.pack_cache import PackCache
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 SPOOL_BYTES = 1 << 30
-"""Of packs on their way."""
 
 
 class Finite(click.FloatRange):
-    """A number in a range; neither infinite nor NaN, which every range lets through."""
+    """A finite number in a range: `click.FloatRange` accepts NaN and infinities."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         found = super().convert(value, param, ctx)
         if not math.isfinite(found):
-            self.fail(f"{value!r} is no finite number", param, ctx)
+            self.fail(f"{value!r} is not a finite number", param, ctx)
         return found
 
 
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="One JSON document on stdout, for programs."
-)
-run_option = click.option("--run", metavar="NAME", help="The run, when URL is a store that holds several.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+run_option = click.option("--run", metavar="NAME", help="The run, if URL is a store with several runs.")
 which_option = click.option(
     "--checkpoint",
     "-c",
@@ -46,23 +43,22 @@ named_option = click.option(
 spool_option = click.option(
     "--spool",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Directory for packs on their way, up to 1 GiB; default: the system's for temporary files.",
+    help="Directory for up to 1 GiB of packs in transit; default: the system's temporary directory.",
 )
 ended_option = click.option(
     "--ended",
     is_flag=True,
-    help="You know that the run's trainer has ended, though its last save does not say so.",
+    help="Assert that the run's trainer has ended although its last save does not record it.",
 )
 
 
 def run_options(command: Command) -> Command:
-    """URL, --run and --json."""
     return click.argument("url")(run_option(json_option(command)))
 
 
 @contextmanager
 def spool_cache(spool: Path | None) -> Iterator[PackCache]:
-    """A cache for packs on their way, which goes with the command."""
+    """Yield a cache for packs in transit, in a temporary directory that is removed at the end."""
     with (
         tempfile.TemporaryDirectory(prefix="deltashard-", dir=spool) as directory,
         PackCache(Path(directory), budget_bytes=SPOOL_BYTES) as cache,

@@ -1,7 +1,7 @@
-"""How results look: tables for people on stdout, one JSON document for programs, progress on a terminal's stderr.
+"""Output of results: tables on stdout, one JSON document for programs, progress bars on a terminal's stderr.
 
-Everything for people passes through a console of `console`, and all text in it through `escaped`: names and messages
-come from a store that anybody may have written, and a terminal obeys what it reads. Markup of rich ("[red]") is text.
+All human-readable output passes through `console`, which escapes it by `escaped`: names and messages come from a store
+that untrusted writers may have written, and a terminal executes escape sequences. Rich markup ("[red]") is plain text.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from rich.table import Table
 from rich.text import Text
 
 _MIN_FOLDED_WIDTH = 28
-"""A column that may be folded keeps at least this width."""
+"""Minimum width of a column that may be folded, in characters."""
 Advance = Callable[[int], None]
-"""Called with bytes done."""
+"""Callback that receives the number of bytes processed since the last call."""
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON has it: dataclasses become objects, tuples and sets lists, NaN and infinities text."""
+    """Return `value` as JSON types: dataclasses become dicts, tuples and sets lists, NaN and infinities strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -50,9 +50,9 @@ def plain(value: Any) -> Any:
 
 
 def escaped(text: str, *, lines: bool = False) -> str:
-    """`text` with all that is not printable as `repr` has it: C0, C1, bidi and format characters, surrogates.
+    """Escape unprintable characters as `repr` does: C0, C1, bidi and format characters, surrogates.
 
-    `lines`: it is several lines, which stay so. What is escaped already stays as it is.
+    `lines` keeps newlines. Text that is already escaped stays unchanged.
     """
     if text.isprintable():
         return text
@@ -62,7 +62,7 @@ def escaped(text: str, *, lines: bool = False) -> str:
 
 
 def warn(text: str) -> None:
-    """Say on stderr, and in the JSON document, that what was read is damaged; the command then ends with 1."""
+    """Warn about damaged data on stderr and in the JSON document; the command then exits with 1."""
     warnings(click.get_current_context()).append(text)
     note(text, label="warning", style="bold yellow")
 
@@ -79,11 +79,11 @@ def warnings(context: click.Context) -> list[str]:
 
 
 def print_json(value: Any) -> None:
-    """One document on stdout; an object gets the key `warning` when there was one."""
+    """Print one document on stdout, with the key `warning` if there were warnings."""
     document = plain(value)
     context = click.get_current_context(silent=True)
-    if context is not None and (said := warnings(context)):
-        document["warning"] = "; ".join(said)
+    if context is not None and (warned := warnings(context)):
+        document["warning"] = "; ".join(warned)
     try:
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
         sys.stdout.flush()
@@ -99,20 +99,20 @@ def print_result(text: str, *, as_json: bool, **document: object) -> None:
 
 
 def discard_stdout() -> None:
-    """The reader of stdout has gone (`| head`): the command goes on to its own exit code, and says no more."""
+    """Redirect stdout to null after its reader has gone (`| head`), so that the command keeps its own exit code."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Stdout or stderr for people; wide when it is no terminal, so that nothing is cut in files and pipes."""
+    """Return a console on stdout or stderr; 200 characters wide if it is not a terminal, to avoid truncated output."""
     found = _Console(stderr=stderr)
     return found if found.is_terminal else _Console(stderr=stderr, width=200)
 
 
 class _Console(Console):
-    """A console that writes nothing raw, and whose command goes on, to its own exit code, when its reader has gone."""
+    """A console that escapes all text and ignores a closed pipe, so that the command keeps its own exit code."""
 
     def __init__(self, *, stderr: bool, width: int | None = None) -> None:
         super().__init__(stderr=stderr, width=width, highlight=False)
@@ -127,14 +127,14 @@ class _Console(Console):
 
 
 class _Escaping(RenderHook):
-    """Whatever a console is given is escaped where it becomes text; the console's own colours are no text yet."""
+    """Wraps everything a console prints in `_Escaped`; styles are not text yet and stay intact."""
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         return [_Escaped(each) for each in renderables]
 
 
 class _Escaped:
-    """Something to show, escaped."""
+    """A renderable whose text is escaped."""
 
     def __init__(self, shown: RenderableType) -> None:
         self._shown = shown
@@ -145,7 +145,6 @@ class _Escaped:
 
 
 def _cell(value: object) -> Text:
-    """A value as one line; what a command has styled stays as it is."""
     return value if isinstance(value, Text) else Text(escaped(str(value)))
 
 
@@ -158,9 +157,10 @@ def show(
     caption: str = "",
     droppable: Sequence[str] = (),
 ) -> None:
-    """Print a table; a column is right-aligned if its name begins with '>', may be folded if with '~'; empty ones go.
+    """Print a table without its empty columns.
 
-    Where the terminal is too narrow, `droppable` columns are left out, first named first, and the table says so.
+    A column whose name begins with '>' is right-aligned; one whose name begins with '~' may be folded. If the terminal
+    is too narrow, `droppable` columns are omitted in the given order, and the caption names them.
     """
     cells = [[_cell(cell) for cell in row] for row in rows]
     widths = [
@@ -194,7 +194,7 @@ def show(
     out.print(made)
     if dropped:
         caption = f"{caption}; " if caption else ""
-        caption += f"no room for {', '.join(dropped)}: a wider terminal or --json has them"
+        caption += f"no room for {', '.join(dropped)}: use a wider terminal or --json"
     if caption:
         out.print(caption, style="dim")
 
@@ -209,7 +209,7 @@ def key_value_table(pairs: Sequence[tuple[str, object]]) -> Table:
 
 
 def size(count: float) -> str:
-    """Bytes with a binary unit: 3 digits that matter."""
+    """Format bytes with a binary unit and about 3 significant digits."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024 or unit == "TiB":
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
@@ -222,7 +222,7 @@ def number(count: int) -> str:
 
 
 def age(at_s: float, now_s: float | None = None) -> str:
-    """How long ago, in the largest unit that is at least 2 (or seconds)."""
+    """Format the time since `at_s` in the largest unit of which at least 2 have passed, else in seconds."""
     seconds = (time.time() if now_s is None else now_s) - at_s
     if seconds < 0:
         return "in the future"
@@ -242,7 +242,7 @@ def plural(count: int, noun: str, many: str | None = None) -> str:
 
 @contextmanager
 def progress(label: str, total_bytes: int) -> Iterator[Advance]:
-    """A bar on stderr when that is a terminal; elsewhere nothing."""
+    """Show a progress bar if stderr is a terminal."""
     err = console(stderr=True)
     if not err.is_terminal:
         yield lambda _count: None

@@ -1,4 +1,4 @@
-"""Commands that only read: ls, inspect, verify, diff."""
+"""Read-only commands: ls, inspect, verify, diff."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def ls(url: str, run: str | None, *, as_json: bool) -> None:
 
 
 def _run_or_none(url: str, run: str | None) -> Target | None:
-    """The run that URL names itself; None for a root, whose runs are to be listed."""
+    """Return the run that URL or --run names; None for a store, whose runs are then listed."""
     if run is not None:
         return find_run(url, run)
     try:
@@ -97,7 +97,7 @@ def _run_or_none(url: str, run: str | None) -> Target | None:
         raise
     except NoSuchRun:
         return None
-    # A root with a single run also leads to a run; it is the run itself only when the URL says its name.
+    # A store with a single run also resolves to that run; list it unless the URL contains the run's name.
     return target if url_names_run(url, target.run) else None
 
 
@@ -131,9 +131,9 @@ def _list_runs(url: str, *, as_json: bool) -> None:
 
 
 def _summarize(target: Target) -> RunSummary:
-    """A run of a root's list; one with a gap in its log is listed too, without what the log would say.
+    """Summarize one run of a store.
 
-    So is what a copy or a removal that was cut short has left, with what to call.
+    A run with a gap in its log, and the rest of an interrupted copy or removal, are included with a warning.
     """
     empty = RunState(run=target.run)
     what, state = "", empty
@@ -160,7 +160,7 @@ def _checkpoint_row(one: CheckpointSummary) -> tuple[object, ...]:
         number(one.step),
         age(one.at_s),
         f"{one.attempt}.{one.cut}",
-        kind + (", compacted" if one.compacted else "") + (", set aside" if one.detached else ""),
+        kind + (", compacted" if one.compacted else "") + (", detached" if one.detached else ""),
         len(one.chain) or Text("broken", style="red"),
         number(one.rows),
         "-" if one.raw_bytes is None else size(one.raw_bytes),
@@ -207,7 +207,7 @@ def inspect(url: str, run: str | None, which: str, *, every_blob: bool, as_json:
                 ("stored", f"{size(one.stored_bytes)} in {_encodings(one) or 'no rows'}"),
                 ("stall", f"{one.stall_s * 1e3:.1f} ms"),
                 *([("pins", " ".join(one.pins))] if one.pins else []),
-                *([("set aside", "by a rewind: the run goes on from an older one")] if one.detached else []),
+                *([("detached", "by a rewind to an older checkpoint")] if one.detached else []),
                 *(
                     [
                         (
@@ -266,7 +266,7 @@ def inspect(url: str, run: str | None, which: str, *, every_blob: bool, as_json:
         "encoding",
         "~fields",
     ]
-    title = "tables (what this checkpoint's own parts hold)"
+    title = "tables (in this checkpoint's own parts)"
     show(out, title, columns, tables, droppable=("frames", "dtype", "rows held", "fields"))
     common = common_blobs(found.blobs)
     blobs = sorted(common.items(), key=lambda item: (-item[1], item[0]))
@@ -281,14 +281,14 @@ def inspect(url: str, run: str | None, which: str, *, every_blob: bool, as_json:
 
 
 def _show_own(blobs: Mapping[str, int], *, each: bool) -> None:
-    """Blobs that are one rank's own: by name with the number of ranks, or `each` under its stored name."""
+    """List blobs of single ranks: grouped by name, or with `each` one by one under their stored names."""
     held: dict[str, list[int]] = {}
     for stored, count in blobs.items():
         rank, name = parse_blob_name(stored)
         if rank is not None:
             held.setdefault(stored if each else name, []).append(count)
     rows = [(name, len(counts), size(sum(counts))) for name, counts in sorted(held.items())]
-    title = "blobs of single ranks (those of rank 0 are among the blobs above)"
+    title = "blobs of single ranks (the blobs above include rank 0's)"
     show(console(), title, ["blob", ">ranks", ">bytes"], rows, caption="" if each else "each one: --all")
 
 
@@ -302,10 +302,10 @@ def _more(count: int) -> str:
     "--deep", is_flag=True, help="Read and hash every frame, and restore every checkpoint into memory."
 )
 @click.option(
-    "--checkpoint", "-c", "which", metavar="WHICH", help="Only this one: latest, seq:N, step:N, pin:NAME."
+    "--checkpoint", "-c", "which", metavar="WHICH", help="Check only latest, seq:N, step:N or pin:NAME."
 )
 def verify(url: str, run: str | None, which: str | None, *, deep: bool, as_json: bool) -> None:
-    """Check that everything live is there and whole. Exit code 1 when it is not."""
+    """Check that all live checkpoints are complete and intact. Exit code 1 if there are problems."""
     found = verification.verify(find_run(url, run), which=which, deep=deep)
     if as_json:
         print_json({"ok": found.ok, **{name: getattr(found, name) for name in found.__slots__}})
@@ -330,10 +330,10 @@ def verify(url: str, run: str | None, which: str | None, *, deep: bool, as_json:
             verdict = Text(plural(len(found.problems), "problem"), style="bold red")
         out.print(Text.assemble(verdict, f": {checked}"))
         if not deep and found.ok:
-            out.print("contents were not read: --deep does", style="dim")
+            out.print("contents were not read: use --deep", style="dim")
         if found.garbage_prefixes:
             out.print(
-                f"{plural(found.garbage_prefixes, 'dead save')} to clear away: `deltashard gc`", style="dim"
+                f"{plural(found.garbage_prefixes, 'orphaned save')} to remove: `deltashard gc`", style="dim"
             )
     if not found.ok:
         click.get_current_context().exit(1)
@@ -346,7 +346,7 @@ def verify(url: str, run: str | None, which: str | None, *, deep: bool, as_json:
 @run_option
 @json_option
 def diff(url: str, a: str, b: str, run: str | None, *, as_json: bool) -> None:
-    """Compare checkpoints A and B (seq:N or N, step:N, pin:NAME, latest). Exit code 1 when they differ."""
+    """Compare checkpoints A and B (seq:N or N, step:N, pin:NAME, latest). Exit code 1 if they differ."""
     target = find_run(url, run)
 
     def compared(left: OpenCheckpoint) -> Difference:
@@ -392,7 +392,7 @@ def diff(url: str, a: str, b: str, run: str | None, *, as_json: bool) -> None:
             ]
             names = ["blob", f">in {found.seq_a}", f">in {found.seq_b}", ">largest", "~note"]
             show(out, "blobs that differ", names, blob_rows)
-        equal = "not one bit differs" if found.equal else f"{plural(found.blobs_equal, 'blob')} equal"
+        equal = "all bits are equal" if found.equal else f"{plural(found.blobs_equal, 'blob')} equal"
         out.print(equal, style="dim")
     if not found.equal:
         click.get_current_context().exit(1)

@@ -1,8 +1,7 @@
-"""`reclaim`: what the Job of a finished workload runs, to remove what the workload has in the store.
+"""`reclaim`: remove the runs of a finished workload; the command of the workload's cleanup Job.
 
-Nobody looks at it when it runs, so it removes only what it can prove to be the workload's: runs whose newest attempt
-the workload opened. A run that somebody opened, rewound or copied since stays, as does one that has a pin, or whose log
-cannot be read.
+The Job runs unattended, so the command removes only runs whose newest attempt the workload opened. It keeps runs that
+were opened, rewound or copied since, runs with a pin, and runs with an unreadable log.
 """
 
 from __future__ import annotations
@@ -29,16 +28,15 @@ from deltashard_cli.output import console, plural, print_json, size
 from deltashard_cli.target import POLICY, open_root
 
 _NUMBER = re.compile(r"-([a-z0-9.-]+-)?[0-9]+", re.ASCII)
-"""How the name of a numbered pod's run goes on: with its number, after its part's or its Job's."""
+"""Suffix of the run name of a numbered pod: its number, after the name of its replicated job or component."""
 MAX_REASON_CHARS = 300
-"""Characters of a reason in the last word."""
 MAX_RESULT_BYTES = 4000
-"""A kubelet keeps 4,096 of a container's last word."""
+"""Maximum size of the result file; the kubelet truncates a termination message to 4,096 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRun:
-    """A run that stays, and why."""
+    """A run that is kept, and the reason."""
 
     run: str
     why: str
@@ -47,23 +45,22 @@ class KeptRun:
 @click.command()
 @click.argument("url")
 @click.option("--run", required=True, metavar="NAME", help="The workload's run.")
-@click.option("--workload", required=True, metavar="UID", help="Whose run it is: others' are left alone.")
+@click.option("--workload", required=True, metavar="UID", help="Its UID; runs of other workloads are kept.")
 @click.option(
     "--result-file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write what came of it there, too, as JSON of at most 4,000 bytes (a container's termination message).",
+    help="Also write the result to FILE, as JSON of at most 4,000 bytes (a container's termination message).",
 )
 @json_option
 def reclaim(url: str, run: str, workload: str, *, result_file: Path | None, as_json: bool) -> None:
-    """Remove the run of a workload that has ended, if it is that workload's alone.
+    """Remove the run of a workload that has ended, if no other workload or user has opened it since.
 
-    With it go the runs of its numbered pods (NAME-0, NAME-1, ...), where each trained one of its own. A run that
-    another workload or a person opened since stays, as does one with a pin; a run that is not there is no error. Call
-    it again after one that was cut short.
+    The runs of its numbered pods (NAME-0, NAME-1, ...) are removed, too. Runs with a pin are kept. A missing run is not
+    an error. Call it again after an interruption.
     """
     if not workload:
-        raise click.UsageError("--workload is empty: whose run it is has to be said")
+        raise click.UsageError("--workload is empty: give the UID of the run's workload")
     store = open_root(url)
     removed: list[str] = []
     kept: list[KeptRun] = []
@@ -79,7 +76,7 @@ def reclaim(url: str, run: str, workload: str, *, result_file: Path | None, as_j
         removed.append(name)
         objects, size_bytes = objects + gone.objects, size_bytes + gone.bytes
         if gone.left:
-            kept.append(KeptRun(run=name, why=f"{plural(gone.left, 'object')} came while it was removed"))
+            kept.append(KeptRun(run=name, why=f"{plural(gone.left, 'object')} appeared during the removal"))
     found = {"removed": removed, "kept": kept, "objects": objects, "bytes": size_bytes}
     if result_file is not None:
         counts = {"runs": len(removed), "retained": len(kept), "objects": objects, "bytes": size_bytes}
@@ -89,13 +86,13 @@ def reclaim(url: str, run: str, workload: str, *, result_file: Path | None, as_j
         return
     out = console()
     for each in kept:
-        out.print(f"run {each.run} stays: {each.why}")
+        out.print(f"run {each.run} is kept: {each.why}")
     text = f"{plural(objects, 'object')}, {size(size_bytes)}"
-    out.print(f"removed: {', '.join(removed)} ({text})" if removed else "nothing is removed")
+    out.print(f"removed: {', '.join(removed)} ({text})" if removed else "nothing was removed")
 
 
 def _result_json(counts: Mapping[str, int], kept: Sequence[KeptRun]) -> str:
-    """What came of it, as JSON that a kubelet takes whole: of the runs that stay, as many as fit."""
+    """Return the result as JSON of at most `MAX_RESULT_BYTES`, with as many kept runs as fit."""
     text = json.dumps({**counts, "kept": []})
     for n in range(1, len(kept) + 1):
         longer = json.dumps(
@@ -109,7 +106,7 @@ def _result_json(counts: Mapping[str, int], kept: Sequence[KeptRun]) -> str:
 
 
 def _runs(store: Store, run: str) -> Iterator[str]:
-    """Names under which the store has anything: the run's, and its numbered pods'; a request or two for each."""
+    """Yield the names of the run and of its numbered pods' runs that have objects, at one or two requests per run."""
     if next(iter(store.list(f"{run}/")), None) is not None:
         yield run
     after = ""
@@ -121,16 +118,19 @@ def _runs(store: Store, run: str) -> Iterator[str]:
 
 
 class NotRemovable(UserError):
-    """The run is not the workload's to remove."""
+    """The workload must not remove the run."""
 
 
 def _removable_through(log: RunLog, workload: str) -> int | None:
-    """The slot up to which a run was seen to be the workload's; None: its removal was begun. Raises `NotRemovable`."""
+    """Return the log tip at which the run was the workload's; None if its removal had started.
+
+    Raises `NotRemovable`.
+    """
     left = incomplete_state(log.store, log.key(""))
     if left is IncompleteState.REMOVING:
-        return None  # it was ours when that was begun
+        return None  # an earlier call checked the run before it started the removal
     if left is not None:
-        raise NotRemovable(f"{left}: `deltashard ls` says more")
+        raise NotRemovable(f"{left}: see `deltashard ls`")
     state, damage = read_to_tip(log)
     if state is None:
         raise NotRemovable(f"its log is damaged: {damage}")
@@ -142,7 +142,7 @@ def _removable_through(log: RunLog, workload: str) -> int | None:
 
 
 def _ever_opened_by(log: RunLog, workload: str) -> bool:
-    """Whether the workload ever opened a run, as far as its log can be read: a name alone says nothing."""
+    """Whether the workload ever opened the run; True if its log cannot be read."""
     try:
         attempts = log.refresh(deadline_s=POLICY.deadline_s).attempts
     except (LogGap, FormatError):

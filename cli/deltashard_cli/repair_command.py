@@ -1,4 +1,4 @@
-"""Commands for a run whose log is damaged: scan (what lies in the store) and repair."""
+"""Commands for a run with a damaged log: scan (list the stored saves) and repair."""
 
 from __future__ import annotations
 
@@ -26,34 +26,32 @@ from deltashard_cli.target import POLICY, IncompleteRun, Target, named_run, scan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What lies under one prefix of `data/`: the parts of one cut, or a compaction."""
+    """The objects under one prefix of `data/`: the parts of one snapshot, or a compaction."""
 
     prefix: str
     attempt: int | None
-    """None: a compaction."""
     cut: int | None
     step: int | None
-    """None: no index could be read."""
+    """None if no index could be read."""
     seq: int | None
-    """Of the live checkpoint that reads it; None: no log, or nothing live does."""
+    """The live checkpoint that reads it; None if there is no log or no such checkpoint."""
     covers: tuple[int, ...]
-    """Log entries whose checkpoints hold the other rows; empty: it holds all its rows."""
+    """Seqs of the checkpoints that hold the other rows; empty if it holds all rows."""
     parts: int
-    """Indexes that can be read: one for each rank."""
     tables: tuple[str, ...]
     rows: int
     bytes: int
     whole: bool
-    """Every index can be read, and its packs are there with their sizes. Their contents were not read."""
+    """Every index is readable, and its packs exist with the right sizes; their contents were not read."""
     problems: tuple[str, ...]
 
 
 @click.command()
 @run_options
 def scan(url: str, run: str | None, *, as_json: bool) -> None:
-    """List the saves whose data lies in the store, by their indexes, even if there is no log. Writes nothing.
+    """List the saves in the store by their indexes, even without a log. Writes nothing.
 
-    Exit code 1 when one of them is not whole.
+    Exit code 1 if a save is incomplete.
     """
     target = scanned_run(url, run)
     state, log = _live(target)
@@ -84,7 +82,6 @@ def scan(url: str, run: str | None, *, as_json: bool) -> None:
 
 
 def _live(target: Target) -> tuple[RunState | None, str]:
-    """(the log's state as far as it can be followed, what to say of the log)."""
     try:
         state = RunLog(target.store, target.run).refresh(deadline_s=POLICY.deadline_s)
     except StoreUnavailable:
@@ -92,12 +89,12 @@ def _live(target: Target) -> tuple[RunState | None, str]:
     except DeltashardError as error:
         return None, error.what
     if state.tip < 0:
-        return None, "there is none"
+        return None, "missing"
     return state, state.damage() or "healthy"
 
 
 def saves(store: Store, run: str, state: RunState | None) -> Iterator[Found]:
-    """Every save under the run's `data/`, in key order."""
+    """Yield every save under the run's `data/`, in key order."""
     sizes: dict[str, dict[str, int]] = {}
     for info in store.list(run_key(run, "data/")):
         key = info.key[len(run) + 1 :]
@@ -131,7 +128,7 @@ def _save(store: Store, run: str, prefix: str, objects: Mapping[str, int], seq: 
             elif objects[pack.key] != pack.bytes:
                 problems.append(f"{pack.key} has {objects[pack.key]} bytes of {pack.bytes}")
     if not indexes and not problems:
-        problems.append("no index: the save never ended")
+        problems.append("no index: the save never finished")
     words = prefix.split("/")
     cut = None if words[1].startswith("compact-") else (int(words[1]), int(words[2]))
     return Found(
@@ -152,25 +149,25 @@ def _save(store: Store, run: str, prefix: str, objects: Mapping[str, int], seq: 
 
 @click.command()
 @run_options
-@click.option("--dry-run", is_flag=True, help="Change nothing; say what would be kept.")
+@click.option("--dry-run", is_flag=True, help="Change nothing; print what would be kept.")
 @click.option(
     "--skip-unknown",
     is_flag=True,
-    help="Pass over whole entries that this version does not know, too: only if no newer version wrote them.",
+    help="Also skip intact entries that this version does not know; use it only if no newer version wrote them.",
 )
 def repair(url: str, run: str | None, *, dry_run: bool, skip_unknown: bool, as_json: bool) -> None:
-    """Let a run whose log is damaged go on with every checkpoint that can be kept. End its trainers first.
+    """Repair the damaged log of a run, keeping every intact checkpoint. End its trainers first.
 
-    Writes one entry and one folded state; changes and deletes nothing. A healthy log is left alone (exit code 2).
+    Writes one entry and one folded state; changes and deletes nothing. A healthy log is not changed (exit code 2).
     """
     target = named_run(url, run)
     log = RunLog(target.store, target.run)
-    # What is left of it would be a run, and a wrong one: older, and without what people said of it.
+    # Repairing the rest of a copy or a removal would create a wrong run: older, without later pins and rewinds.
     if (left := incomplete_state(target.store, log.key(""))) in {
         IncompleteState.REMOVING,
         IncompleteState.COPYING,
     }:
-        raise IncompleteRun(f"{target.run} is no run: {left}", where=target.store.url, remedy=left.remedy)
+        raise IncompleteRun(f"{target.run} is not a run: {left}", where=target.store.url, remedy=left.remedy)
     found = salvage(log, even_newer=skip_unknown, deadline_s=POLICY.deadline_s)
     seq = None if dry_run else repair_log(log, found)
     kept = sorted(found.state.checkpoints)
@@ -196,7 +193,9 @@ def repair(url: str, run: str | None, *, dry_run: bool, skip_unknown: bool, as_j
         out.print(f"log entries {would}given up: {', '.join(map(str, found.lost))}")
     if found.dropped:
         out.print(
-            f"checkpoints {would}dropped, for their objects are gone: {', '.join(map(str, found.dropped))}"
+            f"checkpoints {would}dropped because their objects are missing: {', '.join(map(str, found.dropped))}"
         )
     if seq is not None:
-        out.print(f"written as log entry {seq}; `deltashard verify` looks at what is kept", style="dim")
+        out.print(
+            f"written as log entry {seq}; check the kept checkpoints by `deltashard verify`", style="dim"
+        )

@@ -1,4 +1,4 @@
-"""What is told of runs and checkpoints: from the log's state (and indexes) to plain records. Pure."""
+"""Pure functions from the log's state (and indexes) to summary records of runs and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,25 +20,22 @@ class RunSummary:
     run: str
     owner: str
     tip: int
-    """Last slot of the log."""
     attempts: int
     checkpoints: int
-    """Live ones."""
     committed: int
-    """Ever."""
     newest_seq: int | None
     newest_step: int | None
     newest_at_s: float | None
     live_stored_bytes: int
     stopped: str | None
-    """Why the log cannot be followed to its end; None in a healthy run."""
+    """Why the log cannot be read to its end; None for a healthy run."""
     state: str
-    """ok, damaged, or what is left of a copy or a removal that was cut short (`IncompleteState`)."""
+    """ok, damaged, or the `IncompleteState` of an interrupted copy or removal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
-    """A checkpoint in one line."""
+    """A checkpoint in one line; `kind` is full, delta or mixed, and `covers` are the bases of its parts."""
 
     seq: int
     step: int
@@ -46,28 +43,25 @@ class CheckpointSummary:
     attempt: int
     cut: int
     kind: str
-    """full, delta, or mixed."""
     covers: tuple[int, ...]
-    """The checkpoints its parts build on."""
     chain: tuple[int, ...]
-    """The checkpoints a restore reads, newest first; empty when the chain is broken."""
+    """The checkpoints that a restore reads, newest first; empty if the chain is broken."""
     compacted: bool
-    """It restores from its compaction's parts; `kind`, `covers`, rows and bytes are those of these."""
+    """It restores from its compaction, which `kind`, `covers`, rows and bytes describe."""
     ranks: int
     rows: int
     raw_bytes: int | None
-    """None for a compaction whose index was not read: its log entry does not say."""
+    """None for a compaction whose index was not read: its log entry does not record them."""
     stored_bytes: int
     restore_bytes: int
-    """Stored bytes of all parts its chain reads."""
     stall_s: float
     cut_at_s: float | None
-    """Unix seconds by rank 0's clock when its training stopped for the cut; None: unknown."""
+    """Unix seconds by rank 0's clock when training stopped for the snapshot; None if unknown."""
     encodings: Mapping[str, tuple[str, ...]]
-    """Of the rows of its own parts (its compaction's), by table."""
+    """Encodings of the rows in its own parts (or its compaction's), by table."""
     pins: tuple[str, ...]
     detached: bool
-    """A rewind has set it aside: it is not what a restore takes for the newest, or falls back to."""
+    """A rewind has detached it: a restore neither selects it as the newest nor falls back to it."""
     directive: str
 
 
@@ -90,7 +84,7 @@ def summarize_run(state: RunState) -> RunSummary:
 
 
 def _restore_chain(state: RunState, seq: int) -> tuple[tuple[int, ...], int]:
-    """(checkpoints that a restore of this one reads, newest first, and their bytes); without reading a manifest."""
+    """Return (seqs of the checkpoints that a restore reads, newest first, bytes of them), without reading manifests."""
     seqs = closure(state, (seq,))
     if any(state.checkpoints[at].listed is not None for at in seqs):
         return tuple(sorted(seqs, reverse=True)), sum(held_bytes(state, at) for at in seqs)
@@ -107,7 +101,7 @@ def _restore_chain(state: RunState, seq: int) -> tuple[tuple[int, ...], int]:
 def summarize_checkpoint(
     state: RunState, entry: Checkpoint, indexes: Mapping[str, Index] | None = None
 ) -> CheckpointSummary:
-    """One live checkpoint in one line; `indexes`, by index key, say of a compaction what its log entry does not."""
+    """Summarize one live checkpoint; `indexes`, by index key, supply the raw bytes of a compaction."""
     compaction = state.compactions.get(entry.seq)
     covers = () if compaction is not None else tuple(reversed(entry.covered))
     moved = [] if compaction is None else [(indexes or {}).get(part.index_key) for part in compaction.parts]
@@ -143,11 +137,10 @@ def summarize_checkpoint(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSummary:
-    """What a checkpoint's own parts hold of one table."""
+    """Content of one table in a checkpoint's own parts."""
 
     table: str
     rows: int
-    """Of the whole table."""
     columns: int
     dtype: str
     fields: tuple[str, ...]
@@ -159,7 +152,7 @@ class TableSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSummary:
-    """One part."""
+    """One part of a checkpoint."""
 
     rank: int
     covers: int | None
@@ -174,24 +167,22 @@ class PartSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """A checkpoint, opened."""
+    """A checkpoint in detail."""
 
     run: str
     summary: CheckpointSummary
     compacted_at_s: float | None
-    """When a compaction took the place of its own parts."""
     inconsistent_by: int | None
-    """The later checkpoint that names this one as inconsistent: rows of it are not those of its step."""
+    """The later checkpoint that reports this one as inconsistent: some of its rows belong to another step."""
     fingerprint: Mapping[str, str]
     metadata: Mapping[str, str]
     parts: tuple[PartSummary, ...]
     tables: tuple[TableSummary, ...]
     blobs: Mapping[str, int]
-    """Bytes by name."""
 
 
 def inspection_of(state: RunState, entry: Checkpoint, indexes: Mapping[str, Index]) -> Inspection:
-    """`entry` with what the indexes of its own parts (its compaction's, if it has one) say."""
+    """Describe `entry` by the indexes of its own parts, or of its compaction's if it has one."""
     parts = parts_of(state, entry.seq)
     own = [indexes[part.index_key] for part in parts]
     tables = []

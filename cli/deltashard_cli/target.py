@@ -1,7 +1,7 @@
-"""What a URL on the command line means: a store's root, or a run in it.
+"""Resolution of URLs on the command line: the root of a store, or a run in it.
 
-`URL --run NAME`, `URL/NAME`, and a root with a single run all lead to a run. A run is recognised by its first log
-entry, which also knows the run's own (perhaps long) name. A plain path is a file store.
+`URL --run NAME`, `URL/NAME`, and a root with a single run all resolve to a run. A run is recognized by its first log
+entry, which also holds the run's name (it may contain slashes). A plain path is a file store.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from deltashard_checkpoint.whole_run.incomplete_state import incomplete_state, i
 
 _INSIDE_RUN = re.compile(r"/(?:cache|closing|data|log|probe)/")
 POLICY = RetryPolicy(deadline_s=15.0)
-"""A person waits: whoever wants a store that is down for longer calls again."""
+"""Short, because a user is waiting and can call the command again."""
 MAX_OTHER_OBJECTS = 20_000
-"""Objects of no run that are looked through for the name of one: a directory may be of anything, and of any size."""
+"""Limit of foreign objects that the search for a run's name reads: a directory may hold anything of any size."""
 _NAMED = 20
-"""Runs that a message lists."""
 
 
 class NoSuchRun(UserError):
@@ -38,11 +37,11 @@ class NoSuchRun(UserError):
 
 
 class IncompleteRun(NoSuchRun):
-    """There is something of that name, and it is no run (any more, or yet)."""
+    """An interrupted copy or removal has left objects under that name that are not a run."""
 
 
 class TooManyOtherObjects(NoSuchRun):
-    """So many objects of no run that the others were not looked at."""
+    """The search for a run gave up after too many foreign objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,26 +53,26 @@ class Target:
 
 
 def open_root(url: str, *, create: bool = False) -> Store:
-    """The store at `url`, which must exist unless `create` makes its directory; a path needs no scheme."""
+    """Open the store at `url`, a URL or a path; it must exist unless `create` makes its directory."""
     if "://" not in url:
         url = os.path.abspath(local_path(url))  # noqa: PTH100 - stays a string
     return open_store(url, policy=POLICY, create=create)
 
 
 def new_run(url: str, run: str) -> Target:
-    """Where the new run `run` will be. Raises `UserError` when `url` is a run itself, which holds no others."""
+    """Return the target of the new run `run`. Raises `UserError` if `url` is itself a run."""
     store = open_root(url, create=True)
     if _has_log(store, ""):
-        raise UserError("this is a run and not a store", where=store.url, remedy="name the store above it")
+        raise UserError("this URL is a run, not a store", where=store.url, remedy="name the store above it")
     return Target(store=store, run=validate_run(run))
 
 
 def find_run(url: str, run: str | None) -> Target:
-    """The run that `url` (and `--run`) mean.
+    """Return the run that `url` and `--run` select.
 
     Raises:
-        NoSuchRun: there is none, or the root has several and none was chosen; the message lists them.
-        Unfinished: what a copy or a removal that was cut short has left.
+        NoSuchRun: there is no such run, or the root has several and none is selected; the message lists them.
+        IncompleteRun: an interrupted copy or removal has left objects that are not a run.
     """
     store = open_root(url)
     if run is not None:
@@ -89,21 +88,21 @@ def find_run(url: str, run: str | None) -> Target:
             raise _unfinished(store, "", url) or error from None
     base, question, query = url.partition("?")
     base = base.rstrip("/")
-    said = [name for name in _recorded_names(store) if f"{base}/".endswith(f"/{name}/")]
-    name = said[0] if said else base.rpartition("/")[2]
+    names = [name for name in _recorded_names(store) if f"{base}/".endswith(f"/{name}/")]
+    name = names[0] if names else base.rpartition("/")[2]
     store.close()
     return Target(store=open_root(base[: -len(name)].rstrip("/") + question + query), run=name)
 
 
 def _unfinished(store: Store, root: str, name: str) -> IncompleteRun | None:
-    """The error of what is left under `root`; None: nothing is, or a whole run."""
+    """Return the error for an incomplete run under `root`; None if there is nothing or a complete run."""
     if (found := incomplete_state(store, root)) is None:
         return None
-    return IncompleteRun(f"{name} is no run: {found}", where=store.url, remedy=found.remedy)
+    return IncompleteRun(f"{name} is not a run: {found}", where=store.url, remedy=found.remedy)
 
 
 def _recorded_names(store: Store) -> Iterator[str]:
-    """The run's own name, by its first entry, or by a folded state where that is lost; none where none can be read."""
+    """Yield the run's name as its first entry and its folded states record it; nothing if none can be read."""
     for key in (entry_key(0), *(info.key for info in store.list("log/fold-"))):
         with suppress(ObjectNotFound, FormatError):
             name = load(store.get(key), key).get("run")
@@ -112,7 +111,7 @@ def _recorded_names(store: Store) -> Iterator[str]:
 
 
 def must_exist(store: Store) -> None:
-    """Raises `NoSuchRun` for a prefix of a bucket under which there is nothing, as a missing directory is refused."""
+    """Raise `NoSuchRun` for an empty prefix of a bucket, as opening a missing directory does."""
     if (
         urlsplit(store.url).path.strip("/")
         and urlsplit(store.url).scheme not in {"file", "memory"}  # a bucket
@@ -126,28 +125,28 @@ def must_exist(store: Store) -> None:
 
 
 def url_names_run(url: str, run: str) -> bool:
-    """Whether `url` says the run's name, and not only the store's that it lies in."""
-    said = url.partition("?")[0].rstrip("/")
-    return f"{said}/".endswith(f"/{run}/") or said == run
+    """Whether `url` itself contains the run's name, rather than only the store's."""
+    base = url.partition("?")[0].rstrip("/")
+    return f"{base}/".endswith(f"/{run}/") or base == run
 
 
 def named_run(url: str, run: str | None) -> Target:
-    """The run that `url` itself or `--run` names: never the only one of a store, for a command that is not taken back.
+    """Return the run that `url` itself or `--run` names, for commands that cannot be undone.
 
-    Raises `NoSuchRun`.
+    Raises `NoSuchRun` if the run is only implied, as the single run of a store.
     """
     target = find_run(url, run)
     if run is None and not url_names_run(url, target.run):
         raise NoSuchRun(
-            "this is a store and not a run",
+            "this URL is a store, not a run",
             where=target.store.url,
-            remedy=f"say --run {target.run}, if you mean it",
+            remedy=f"confirm the run by --run {target.run}",
         )
     return target
 
 
 def scanned_run(url: str, run: str | None) -> Target:
-    """Like `find_run`, also for what is left of a run without any log: `url` is then taken for the run's own."""
+    """Like `find_run`, but also accepts a run that has data and no log: `url` is then the run's own URL."""
     try:
         return find_run(url, run)
     except NoSuchRun:
@@ -158,7 +157,7 @@ def scanned_run(url: str, run: str | None) -> Target:
 
 
 def run_of_url(url: str, run: str | None = None) -> Target:
-    """Where `url` would be a run, whether or not there is one: its last word is the name, unless that is said."""
+    """Return the run at `url`, whether or not it exists: `run`, or else the last segment of the URL, is its name."""
     base, question, query = url.partition("?")
     base = base.rstrip("/")
     name = validate_run(run or base.rpartition("/")[2])
@@ -167,13 +166,13 @@ def run_of_url(url: str, run: str | None = None) -> Target:
 
 
 def runs_of(store: Store, *, max_others: float = math.inf, unfinished: bool = False) -> Iterator[str]:
-    """Names of the runs on a store, in order; one listing request or two for each, and one for many other objects.
+    """Yield the names of a store's runs in order, at one or two listing requests per run.
 
-    `unfinished`: also of what has no log (`IncompleteState`), or not yet.
-    Raises `TooManyOtherObjects` after `max_others` other objects.
+    `unfinished` includes incomplete runs (`IncompleteState`). Raises `TooManyOtherObjects` after `max_others` foreign
+    objects.
     """
     after, others, more = "", 0, True
-    none: set[str] = set()  # what might have been a run, and is not
+    none: set[str] = set()  # prefixes known not to be runs
     while more:
         more = False
         for found in store.list("", start_after=after):
@@ -185,14 +184,14 @@ def runs_of(store: Store, *, max_others: float = math.inf, unfinished: bool = Fa
             others += 1
             if others >= max_others:
                 raise TooManyOtherObjects(
-                    f"{others:,} objects here are of no run, and no more were looked at",
+                    f"{others:,} objects belong to no run; the search ended there",
                     where=store.url,
-                    remedy="check the store URL, or say --run",
+                    remedy="check the store URL, or name the run by --run",
                 )
 
 
 def _run_of(store: Store, key: str, none: set[str], *, unfinished: bool) -> str | None:
-    """The run that an object belongs to; what turns out to be none is kept in `none`, and not asked for again."""
+    """Return the run that an object belongs to; `none` caches prefixes that are not runs."""
     for match in _INSIDE_RUN.finditer(key):
         run = key[: match.start()]
         if run not in none:
@@ -208,7 +207,7 @@ def _only_run(store: Store) -> Target:
     runs = list(islice(runs_of(store, max_others=MAX_OTHER_OBJECTS), 2))
     if len(runs) == 1:
         return Target(store=store, run=runs[0])
-    what = "which run? The store holds several" if runs else "no run here"
+    what = "the store holds several runs" if runs else "the store holds no run"
     raise NoSuchRun(what, where=store.url, remedy=_suggestion(store) if runs else "check the store URL")
 
 
@@ -216,7 +215,7 @@ def _is_run(store: Store, run: str) -> bool:
     try:
         store.head(run_key(run, entry_key(0)))
     except ObjectNotFound:
-        # A log without its first entry is a damaged run, not none: its reader names the gap.
+        # A log without its first entry is a damaged run: its reader reports the gap.
         return _has_log(store, f"{run}/")
     return True
 
@@ -227,7 +226,7 @@ def _has_log(store: Store, root: str) -> bool:
 
 def _suggestion(store: Store) -> str:
     found: list[str] = []
-    with suppress(DeltashardError):  # what is wrong is known already: this only helps
+    with suppress(DeltashardError):  # this only extends the remedy of an error that is already known
         found.extend(islice(runs_of(store, max_others=MAX_OTHER_OBJECTS), _NAMED + 1))
     if not found:
         return "check the URL: no run was found there"

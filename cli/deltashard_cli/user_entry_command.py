@@ -1,4 +1,4 @@
-"""Commands by which a person speaks in a run's log: pin, unpin, retire, rewind."""
+"""Commands that append a user's entry to a run's log: pin, unpin, retire, rewind."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from deltashard_cli.target import find_run, named_run
 @click.argument("name")
 @which_option
 def pin(url: str, name: str, run: str | None, which: str, *, as_json: bool) -> None:
-    """Give the pinned NAME to a checkpoint, which is then kept until another one has the name, or it is unpinned.
+    """Pin a checkpoint under NAME: it is kept until the name is moved to another checkpoint or unpinned.
 
-    Works beside a living trainer. A later commit under the same name takes it.
+    Works while a trainer runs. A later commit with the same pin name moves it.
     """
     target = find_run(url, run)
     log = RunLog(target.store, target.run)
@@ -31,7 +31,7 @@ def pin(url: str, name: str, run: str | None, which: str, *, as_json: bool) -> N
     print_result(
         f"checkpoint {seq} (step {number(log.state.checkpoints[seq].step)}) is pinned {name}"
         + (" already" if entry is None else "")
-        + (f", and {before} no more" if before not in {None, seq} else ""),
+        + (f", {before} no longer" if before not in {None, seq} else ""),
         as_json=as_json,
         run=target.run,
         name=name,
@@ -45,13 +45,13 @@ def pin(url: str, name: str, run: str | None, which: str, *, as_json: bool) -> N
 @run_options
 @click.argument("name")
 def unpin(url: str, name: str, run: str | None, *, as_json: bool) -> None:
-    """Take the pinned NAME away: its checkpoint is kept only as long as anything else asks for it."""
+    """Remove the pin NAME: its checkpoint is then kept only while something else requires it."""
     target = find_run(url, run)
     log = RunLog(target.store, target.run)
     before = log.refresh().pinned.get(name)
     entry = user_entry.pin(log, name, None)
     print_result(
-        f"checkpoint {before} is not pinned {name} any more",
+        f"checkpoint {before} is no longer pinned {name}",
         as_json=as_json,
         run=target.run,
         name=name,
@@ -70,12 +70,12 @@ def unpin(url: str, name: str, run: str | None, *, as_json: bool) -> None:
     multiple=True,
     required=True,
     metavar="WHICH",
-    help="seq:N (or N), step:N or pin:NAME; several times.",
+    help="seq:N (or N), step:N or pin:NAME; repeatable.",
 )
 def retire(url: str, run: str | None, every: tuple[str, ...], *, as_json: bool) -> None:
-    """Retire these checkpoints: they are no more at once, and `gc` deletes their objects after its grace.
+    """Retire checkpoints: they are no longer restorable, and `gc` deletes their objects after its grace.
 
-    Refused for the newest, for what is pinned, and for what any other checkpoint builds on, unless that is named, too.
+    Refused for the newest and for pinned checkpoints, and for bases of checkpoints that are not retired, too.
     """
     target = named_run(url, run)
     log = RunLog(target.store, target.run)
@@ -86,8 +86,8 @@ def retire(url: str, run: str | None, every: tuple[str, ...], *, as_json: bool) 
     entry = retire_selected(log, choose)
     gone = () if entry is None else entry.checkpoints
     print_result(
-        f"{plural(len(gone), 'checkpoint')} retired: {', '.join(map(str, gone))}; `deltashard gc` deletes what "
-        "only they needed",
+        f"{plural(len(gone), 'checkpoint')} retired: {', '.join(map(str, gone))}; `deltashard gc` deletes "
+        "the objects that only they needed",
         as_json=as_json,
         run=target.run,
         retired=gone,
@@ -101,27 +101,29 @@ def retire(url: str, run: str | None, every: tuple[str, ...], *, as_json: bool) 
 @named_option
 @ended_option
 def rewind(url: str, run: str | None, which: str, *, ended: bool, as_json: bool) -> None:
-    """Have the run go on from an older checkpoint: the next trainer's restore() takes it for the newest.
+    """Rewind a run to an older checkpoint: the next trainer's restore() treats it as the newest.
 
-    What is newer is set aside, not deleted: another rewind brings it back until retention or `gc --keep-last` retires
-    it (a pin keeps it). Refused while a trainer may hold the run: its last save must be one of a close or an eviction.
-    To begin a new run with a checkpoint instead: `deltashard cp`.
+    Newer checkpoints are detached, not deleted: another rewind restores them until retention or `gc --keep-last`
+    retires them (a pin keeps them). Refused while a trainer may hold the run: the last save must be that of a close or
+    an eviction. To start a new run from a checkpoint instead, use `deltashard cp`.
     """
     target = named_run(url, run)
-    open_checkpoint(target, which)  # whose indexes are there: nothing else would be left to fall back to
+    open_checkpoint(
+        target, which
+    )  # its indexes must be readable: there is no checkpoint to fall back to afterwards
     log = RunLog(target.store, target.run)
     entry = user_entry.rewind(log, which, ended=ended)
     state = log.state
     newest = state.newest()
     assert newest is not None
     detached = sorted(state.detached)
-    said = f"the run goes on from checkpoint {newest.seq} (step {number(newest.step)})"
+    result = f"the run continues from checkpoint {newest.seq} (step {number(newest.step)})"
     if entry is None:
-        said += " already"
+        result += " already"
     if detached:
-        said += f"; set aside: {', '.join(map(str, detached))}"
+        result += f"; detached: {', '.join(map(str, detached))}"
     print_result(
-        said,
+        result,
         as_json=as_json,
         run=target.run,
         checkpoint=newest.seq,

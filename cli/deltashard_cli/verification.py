@@ -1,14 +1,13 @@
-"""`deltashard verify`: is what the log promises there, and does it restore?
+"""`deltashard verify`: check that everything the log references exists and can be restored.
 
-Always: every log entry is read, its hash chain and the rules between entries are checked, and every folded state by its
-content; every index of every live checkpoint is read and checked against its name, its log entry and itself; frames of
-a table say `since` one checkpoint, and earlier; every pack is there and has its size; every checkpoint has a complete
-plan. Deep: every frame and every tail is read, re-hashed and parsed, and every live checkpoint is restored, table by
-table, into memory. Where frames of a table say `since` a live checkpoint, these frames over that one
-have to make this one.
+Always checked: every log entry, the hash chain and the rules between entries; the content of every folded state; every
+index of every live checkpoint against its name and its log entry; the `since` hints of frames; existence and size of
+every pack; a complete restore plan for every live checkpoint. Deep: every frame and every tail is read, hashed and
+parsed, and every live checkpoint is restored into memory, table by table. Frames with a `since` hint, applied to the
+checkpoint that the hint names, must also yield this checkpoint.
 
-A problem names the object, what is wrong, and the checkpoints that need it. A store that cannot be reached is no
-problem of the run: that raises.
+A problem names the object, the fault, and the checkpoints that need the object. An unreachable store raises an error
+instead: it is not a problem of the run.
 """
 
 from __future__ import annotations
@@ -51,17 +50,16 @@ _READERS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Something that is not as the log says."""
+    """A difference between the log and the stored objects."""
 
     object: str
-    """Key, relative to the run's root."""
     what: str
     checkpoints: tuple[int, ...]
     """Live checkpoints that need the object."""
 
 
 class Problems(list[Problem]):
-    """What is found on the way."""
+    """The problems found so far."""
 
     def add(self, key: str, what: str, checkpoints: Iterable[int] = ()) -> None:
         self.append(Problem(object=key, what=what, checkpoints=tuple(checkpoints)))
@@ -69,7 +67,7 @@ class Problems(list[Problem]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What was checked, and what was found."""
+    """Counts of checked objects, and the problems found."""
 
     run: str
     deep: bool
@@ -80,9 +78,8 @@ class Verification:
     frames: int = 0
     bytes: int = 0
     restored: tuple[int, ...] = ()
-    """Checkpoints that were restored whole, into memory (deep)."""
     garbage_prefixes: int = 0
-    """Prefixes that nothing needs and no retire entry names yet: `gc` takes care of them."""
+    """Orphaned prefixes that no retire entry names yet; `gc` removes them."""
     problems: tuple[Problem, ...]
 
     @property
@@ -91,7 +88,7 @@ class Verification:
 
 
 def verify(target: Target, *, which: str | None = None, deep: bool = False) -> Verification:
-    """Check a run, or only checkpoint `which` and what it needs. Raises `StoreUnavailable` and other store errors."""
+    """Check a run, or only checkpoint `which` and its chain. Raises `StoreUnavailable` and other store errors."""
     log = RunLog(target.store, target.run)
     problems = Problems()
     try:
@@ -140,9 +137,9 @@ def verify(target: Target, *, which: str | None = None, deep: bool = False) -> V
 
 
 def read_log(log: RunLog, problems: Problems) -> RunState:
-    """The state, folded from every entry of the log, and what is wrong with them.
+    """Return the state folded from every entry of the log, and add the faults of the log to `problems`.
 
-    What is bad or missing behind a folded state that the log vouches for is a problem too, and the state is that one's.
+    Bad or missing entries before a valid folded state are problems, too; the result is then the state that readers see.
     Raises `LogGap` and store errors.
     """
     quick = log.refresh(deadline_s=POLICY.deadline_s)
@@ -159,12 +156,12 @@ def read_log(log: RunLog, problems: Problems) -> RunState:
         *((slot.seq, slot.error.what) for slot in slots if isinstance(slot, Unreadable)),
     ]
     if quick.stopped is not None:
-        what = f"{quick.stopped.error.what}; what follows it in the log cannot be followed"
+        what = f"{quick.stopped.error.what}; the entries after it cannot be read"
         problems.add(entry_key(quick.stopped.seq), what)
         known |= set(range(quick.stopped.seq, quick.tip + 1))
     for seq, what in behind:
         if seq not in known:
-            problems.add(entry_key(seq), f"{what}; readers begin with a folded state of what follows it")
+            problems.add(entry_key(seq), f"{what}; readers start from a later folded state")
     if len(there) <= quick.tip:
         return quick
     _check_folds(log, seen, slots, problems)
@@ -172,32 +169,32 @@ def read_log(log: RunLog, problems: Problems) -> RunState:
     if state.stopped is not None:
         return quick
     if quick != state and not any(problem.object.startswith("log/fold-") for problem in problems):
-        problems.add("log/", "what a folded state leads to is not what the log says")
+        problems.add("log/", "the state read from a folded state differs from the state of all entries")
     return state
 
 
 def _check_folds(log: RunLog, seen: Listing, slots: Sequence[Slot], problems: Problems) -> None:
-    """The folded states that entries name: are they the fold of the entries before them?"""
+    """Check that each folded state that an entry names is the fold of the entries before it."""
     named = {
         name for slot in slots if isinstance(slot, Sealed) and (name := named_fold(slot.entry)) is not None
     }
     for name in sorted(named & set(seen.folds)):
         truth = fold(RunState(run=log.run), slots[: name.seq + 1])
         try:
-            said = log.folds.load(name)
+            stored = log.folds.load(name)
         except FormatError as error:
             problems.add(fold_key(name), error.what)
             continue
         except StoreUnavailable:
             if name in log.listed().folds:
                 raise
-            continue  # the run goes on: newer ones have taken its place
-        if truth.stopped is None and said != truth:
-            problems.add(fold_key(name), "the folded state is not that of the entries before it")
+            continue  # a live run has replaced it by a newer one
+        if truth.stopped is None and stored != truth:
+            problems.add(fold_key(name), "the folded state differs from the fold of the entries before it")
 
 
 def _with_listings(target: Target, state: RunState, live: Iterable[int], problems: Problems) -> RunState:
-    """`state` with what the manifests of these checkpoints list, and a problem for each that cannot be read."""
+    """Return `state` with the manifests of the checkpoints `live`; an unreadable manifest becomes a problem."""
     manifests = Manifests(target.store, target.run)
     for seq in sorted(live):
         try:
@@ -209,7 +206,7 @@ def _with_listings(target: Target, state: RunState, live: Iterable[int], problem
 
 
 def _needs(state: RunState, live: Iterable[int]) -> dict[str, tuple[Part, tuple[int, ...]]]:
-    """Every part that live checkpoints read, by index key, with the checkpoints that need it."""
+    """Return every part that a restore of `live` reads, by index key, with the checkpoints that need it."""
     found: dict[str, tuple[Part, tuple[int, ...]]] = {}
     for seq in sorted(live):
         if not all(_is_listed(state, at) for at in closure(state, (seq,))):
@@ -225,14 +222,14 @@ def _needs(state: RunState, live: Iterable[int]) -> dict[str, tuple[Part, tuple[
 
 
 def _is_listed(state: RunState, seq: int) -> bool:
-    """Whether the parts of a checkpoint are known: its manifest, if it has one, could be read."""
+    """Whether the parts of a checkpoint are known: it has no manifest, or a readable one."""
     return seq in state.listings or state.checkpoints[seq].listed is None
 
 
 def _read_indexes(
     target: Target, needed_by: Mapping[str, tuple[Part, tuple[int, ...]]], problems: Problems
 ) -> dict[str, Index]:
-    """The indexes that can be read and are what their log entries say."""
+    """Return the readable indexes, and check each against its log entry."""
 
     def read(key: str) -> Index | FormatError:
         try:
@@ -259,7 +256,6 @@ def _check_packs(
     sizes: Mapping[str, int],
     problems: Problems,
 ) -> dict[str, int]:
-    """Sizes of the packs that are there, by key."""
     there: dict[str, int] = {}
     for key, index in indexes.items():
         for pack in index.packs:
@@ -267,7 +263,7 @@ def _check_packs(
             if found is None:
                 problems.add(pack.key, "the pack does not exist", needed_by[key][1])
             elif found != pack.bytes:
-                what = f"the pack has {found} bytes, its index says {pack.bytes}"
+                what = f"the pack has {found} bytes instead of {pack.bytes}"
                 problems.add(pack.key, what, needed_by[key][1])
             else:
                 there[pack.key] = found
@@ -277,12 +273,12 @@ def _check_packs(
 def _check_encodings(
     state: RunState, live: Iterable[int], indexes: Mapping[str, Index], problems: Problems
 ) -> None:
-    """A reader of a checkpoint may rely on what its entry says of the encodings of its rows."""
+    """Check the encodings in each checkpoint's entry against its indexes, because readers rely on the entry."""
     for seq in sorted(live):
         entry = state.compactions.get(seq, state.checkpoints[seq])
         keys = [part.index_key for part in parts_of(state, seq)] if _is_listed(state, seq) else []
         if not keys or not indexes.keys() >= set(keys):
-            continue  # told of already
+            continue  # already reported
         if all_encodings(indexes[key].encodings for key in keys) != entry.encodings:
             what = "the entry and the indexes differ in the encodings of tables"
             problems.add(entry_key(entry.seq), what, (seq,))
@@ -291,17 +287,17 @@ def _check_encodings(
 def _check_hints(
     state: RunState, live: Iterable[int], indexes: Mapping[str, Index], problems: Problems
 ) -> None:
-    """What the frames of a table say `since` is one checkpoint, and an earlier one."""
+    """Check that the `since` hints of a table's frames name one earlier checkpoint."""
     for seq in sorted(live):
         for part in parts_of(state, seq) if _is_listed(state, seq) else ():
-            said: dict[str, set[int]] = {}
+            hints: dict[str, set[int]] = {}
             for place in indexes[part.index_key].places if part.index_key in indexes else ():
                 if place.since is not None:
-                    said.setdefault(place.info.table, set()).add(place.since)
-            for table, named in said.items():
+                    hints.setdefault(place.info.table, set()).add(place.since)
+            for table, named in hints.items():
                 if len(named) > 1 or max(named) >= seq:
                     slots = ", ".join(map(str, sorted(named)))
-                    what = f"frames of {table} say since {slots}, not one earlier checkpoint"
+                    what = f"frames of {table} have since hints {slots} instead of one earlier checkpoint"
                     problems.add(part.index_key, what, (seq,))
 
 
@@ -321,7 +317,7 @@ def _check_frames(
     packs: Mapping[str, int],
     problems: Problems,
 ) -> int:
-    """Read, hash and parse every frame once; how many were whole."""
+    """Read, hash and parse every frame once; return the number of intact frames."""
     jobs = [
         (pack.key, pieces, needed_by[key][1])
         for key, index in indexes.items()
@@ -358,7 +354,7 @@ def _check_pack(
         for piece in batch:
             view = buffer[piece.offset - start :][: piece.length]
             fault = _frame_error(view, piece)
-            if fault is not None:  # once more from the store: the wrong bit may have been ours
+            if fault is not None:  # read again: the bit may have flipped in transit or in memory
                 store.get_into(key, piece.offset, view)
                 fault = _frame_error(view, piece)
             if fault is None:
@@ -383,7 +379,7 @@ def _frame_error(view: memoryview, piece: Piece) -> FormatError | None:
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Neighbours in a pack, up to `_READ_BYTES` together."""
+    """Group neighboring pieces of a pack into ranges of up to `_READ_BYTES`."""
     batch: list[Piece] = []
     for piece in pieces:
         if batch and piece.offset + piece.length - batch[0].offset > _READ_BYTES:
@@ -395,7 +391,7 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def _check_restores(checkpoints: Sequence[OpenCheckpoint], problems: Problems) -> list[int]:
-    """Restore each into memory, one table at a time; the seqs of those that are whole."""
+    """Restore each checkpoint into memory, one table at a time; return the seqs of the intact ones."""
     total = sum(each.plan(each.entry.tables, blobs=each.blob_names).bytes for each in checkpoints)
     whole: dict[int, OpenCheckpoint] = {}
     with progress("restoring checkpoints", total) as advance:
@@ -418,12 +414,12 @@ def _check_since(
     whole: Mapping[int, OpenCheckpoint],
     problems: Problems,
 ) -> None:
-    """Follow: what frames of a table say `since` over that checkpoint, if it is of `whole`, makes this one's rows."""
+    """Check that frames with a `since` hint, applied to that checkpoint if it is in `whole`, yield `table`."""
     schema, seq = table.schema, checkpoint.entry.seq
     for part in parts_of(checkpoint.state, seq):
         index = checkpoint.indexes[part.index_key]
-        said = {place.since for place in index.places if place.info.table == schema.fqn} - {None}
-        since = said.pop() if said else None
+        hints = {place.since for place in index.places if place.info.table == schema.fqn} - {None}
+        since = hints.pop() if hints else None
         before = None if since is None else whole.get(since)
         if before is None or schema not in before.entry.tables:
             continue
@@ -446,15 +442,15 @@ def _check_since(
             if differ.any():
                 first = each.box.row_start + int(np.flatnonzero(differ)[0])
                 what = (
-                    f"{int(differ.sum())} rows of {schema.fqn} (first: {first}) are not those of checkpoint {since} "
-                    f"with the frames that say since {since}: the checkpoint restores, "
-                    f"a follower of {since} must read it whole"
+                    f"{int(differ.sum())} rows of {schema.fqn} (first: {first}) differ from checkpoint {since} "
+                    f"with the frames since {since}: the checkpoint restores, "
+                    f"but a follower of {since} must read it completely"
                 )
                 problems.add(part.index_key, what, (seq,))
 
 
 def _rows_of_box(rows: TableArrays, box: Box) -> TableTarget:
-    """The columns of `box` of its rows. Fields of one value a row are of all columns: a box of some is without them."""
+    """Return the part of `rows` in the columns of `box`; fields of one value per row only if it has all columns."""
     columns = slice(box.col_start, box.col_stop)
     return TableTarget(
         schema=rows.schema,
@@ -469,7 +465,7 @@ def _rows_of_box(rows: TableArrays, box: Box) -> TableTarget:
 
 
 def _differing(now: TableArrays, then: TableTarget) -> npt.NDArray[np.bool_]:
-    """Which rows of a box differ in a byte: bool [rows]; `now` is the whole table."""
+    """Return a bool array [rows of the box] of the rows that differ in any byte; `now` is the whole table."""
     box = then.box
     rows, columns = slice(box.row_start, box.row_stop), slice(box.col_start, box.col_stop)
     differ = np.zeros(box.row_stop - box.row_start, np.bool_)

@@ -24,7 +24,8 @@ from deltashard_cli.target import POLICY, find_run
 def restore(url: str, directory: Path, run: str | None, which: str, *, as_json: bool) -> None:
     """Write a checkpoint's tables, optimizer state and blobs into a new DIRECTORY, with a manifest.json.
 
-    To train on from it: `deltashard rewind` in the same run, `deltashard cp --as NAME -c WHICH` in a new one.
+    To continue training from it, use `deltashard rewind` in the same run, or `deltashard cp --as NAME -c WHICH` for a
+    new run.
     """
 
     def write(checkpoint: OpenCheckpoint) -> ExportResult:
@@ -35,7 +36,7 @@ def restore(url: str, directory: Path, run: str | None, which: str, *, as_json: 
 
 
 def bytes_of(checkpoint: OpenCheckpoint, *, fields: bool = True) -> int:
-    """What reading all of a checkpoint fetches; `fields`: with optimizer state."""
+    """Return the bytes that reading a checkpoint fetches; `fields` includes optimizer state."""
     return checkpoint.plan(checkpoint.entry.tables, blobs=True, fields=fields).bytes
 
 
@@ -61,17 +62,17 @@ def report(written: ExportResult, *, as_json: bool) -> None:
 def compact(url: str, run: str | None, which: str, spool: Path | None, *, as_json: bool) -> None:
     """Turn the chain of a checkpoint into one full checkpoint at the same step, without re-quantizing a row.
 
-    `deltashard inspect` shows the chain, and how much a restore reads.
+    `deltashard inspect` shows the chain and the bytes that a restore reads.
     """
     target = find_run(url, run)
     log = RunLog(target.store, target.run)
     seq = choose(log.refresh(deadline_s=POLICY.deadline_s), which).seq
     with spool_cache(spool) as cache:
         entry = compact_run(log, seq, mover(cache))
-    done = f"checkpoint {seq} is a full one already"
+    done = f"checkpoint {seq} is already full"
     if entry is not None:
         done = (
-            f"checkpoint {seq} restores from itself now: {number(entry.rows)} rows, {size(entry.stored_bytes)} "
-            f"(log entry {entry.seq}); `deltashard gc` clears away what only its old chain needed"
+            f"checkpoint {seq} is now full: {number(entry.rows)} rows, {size(entry.stored_bytes)} "
+            f"(log entry {entry.seq}); `deltashard gc` deletes the objects that only its old chain needed"
         )
     print_result(done, as_json=as_json, seq=seq, compacted=entry)

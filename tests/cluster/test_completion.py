@@ -84,7 +84,7 @@ def test_kubectl_rewinds_run(bench: ScenarioBench) -> None:
     assert older.step < newer.step == life["step"]
     back_to = ("rewind", job.name, "-c", f"seq:{older.seq}")
     refused = json.loads(bench.plugin(*back_to, "--json", status=2))
-    assert "it trains, in goes-back-" in refused["error"]["what"], refused
+    assert "the run is training, in goes-back-" in refused["error"]["what"], refused
     job.patch({"spec": {"suspend": True}})
     wait_until(lambda: not job.pods(), timeout_s=90, what="the suspended pods gone")
     job.wait_phase("Pending")

@@ -1,1 +1,1 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP): directories that `dcp.load` reads, and that `dcp.save` wrote."""
+"""Export to and import from directories of torch.distributed.checkpoint (DCP)."""

@@ -1,7 +1,7 @@
-"""A DCP directory as the first checkpoint of a new run: everything is looked at first, and one commit makes it visible.
+"""Import of a DCP directory as the first checkpoint of a new run, validated first and published by one commit.
 
-Weights and optimizer state are stored as they are, bit for bit. A range of rows of one table is put together from the
-pieces it was saved in and encoded; pieces that no later range needs are let go.
+Weights and optimizer state are stored bit for bit. Each range of rows of a table is assembled from its saved pieces
+and encoded; pieces that no later range needs are released.
 """
 
 from __future__ import annotations
@@ -44,29 +44,26 @@ from deltashard_cli.output import Advance
 from deltashard_cli.target import POLICY, Target
 
 SOURCE = "torch.distributed.checkpoint"
-"""What the checkpoint's metadata says under `imported`."""
 MIN_ROWS, MIN_WEIGHTS = 65_536, 1 << 20
-"""As the trainer's rule has them: a 2-D parameter of that size is a table, whatever its module."""
+"""The trainer's limits: a 2-D parameter of that size is a table in any module."""
 _RANGE_BYTES = 64 << 20
-"""Of rows and optimizer state that are put together at once."""
 _ENCODING_OF = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
-"""The encoding that keeps every bit of a type."""
+"""The lossless encoding of each type."""
 _FIELD_DTYPES = frozenset(
     {"float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
 )
-"""Of state that travels with a table's rows."""
+"""Types of optimizer state that can be stored with a table's rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportRequest:
-    """What the caller says of the directory."""
+    """The caller's options for an import."""
 
     tables: tuple[str, ...] = ()
-    """Patterns of names; empty: guess by name and size."""
+    """Name patterns of the tables; empty: guess by name and size."""
     without: tuple[str, ...] = ()
-    """Patterns of names that are left out."""
     model: str | None = None
-    """Where the model's dict stands; None: see `classify`."""
+    """Path of the model's dict; None: see `classify`."""
     optimizer: str | None = None
     """The optimizer's class; None: its state is left out."""
     step: int = 0
@@ -75,43 +72,40 @@ class ImportRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportDraft:
-    """Everything but the tables' rows, ready to be written."""
+    """A validated import: everything except the tables' rows is read and encoded."""
 
     tables: tuple[TableSchema, ...]
     rows: Mapping[tuple[str, str], StoredTensor]
-    """Fields by (table, field), weights as field ""."""
+    """Stored tensors by (table, field); the weights have the field ""."""
     blobs: Mapping[str, bytes]
     dense: int
     guessed: bool
-    """The tables were guessed."""
     matrices: tuple[str, ...]
-    """Dense tensors that could have been tables."""
     optimizer: str
-    """Module and name of its class; empty: none."""
+    """Module and name of the optimizer's class; empty: no optimizer."""
     left_out: tuple[str, ...]
 
     @property
     def bytes(self) -> int:
-        """Of the tables' rows, as they are."""
         return sum(table.rows * raw_row_bytes(table, table.columns) for table in self.tables)
 
 
 def draft(directory: Path, request: ImportRequest) -> ImportDraft:
-    """What `directory` would make of a run; reads all but tables.
+    """Read everything except the tables of `directory`.
 
-    Raises `NotReadable`, and `UserError` for a wish that does not fit.
+    Raises `NotReadable`, and `UserError` for a request that does not match the directory.
     """
     found = classify(read_contents(directory), request.model)
     model = {name: each for name, each in found.model.items() if not _matches(name, request.without)}
     if unused := [one for one in request.without if not any(fnmatchcase(name, one) for name in found.model)]:
-        raise UserError(f"no tensor is called {unused[0]!r}", remedy=_list_some(found.model))
+        raise UserError(f"no tensor matches {unused[0]!r}", remedy=_list_some(found.model))
     chosen = _tables(model, request.tables)
     left = list(found.left_out)
-    left += [f"{name}: as asked" for name in sorted(found.model.keys() - model.keys())]
+    left += [f"{name}: as requested" for name in sorted(found.model.keys() - model.keys())]
     optimizer, unsupported_reason = _optimizer(found, request)
     if unsupported_reason:
         left += [
-            f"the optimizer's state ({each.where or 'outermost'}): {unsupported_reason}"
+            f"the optimizer's state ({each.where or 'top level'}): {unsupported_reason}"
             for each in found.optimizers
         ]
     rows = {(name, ""): model[name] for name in chosen}
@@ -133,7 +127,7 @@ def draft(directory: Path, request: ImportRequest) -> ImportDraft:
         blobs["optim/0"] = typed_tree.encode(tree, adapt=_adapt).to_bytes()
     meta = {"step": request.step, "fingerprint": {}, "content": None, "grown": {}, "modules": []}
     blobs["meta"] = typed_tree.encode(meta).to_bytes()
-    # A trainer looks for both; under this one it leaves its generators as they are.
+    # A trainer's restore requires both blobs; None leaves its generators unchanged.
     blobs["rng"] = typed_tree.encode(None).to_bytes()
     return ImportDraft(
         tables=tuple(
@@ -157,7 +151,7 @@ def draft(directory: Path, request: ImportRequest) -> ImportDraft:
 
 
 def check_new(target: Target) -> RunLog:
-    """The log of a run that does not exist yet. Raises `UserError` when it does, or cannot have that name."""
+    """Return the log of a new run. Raises `UserError` if the run exists or its name is invalid."""
     log = RunLog(target.store, target.run)
     validate_new_run(target.run)
     if log.refresh(deadline_s=POLICY.deadline_s).tip >= 0:
@@ -168,14 +162,14 @@ def check_new(target: Target) -> RunLog:
 def import_draft(
     made: ImportDraft, target: Target, request: ImportRequest, *, spool: Path | None, advance: Advance
 ) -> tuple[int, int]:
-    """Begin the run and commit the draft as its first checkpoint, one rank, all rows; (its seq, bytes stored).
+    """Start the run and commit the draft as its first checkpoint (one rank, all rows); return (seq, stored bytes).
 
-    Raises `UserError` when the run is there already, `NotReadable` for a table that cannot be read (nothing is
-    committed then), and what writing raises.
+    Raises `UserError` if the run already exists, `NotReadable` for an unreadable table (nothing is committed), and
+    store errors.
     """
     log = check_new(target)
     attempt = open_attempt(log, owner=request.owner, closing_wait_s=0.0, deadline_s=POLICY.deadline_s).attempt
-    if attempt != 1:  # somebody began it just now
+    if attempt != 1:  # another writer has started the run meanwhile
         raise _already_exists(target)
     where = PartTarget(
         run=target.run, attempt=attempt, cut=1, step=request.step, rank=0, token=new_token(), tables=made.tables,
@@ -209,29 +203,29 @@ def import_draft(
 
 def _already_exists(target: Target) -> UserError:
     return UserError(
-        "the run exists already, and an import only begins one",
+        "the run already exists, and an import needs a new one",
         where=f"{target.store.url}, run {target.run}",
-        remedy="say another --run; one without checkpoints may be left of an import that broke off, and be deleted",
+        remedy="choose another --run; if the run has no checkpoints, delete it as the rest of a failed import",
     )
 
 
-# What is a table
+# Choice of tables
 
 
 def _tables(model: Mapping[str, StoredTensor], patterns: Collection[str]) -> frozenset[str]:
-    """Names of the tensors that are tables: those that match, or by guess what is large or called an embedding."""
+    """Return the names of the tables: by `patterns`, or without patterns by name and size."""
     if not patterns:
         return frozenset(
             name for name, each in model.items() if _may_be_table(each) and _looks_like_table(name, each)
         )
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in model):
-            raise UserError(f"no tensor is called {pattern!r}", where="--tables", remedy=_list_some(model))
+            raise UserError(f"no tensor matches {pattern!r}", where="--tables", remedy=_list_some(model))
     chosen = frozenset(name for name in model if _matches(name, patterns))
     if odd := sorted(name for name in chosen if not _may_be_table(model[name])):
         shape = f"{model[odd[0]].dtype} {list(model[odd[0]].shape)}"
         raise UserError(
-            f"{odd[0]} is {shape}, and no table",
+            f"{odd[0]} is {shape}, which cannot be a table",
             where="--tables",
             remedy=f"a table is 2-D, not empty, and one of {', '.join(element_type.WEIGHT_DTYPES)}",
         )
@@ -243,7 +237,7 @@ def _may_be_table(tensor: StoredTensor) -> bool:
 
 
 def _looks_like_table(name: str, tensor: StoredTensor) -> bool:
-    """Whether a 2-D tensor is most likely a table: its size says so, or a word of its path."""
+    """Whether a 2-D tensor is probably a table, by its size or by a segment of its name."""
     rows, columns = tensor.shape
     *above, last = name.lower().split(".")
     named = last == "weight" and any("emb" in word or "lookup" in word for word in above)
@@ -255,49 +249,49 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
 
 
 def _list_some(model: Mapping[str, StoredTensor]) -> str:
-    return f"there are {', '.join(sorted(model)[:12])}{', ...' if len(model) > 12 else ''}"
+    return f"available: {', '.join(sorted(model)[:12])}{', ...' if len(model) > 12 else ''}"
 
 
 # The optimizer
 
 
 def _optimizer(found: ClassifiedContents, request: ImportRequest) -> tuple[OptimizerDict | None, str]:
-    """(the optimizer to import, "") or (None, why not). Raises `UserError` where it is asked for and cannot be."""
+    """Return (optimizer to import, "") or (None, reason). Raises `UserError` if a requested import is impossible."""
     if request.optimizer is None:
-        return None, "say --optimizer CLASS, which is not stored there, to have it"
+        return None, "give its class, which DCP does not store, by --optimizer CLASS to import it"
     if len(found.optimizers) != 1:
         raise UserError(
-            f"{len(found.optimizers)} optimizers are stored there, and one can be imported",
+            f"the directory has {len(found.optimizers)} optimizers, but an import takes exactly one",
             where="--optimizer",
-            remedy="leave it away: weights and dense tensors are imported then",
+            remedy="omit it to import only weights and dense tensors",
         )
     (only,) = found.optimizers
-    strangers = sorted(only.state.keys() - found.model.keys())
-    if not only.unsupported_reason and strangers:
-        only.unsupported_reason = f"it has state of {strangers[0]!r}, which the model does not hold"
+    unknown = sorted(only.state.keys() - found.model.keys())
+    if not only.unsupported_reason and unknown:
+        only.unsupported_reason = f"it has state of {unknown[0]!r}, which the model does not have"
     if not only.unsupported_reason and sorted(only.groups) != list(range(len(only.groups))):
         only.unsupported_reason = "a group is missing"
     if only.unsupported_reason:
         raise UserError(
             f"the optimizer's state cannot be imported: {only.unsupported_reason}",
-            where=only.where or "outermost",
-            remedy="save get_optimizer_state_dict(model, optimizer), not flattened; or leave --optimizer away",
+            where=only.where or "top level",
+            remedy="save get_optimizer_state_dict(model, optimizer), not flattened; or omit --optimizer",
         )
     return only, ""
 
 
-def _class_name(said: str) -> str:
-    """Module and name of an optimizer's class, as a trainer says them; one of torch.optim's by its name alone, too."""
-    known = getattr(torch.optim, said.removeprefix("torch.optim."), None)
+def _class_name(given: str) -> str:
+    """Return module and name of an optimizer's class, as a trainer records them; `given` may omit torch.optim."""
+    known = getattr(torch.optim, given.removeprefix("torch.optim."), None)
     if isinstance(known, type):
         return f"{known.__module__}.{known.__qualname__}"
-    if "." not in said:
+    if "." not in given:
         raise UserError(
-            f"torch.optim has no {said!r}",
+            f"torch.optim has no {given!r}",
             where="--optimizer",
-            remedy="say its module, too: package.module.Class",
+            remedy="include its module: package.module.Class",
         )
-    return said
+    return given
 
 
 def _optimizer_tree(
@@ -307,7 +301,7 @@ def _optimizer_tree(
     tables: Collection[str],
     left: list[str],
 ) -> tuple[dict[str, Any], dict[str, tuple[FieldSpec, ...]]]:
-    """The blob of an optimizer, as a trainer writes it, and the fields that travel with the rows of each table."""
+    """Return (the optimizer's blob in the trainer's format, fields stored with the rows of each table)."""
     fields: dict[str, tuple[FieldSpec, ...]] = {}
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     state: dict[str, dict[str, Any]] = {}
@@ -326,12 +320,12 @@ def _optimizer_tree(
         params = held.get("params")
         if not isinstance(params, list) or not all(isinstance(each, str) for each in params):
             raise UserError(
-                f"group {number} does not name its parameters: torch's own state_dict numbers them",
-                where=optimizer.where or "outermost",
-                remedy="save get_optimizer_state_dict(model, optimizer); or leave --optimizer away",
+                f"group {number} does not name its parameters: optimizer.state_dict() only numbers them",
+                where=optimizer.where or "top level",
+                remedy="save get_optimizer_state_dict(model, optimizer); or omit --optimizer",
             )
         if absent := sorted(set(params) - model.keys()):
-            left.append(f"{absent[0]} of group {number}: the model does not hold it")
+            left.append(f"{absent[0]} of group {number}: the model does not have it")
         groups.append(held)
     tree = {
         "class": class_name,
@@ -345,7 +339,7 @@ def _optimizer_tree(
 
 
 def _field_kind(value: StoredTensor | StoredObject, table: tuple[int, ...]) -> FieldKind | None:
-    """How state of a table travels, by the trainer's rule: with the rows, or (None) in the optimizer's blob."""
+    """Return the kind of field of a table's state, by the trainer's rule; None: it is in the optimizer's blob."""
     if not isinstance(value, StoredTensor) or value.dtype not in _FIELD_DTYPES:
         return None
     if value.shape == table:
@@ -385,17 +379,17 @@ def _bytes(values: Array) -> memoryview:
 
 
 class _Rows:
-    """A table's weights, or one of its fields, a range of rows after the other."""
+    """Sequential reader of a table's weights or of one of its fields, by ranges of rows."""
 
     def __init__(self, stored: StoredTensor, shape: tuple[int, ...]) -> None:
-        """`shape` of one row."""
+        """`shape` is the shape of one row."""
         self._stored = stored
         self._shape = shape
         self._waiting = sorted(stored.chunks, key=lambda chunk: chunk.offsets[0])[::-1]
         self._held: list[tuple[TensorChunk, Array]] = []
 
     def take(self, start: int, stop: int) -> Array:
-        """Rows [start, stop); none before `start` is asked for any more."""
+        """Return rows [start, stop) and release the rows before `start`."""
         self._held = [(chunk, values) for chunk, values in self._held if chunk.stop(0) > start]
         while self._waiting and self._waiting[-1].offsets[0] < stop:
             chunk = self._waiting.pop()

@@ -1,7 +1,7 @@
-"""A DCP directory: what it holds, as torch's own reader finds it, and its values.
+"""Reader of a DCP directory, on top of torch's own reader, with a check for completeness.
 
-`.metadata` is a pickle that torch unpickles, which runs what it names: only directories that the user trusts are read.
-Values come by `torch.load(weights_only=True)`. Checked here is that the directory is whole.
+`.metadata` is a pickle, and unpickling can run arbitrary code: use it only on trusted directories. Values are loaded by
+`torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from torch.distributed.checkpoint.utils import _create_file_view
 METADATA = ".metadata"
 Array = npt.NDArray[Any]
 ValuePath = tuple[str | int, ...]
-"""Keys and indexes that lead to a value in the state dict that was saved."""
 
 
 class NotReadable(UserError):
-    """A directory that is no DCP checkpoint, or one that is damaged or not whole."""
+    """The directory is not a DCP checkpoint, or is damaged or incomplete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """Where bytes of one `torch.save` lie."""
+    """Location of the bytes of one `torch.save`."""
 
     file: Path
     offset: int
@@ -42,7 +41,7 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorChunk:
-    """A rectangle of a tensor, and where its elements are."""
+    """A rectangle of a tensor, and the location of its elements."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -54,44 +53,43 @@ class TensorChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor, whole or in pieces that tile it."""
+    """A tensor in one or more pieces that tile it."""
 
     name: str
     dtype: str
-    """A name of `element_type`."""
     shape: tuple[int, ...]
     chunks: tuple[TensorChunk, ...]
-    """Those with elements."""
+    """Non-empty pieces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredObject:
-    """Anything else."""
+    """A value that is not a sharded tensor."""
 
     name: str
     place: TensorPlace
 
 
 Contents = Mapping[ValuePath, StoredTensor | StoredObject]
-"""All values of a directory by their paths in the state dict that was saved, in its order."""
+"""All values of a directory by path, in the order of the saved state dict."""
 
 
 def read_contents(directory: Path) -> Contents:
-    """What `directory` holds. Raises `NotReadable`."""
+    """Return all values of `directory`, unread. Raises `NotReadable`."""
     path = directory / METADATA
     if not path.is_file():
         raise NotReadable(
-            "no DCP checkpoint: there is no .metadata",
+            "not a DCP checkpoint: .metadata is missing",
             where=str(directory),
-            remedy="name the directory that dcp.save wrote; without its .metadata it was never finished",
+            remedy="use a directory written by dcp.save; without .metadata the save did not finish",
         )
     try:
         return _contents(directory, FileSystemReader(directory).read_metadata())
     except (NotReadable, OSError):
         raise
-    except Exception as error:  # a damaged pickle may fail in any way there is
+    except Exception as error:  # a damaged pickle may raise any error
         raise NotReadable(
-            f"it cannot be read: {type(error).__name__}: {error}", where=str(path), remedy="copy it again"
+            f"unreadable metadata: {type(error).__name__}: {error}", where=str(path), remedy="copy it again"
         ) from error
 
 
@@ -116,23 +114,23 @@ def _contents(directory: Path, metadata: Any) -> Contents:
                     )
                 )
         if (wrong := _tiling_error(shape, chunks)) is not None:
-            raise _damaged(f"{name} is not whole: {wrong}", directory / METADATA)
+            raise _damaged(f"{name} is incomplete: {wrong}", directory / METADATA)
         dtype = str(stored.properties.dtype).removeprefix("torch.")
         if not element_type.is_known(dtype):
-            raise _damaged(f"{name} has no known type", directory / METADATA)
+            raise _damaged(f"{name} has an unsupported element type", directory / METADATA)
         values[path] = StoredTensor(name=name, dtype=dtype, shape=shape, chunks=tuple(chunks))
     return values
 
 
 def _tiling_error(shape: tuple[int, ...], chunks: Sequence[TensorChunk]) -> str | None:
-    """Why `chunks` are not all of a tensor, each element once; None: they are."""
+    """Return why `chunks` do not cover each element of a tensor exactly once; None if they do."""
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape) or any(
         not 0 <= chunk.offsets[d] < chunk.stop(d) <= whole
         for chunk in chunks
         for d, whole in enumerate(shape)
     ):
-        return "its pieces are not all of it"
-    # Pieces that overlap leave a hole, for they have as many elements as the tensor.
+        return "its pieces do not cover it"
+    # The element counts match, so the pieces leave a hole only if two of them overlap.
     active: list[TensorChunk] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets) if shape else ():
         active = [each for each in active if each.stop(0) > chunk.offsets[0]]
@@ -147,9 +145,9 @@ def _overlap(a: TensorChunk, b: TensorChunk) -> bool:
 
 
 def _place(directory: Path, name: str, info: Any) -> TensorPlace:
-    """Where a value lies; its file is there and long enough."""
+    """Return a value's location, after checking that its file exists and is long enough."""
     if info is None:
-        raise _damaged(f"nothing says where {name} lies", directory / METADATA)
+        raise _damaged(f"the location of {name} is missing", directory / METADATA)
     if getattr(info, "transform_descriptors", None):
         raise NotReadable(
             f"{name} was transformed when it was written ({info.transform_descriptors!r:.60})",
@@ -165,16 +163,16 @@ def _place(directory: Path, name: str, info: Any) -> TensorPlace:
 
 
 def _damaged(what: str, where: Path) -> NotReadable:
-    return NotReadable(what, where=str(where), remedy="copy the directory again, whole")
+    return NotReadable(what, where=str(where), remedy="copy the complete directory again")
 
 
 def read_object(stored: StoredObject) -> Any:
-    """The value. Raises `NotReadable` for one that is more than numbers, text, containers and tensors, or damaged."""
+    """Return the value. Raises `NotReadable` if it is damaged or not made of numbers, strings, containers, tensors."""
     return _load(stored.place, stored.name)
 
 
 def read_tensor(stored: StoredTensor) -> Array:
-    """The whole tensor as its bits (bfloat16 as uint16), in memory of its own. Raises `NotReadable`."""
+    """Return a copy of the whole tensor as bits (bfloat16 as uint16). Raises `NotReadable`."""
     found = np.zeros(stored.shape, element_type.by_name(stored.dtype).carrier)
     for chunk in stored.chunks:
         at = tuple(slice(a, chunk.stop(d)) for d, a in enumerate(chunk.offsets))
@@ -183,7 +181,6 @@ def read_tensor(stored: StoredTensor) -> Array:
 
 
 def read_chunk(stored: StoredTensor, chunk: TensorChunk) -> Array:
-    """One piece's bits. Raises `NotReadable`."""
     found = _load(chunk.place, stored.name)
     if (
         not isinstance(found, torch.Tensor)
@@ -191,13 +188,13 @@ def read_chunk(stored: StoredTensor, chunk: TensorChunk) -> Array:
         or tuple(found.shape) != chunk.sizes
         or str(found.dtype) != f"torch.{stored.dtype}"
     ):
-        what = f"{stored.name} is not the {stored.dtype} {list(chunk.sizes)} that .metadata says"
+        what = f"{stored.name} is not a {stored.dtype} {list(chunk.sizes)} as in .metadata"
         raise _damaged(what, chunk.place.file)
     return array_of(found)
 
 
 def array_of(tensor: torch.Tensor) -> Array:
-    """A tensor's bits, as the numpy type that carries its type; of the same memory if that is possible."""
+    """Return a tensor's bits as the NumPy carrier type of its dtype, sharing memory if possible."""
     carrier = element_type.by_name(str(tensor.dtype).removeprefix("torch.")).carrier
     whole = tensor.detach().cpu().contiguous()
     if not whole.numel():
@@ -216,5 +213,5 @@ def _load(place: TensorPlace, name: str) -> Any:
         raise NotReadable(
             f"{name} cannot be read: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
             where=f"{place.file}, bytes {place.offset} to {place.offset + place.length}",
-            remedy="copy the directory again; what is no tensor or plain value is not imported",
+            remedy="copy the directory again; only tensors and plain values can be imported",
         ) from error

@@ -1,9 +1,8 @@
-"""What was saved, sorted: the model's tensors by their names in it, the optimizer's state and groups, and the rest.
+"""Classification of saved values: model tensors, optimizer state and groups, and the rest.
 
-DCP keeps the path of every value in the nested state dict, and no word on what it is. So the optimizer's part is that
-with `param_groups` (every optimizer's `state_dict` has them); the model's is the dict that is called `model` (there may
-be others around it); where none is, the tensors of the outermost level, or the only dict of tensors there is. Anything
-less certain is asked for.
+DCP stores the path of every value in the nested state dict, but not its meaning. The optimizer's dict is the one with
+`param_groups`. The model's dict is the one with the key `model`, at any depth; otherwise the tensors of the top level,
+or the only dict of tensors. Any other case is an error that asks the user for the path.
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ _GROUPS, _STATE, _MODEL = "param_groups", "state", "model"
 
 @dataclass(slots=True, kw_only=True)
 class OptimizerDict:
-    """What an optimizer's state dict holds; values are not read yet."""
+    """Content of an optimizer's state dict; values are not read yet."""
 
     where: str
     state: dict[str, dict[str, StoredTensor | StoredObject]] = field(default_factory=dict)
-    """Of each parameter, by its name in the dict."""
     groups: dict[int, dict[str, StoredTensor | StoredObject]] = field(default_factory=dict)
     unsupported_reason: str = ""
-    """What keeps it from being imported; empty: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +35,12 @@ class ClassifiedContents:
     model: Mapping[str, StoredTensor]
     optimizers: tuple[OptimizerDict, ...]
     left_out: tuple[str, ...]
-    """Names of what is neither."""
 
 
 def classify(contents: Contents, model: str | None) -> ClassifiedContents:
-    """Whose each value is; `model` is where the model's dict stands, with dots between the keys ("" outermost).
+    """Classify each value; `model` is the dotted path of the model's dict ("" is the top level, None infers it).
 
-    Raises `UserError` when that is not said and not clear, and when it names nothing.
+    Raises `UserError` if the path cannot be inferred or contains no tensors.
     """
     optimizers = _optimizers(contents)
     rest = {
@@ -62,8 +58,8 @@ def classify(contents: Contents, model: str | None) -> ClassifiedContents:
     }
     if not found:
         raise UserError(
-            f"no tensor stands under {prefix.rstrip('.')!r}" if prefix else "it holds no tensors",
-            remedy=f"say --model with one of: {_dicts(rest)}",
+            f"no tensors under {prefix.rstrip('.')!r}" if prefix else "no tensors at the top level",
+            remedy=f"use --model with one of: {_dicts(rest)}",
         )
     taken = {prefix + name for name in found}
     return ClassifiedContents(
@@ -81,7 +77,7 @@ def _optimizers(contents: Contents) -> dict[ValuePath, OptimizerDict]:
                 found.setdefault(path[:at], OptimizerDict(where=_dotted(path[:at])))
             elif isinstance(key, str) and key.startswith(f"{_GROUPS}."):
                 flat = found.setdefault(path[:at], OptimizerDict(where=_dotted(path[:at])))
-                flat.unsupported_reason = "it was flattened, which does not say which parameters make a group"
+                flat.unsupported_reason = "it was flattened, which loses the parameters of each group"
     for path, value in contents.items():
         for place, optimizer in found.items():
             if _under(path, place):
@@ -95,16 +91,16 @@ def _add(optimizer: OptimizerDict, inner: ValuePath, value: StoredTensor | Store
             optimizer.groups.setdefault(number, {})[key] = value
         case ("state", str() as name, str() as key) if (
             key.isidentifier()
-        ):  # of a fused one it is table.momentum1
+        ):  # fused optimizers have table.momentum1
             optimizer.state.setdefault(name, {})[key] = value
         case _:
             optimizer.unsupported_reason = (
-                optimizer.unsupported_reason or f"it holds {_dotted(inner)}, which no optimizer of torch does"
+                optimizer.unsupported_reason or f"it holds {_dotted(inner)}, unlike any torch optimizer"
             )
 
 
 def _under(path: ValuePath, place: ValuePath) -> bool:
-    """Whether a path leads into the optimizer's dict at `place`: on the outermost level only its own keys do."""
+    """Whether `path` is inside the optimizer's dict at `place`; at the top level only for an optimizer's keys."""
     if path[: len(place)] != place or len(path) <= len(place):
         return False
     key = str(path[len(place)])
@@ -119,8 +115,8 @@ def _prefix_of(rest: Mapping[ValuePath, Any]) -> str:
     if not called and () in above:
         return ""
     raise UserError(
-        "which of these is the model's state dict?" if above else "it holds no tensors of a model",
-        remedy=f"say --model with one of: {_dicts(rest)}",
+        "the model's state dict is ambiguous" if above else "the directory has no tensors of a model",
+        remedy=f"use --model with one of: {_dicts(rest)}",
     )
 
 
@@ -128,7 +124,7 @@ def _dicts(rest: Mapping[ValuePath, Any]) -> str:
     above = dict.fromkeys(
         _dotted(path[:-1]) for path, value in rest.items() if isinstance(value, StoredTensor)
     )
-    return ", ".join(repr(place) for place in list(above)[:12]) or "none, there are no tensors"
+    return ", ".join(repr(place) for place in list(above)[:12]) or "none (no tensors)"
 
 
 def _dotted(path: ValuePath) -> str:

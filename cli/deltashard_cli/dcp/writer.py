@@ -1,11 +1,11 @@
-"""A checkpoint as a directory that plain `dcp.load` reads, in one process or sharded over many.
+"""Export of a checkpoint as a directory that plain `dcp.load` reads, in one process or sharded over many.
 
-A table becomes several shards of one tensor, a range of rows each, and each is read from the store only when DCP asks
-for it: no more than one range of one table is in memory, whatever the table's size.
+A table becomes several shards of one tensor, each a range of rows. A shard is read from the store only when DCP writes
+it, so at most one range of one table is in memory.
 
-Tensors have the model's own names. Optimizer state stands under `optimizer`, in the dict that
-`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` makes: `state` by parameter name, `param_groups`. So
-this loads everything:
+Tensors have the model's own names. Optimizer state has the key `optimizer` and the format of
+`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`: `state` by parameter name, and `param_groups`. This
+loads everything:
 
     found = get_model_state_dict(model) | {"optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(found, checkpoint_id=directory)
@@ -50,9 +50,8 @@ from deltashard_cli.export import torch_tensor
 from deltashard_cli.output import Advance
 
 OPTIMIZER = "optimizer"
-"""The key under which the optimizers' state stands."""
 SHARD_BYTES = 256 << 20
-"""Of weights and optimizer state that are read at once; a shard is no larger, but for a row that is."""
+"""Maximum size of weights and optimizer state that are read at once, unless a single row is larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,16 +87,16 @@ class _Shard:
 
 @dataclass(slots=True, kw_only=True)
 class _Optimizers:
-    """The state of all optimizers as one dict, as `get_optimizer_state_dict` gives it."""
+    """The state of all optimizers in the format of `get_optimizer_state_dict`."""
 
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     tails: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
-    """Shape behind the rows of a table's field, by (table, field)."""
+    """Shape of one row of a table's field, by (table, field)."""
     left_out: list[str] = field(default_factory=list)
 
     def add(self, name: str, tree: Any) -> None:
-        """One optimizer's blob; what of it has no place in such a dict is noted."""
+        """Add one optimizer's blob; values that the format cannot hold are listed in `left_out`."""
         if not isinstance(tree, Mapping) or not {"groups", "state", "fields", "orphans"} <= tree.keys():
             self.left_out.append(f"{name}: its state has an unknown shape")
             return
@@ -109,30 +108,30 @@ class _Optimizers:
             for key, value in entry.items():
                 where = f"{name}: {key!r} of {param}"
                 if str(key) in held:
-                    self.left_out.append(f"{where}: another optimizer has one, too")
+                    self.left_out.append(f"{where}: another optimizer has the same entry")
                 elif not _is_plain(value):
-                    self.left_out.append(f"{where}: no plain tensor or number")
+                    self.left_out.append(f"{where}: not a plain tensor or number")
                 else:
                     held[str(key)] = value
         for group in tree["groups"]:
             fit = {key: value for key, value in group.items() if _is_plain(value)}
             self.left_out += [
-                f"{name}: {key!r} of a group: no plain value" for key in group.keys() - fit.keys()
+                f"{name}: {key!r} of a group: not a plain value" for key in group.keys() - fit.keys()
             ]
             self.groups.append(fit | {"params": [p for p in group["params"] if p not in orphans]})
         for table, shapes in tree["fields"].items():
             self.tails |= {(table, key): tuple(shape) for key, shape in shapes.items()}
         for what, there in (
-            ("parameters that the model has not", orphans),
+            ("parameters that the model does not have", orphans),
             ("state that belongs to no parameter", tree.get("extra")),
-            ("what its class keeps beside its state", tree.get("beside")),
+            ("attributes of its class", tree.get("beside")),
         ):
             if there:
                 self.left_out.append(f"{name}: {what}")
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP's own plan for what is in memory, and shards that are read when they are asked for."""
+    """DCP's own plan for values in memory, plus shards that are read on demand."""
 
     def __init__(self, checkpoint: OpenCheckpoint, *, state: bool, advance: Advance) -> None:
         super().__init__()
@@ -145,10 +144,10 @@ class _Planner(DefaultSavePlanner):
         self._read: tuple[str, int, TableArrays] | None = None
 
     def add(self, paths: Mapping[tuple[str, ...], Sequence[_Shard]]) -> None:
-        """Shards of one table by the path of the tensor they are of, ranges of rows the same in all."""
+        """Add the shards of one table by tensor path; all tensors have the same ranges of rows."""
         names = {path: ".".join(path) for path in paths}
         self._paths |= {name: path for path, name in names.items()}
-        # A range's weights and fields one after the other: they are read together.
+        # The weights and fields of a range are adjacent because they are read together.
         for together in zip(*paths.values(), strict=True):
             for path, shard in zip(paths, together, strict=True):
                 item = shard.item(names[path])
@@ -162,7 +161,7 @@ class _Planner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         if twice := self._paths.keys() & self.mappings.keys():
-            raise UserError(f"two tensors are called {min(twice)!r}", where=self._checkpoint.where)
+            raise UserError(f"two tensors have the name {min(twice)!r}", where=self._checkpoint.where)
         self.mappings |= self._paths
         plan = super().create_local_plan()
         return replace(plan, items=[*self._items, *plan.items])
@@ -178,7 +177,7 @@ class _Planner(DefaultSavePlanner):
     def _rows(self, shard: _Shard) -> TableArrays:
         key = (shard.schema.fqn, shard.start)
         if self._read is None or self._read[:2] != key:
-            self._read = None  # before the next ones come
+            self._read = None  # free the previous range before the next one is read
             rows = self._checkpoint.span(
                 shard.schema, shard.start, shard.stop, fields=self._fields, advance=self._advance
             )
@@ -187,23 +186,23 @@ class _Planner(DefaultSavePlanner):
 
 
 class _DcpWriter(FileSystemWriter):
-    """A file for each shard: torch keeps the last one of each tensor of a file in memory until the file ends."""
+    """Writes one file per shard: torch keeps the last shard of each tensor in a file in memory until the file ends."""
 
     def __init__(self, place: Path) -> None:
-        # Copying ahead, as for accelerators, would hold several shards at once.
+        # Copying ahead, meant for accelerators, would hold several shards in memory.
         super().__init__(place, single_file_per_rank=False, per_thread_copy_ahead=0)
 
     def storage_meta(self) -> StorageMeta | None:
-        """Nothing: it would name the place where the directory is made, which is not where it will be."""
+        """Return None: the metadata would contain the temporary path of the directory."""
         return None
 
 
 def export_dcp(
     checkpoint: OpenCheckpoint, out: Path, *, state: bool, advance: Advance, shard_bytes: int = SHARD_BYTES
 ) -> ExportResult:
-    """Weights of tables and dense tensors as the new DCP directory `out`; `state` adds that of the optimizers.
+    """Write tables and dense tensors into the new DCP directory `out`; `state` adds the optimizers' state.
 
-    Raises `UserError` where `out` exists or cannot be made, and what reading the checkpoint raises.
+    Raises `UserError` if `out` exists or cannot be created, and errors from reading the checkpoint.
     """
     check_output(out)
     blobs = checkpoint.blobs(advance=advance)
@@ -218,9 +217,9 @@ def export_dcp(
     if optimizers.groups or optimizers.state:
         if OPTIMIZER in held:
             raise UserError(
-                f"a tensor of the model is called {OPTIMIZER!r}",
+                f"a tensor of the model has the name {OPTIMIZER!r}",
                 where=checkpoint.where,
-                remedy="leave --state away",
+                remedy="omit --state",
             )
         held[OPTIMIZER] = {"state": optimizers.state, "param_groups": optimizers.groups}
     with atomic_output(out) as place:
@@ -239,26 +238,26 @@ def export_dcp(
 
 def _save(held: dict[str, Any], writer: _DcpWriter, planner: _Planner) -> None:
     with warnings.catch_warnings():
-        # One process is what is meant.
+        # A single process is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
             save(held, storage_writer=writer, planner=planner)
         except CheckpointException as error:
-            # Made for many ranks, it hides what went wrong on the only one.
+            # It collects the failures of all ranks and hides the error of the only one.
             raise next(iter(error.failures.values()))[0] from None
 
 
 def _shards(
     schema: TableSchema, optimizers: _Optimizers | None, shard_bytes: int
 ) -> dict[tuple[str, ...], list[_Shard]]:
-    """The shards of one table: its weights, and with `optimizers` its fields, as those have them."""
+    """Return the shards of one table by tensor path: its weights, and with `optimizers` its fields."""
     wanted: dict[tuple[str, ...], tuple[FieldSpec | None, tuple[int, ...]]] = {
         (schema.fqn,): (None, (schema.columns,))
     }
     for spec in schema.fields if optimizers is not None else ():
         assert optimizers is not None
-        if "@" in spec.name:  # of a second optimizer, under a name of our own
-            optimizers.left_out.append(f"{spec.name} of {schema.fqn}: of an optimizer around another")
+        if "@" in spec.name:  # deltashard's name for the state of a nested optimizer
+            optimizers.left_out.append(f"{spec.name} of {schema.fqn}: of an optimizer that wraps another")
             continue
         tail = spec.shape(1, schema.columns)[1:]
         path = (OPTIMIZER, "state", schema.fqn, spec.name)
@@ -282,7 +281,7 @@ def _untag(tag: str, value: Any) -> object:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether every process with torch reads it back: tensors, numbers, text, and lists and dicts of them."""
+    """Whether plain torch can load `value`: tensors, numbers, strings, and lists and dicts of them."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str | int) and _is_plain(each) for key, each in value.items())
     if isinstance(value, list | tuple):

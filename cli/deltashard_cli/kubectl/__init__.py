@@ -1,1 +1,1 @@
-"""`kubectl deltashard`: runs on a cluster, as its user sees them, by the CheckpointRuns that the controller keeps."""
+"""`kubectl deltashard`: inspect the runs of a cluster through the CheckpointRuns that the controller maintains."""

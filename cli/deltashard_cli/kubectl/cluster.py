@@ -1,7 +1,7 @@
-"""The cluster of a kubeconfig, by the user's `kubernetes` client: documents go in and come back.
+"""Access to the cluster of a kubeconfig through the `kubernetes` client, with plain JSON documents.
 
-Every request has a connect and a read timeout, and none is tried again: a person waits, and can. What the API refuses
-becomes an error that says which right is missing.
+Every request has a connect and a read timeout and is not retried: an interactive user can repeat the command. A denied
+request becomes an error that names the missing permission.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ClusterUnreachable(EnvironmentFault):
 
 
 class RequestDenied(UserError):
-    """The API refused what was asked for."""
+    """The API denied the request."""
 
 
 class NotFound(UserError):
@@ -42,19 +42,19 @@ class NotFound(UserError):
 
 
 class Cluster:
-    """Objects of one cluster; `namespace` is the one of the kubeconfig's context unless another is asked for."""
+    """Objects of one cluster; `namespace` defaults to that of the kubeconfig's context."""
 
     def __init__(self, *, kubeconfig: Path | None, context: str | None, namespace: str | None) -> None:
-        """Read the kubeconfig; raises `UserError` for one that cannot be used."""
+        """Read the kubeconfig. Raises `UserError` if it is unusable."""
         path = None if kubeconfig is None else str(kubeconfig)
         try:
             contexts, active = config.list_kube_config_contexts(path)  # type: ignore[no-untyped-call]
             self._api = config.new_client_from_config(path, context)  # type: ignore[no-untyped-call]
         except (config.ConfigException, OSError) as error:
             raise UserError(
-                f"the kubeconfig cannot be used: {error}",
+                f"unusable kubeconfig: {error}",
                 where=path or "KUBECONFIG, or ~/.kube/config",
-                remedy="name it by --kubeconfig, and one of its contexts by --context",
+                remedy="select it by --kubeconfig, and one of its contexts by --context",
             ) from error
         chosen = next((each for each in contexts if each["name"] == context), active)
         self._api.configuration.retries = False
@@ -65,7 +65,6 @@ class Cluster:
         return sorted(found, key=lambda each: str(each["metadata"]["name"]))
 
     def get(self, path: str) -> Document:
-        """One object; raises `NotFound`."""
         return self._document(self._request("GET", path))
 
     def create(self, path: str, body: Document, query: Mapping[str, str] | None = None) -> Document:
@@ -87,11 +86,13 @@ class Cluster:
                 return
             query["continue"] = following
 
-    def _document(self, said: bytes) -> Document:
+    def _document(self, content: bytes) -> Document:
         try:
-            found = json.loads(said)
+            found = json.loads(content)
         except ValueError as error:
-            raise ClusterUnreachable("what answers is no Kubernetes API", where=self._host) from error
+            raise ClusterUnreachable(
+                "the host does not answer as a Kubernetes API", where=self._host
+            ) from error
         return found if isinstance(found, dict) else {}
 
     @property
@@ -111,26 +112,26 @@ class Cluster:
                 auth_settings=["BearerToken"],
             )
             reply = self._api.call_api(*serialized, _request_timeout=(CONNECT_S, READ_S))
-            said = bytes(reply.read() or b"")
+            content = bytes(reply.read() or b"")
         except (client.ApiException, urllib3.exceptions.HTTPError, OSError) as error:
             raise ClusterUnreachable(
                 f"the API does not answer: {type(error).__name__}: {error}"[:300], where=self._host
             ) from error
         if reply.status >= 400:
-            raise self._refused(int(reply.status), said, path)
-        return said
+            raise self._refused(int(reply.status), content, path)
+        return content
 
-    def _refused(self, status: int, said: bytes, path: str) -> Exception:
+    def _refused(self, status: int, content: bytes, path: str) -> Exception:
         try:
-            message = str(json.loads(said).get("message", ""))
+            message = str(json.loads(content).get("message", ""))
         except (ValueError, AttributeError):
-            message = said.decode("utf-8", "replace")
+            message = content.decode("utf-8", "replace")
         message = message[:500] or f"status {status}"
         if status == 404:
             installed = "" if RUNS not in path else "is deltashard installed in this cluster?"
             return NotFound(message, where=path, remedy=installed)
         if status in {401, 403}:
-            remedy = "ask for the role view of the namespace (edit, for what changes something)"
+            remedy = "request the role view in the namespace (edit for commands that change something)"
             return RequestDenied(message, where=path, remedy=remedy)
         if status == 429 or status >= 500:
             return ClusterUnreachable(f"{status}: {message}", where=path)

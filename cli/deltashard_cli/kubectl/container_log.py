@@ -1,4 +1,4 @@
-"""What trainer and sidecar of a run's pods logged, the end of each."""
+"""Tails of the trainer and sidecar logs of a run's pods."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from deltashard_cli.kubectl.cluster import Cluster
 
 SIDECAR = "deltashard-sidecar"
 SOCKET = "DELTASHARD_SOCKET"
-"""By which variable a trainer's container is known."""
+"""Environment variable that identifies a trainer's container."""
 MAX_BYTES = 1 << 20
-"""Of one log."""
 Document = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerLog:
-    """The end of one container's log, or why there is none."""
+    """The tail of one container's log, or the reason why it is unavailable."""
 
     pod: str
     container: str
@@ -30,7 +29,7 @@ class ContainerLog:
 
 
 def containers(pod: Document) -> list[str]:
-    """Trainer and sidecar of a pod, by name; of a pod without a trainer's mark, all its containers."""
+    """Return the names of a pod's trainer and sidecar containers; without a marked trainer, of all containers."""
     spec = pod.get("spec") or {}
     all_ = [each["name"] for each in spec.get("containers") or ()]
     trainers = [
@@ -45,14 +44,14 @@ def containers(pod: Document) -> list[str]:
 def logs(
     cluster: Cluster, run: Document, *, tail: int, previous: bool, pod: str | None, container: str
 ) -> Iterator[ContainerLog]:
-    """Of each pod that the CheckpointRun names, or of one of them.
+    """Yield the logs of each pod that the CheckpointRun names.
 
     Args:
-        cluster: where they are.
+        cluster: the run's cluster.
         run: the CheckpointRun.
-        tail: so many lines of each.
-        previous: of the container's life before its last restart.
-        pod: only this one.
+        tail: number of lines per log.
+        previous: read the logs of the containers before their last restart.
+        pod: only this pod.
         container: trainer, sidecar or all.
     """
     namespace = run["metadata"]["namespace"]

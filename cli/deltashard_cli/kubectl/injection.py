@@ -1,8 +1,8 @@
-"""What would be injected into manifests: the cluster's own answer to a dry run, over what the file says.
+"""Preview of injection: the cluster's answer to a dry run, overlaid on the manifest of a file.
 
-The API server asks the webhook that is installed, with the policies that are there, so there is no second
-implementation that could differ. Of the answer only pod specs and names that injection writes are taken: the
-rest is the API server's own (a Job's selector, for one) and would keep the manifest from being applied.
+The API server calls the installed webhook with the existing policies, so that no second implementation can differ. Only
+pod specs, labels and annotations that injection writes are copied from the answer: the API server's own defaults (such
+as a Job's selector) would make the manifest unusable.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ Document = dict[str, Any]
 
 
 def injected(cluster: Cluster, document: Document) -> Document:
-    """The manifest with its sidecar, or as it is where nothing asks for one; raises `UserError` where none comes."""
+    """Return the manifest with its sidecar, or unchanged without the policy annotation.
+
+    Raises `UserError` if the webhook does not inject an annotated manifest.
+    """
     if POLICY not in set(_keys(document)):
         return document
     asked = _jobset(document) if document.get("kind") in RUNTIMES else document
     answer = cluster.create(_path(cluster, asked), asked, {"dryRun": "All"})
     if INJECTED not in set(_keys(answer)):
         raise UserError(
-            "it is annotated, and is not injected itself",
+            "it has the policy annotation, but deltashard does not inject this kind directly",
             where=_describe(document),
-            remedy="StatefulSets, CronJobs and the like are injected as their pods or Jobs are made: show one of these",
+            remedy="StatefulSets and CronJobs are injected when their pods or Jobs are created: use one of those",
         )
     found: Document = overlay(
         document, answer if asked is document else {"spec": {"template": {"spec": answer["spec"]}}}
@@ -40,7 +43,7 @@ def injected(cluster: Cluster, document: Document) -> Document:
 
 
 def _jobset(runtime: Document) -> Document:
-    """The JobSet that is made of a TrainJob's runtime, as far as it is to be injected."""
+    """Return the JobSet that a TrainJob's runtime creates, as far as injection needs it."""
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -50,7 +53,7 @@ def _jobset(runtime: Document) -> Document:
 
 
 def overlay(manifest: Any, answer_part: Any) -> Any:
-    """A part of the manifest, with the answer's pod specs, and its labels and annotations of ours."""
+    """Return a part of the manifest with the answer's pod specs and deltashard's labels and annotations."""
     if isinstance(manifest, list) and isinstance(answer_part, list) and len(manifest) == len(answer_part):
         return [overlay(*each) for each in zip(manifest, answer_part, strict=True)]
     if not isinstance(manifest, dict) or not isinstance(answer_part, dict):
@@ -58,7 +61,7 @@ def overlay(manifest: Any, answer_part: Any) -> Any:
     if "containers" in manifest:
         return answer_part
     found = {key: overlay(value, answer_part.get(key, value)) for key, value in manifest.items()}
-    if "spec" in manifest and "metadata" not in manifest:  # a template without any
+    if "spec" in manifest and "metadata" not in manifest:  # a template without metadata
         found = {"metadata": overlay({}, answer_part.get("metadata")), **found}
     for key in ("labels", "annotations"):
         ours = {
@@ -72,7 +75,6 @@ def overlay(manifest: Any, answer_part: Any) -> Any:
 
 
 def _keys(part: Any) -> Iterator[str]:
-    """Of all maps in a manifest."""
     for each in part if isinstance(part, list) else []:
         yield from _keys(each)
     for key, value in part.items() if isinstance(part, dict) else []:
@@ -86,7 +88,7 @@ def _describe(document: Mapping[str, Any]) -> str:
 
 
 def _path(cluster: Cluster, document: Document) -> str:
-    """Where objects of the kind are made, as the API server says."""
+    """Return the API path for creating objects of the document's kind, from API discovery."""
     version, kind = str(document.get("apiVersion", "")), document.get("kind")
     root = f"/apis/{version}" if "/" in version else f"/api/{version}"
     for each in cluster.get(root).get("resources") or ():

@@ -1,7 +1,7 @@
-"""`kubectl deltashard`: why the runs of a cluster do what they do, what they logged, and a way back.
+"""`kubectl deltashard`: explain the runs of a cluster, show their logs, and rewind them.
 
-kubectl finds it as an executable `kubectl-deltashard` on the PATH; it works by itself, too. Exit codes are those of
-`deltashard`. It reads CheckpointRuns, pods and logs with the user's own rights; only `rewind` makes anything.
+kubectl runs the executable `kubectl-deltashard` from the PATH; it also works standalone. Exit codes are those of
+`deltashard`. It reads CheckpointRuns, pods and logs with the user's permissions; only `rewind` creates an object.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ Document = Mapping[str, Any]
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="deltashard")
 def plugin() -> None:
-    """Look at the checkpointed runs of a cluster.
+    """Inspect the checkpointed runs of a cluster.
 
-    RUN is a CheckpointRun's name, or its workload's.
+    RUN is the name of a CheckpointRun or of its workload.
     """
 
 
 def with_cluster(command: Callable[..., None]) -> Callable[..., None]:
-    """The cluster's options; the command gets the `cluster`."""
+    """Add the cluster's options; the command receives `cluster`."""
 
-    @click.option("-n", "--namespace", metavar="NAME", help="Default: the context's; else default.")
+    @click.option("-n", "--namespace", metavar="NAME", help="Default: the context's namespace, else default.")
     @click.option("--context", metavar="NAME", help="Context of the kubeconfig.")
     @click.option(
-        "--kubeconfig", type=click.Path(path_type=Path, dir_okay=False), help="Default: as kubectl's."
+        "--kubeconfig", type=click.Path(path_type=Path, dir_okay=False), help="Default: that of kubectl."
     )
     @functools.wraps(command)
     def found(*, kubeconfig: Path | None, context: str | None, namespace: str | None, **options: Any) -> None:
@@ -53,7 +53,7 @@ def with_cluster(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_run(command: Callable[..., None]) -> Callable[..., None]:
-    """RUN besides; the command gets the document of its `run`, too."""
+    """Add RUN, --json and the cluster's options; the command receives `cluster` and the document `run`."""
 
     @click.argument("name", metavar="RUN")
     @json_option
@@ -69,15 +69,15 @@ def with_run(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("-f", "--filename", type=click.File("rb"), required=True, help="Manifests in YAML; - is stdin.")
 @with_cluster
 def inject(*, cluster: Cluster, filename: IO[bytes]) -> None:
-    """Print manifests as deltashard would make them: with the sidecar, and nothing is made.
+    """Print manifests with the sidecar that deltashard would inject, without creating anything.
 
-    The cluster's webhook is asked by a dry run, which takes the right to create them. What is not annotated is printed
-    as it is.
+    Calls the cluster's webhook by a dry run, which needs the permission to create the objects. Manifests without the
+    annotation are printed unchanged.
     """
     try:
         documents = [each for each in yaml.safe_load_all(filename) if each]
     except yaml.YAMLError as error:
-        raise UserError(f"it is no YAML: {error}"[:300], where=filename.name) from error
+        raise UserError(f"invalid YAML: {error}"[:300], where=filename.name) from error
     made = [injection.injected(cluster, each) for each in documents]
     click.echo(yaml.safe_dump_all(made, sort_keys=False), nl=False)
 
@@ -85,16 +85,16 @@ def inject(*, cluster: Cluster, filename: IO[bytes]) -> None:
 @plugin.command()
 @with_run
 def why(*, cluster: Cluster, run: Document, as_json: bool) -> None:  # noqa: ARG001
-    """Why a run saves as it does, what troubles it, and how it was lost, in sentences."""
-    said = _status(run)
+    """Explain a run's decisions, problems and losses."""
+    status = _status(run)
     if as_json:
-        kept = {key: said.get(key, []) for key in ("decisions", "conditions", "losses")}
+        kept = {key: status.get(key, []) for key in ("decisions", "conditions", "losses")}
         print_json({"run": run["metadata"]["name"], **kept})
         return
     out, now_s = console(), time.time()
     for title, lines in (
         ("Decisions", status_text.decision_lines(run)),
-        ("Troubles", status_text.problem_lines(run, now_s)),
+        ("Problems", status_text.problem_lines(run, now_s)),
         ("Losses", status_text.loss_lines(run, now_s)),
     ):
         out.print(Text(title, style="bold"))
@@ -103,17 +103,17 @@ def why(*, cluster: Cluster, run: Document, as_json: bool) -> None:  # noqa: ARG
 
 
 @plugin.command()
-@click.option("--tail", type=click.IntRange(1, 100_000), default=50, show_default=True, help="Lines of each.")
-@click.option("--pod", metavar="NAME", help="Of this pod only.")
+@click.option("--tail", type=click.IntRange(1, 100_000), default=50, show_default=True, help="Lines per log.")
+@click.option("--pod", metavar="NAME", help="Only this pod.")
 @click.option(
     "-c",
     "--container",
     type=click.Choice(("all", "trainer", "sidecar")),
     default="all",
     show_default=True,
-    help="Of these containers only.",
+    help="Only these containers.",
 )
-@click.option("-p", "--previous", is_flag=True, help="Of the life before the container's last restart.")
+@click.option("-p", "--previous", is_flag=True, help="Logs from before the containers' last restart.")
 @with_run
 def logs(
     *,
@@ -125,9 +125,9 @@ def logs(
     previous: bool,
     as_json: bool,
 ) -> None:
-    """What trainer and sidecar of each pod of a run logged last.
+    """Show the newest log lines of the trainer and the sidecar of each pod of a run.
 
-    What cannot be read is said, and passed over.
+    Unreadable logs are reported and skipped.
     """
     found = list(container_log.logs(cluster, run, tail=tail, previous=previous, pod=pod, container=container))
     if as_json:
@@ -137,7 +137,7 @@ def logs(
         for each in found:
             name = f"{each.pod}/{each.container}" if each.container else each.pod
             out.print(Text(f"==> {name} <==", style="bold"))
-            out.print(Text(f"not to be had: {each.error}", style="red") if each.error else Text(each.text))
+            out.print(Text(f"unavailable: {each.error}", style="red") if each.error else Text(each.text))
         if not found:
             out.print("the CheckpointRun names no pod yet")
     if found and all(each.error for each in found):
@@ -147,7 +147,7 @@ def logs(
 @plugin.command()
 @named_option
 @ended_option
-@click.option("--dry-run", is_flag=True, help="Show the Job, and make nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the Job without creating it.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -160,10 +160,10 @@ def logs(
 def rewind(
     *, cluster: Cluster, run: Document, which: str, ended: bool, dry_run: bool, timeout_s: int, as_json: bool
 ) -> None:
-    """Have a run that does not train go on from an older checkpoint, when it trains again.
+    """Rewind a stopped run to an older checkpoint, from which it then resumes training.
 
-    A Job of the namespace runs `deltashard rewind` with the store's keys, which the run's pods have. Suspend the
-    workload first.
+    A Job in the namespace runs `deltashard rewind` with the store credentials of the run's pods. Suspend the workload
+    first.
     """
     _require_stopped(run)
     words = ["rewind", "--checkpoint", which, *(["--ended"] if ended else [])]
@@ -173,13 +173,13 @@ def rewind(
         return
     namespace = run["metadata"]["namespace"]
     job = cluster.create(f"/apis/batch/v1/namespaces/{namespace}/jobs", made)["metadata"]["name"]
-    said = _result(cluster, namespace, job, timeout_s)
+    result = _result(cluster, namespace, job, timeout_s)
     if as_json:
-        print_json({"run": run["metadata"]["name"], "job": job, **said})
+        print_json({"run": run["metadata"]["name"], "job": job, **result})
     else:
-        console().print(Text(str(said["output"]).strip() or f"job {job} ended without a word"))
-    if said["exit"]:
-        click.get_current_context().exit(int(said["exit"]))
+        console().print(Text(str(result["output"]).strip() or f"job {job} ended without output"))
+    if result["exit"]:
+        click.get_current_context().exit(int(result["exit"]))
 
 
 def _status(run: Document) -> Document:
@@ -188,7 +188,7 @@ def _status(run: Document) -> Document:
 
 
 def _require_stopped(run: Document) -> None:
-    """Raise `UserError` for a run that has a living pod: what it saves next would lie on the checkpoint of now."""
+    """Raise `UserError` for a run with a live pod: its next save would be based on the current checkpoint."""
     living = [
         each["name"]
         for each in _status(run).get("pods") or ()
@@ -200,7 +200,7 @@ def _require_stopped(run: Document) -> None:
     suspend = f'kubectl patch job {workload["name"]} -p \'{{"spec":{{"suspend":true}}}}\''
     queued = "with Kueue, spec.active of its Workload to false instead"
     raise UserError(
-        f"it trains, in {', '.join(living[:3])}",
+        f"the run is training, in {', '.join(living[:3])}",
         where=run["metadata"]["name"],
         remedy=f"suspend it first: {suspend} ({queued})"
         if workload["kind"] == "Job"
@@ -209,7 +209,7 @@ def _require_stopped(run: Document) -> None:
 
 
 def _template(cluster: Cluster, run: Document) -> Document:
-    """Spec of a pod that has the run's sidecar: of its Job's template, or of one of its pods."""
+    """Return the pod spec with the run's sidecar, from its Job's template or from one of its pods."""
     namespace, workload = run["metadata"]["namespace"], run["spec"]["workload"]
     paths = [f"/api/v1/namespaces/{namespace}/pods/{each['name']}" for each in _status(run).get("pods") or ()]
     if workload["kind"] == "Job":
@@ -224,14 +224,14 @@ def _template(cluster: Cluster, run: Document) -> Document:
         return template
     place = f"{namespace}/{run['spec']['runId']}"
     raise UserError(
-        "neither its Job nor a pod of it is there, from which the store's keys would be known",
+        "no store credentials: neither the run's Job nor one of its pods exists",
         where=run["metadata"]["name"],
-        remedy=f"with the keys at hand: deltashard rewind s3://BUCKET/PREFIX --run {place} -c WHICH",
+        remedy=f"with your own credentials: deltashard rewind s3://BUCKET/PREFIX --run {place} -c WHICH",
     )
 
 
 def _result(cluster: Cluster, namespace: str, job: str, timeout_s: float) -> dict[str, Any]:
-    """What the Job's container said, and its exit code; raises `EnvironmentFault` when it does not end in time."""
+    """Return output and exit code of the Job's container. Raises `EnvironmentFault` if it does not end in time."""
     ends_s = time.monotonic() + timeout_s
     place = f"/api/v1/namespaces/{namespace}/pods"
     while True:
@@ -239,13 +239,15 @@ def _result(cluster: Cluster, namespace: str, job: str, timeout_s: float) -> dic
             for each in (pod.get("status") or {}).get("containerStatuses") or ():
                 ended = (each.get("state") or {}).get("terminated")
                 if ended is not None:
-                    said = cluster.text(f"{place}/{pod['metadata']['name']}/log", {"container": each["name"]})
-                    return {"output": said, "exit": int(ended["exitCode"])}
+                    output = cluster.text(
+                        f"{place}/{pod['metadata']['name']}/log", {"container": each["name"]}
+                    )
+                    return {"output": output, "exit": int(ended["exitCode"])}
         if time.monotonic() > ends_s:
             raise EnvironmentFault(
                 f"the Job did not end within {timeout_s:.0f} s",
                 where=f"{namespace}/{job}",
-                remedy=f"kubectl describe job {job} says why; kubectl delete job {job} gives it up",
+                remedy=f"see the reason by kubectl describe job {job}; cancel by kubectl delete job {job}",
             )
         time.sleep(POLL_S)
 

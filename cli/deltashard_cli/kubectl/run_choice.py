@@ -1,4 +1,4 @@
-"""Which run a person means: a CheckpointRun's name, its workload's, or its run id. Pure."""
+"""Selection of a run by the name of its CheckpointRun or workload, or by its run id. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def is_over(run: Document) -> bool:
 
 
 def find_run(runs: Sequence[Document], name: str, namespace: str) -> Document:
-    """The run of this name; of a workload that was made again under its name, the one that is not over, or the newest.
+    """Return the run of this name; for a recreated workload, the unfinished run, or else the newest one.
 
-    Raises `UserError` where there is none, or several are meant.
+    Raises `UserError` if there is no such run, or if the name is ambiguous.
     """
     for run in runs:
         if run["metadata"]["name"] == name:
@@ -29,13 +29,13 @@ def find_run(runs: Sequence[Document], name: str, namespace: str) -> Document:
     if found:
         names = ", ".join(run["metadata"]["name"] for run in found)
         raise UserError(
-            f"{name!r} may be several runs", where=f"namespace {namespace}", remedy=f"say one of {names}"
+            f"{name!r} matches several runs", where=f"namespace {namespace}", remedy=f"use one of {names}"
         )
     names = ", ".join(run["metadata"]["name"] for run in runs[:10]) + (", ..." if len(runs) > 10 else "")
     raise UserError(
         f"there is no run {name!r}",
         where=f"namespace {namespace}",
-        remedy=f"there are {names}" if runs else "there is none at all: another namespace, by -n?",
+        remedy=f"use one of {names}" if runs else "the namespace has no runs: select another one by -n",
     )
 
 

@@ -1,4 +1,4 @@
-"""A CheckpointRun in sentences: what was decided and why, what troubles it, how it was lost. Pure."""
+"""Text for a CheckpointRun's decisions, problems and losses. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEWEST_LOSSES = 5
 
 
 def parse_timestamp(text: object) -> float | None:
-    """Seconds of a timestamp of the API; None where there is none."""
+    """Convert an API timestamp to Unix seconds; return None if it is missing."""
     if not isinstance(text, str) or not text:
         return None
     return dt.datetime.fromisoformat(text).timestamp()
@@ -32,11 +32,11 @@ def interval(status: Document) -> str:
         timers.append(f"{status['everySteps']} steps")
     if timers:
         return "every " + " or ".join(timers)
-    return "on demand" if "intervalSeconds" in status else "not told yet"
+    return "on demand" if "intervalSeconds" in status else "not reported yet"
 
 
 def problem_conditions(run: Document) -> list[Document]:
-    """Conditions that say something is wrong, `Ready` that is not True among them."""
+    """Return the conditions that report a problem, including a `Ready` that is not True."""
     conditions = (run.get("status") or {}).get("conditions") or ()
     return [
         each
@@ -48,45 +48,45 @@ def problem_conditions(run: Document) -> list[Document]:
 def decision_lines(run: Document) -> Iterator[str]:
     decisions = (run.get("status") or {}).get("decisions") or ()
     if not decisions:
-        stated = f"as the policy {run['spec']['policy']} or an annotation states"
-        yield f"Saves: {interval(run.get('status') or {})}, {stated}: nothing is chosen."
+        stated = f"set by the policy {run['spec']['policy']} or an annotation"
+        yield f"Saves: {interval(run.get('status') or {})}, {stated}."
         return
     for each in decisions:
         goal = f", for the goal {each['goal']}" if each.get("goal") else ""
         would = each.get("would", "")
-        value = f"{str(each['subject']).capitalize()}: {each.get('value') or 'not told yet'}"
+        value = f"{str(each['subject']).capitalize()}: {each.get('value') or 'not reported yet'}"
         yield f"{value}{goal}."
         if would and would != each.get("value"):
-            yield f"  The rule says {would}."
-        for name, text in (("Because", "why"), ("Bound:", "bound"), ("It rests on", "evidence")):
+            yield f"  The rule would choose {would}."
+        for name, text in (("Because", "why"), ("Bound:", "bound"), ("Evidence:", "evidence")):
             if each.get(text):
                 yield f"  {name} {each[text]}."
         if each.get("unreachable"):
-            yield f"  The goal cannot be had: {each['unreachable']}."
+            yield f"  The goal is unreachable: {each['unreachable']}."
 
 
 def problem_lines(run: Document, now_s: float) -> Iterator[str]:
     found = problem_conditions(run)
     if not found:
-        yield "No trouble."
+        yield "No problems."
     for each in found:
         since = ago(each.get("lastTransitionTime"), now_s).removesuffix(" ago")
         name = "Not ready" if each["type"] == "Ready" else each["type"]
-        told = each.get("message") or each.get("reason", "")
-        yield f"{name} for {since or 'a while'}: {told}"
+        message = each.get("message") or each.get("reason", "")
+        yield f"{name} for {since or 'a while'}: {message}"
 
 
 def loss_lines(run: Document, now_s: float) -> Iterator[str]:
     status = run.get("status") or {}
     losses = list(status.get("losses") or ())
     if not losses:
-        yield "Nothing was lost."
+        yield "No losses."
         return
     for each in reversed(losses[-NEWEST_LOSSES:]):
         where = f" on {each['node']}" if each.get("node") else ""
-        told = f": {each['message']}" if each.get("message") else ""
-        yield f"{ago(each['time'], now_s)}: {each['cause']}, pod {each.get('pod', '?')}{where}{told}"
+        message = f": {each['message']}" if each.get("message") else ""
+        yield f"{ago(each['time'], now_s)}: {each['cause']}, pod {each.get('pod', '?')}{where}{message}"
     if len(losses) > NEWEST_LOSSES:
         yield f"and {len(losses) - NEWEST_LOSSES} older ones in the CheckpointRun"
     restores, steps = int(status.get("restores", 0)), int(status.get("lostSteps", 0))
-    yield f"In all {plural(restores, 'restore')}, and {plural(steps, 'step')} trained again."
+    yield f"Total: {plural(restores, 'restore')}, {plural(steps, 'step')} repeated."

@@ -1,7 +1,7 @@
-"""A Job that runs one command of `deltashard` on a run's store, with what its sidecar reaches the store by. Pure.
+"""Manifest of a Job that runs one `deltashard` command on a run's store with its sidecar's credentials. Pure.
 
-Who uses `kubectl` has no keys of the store; the sidecar's container has: image, variables and Secret are taken over
-from it as injection wrote them, and nothing else of the pod is.
+A user of `kubectl` has no store credentials. The Job copies image, environment variables and Secret from the sidecar's
+container as injection wrote them, and nothing else from the pod's containers.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from deltashard_checkpoint.errors import UserError
 SIDECAR = "deltashard-sidecar"
 URL = "DELTASHARD_URL"
 NON_STORE_PREFIXES = ("DELTASHARD_", "POD_", "NODE_")
-"""How variables begin that are of the sidecar's own matters."""
+"""Prefixes of the sidecar's variables that do not configure the store."""
 MEMORY, TOKENS = "deltashard-shm", "deltashard-token"
 FLEET = "fleet"
-"""Path of the token that the controller wants; the others are for the store."""
+"""Path of the token for the controller; the other tokens are for the store."""
 POD_FIELDS = ("serviceAccountName", "imagePullSecrets", "securityContext", "nodeSelector", "tolerations")
-"""What the pod needs to be admitted and scheduled as the run's are."""
+"""Fields that the pod needs to be admitted and scheduled like the run's pods."""
 NO_MESH = {
     "labels": {"sidecar.istio.io/inject": "false"},
     "annotations": {"sidecar.istio.io/inject": "false", "linkerd.io/inject": "disabled"},
 }
-"""Beside a proxy that does not end, no Job completes."""
+"""Disables proxy injection: a Job does not complete while a proxy container runs."""
 DEADLINE_S = 600
 TTL_S = 3600
 Document = Mapping[str, Any]
 
 
 def manifest(run: Document, pod: Document, arguments: Sequence[str], *, name: str) -> dict[str, Any]:
-    """The Job.
+    """Return the Job's manifest.
 
     Args:
         run: the CheckpointRun.
-        pod: spec of one of its pods or of its template, injected.
-        words: the command and its arguments, without store and run.
-        name: what the Job's name begins with.
+        pod: injected spec of one of its pods or of its template.
+        arguments: the command and its arguments, without store and run.
+        name: prefix of the Job's name.
 
     Raises:
         UserError: the pod has no sidecar.
@@ -45,7 +45,7 @@ def manifest(run: Document, pod: Document, arguments: Sequence[str], *, name: st
     sidecar = next((each for each in pod.get("initContainers") or () if each["name"] == SIDECAR), None)
     if sidecar is None:
         raise UserError(
-            "there is no deltashard-sidecar in it", where=f"the pod template of {run['metadata']['name']}"
+            "there is no deltashard-sidecar container", where=f"the pod template of {run['metadata']['name']}"
         )
     namespace = run["metadata"]["namespace"]
     wanted = {each["name"] for each in sidecar.get("volumeMounts") or ()}
@@ -102,7 +102,7 @@ def manifest(run: Document, pod: Document, arguments: Sequence[str], *, name: st
 
 
 def _of_store(volume: Document) -> Document | None:
-    """A volume of the sidecar's, as far as the store is reached by it; None: not at all."""
+    """Return a volume of the sidecar, reduced to its store credentials; None if it has none."""
     if volume["name"] == MEMORY:
         return None
     if volume["name"] != TOKENS:

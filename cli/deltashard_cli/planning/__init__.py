@@ -1,1 +1,1 @@
-"""`deltashard plan`: what checkpoints of a run would cost and save, before it runs or while it does."""
+"""`deltashard plan`: cost and benefit of a run's checkpoints, before or during the run."""

@@ -1,7 +1,7 @@
-"""What `auto` chooses for a run of so many bytes, or for one that its log describes. Pure.
+"""The choice of the goal `auto` for a model of a given size, or for a run described by its log. Pure.
 
-The rules are those of a run itself (`deltashard_checkpoint.deciding`); here stands what a run measures and a plan has
-to assume.
+The rules are those of a live run (`deltashard_checkpoint.deciding`); this module supplies assumptions for the values
+that a live run measures.
 """
 
 from __future__ import annotations
@@ -18,35 +18,33 @@ from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_cli.planning.recorded_run import RecordedRun
 
 COLUMNS, STATE_BYTES = 64, 4
-"""Of a row whose size is not known: float32 values, and bytes of optimizer state."""
+"""Assumed row: number of float32 values, and bytes of optimizer state."""
 BANDWIDTH = 400e6
 PLANNED_S = 7 * 86400.0
 SAVE_S, SAVE_S_PER_GB = 0.005, 0.524
-"""Stall and slowdown by what a pod holds: docs/speed.md, measured on two cores."""
+"""Stall and slowdown of a save: a constant, and seconds per GB of a pod (docs/speed.md, measured on two cores)."""
 KNOWN_RATE = 1e6
-"""Shape of a rate that is given rather than measured: as if so many failures had been counted."""
 DAY_S = 86400.0
 _TABLE = "tables"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInputs:
-    """What the user gives; None: nothing. Bytes and seconds."""
+    """The user's inputs, in bytes and seconds; None if not given."""
 
     raw_bytes: float | None = None
-    """Of the tables and their optimizer state."""
+    """Size of the tables and their optimizer state in memory."""
     pods: int = 1
     mtbf_s: float | None = None
     save_s: float | None = None
     bandwidth: float | None = None
-    """Bytes a second, of one pod to the store."""
     step_s: float | None = None
     planned_s: float = PLANNED_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A number that the plan is made from, and its source."""
+    """An input of the plan, and its source."""
 
     name: str
     value: str
@@ -55,19 +53,16 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """The choice, and what it costs. Seconds and bytes."""
+    """The chosen interval and encoding, and their cost, in seconds and bytes."""
 
     interval_s: float
     bound: str
-    """Which bound binds; empty: none."""
     why: str
     overhead: float
-    """Share of training that saves and lost work cost, first order."""
+    """Share of training time that saves and lost work cost, to first order."""
     save_share: float
-    """Of it, saves alone."""
     mean_lost_s: float
     worst_lost_s: float
-    """Trained again after a failure."""
     save_s: float
     durable_s: float
     mtbf_s: float
@@ -77,18 +72,17 @@ class SavePlan:
     """95 % quantile over the planned time."""
     expected_restores: float
     stored_bytes: float
-    """Of a save: a full one, or the mean of those in the log."""
+    """Stored size of a save: a full one, or the mean of the saves in the log."""
     bytes_per_day: float
     now_s: float | None
-    """How often the run saves now."""
     overhead_now: float | None
     figures: tuple[Figure, ...]
 
 
 def plan(given: PlanInputs, run: RecordedRun | None) -> SavePlan:
-    """What is given comes first, then the run's log, then what is assumed.
+    """Return the plan; a given value overrides the run's log, which overrides an assumption.
 
-    Raises `UserError` when neither says how large the model is.
+    Raises `UserError` if neither `given` nor `run` has the size of the model.
     """
     figures: list[Figure] = []
 
@@ -163,7 +157,7 @@ def plan(given: PlanInputs, run: RecordedRun | None) -> SavePlan:
 
 
 def _sizes(given: PlanInputs, run: RecordedRun | None, encoding: str) -> tuple[float, float]:
-    """(bytes of the model in memory, bytes of a save)."""
+    """Return (bytes of the model in memory, bytes of a save)."""
     if given.raw_bytes is not None:
         stored = ENCODINGS[encoding]
         row_bytes = stored.row_code_bytes(COLUMNS) + 2 * stored.scale_bytes + STATE_BYTES
@@ -171,12 +165,11 @@ def _sizes(given: PlanInputs, run: RecordedRun | None, encoding: str) -> tuple[f
     if run is not None:
         return run.raw_bytes, run.stored_bytes
     raise UserError(
-        "the size of the model is not known", where="plan", remedy="--bytes 400GiB, or the URL of a run"
+        "the size of the model is unknown", where="plan", remedy="give --bytes 400GiB, or the URL of a run"
     )
 
 
 def _rates(given: PlanInputs, run: RecordedRun | None) -> tuple[Rates, str]:
-    """What is believed of failures and restores, and where it comes from."""
     if given.mtbf_s is not None:
         known = Gamma(shape=KNOWN_RATE, rate_s=KNOWN_RATE * given.mtbf_s)
         return Rates(lossy=known, restores=known), "given; each is a restore"

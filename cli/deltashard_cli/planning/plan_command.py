@@ -23,7 +23,7 @@ from deltashard_cli.target import Target, find_run
 
 _READERS = 8
 _MAX_ENTRIES = 5000
-"""Of a run's log, the newest: enough for months."""
+"""Maximum number of log entries to read, newest first; it covers months of training."""
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kMGTP])(i?))?B?(?:/s)?", re.ASCII)
 _POWERS = "kMGTP"
 _MAX_DURATION_S = 3650 * 86400
@@ -32,27 +32,26 @@ _EXAMPLE = """
 \b
 Example: 400 GiB on 16 pods, a failure in 20 hours, for a week:
   deltashard plan --bytes 400GiB --pods 16 --mtbf 20h --hours 168
-For a run that there is, and what would change:
+For an existing run, to compare with its current interval:
   deltashard plan s3://bucket/prefix --run dlrm --pods 16
 """
 
 
 def _size(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
-    """Bytes of a size (400GiB, 2TB), or of a bandwidth (500MB/s)."""
+    """Parse a size (400GiB, 2TB) or a bandwidth (500MB/s) into bytes."""
     if text is None:
         return None
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise click.BadParameter(f"{text[:40]!r} is no size; such as 400GiB, 2TB or 500MB/s")
+        raise click.BadParameter(f"{text[:40]!r} is not a size such as 400GiB, 2TB or 500MB/s")
     power = 1 + _POWERS.index(found[2]) if found[2] else 0
     count = float(found[1]) * (1024.0 if found[3] else 1000.0) ** power
     if not 0 < count <= 1e18:
-        raise click.BadParameter(f"{text[:40]!r} is not more than 0 and at most an exabyte")
+        raise click.BadParameter(f"{text[:40]!r} must be greater than 0 and at most an exabyte")
     return count
 
 
 def _seconds(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
-    """Seconds of a duration (90s, 5m, 20h)."""
     if text is None:
         return None
     try:
@@ -60,7 +59,7 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str | None
     except BadGoal as error:
         raise click.BadParameter(f"{error.what}; {error.remedy}") from None
     if not 0 < found <= _MAX_DURATION_S:
-        raise click.BadParameter(f"{text[:40]!r} is not more than 0 and at most ten years")
+        raise click.BadParameter(f"{text[:40]!r} must be greater than 0 and at most ten years")
     return found
 
 
@@ -72,7 +71,7 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str | None
     "raw_bytes",
     metavar="SIZE",
     callback=_size,
-    help="Of tables and their state in memory: 400GiB.",
+    help="Size of the tables and their state in memory: 400GiB.",
 )
 @click.option("--pods", type=click.IntRange(1, 1_000_000), default=1, show_default=True)
 @click.option(
@@ -80,30 +79,30 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str | None
     "mtbf_s",
     metavar="TIME",
     callback=_seconds,
-    help="Between failures of the whole run. Default: by pods.",
+    help="Mean time between failures of the whole run. Default: by pods.",
 )
 @click.option(
     "--save-cost",
     "save_s",
     metavar="TIME",
     callback=_seconds,
-    help="Training that a save costs. Default: by size.",
+    help="Training time that a save costs. Default: by size.",
 )
 @click.option(
-    "--bandwidth", metavar="SIZE", callback=_size, help="Of one pod to the store. Default: 400MB/s."
+    "--bandwidth", metavar="SIZE", callback=_size, help="From one pod to the store. Default: 400MB/s."
 )
-@click.option("--step", "step_s", metavar="TIME", callback=_seconds, help="Of a training step.")
-@click.option("--hours", type=Finite(0.1, 1e6), default=168.0, show_default=True, help="Training planned.")
+@click.option("--step", "step_s", metavar="TIME", callback=_seconds, help="Duration of a training step.")
+@click.option("--hours", type=Finite(0.1, 1e6), default=168.0, show_default=True, help="Training time.")
 @json_option
 def plan(url: str | None, run: str | None, hours: float, *, as_json: bool, **given: Any) -> None:
-    """Say how often to save, with how many bits, and what it costs, as a run with the goal `auto` chooses it.
+    """Show how often to save, with how many bits, and the cost, as a run with the goal `auto` would choose.
 
-    From the model's size, or from the log of the run at URL. What is not given is assumed, and named.
+    The inputs are the model's size, or the log of the run at URL. The output lists all assumptions.
     """
     if run is not None and url is None:
-        raise click.UsageError("--run names a run of URL, which is missing")
+        raise click.UsageError("--run needs the URL of a store")
     if url is not None and given["raw_bytes"] is not None:
-        raise click.UsageError("--bytes and URL both say how large the model is: give one of them")
+        raise click.UsageError("--bytes and URL both give the size of the model: use one of them")
     seen = None if url is None else _read_run(find_run(url, run))
     found = made_plan(PlanInputs(planned_s=hours * 3600, **given), seen)
     if as_json:
@@ -113,7 +112,6 @@ def plan(url: str | None, run: str | None, hours: float, *, as_json: bool, **giv
 
 
 def _read_run(target: Target) -> RecordedRun:
-    """What the run's log says. Raises `UserError` while it has no checkpoint, and what the log raises."""
     log = RunLog(target.store, target.run)
     there = sorted(log.listed().seqs)[-_MAX_ENTRIES:]
     with ThreadPoolExecutor(_READERS) as pool:
@@ -123,14 +121,14 @@ def _read_run(target: Target) -> RecordedRun:
         raise UserError(
             f"run {target.run} has no checkpoint yet",
             where=target.store.url,
-            remedy="plan without it: --bytes",
+            remedy="give the size by --bytes instead of the URL",
         )
     return found
 
 
 def _show(found: SavePlan, seen: RecordedRun | None) -> None:
     out = console()
-    out.print(Text("This plan is made from", style="bold"))
+    out.print(Text("Inputs of this plan", style="bold"))
     out.print(
         key_value_table(
             [(each.name, Text.assemble(each.value, (f"  ({each.source})", "dim"))) for each in found.figures]
@@ -149,17 +147,17 @@ def _show(found: SavePlan, seen: RecordedRun | None) -> None:
         ("overhead", f"{_percent(found.overhead)} of training (saves {_percent(found.save_share)})"),
         (
             "lost work",
-            f"{duration(found.mean_lost_s)} a failure on average, {duration(found.worst_lost_s)} at worst",
+            f"{duration(found.mean_lost_s)} per failure on average, {duration(found.worst_lost_s)} at worst",
         ),
         (
             "bytes a day",
             f"{size(found.bytes_per_day)}: saves of {size(found.stored_bytes)}, "
-            + ("all of them full" if seen is None else "as those in the log"),
+            + ("all full" if seen is None else "like those in the log"),
         ),
     ]
     out.print(key_value_table([(name, text) for name, text in pairs if text]))
     if found.overhead >= 1:
-        hopeless = f"training hardly advances: a failure in {duration(found.mtbf_s)} leaves less than half of the time"
+        hopeless = f"training hardly advances: failures every {duration(found.mtbf_s)} leave less than half of the time"
         out.print(Text(hopeless, style="yellow"))
     if found.now_s is not None and found.overhead_now is not None:
         now = f"its last saves were {duration(found.now_s)} apart: {_percent(found.overhead_now)} of training"

@@ -1,7 +1,7 @@
-"""What a run's log says of its model, its saves and its failures. Pure: from entries to numbers.
+"""Size, saves and failures of a run, computed from its log entries. Pure.
 
-Failures are those that the run's own decider counted, as its commits say. Where none was at work they are counted here,
-by its rule. Time is that of the writers' clocks, from an attempt's beginning to its last checkpoint.
+Failures are the counts that the run's decider recorded in its commits; without a decider they are counted here by the
+same rule. Times are by the writers' clocks, from the start of an attempt to its last checkpoint.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from deltashard_checkpoint.format.row_block import raw_row_bytes
 from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Entry, Rewound
 
 RECENT_GAPS = 8
-"""Gaps between saves that tell how often a run saves now."""
+"""Number of newest gaps between saves from which the current interval is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """What was found; None where the log does not say it. Bytes and seconds."""
+    """Values from a run's log, in bytes and seconds; None if the log does not contain them."""
 
     raw_bytes: float
-    """Of the tables and their optimizer state in memory."""
+    """Size of the tables and their optimizer state in memory."""
     stored_bytes: float
-    """Of a checkpoint, on average."""
     checkpoints: int
     now_s: float | None
-    """Median between the newest attempt's last saves."""
+    """Median time between the newest attempt's last saves."""
     step_s: float | None
     profile: Profile
     cost_s: float | None
-    """Of a save, in trainer seconds, as the profile's commit has it."""
+    """Cost of a save in trainer seconds, as recorded with the profile."""
     evidence: Evidence
 
 
 def recorded_run(entries: Iterable[Entry]) -> RecordedRun | None:
-    """The run of these log entries, oldest first; None while nothing is committed."""
+    """Summarize log entries, oldest first; return None if they contain no checkpoint."""
     known = list(entries)
     checkpoints = [each for each in known if isinstance(each, Checkpoint)]
     if not checkpoints:
@@ -71,7 +70,7 @@ def recorded_run(entries: Iterable[Entry]) -> RecordedRun | None:
 
 
 def _measured(checkpoints: Sequence[Checkpoint]) -> Record:
-    """The newest profile that can be read, with the choice beside it if that can be read, too."""
+    """Return the newest readable profile, with its choice if that is readable, too."""
     for each in reversed(checkpoints):
         if KEY in each.metadata:
             with suppress(BadProfile):
@@ -80,22 +79,21 @@ def _measured(checkpoints: Sequence[Checkpoint]) -> Record:
 
 
 def _record(checkpoint: Checkpoint) -> Record | None:
-    """What the run's decider wrote into this commit; None: nothing, or nothing that can be read."""
     with suppress(BadProfile):
         return record.parse_metadata(checkpoint.metadata.get(KEY, ""))
     return None
 
 
 def _failures(entries: Sequence[Entry]) -> Evidence:
-    """What was seen of failures, faded as a run fades it.
+    """Return the evidence of failures, decayed as in a live run.
 
-    An attempt that resumes is an incident if something was committed since the last one: a crash loop is one. Steps
-    were lost with it unless the newest checkpoint was asked for by its trainer's end, or a person rewound the run. A
-    decider's own count stands over what was counted up to its commit. Exposure is what was committed.
+    A resuming attempt is an incident if there was a commit since the last incident: a crash loop counts once. The
+    incident lost steps unless the newest checkpoint was a shutdown save or a user rewound the run. A decider's record
+    replaces the count up to its commit. Exposure is the committed training time.
     """
     evidence = NONE
     newest_s: float | None = None
-    lossy: bool | None = None  # what a restart would be now; None: nothing was committed since the last one
+    lossy: bool | None = None  # whether a restart now would lose steps; None: no commit since the last one
     for each in entries:
         match each:
             case AttemptOpened():

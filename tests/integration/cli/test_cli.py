@@ -327,7 +327,7 @@ def test_restore_writes_snapshot_exactly(cli: Cli, url: str, run: WrittenRun, tm
     assert (out / manifest["blobs"]["meta"]["file"]).stat().st_size == manifest["blobs"]["meta"]["bytes"]
     code, text = cli("restore", url, out)
     assert code == 2
-    assert "exists already" in text
+    assert "already exists" in text
     assert "--force" not in text
     assert not list(tmp_path.glob(".*partial"))
 
@@ -354,7 +354,7 @@ def test_export_safetensors(cli: Cli, file_url: str, file_run: WrittenRun, tmp_p
     assert length % 8 == 0
     code, text = cli("export", file_url, file)
     assert code == 2
-    assert "or say --force" in text
+    assert "or use --force" in text
     assert cli("export", file_url, file, "-c", "2", "--force", "--state")[0] == 0
     found = load_file(file)
     np.testing.assert_array_equal(found[f"{ITEMS.fqn}.sum"].numpy(), items.fields["sum"])
@@ -381,7 +381,7 @@ def test_diff(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
     assert cli("diff", file_url, "2", "3")[0] == 1
     code, text = cli("diff", file_url, "latest", "step:300")
     assert code == 0
-    assert "not one bit differs" in text
+    assert "all bits are equal" in text
 
 
 # -- tidying ----------------------------------------------------------------------------------------------------
@@ -417,9 +417,9 @@ def test_caller_error_exits_2(cli: Cli, file_url: str, file_run: WrittenRun, tmp
         (("verify", file_url), "another, team/run-1"),
         (("verify", file_url, "--run", "typo"), "another, team/run-1"),
         (("verify", file_url, "--run", "../up"), "cannot name a run"),
-        (("gc", file_url, "--run", RUN, "--grace", "nan"), "no finite number"),
-        (("gc", file_url, "--run", RUN, "--every-steps", "5"), "besides --keep-last"),
-        (("gc", file_url, "--run", RUN, "--keep-last", "1", "--every-hours", "inf"), "no finite number"),
+        (("gc", file_url, "--run", RUN, "--grace", "nan"), "not a finite number"),
+        (("gc", file_url, "--run", RUN, "--every-steps", "5"), "need --keep-last"),
+        (("gc", file_url, "--run", RUN, "--keep-last", "1", "--every-hours", "inf"), "not a finite number"),
         (("gc", file_url, "--run", RUN, "--keep-last", "1", "--every-hours", "0"), "not in the range"),
     ):
         code, text = cli(*arguments)
@@ -437,7 +437,7 @@ def test_invalid_output_path_exits_2(
     """A directory that is a file, or a file that is there: exit 2, and nothing is left behind or changed."""
     (tmp_path / "file").write_text("")
     (tmp_path / name).write_text("")
-    for place, said in ((tmp_path / "file" / name, "nothing can be written"), (tmp_path / name, "exists")):
+    for place, said in ((tmp_path / "file" / name, "not writable"), (tmp_path / name, "exists")):
         code, text = cli("export", file_url, place)
         assert code == 2, text
         assert said in text

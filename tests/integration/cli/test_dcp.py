@@ -260,7 +260,7 @@ def test_export_is_atomic(cli: Cli, tmp_path: Path) -> None:
     assert cli("export", tmp_path / "store", tmp_path / "out", "--format", "dcp")[0] == 0
     code, text = cli("export", tmp_path / "store", tmp_path / "out", "--format", "dcp", "--force")
     assert code == 2
-    assert "exists already" in text
+    assert "already exists" in text
     code, text = cli("export", tmp_path / "store", tmp_path / "out", "--format", "torch", "--force")
     assert code == 2
     assert "is a directory" in text
@@ -295,7 +295,7 @@ def test_training_resumes_from_import(
     command = ("import", tmp_path / "store", tmp_path / "saved", "--run", "r", "--step", 5)
     code, text = cli(*command, "--optimizer", kind, "--tables", "embeddings.*", "--tables", "places.weight")
     assert code == 0, text
-    assert "tables (as said): embeddings.goods.weight, places.weight" in text
+    assert "tables (as given): embeddings.goods.weight, places.weight" in text
     assert "left out: epoch" in text
     moved = make_training(kind)
     with checkpointer(*moved) as ckpt:
@@ -424,7 +424,7 @@ def test_unreadable_table_commits_nothing(cli: Cli, saved: Path, tmp_path: Path)
     assert state.checkpoints == {}
     code, text = cli("import", tmp_path / "store", saved, "--run", "r")
     assert code == 2
-    assert "exists already" in text
+    assert "already exists" in text
 
 
 def test_pickled_objects_are_not_loaded(cli: Cli, tmp_path: Path) -> None:
@@ -452,11 +452,11 @@ def test_import_refuses_existing_run(cli: Cli, saved: Path, tmp_path: Path) -> N
     before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
     code, text = cli("import", tmp_path / "store", saved, "--run", "r")
     assert code == 2
-    assert "the run exists already" in text
+    assert "the run already exists" in text
     assert "--run" in text
     code, text = cli("import", tmp_path / "store" / "r", saved, "--run", "s")
     assert code == 2
-    assert "this is a run and not a store" in text
+    assert "this URL is a run, not a store" in text
     code, text = cli("import", tmp_path / "store", saved, "--run", "team/log")
     assert code == 2
     assert {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()} == before
@@ -470,12 +470,12 @@ def test_ambiguous_import_asks_for_options(cli: Cli, saved: Path, tmp_path: Path
     odd = {"state": {"other.weight": {"sum": torch.ones(3, 2)}}, "param_groups": [{"params": ["emb.weight"]}]}
     for name, held, arguments, said in (
         ("two", {"left": model, "right": model}, ("--model", "middle"), "one of: 'left', 'right'"),
-        ("none", {"epoch": 3}, (), "it holds no tensors"),
-        ("m", {"model": model}, ("--tables", "items.*"), "no tensor is called 'items.*'"),
-        ("m", {"model": model}, ("--tables", "top.bias"), "top.bias is float32 [2], and no table"),
-        ("m", {"model": model}, ("--without", "x*"), "no tensor is called 'x*'"),
-        ("m", {"model": model}, ("--optimizer", "Adagrad"), "0 optimizers are stored there"),
-        ("b", {"model": model, "a": two, "b": two}, ("--optimizer", "Adagrad"), "2 optimizers are stored"),
+        ("none", {"epoch": 3}, (), "the directory has no tensors"),
+        ("m", {"model": model}, ("--tables", "items.*"), "no tensor matches 'items.*'"),
+        ("m", {"model": model}, ("--tables", "top.bias"), "top.bias is float32 [2], which cannot be a table"),
+        ("m", {"model": model}, ("--without", "x*"), "no tensor matches 'x*'"),
+        ("m", {"model": model}, ("--optimizer", "Adagrad"), "the directory has 0 optimizers"),
+        ("b", {"model": model, "a": two, "b": two}, ("--optimizer", "Adagrad"), "the directory has 2 optimizers"),
         ("n", {"model": model, "o": adagrad.state_dict()}, ("--optimizer", "Adagrad"), "get_optimizer_state_dict"),
         ("o", {"model": model, "o": odd}, ("--optimizer", "Adagrad"), "state of 'other.weight'"),
         ("s", {"model": model, "o": two}, ("--optimizer", "Adagrat"), "torch.optim has no 'Adagrat'"),
@@ -488,7 +488,7 @@ def test_ambiguous_import_asks_for_options(cli: Cli, saved: Path, tmp_path: Path
         assert assert_nothing_written(tmp_path)
     code, text = cli("import", tmp_path / "store", tmp_path / "two", "--run", "r", "--model", "left", "--without", "top.*")  # fmt: skip
     assert code == 0, text
-    assert "left out: top.bias: as asked" in text
+    assert "left out: top.bias: as requested" in text
     assert "left out: right.emb.weight" in text
     with deltashard.open_checkpoint(tmp_path / "store", "r") as checkpoint:
         assert list(checkpoint.tables) == ["emb.weight"]

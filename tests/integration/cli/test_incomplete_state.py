@@ -99,7 +99,7 @@ def test_partial_copy_is_listed_and_resumable(
         before = {info.key for info in store.list(f"{COPY}/")}
         code, text = cli("rm", run_url(file_url, COPY), "--yes")
         assert code == 2, text
-        assert "say --ended" in " ".join(text.split())
+        assert "use --ended" in " ".join(text.split())
         assert {info.key for info in store.list(f"{COPY}/")} == before
     code, text = cli("rm", run_url(file_url, COPY), "--yes", *(["--ended"] if what != "data" else []))
     assert code == 0, text

@@ -55,7 +55,7 @@ def test_manifests_are_injected_without_creating_objects(
             code, text = inject({"kind": "CronJob", "apiVersion": "batch/v1", **cron(job("trains", opted()))})
             assert code == 2
             assert "CronJob trains" in text
-            assert "injected as their pods or Jobs are made" in text
+            assert "injected when their pods or Jobs are created" in text
             define(http, "jobset.x-k8s.io", "v1alpha2", "JobSet")
             job_template = {"metadata": {"annotations": opted()}, "spec": job("x")["spec"]}
             jobs = {"replicatedJobs": [{"name": "node", "template": job_template}]}

@@ -127,10 +127,10 @@ def test_why_by_workload_name(trained: TrainedWorkload, plugin: Plugin) -> None:
         "Interval: 4 min, for the goal lost-work=5m.",
         "Because a failure loses at most 5 min",
         "Bound: not below 58 s",
-        "It rests on 1.5 lossy failures in 36 h.",
-        "The goal cannot be had: at most 5 min of lost work cannot be had.",
+        "Evidence: 1.5 lossy failures in 36 h.",
+        "The goal is unreachable: at most 5 min of lost work cannot be had.",
         "Error, pod train-x on node-a: container trainer ended with exit code 1",
-        "2 restores, and 50 steps trained again",
+        "2 restores, 50 steps repeated",
     ):
         assert said in text, text
     found = json.loads(plugin("why", name, "-n", space, "--json")[1])
@@ -158,7 +158,7 @@ def test_logs(trained: TrainedWorkload, plugin: Plugin, http: Rest, tmp_path: Pa
         del said[pod, "deltashard-sidecar"]
         code, text = plugin("logs", trained.run, "-n", space)
         assert code == 0
-        assert "not to be had" in text
+        assert "unavailable" in text
         assert "step 99" in text
     assert http("DELETE", trained.cluster.path("pods", pod), {"gracePeriodSeconds": 0}).status == 200
     code, text = plugin("logs", trained.run, "-n", space)
@@ -173,14 +173,14 @@ def test_plugin_errors_are_explained(
     space = trained.cluster.namespace
     code, text = plugin("why", "absent", "-n", space)
     assert code == 2
-    assert f"there are {trained.run}" in text
-    assert "another namespace" in plugin("why", "absent", "-n", "default")[1]
+    assert f"use one of {trained.run}" in text
+    assert "has no runs" in plugin("why", "absent", "-n", "default")[1]
     config = yaml.safe_load(apiserver.kubeconfig.read_text())
     limited = apiserver.kubeconfig_of(space, "default", tmp_path)
     code, text = plugin("why", trained.run, "-n", space, kubeconfig=limited)
     assert code == 2
     assert "cannot list resource" in text
-    assert "the role view" in text
+    assert "request the role view" in text
     away = tmp_path / "away"
     config["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"
     away.write_text(yaml.safe_dump(config))

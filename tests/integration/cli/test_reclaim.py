@@ -106,8 +106,8 @@ def test_reclaim_keeps_run(cli: Cli, file_url: str, tmp_path: Path, made: Any, t
     assert remaining(file_url, RUN) == before
     code, text = cli("reclaim", file_url, "--run", RUN, "--workload", MINE)
     assert code == 0
-    assert "stays" in text
-    assert "nothing is removed" in text
+    assert "is kept" in text
+    assert "nothing was removed" in text
 
 
 def test_run_resumed_by_another_workload_is_kept(cli: Cli, file_url: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ WRONG = [
     (("no-such-command", "a"), "NoSuchCommand", "no-such-command", "deltashard"),
     (("ls", "a", "b"), "UsageError", "unexpected extra argument", "deltashard ls"),
     (("gc", "a", "--keep-last", "0"), "BadParameter", "--keep-last", "deltashard gc"),
-    (("gc", "a", "-v"), "UsageError", "say --dry-run, too", "deltashard gc"),
+    (("gc", "a", "-v"), "UsageError", "use --dry-run, too", "deltashard gc"),
 ]
 
 
@@ -69,7 +69,7 @@ def test_extra_commands_are_found_by_entry_points(cli: Cli, monkeypatch: pytest.
     assert code == 2
     error = json.loads(text[: text.rindex("}") + 1])["error"]
     assert error["what"] == "`deltashard absent` needs no_such_package, which is not installed"
-    assert error["remedy"] == "install it beside deltashard"
+    assert error["remedy"] == "install it in deltashard's environment"
 
 
 def test_every_command_is_on_reference_page() -> None:

@@ -278,7 +278,7 @@ def test_verify_finds_inconsistent_since(
     monkeypatch.setattr(verification, "_read_indexes", lambda *args: read(*args) | planted)
     (problem,) = verify(Target(store=store, run="r")).problems
     assert problem.object == key
-    assert "not one earlier checkpoint" in problem.what
+    assert "instead of one earlier checkpoint" in problem.what
     assert problem.checkpoints == (seq,)
 
 

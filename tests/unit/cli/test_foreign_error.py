@@ -19,7 +19,7 @@ from deltashard_cli.main import ENVIRONMENT, INTERNAL, LocalFault, exit_code, wr
             "/out/t.npy",
         ),
         (OSError("nothing to say"), "OSError: nothing to say", "this machine"),
-        (MemoryError(), "there is not enough memory", "this process"),
+        (MemoryError(), "out of memory", "this process"),
     ],
 )
 def test_os_and_memory_errors_are_environment_errors(error: Exception, what: str, where: str) -> None:

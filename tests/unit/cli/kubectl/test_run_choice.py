@@ -41,12 +41,12 @@ def test_run_is_selected_by_name_workload_or_run_id(argument: str, wanted: str) 
 
 def test_ambiguous_and_unknown_names_list_the_runs() -> None:
     """With the names there are."""
-    with pytest.raises(UserError, match="may be several") as error:
+    with pytest.raises(UserError, match="matches several") as error:
         find_run(RUNS, "two", "team")
-    assert error.value.remedy == "say one of two-1, two-2"
+    assert error.value.remedy == "use one of two-1, two-2"
     with pytest.raises(UserError, match="no run 'x'") as error:
         find_run(RUNS, "x", "team")
     assert "dlrm-1" in error.value.remedy
     with pytest.raises(UserError) as error:
         find_run([], "x", "team")
-    assert "none at all" in error.value.remedy
+    assert "has no runs" in error.value.remedy

@@ -19,10 +19,10 @@ def test_summary_of_a_run_that_has_not_started() -> None:
     """Nothing is claimed that nobody told."""
     for each in (run(), {"metadata": {"name": "r"}, "spec": {"policy": "p"}}):
         assert list(status_text.decision_lines(each)) == [
-            "Saves: not told yet, as the policy p or an annotation states: nothing is chosen."
+            "Saves: not reported yet, set by the policy p or an annotation."
         ]
-        assert list(status_text.problem_lines(each, NOW_S)) == ["No trouble."]
-        assert list(status_text.loss_lines(each, NOW_S)) == ["Nothing was lost."]
+        assert list(status_text.problem_lines(each, NOW_S)) == ["No problems."]
+        assert list(status_text.loss_lines(each, NOW_S)) == ["No losses."]
 
 
 def test_false_ready_condition_is_a_problem() -> None:
@@ -46,5 +46,5 @@ def test_failures_are_newest_first_and_bounded() -> None:
     assert lines[0] == "10 min ago: Evicted, pod p-8"
     assert lines[5:] == [
         "and 4 older ones in the CheckpointRun",
-        "In all 9 restores, and 1 step trained again.",
+        "Total: 9 restores, 1 step repeated.",
     ]
