@@ -87,7 +87,7 @@ def test_inspect(cli: Cli, url: str, run: WrittenRun) -> None:
     """One checkpoint in full; a root with one run needs no --run."""
     found = json_output(cli, "inspect", url, "-c", "step:100")
     assert found["metadata"] == {"git": "abc"}
-    assert [(t["table"], t["stalled_rows"], t["encodings"]) for t in found["tables"]] == [
+    assert [(t["table"], t["held_rows"], t["encodings"]) for t in found["tables"]] == [
         (ITEMS.fqn, ITEMS.rows, ["fp32"]),
         (HALF.fqn, HALF.rows, ["bf16"]),
     ]

@@ -97,7 +97,7 @@ def test_log_shows_readable_part_of_damaged_log(cli: Cli, file_url: str, tmp_pat
     open_attempt(RunLog(store, RUN), owner="tests")
     lines = json_output(cli, "log", run_url(file_url))["lines"]
     assert [line["valid"] for line in lines] == [True, True, True, True, False, True]
-    assert "makes 4 to 4 void" in lines[5]["description"]
+    assert "voids 4 to 4" in lines[5]["description"]
 
 
 # -- gc --dry-run -----------------------------------------------------------------------------------------------
@@ -199,9 +199,7 @@ def test_retire_lists_dependents(cli: Cli, url: str, tmp_path: Path) -> None:
     assert f"checkpoint {delta} is kept: it is the newest" in expect_failure(
         cli, "retire", run_url(url), "-c", "latest"
     )
-    assert f"covered by the newest, {delta}" in expect_failure(
-        cli, "retire", run_url(url), "-c", f"{full}"
-    )
+    assert f"covered by the newest, {delta}" in expect_failure(cli, "retire", run_url(url), "-c", f"{full}")
     assert "checkpoint 3 is kept: checkpoint 4 builds on it" in expect_failure(
         cli, "retire", run_url(url), "-c", "3"
     )
@@ -216,7 +214,7 @@ def test_retire_lists_dependents(cli: Cli, url: str, tmp_path: Path) -> None:
     written.save(written.train(), step=600, covers=delta, directive="steps")
     assert json_output(cli, "verify", "--deep", run_url(url))["ok"] is True
     assert "No such option" in expect_failure(cli, "retire", run_url(url), "--keep", "4")
-    assert "say --run" in expect_failure(cli, "retire", url, "-c", f"{full}")
+    assert "confirm the run by --run" in expect_failure(cli, "retire", url, "-c", f"{full}")
 
 
 # -- rewind -----------------------------------------------------------------------------------------------------
@@ -236,7 +234,7 @@ def test_rewind_to_older_checkpoint_and_back(cli: Cli, url: str, tmp_path: Path)
         written.save(step=600)
     assert json_output(cli, "ls", run_url(url))["run"]["newest_seq"] == 3
     _code, text = cli("ls", run_url(url))
-    assert "set aside" in text
+    assert "detached" in text
     assert_same(read_checkpoint(written.store, RUN), wanted[3])
     assert_same(read_checkpoint(written.store, RUN, "seq:4"), wanted[4])
     # Undone while it lives; said again; and a trainer goes on from there.
@@ -247,7 +245,7 @@ def test_rewind_to_older_checkpoint_and_back(cli: Cli, url: str, tmp_path: Path)
     assert (opened.resume.seq, opened.fell_back) == (3, False)
     assert "may hold the run" in expect_failure(cli, "rewind", run_url(url), "-c", "4")
     assert [line["description"] for line in json_output(cli, "log", run_url(url))["lines"] if line["kind"] == "rewind"] == [
-        "the run goes on from checkpoint 3", "the run goes on from checkpoint 4", "the run goes on from checkpoint 3",
+        "the run continues from checkpoint 3", "the run continues from checkpoint 4", "the run continues from checkpoint 3",
     ]  # fmt: skip
     # Only what retires for age lets go of what was set aside.
     assert cli("gc", run_url(url))[0] == 0
@@ -303,7 +301,9 @@ def test_cp_to_another_store_is_bit_exact(cli: Cli, url: str, other: str, tmp_pa
     opened = open_attempt(RunLog(copy, RUN), owner="tests", closing_wait_s=0.0)
     assert opened.resume.step == 500
     assert RunLog(copy, RUN).refresh().pinned == {"best": 2, "paper": 3}
-    assert "exists in the target, and is not a copy of this run" in expect_failure(cli, "cp", run_url(url), other)
+    assert "exists in the target, and is not a copy of this run" in expect_failure(
+        cli, "cp", run_url(url), other
+    )
     written.close()
 
 
@@ -353,15 +353,17 @@ def test_cp_refuses_target_that_is_not_a_copy(cli: Cli, file_url: str, tmp_path:
     chain(there, tmp_path / "b").close()
     before = keys(open_store(there), RUN)
     assert "is not a copy of this run" in expect_failure(cli, "cp", run_url(file_url), there)
-    assert "is not a copy of this run" in expect_failure(cli, "cp", run_url(file_url), there, "-c", "2", "--as", RUN)
+    assert "is not a copy of this run" in expect_failure(
+        cli, "cp", run_url(file_url), there, "-c", "2", "--as", RUN
+    )
     assert keys(open_store(there), RUN) == before
     assert "onto itself" in expect_failure(cli, "cp", run_url(file_url), file_url)
     for alone in (("-c", "2"), ("--as", "n")):
-        assert "go together" in expect_failure(cli, "cp", run_url(file_url), file_url, *alone)
+        assert "must be given together" in expect_failure(cli, "cp", run_url(file_url), file_url, *alone)
     assert "cannot name a new run" in expect_failure(
         cli, "cp", run_url(file_url), file_url, "-c", "2", "--as", "x/log"
     )
-    assert "this is a run and not a store" in expect_failure(cli, "cp", run_url(file_url), run_url(file_url))
+    assert "this URL is a run, not a store" in expect_failure(cli, "cp", run_url(file_url), run_url(file_url))
     assert "no live, valid checkpoint" in expect_failure(
         cli, "cp", run_url(file_url), file_url, "-c", "9", "--as", "n"
     )
@@ -379,9 +381,9 @@ def test_rm_removes_only_that_run(cli: Cli, url: str, tmp_path: Path) -> None:
     written = chain(url, tmp_path / "a")
     inner = chain(url, tmp_path / "b", f"{RUN}/inner")
     kept = keys(written.store, f"{RUN}/inner")
-    assert "say --yes" in expect_failure(cli, "rm", run_url(url), "--ended")
+    assert "use --yes" in expect_failure(cli, "rm", run_url(url), "--ended")
     assert "may hold the run" in expect_failure(cli, "rm", run_url(url), "--yes")
-    assert "this is a store and not a run" in expect_failure(cli, "rm", url, "--yes", "--ended")
+    assert "this URL is a store, not a run" in expect_failure(cli, "rm", url, "--yes", "--ended")
     assert "no run 'team'" in expect_failure(cli, "rm", url, "--run", "team", "--yes")
     count = len(keys(written.store)) - len(kept)
     assert json_output(cli, "rm", url, "--run", RUN, "--yes", "--ended")["objects"] == count
@@ -408,6 +410,6 @@ def test_rm_reports_objects_written_meanwhile(
     with monkeypatch.context() as patch:
         patch.setattr(FileStore, "delete", beside)
         text = expect_failure(cli, "rm", run_url(file_url), "--yes", "--ended", code=1)
-    assert "came meanwhile, and are left: a trainer of this run still wrote" in text
+    assert "appeared during the removal and are left: a trainer of this run is still writing" in text
     assert json_output(cli, "rm", run_url(file_url), "--yes")["left"] == 0
     assert keys(open_store(file_url)) == {}

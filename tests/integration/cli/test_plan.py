@@ -63,7 +63,7 @@ def test_help_example(cli: Cli) -> None:
         "auto: save every",
         "q8",
         "assumed: 400 MB/s a pod; --bandwidth sets it",
-        "all of them full",
+        "all full",
     ):
         assert shown in text
     assert text.isascii()
@@ -98,14 +98,14 @@ def test_plan_without_checkpoints_or_run(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ((), "the size of the model is not known"),
-        (("--bytes", "lots"), "no size"),
-        (("--bytes", "0B"), "not more than 0"),
-        (("--bytes", "1GiB", "file:///there"), "both say how large"),
-        (("--bytes", "1GiB", "--mtbf", "0s"), "not more than 0"),
+        ((), "the size of the model is unknown"),
+        (("--bytes", "lots"), "is not a size"),
+        (("--bytes", "0B"), "must be greater than 0"),
+        (("--bytes", "1GiB", "file:///there"), "both give the size"),
+        (("--bytes", "1GiB", "--mtbf", "0s"), "must be greater than 0"),
         (("--bytes", "1GiB", "--mtbf", "often"), "is not a duration"),
-        (("--run", "x"), "which is missing"),
-        (("--bytes", "1GiB", "--hours", "nan"), "no finite number"),
+        (("--run", "x"), "needs the URL"),
+        (("--bytes", "1GiB", "--hours", "nan"), "not a finite number"),
     ],
 )
 def test_usage(cli: Cli, arguments: tuple[str, ...], what: str) -> None:

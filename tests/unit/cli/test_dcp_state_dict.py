@@ -62,7 +62,7 @@ def test_model_tensors_are_found(tree: Any, model: str | None, left_out: tuple[s
 
 @pytest.mark.parametrize("tree", [{"a": MODEL, "b": MODEL}, {"a": {"model": MODEL}, "b": {"model": MODEL}}])
 def test_ambiguous_model_location_must_be_specified(tree: Any) -> None:
-    with pytest.raises(UserError, match="which of these is the model's") as refused:
+    with pytest.raises(UserError, match="the model's state dict is ambiguous") as refused:
         classify(contents(tree), None)
     assert "--model with one of: 'a" in refused.value.remedy
 

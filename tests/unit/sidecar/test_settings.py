@@ -69,7 +69,9 @@ def test_numbers_outside_their_range_are_refused() -> None:
             assert getattr(load([*NEEDED, *grown, flag, str(int(value))], {}), name) == value
 
 
-@pytest.mark.parametrize(("text", "says"), [("soon", "not a valid float"), ("-1", "is -1.0"), ("nan", "is nan")])
+@pytest.mark.parametrize(
+    ("text", "says"), [("soon", "not a valid float"), ("-1", "is -1.0"), ("nan", "is nan")]
+)
 def test_hook_deadline_is_validated(text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["notify", "--deadline-s", text]) == EXIT_USAGE
     assert says in capsys.readouterr().err
