@@ -104,7 +104,7 @@ def test_closed_checkpointer_raises_immediately(stored: Path) -> None:
 def test_second_restore_and_second_wrap_are_refused(stored: Path) -> None:
     """The first would read "after training began", which it did not; the second would resume the position twice."""
     with ToyRun(stored) as run:
-        with pytest.raises(UserError, match="the model is restored already, to step 2"):
+        with pytest.raises(UserError, match="the model is already restored, to step 2"):
             run.ckpt.restore(which="step:2")
         loader = run.ckpt.wrap([1, 2, 3])
         with pytest.raises(UserError, match="this loader is wrapped already"):
