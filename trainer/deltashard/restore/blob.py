@@ -49,15 +49,17 @@ class Blobs:
         """
         common, own = common_blobs(raw), own_blobs(rank, raw)
         content = decode_value(own["meta"]).get("content") if "meta" in own else None
-        said = common | {name: data for name, data in own.items() if name != "meta"}
-        held = {name: decode_value(data) for name, data in said.items() if not name.startswith("optim/")}
+        common_or_own = common | {name: data for name, data in own.items() if name != "meta"}
+        held = {
+            name: decode_value(data) for name, data in common_or_own.items() if not name.startswith("optim/")
+        }
 
         def under(prefix: str) -> dict[str, Any]:
             return {n.removeprefix(prefix): value for n, value in held.items() if n.startswith(prefix)}
 
         return cls(
             dense=under("dense/"),
-            optimizers={i: [decode_value(d) for d in said] for i, said in optimizer_parts(common).items()},
+            optimizers={i: [decode_value(d) for d in parts] for i, parts in optimizer_parts(common).items()},
             state=under("state/"),
             rng=held.get("rng"),
             loaders=held.get("loader", {}),
@@ -92,11 +94,11 @@ class Blobs:
         """Notes on the per-rank `state=` entries `names`, when the number of ranks changed."""
         if world_size == self.world_size or not names:
             return []
-        said = ", ".join(f"state[{name!r}]" for name in sorted(names))
+        entries = ", ".join(f"state[{name!r}]" for name in sorted(names))
         if rank >= self.world_size:
-            return [f"rank {rank} was not in the group that saved: it has rank 0's {said}"]
+            return [f"rank {rank} was not in the group that saved: it has rank 0's {entries}"]
         if rank == 0 and world_size < self.world_size:
-            return [f"{said} of ranks {world_size} to {self.world_size - 1} is not restored on any rank"]
+            return [f"{entries} of ranks {world_size} to {self.world_size - 1} is not restored on any rank"]
         return []
 
     def check(self, program: Program, *, strict: bool, weights_only: bool) -> list[str]:  # noqa: C901

@@ -48,14 +48,14 @@ class CollectiveRestore:
         self._rank = rank
         self._program = program
         dense = program.tracking.dense()
-        word = RankManifest(
+        manifest = RankManifest(
             facts=facts,
             tables=program.shapes,
             dense={name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in dense.items()},
             boxes=program.boxes,
             took_part=0 if said is None else said.took_part,
         )
-        self._rendezvous = Rendezvous(rank.number, rank.world_size, word.text())
+        self._rendezvous = Rendezvous(rank.number, rank.world_size, manifest.text())
         self._round = 0
         self._sent: list[tuple[str, int]] = []
         """(name, bytes) of the data that this rank sent through the store."""
@@ -77,16 +77,16 @@ class CollectiveRestore:
 
         def opened() -> str:
             manifests = [RankManifest.of(text) for text in self._rendezvous.manifests]
-            took_part = max(word.took_part for word in manifests)
+            took_part = max(each.took_part for each in manifests)
             reply = ask(pb.OpenRequest(layout=agreed_layout(manifests).data, took_part=took_part))
             crash_point("open.before_publish")
             return reply.SerializeToString().hex()
 
         self._round += 1
-        told = self._from_rank_0(f"open/{self._round}", opened)
+        encoded = self._from_rank_0(f"open/{self._round}", opened)
         if self._rank.number == 0:
             crash_point("open.after_publish")
-        return pb.OpenReply.FromString(bytes.fromhex(told))
+        return pb.OpenReply.FromString(bytes.fromhex(encoded))
 
     def _from_rank_0(self, what: str, make: Callable[[], str]) -> str:
         """Return on every rank what `make` returns on rank 0; raises rank 0's error on every rank."""
@@ -98,10 +98,10 @@ class CollectiveRestore:
                 raise
             self._rendezvous.broadcast(what, b"+" + made.encode())
             return made
-        told = self._rendezvous.await_broadcast(what, 2 * OPEN_DEADLINE_S).decode()
-        if told[0] == "-":
-            raise _decode_error(json.loads(told[1:]), "rank 0: ")
-        return told[1:]
+        answer = self._rendezvous.await_broadcast(what, 2 * OPEN_DEADLINE_S).decode()
+        if answer[0] == "-":
+            raise _decode_error(json.loads(answer[1:]), "rank 0: ")
+        return answer[1:]
 
     def agree(self, stage: str, error: BaseException | None = None) -> None:
         """Report this rank's outcome of `stage`, and wait for the outcome of all ranks.
@@ -125,8 +125,8 @@ class CollectiveRestore:
         self._rendezvous.submit(stage, json.dumps(mine).encode())
         crash_point("agree.answered")
         if self._rank.number == 0:
-            said = [json.loads(text) for text in self._rendezvous.gather(stage, RESTORE_DEADLINE_S)]
-            self._rendezvous.broadcast(stage, json.dumps(self._resolve_outcome(said)).encode())
+            outcomes = [json.loads(text) for text in self._rendezvous.gather(stage, RESTORE_DEADLINE_S)]
+            self._rendezvous.broadcast(stage, json.dumps(self._resolve_outcome(outcomes)).encode())
             crash_point("agree.published")
         verdict = json.loads(self._rendezvous.await_broadcast(stage, RESTORE_DEADLINE_S))
         if verdict["kind"] == "complete":
@@ -179,13 +179,17 @@ class CollectiveRestore:
     def sums(self, seed: int) -> str:
         return sums(self._program.tracking.replicas, seed)
 
-    def _resolve_outcome(self, said: list[dict[str, Any]]) -> dict[str, Any]:
-        worst = max(range(len(said)), key=lambda rank: (_KINDS_BY_SEVERITY.index(said[rank]["kind"]), -rank))
-        if said[worst]["kind"] != "complete":
-            return {"kind": said[worst]["kind"], "rank": worst, "error": said[worst]["error"]}
-        if "sums" in said[0]:
+    def _resolve_outcome(self, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+        worst = max(
+            range(len(outcomes)), key=lambda rank: (_KINDS_BY_SEVERITY.index(outcomes[rank]["kind"]), -rank)
+        )
+        if outcomes[worst]["kind"] != "complete":
+            return {"kind": outcomes[worst]["kind"], "rank": worst, "error": outcomes[worst]["error"]}
+        if "sums" in outcomes[0]:
             try:
-                check_replicas_equal(self._program, {rank: each["sums"] for rank, each in enumerate(said)})
+                check_replicas_equal(
+                    self._program, {rank: each["sums"] for rank, each in enumerate(outcomes)}
+                )
             except RanksDiffer as error:
                 return {"kind": "failed", "rank": 0, "error": _encode_error(error)}
         return {"kind": "complete"}
@@ -220,6 +224,6 @@ def _encode_error(error: BaseException) -> dict[str, str]:
     }
 
 
-def _decode_error(said: Mapping[str, str], whose: str) -> DeltashardError:
-    kind: type[DeltashardError] = getattr(errors, said["kind"], RestoreFailed)
-    return kind(whose + said["what"], where=said["where"], remedy=said["remedy"])
+def _decode_error(encoded: Mapping[str, str], whose: str) -> DeltashardError:
+    kind: type[DeltashardError] = getattr(errors, encoded["kind"], RestoreFailed)
+    return kind(whose + encoded["what"], where=encoded["where"], remedy=encoded["remedy"])

@@ -400,12 +400,12 @@ class Restorer:
         mine = sorted(positions.refused)
         if collective is None:
             return mine
-        told = collective.resolve(
+        merged = collective.resolve(
             "loaders",
             json.dumps(mine),
-            lambda said: json.dumps(sorted({name for word in said for name in json.loads(word)})),
+            lambda answers: json.dumps(sorted({name for answer in answers for name in json.loads(answer)})),
         )
-        return list(json.loads(told))
+        return list(json.loads(merged))
 
     def _compare_content(self, blobs: Blobs, *, weights_only: bool, partial: bool) -> bool | None:
         recorded = blobs.own_content

@@ -139,9 +139,9 @@ class BatchedKernel:
             _log.debug("a lookup's features could not be separated", exc_info=error)
             spans = [(0, indices.numel())] * len(features)
         for table, (start, stop) in zip(features, spans, strict=True):
-            told = self.listeners.get(table)
-            if told is not None and stop > start:
-                told(_mask_invalid_ids(indices[start:stop], self.weights[table].shape[0]))
+            listener = self.listeners.get(table)
+            if listener is not None and stop > start:
+                listener(_mask_invalid_ids(indices[start:stop], self.weights[table].shape[0]))
 
     def _states(self) -> list[dict[str, Tensor]]:
         tbe = self._tbe
@@ -228,8 +228,8 @@ def _spans(
     else:
         ends = itertools.accumulate((sum(sizes) for sizes in batches), initial=0)
         edges = offsets[list(ends)].tolist()
-    whole = len(edges) == features + 1 and edges[0] == 0 and edges[-1] == count and edges == sorted(edges)
-    return list(itertools.pairwise(edges)) if whole else [(0, count)] * features
+    valid = len(edges) == features + 1 and edges[0] == 0 and edges[-1] == count and edges == sorted(edges)
+    return list(itertools.pairwise(edges)) if valid else [(0, count)] * features
 
 
 def _mask_invalid_ids(ids: Tensor, rows: int) -> Tensor:

@@ -116,14 +116,14 @@ class FusedView(OptimizerView):
 
         A table without a shard on the other rank gets the new state of a table that was equal to it.
         """
-        said, found = now["state"], {}
+        states, found = now["state"], {}
         for fqn, was in then["state"].items():
-            like = (other for other in said if then["state"].get(other) == was)
-            found[fqn] = said[fqn] if fqn in said else next((said[other] for other in like), was)
-        spoken: dict[BatchedKernel, Any] = {}
+            like = (other for other in states if then["state"].get(other) == was)
+            found[fqn] = states[fqn] if fqn in states else next((states[other] for other in like), was)
+        by_kernel: dict[BatchedKernel, Any] = {}
         for fqn, kernels in self.target.tables.items():  # tables of one kernel have one rate and one count
             for kernel in kernels if fqn in found else ():
-                found[fqn] = spoken.setdefault(kernel, found[fqn])
+                found[fqn] = by_kernel.setdefault(kernel, found[fqn])
         return {**then, "state": found}
 
     def _captured(self, kernels: Mapping[str, BatchedKernel]) -> dict[str, Any]:

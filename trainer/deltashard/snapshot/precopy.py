@@ -451,11 +451,11 @@ class Precopy:
             self.copied_s = time.monotonic() - began_s
 
     def _run_checks(self) -> None:
-        for look in self._checks:
+        for check in self._checks:
             if self._stop:
                 return
             with memory.read_lock:
-                look()
+                check()
         self.checks_done = True
 
     def _copy(self, table: TablePrecopy, mode: Mode) -> None:

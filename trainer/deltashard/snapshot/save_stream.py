@@ -207,14 +207,14 @@ class SaveStream:
     def _read(self) -> None:
         # Read to the very end: only then has the sidecar released this save and accepts the next one.
         end: SnapshotFailed | None = SnapshotFailed("gone", "the sidecar ended the save without a result")
-        settled = False
+        has_result = False
         try:
             for reply in self._call:
                 kind = reply.WhichOneof("kind")
                 if kind == "staged":
-                    end, settled = None, True
+                    end, has_result = None, True
                 elif kind == "failed":
-                    end, settled = (
+                    end, has_result = (
                         SnapshotFailed(parse_cause(reply.failed.cause) or Cause.ERROR, reply.failed.message),
                         True,
                     )
@@ -222,7 +222,7 @@ class SaveStream:
                 elif not self._sealed:
                     self._in.put(reply)
         except grpc.RpcError as error:
-            if not settled:
+            if not has_result:
                 code, message = details(error)
                 gone = code == grpc.StatusCode.UNAVAILABLE
                 end = SnapshotFailed("gone" if gone else "error", f"{code.name}: {message}")

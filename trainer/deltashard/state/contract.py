@@ -64,13 +64,13 @@ class Contract:
         self._prefix = f"{path}." if path else ""
         self._inventory = inventory
         held = self._module_state()
-        said = {_storage_key(value) for value in held.values()}
+        keys = {_storage_key(value) for value in held.values()}
         self.left_out = frozenset(
             fqn
             for fqn, t in inventory().dense.items()
             if fqn.startswith(self._prefix)
             and not t.requires_grad
-            and _storage_key(t) not in said
+            and _storage_key(t) not in keys
             # A copy under the tensor's name (half(), clone()) counts as included; the tensor's own bits are saved.
             and fqn.removeprefix(self._prefix) not in held
         )
@@ -94,14 +94,14 @@ class Contract:
         Raises:
             CheckpointMismatch: the module rejects them, or loading changes rows of a table.
         """
-        said, living = self._module_state(), self._live_tensors()
-        for key, value in said.items():
-            said[key] = living.get(_storage_key(value), value)
-        said.update(held)
+        own_state, living = self._module_state(), self._live_tensors()
+        for key, value in own_state.items():
+            own_state[key] = living.get(_storage_key(value), value)
+        own_state.update(held)
         before = self._probe()
         try:
             with torch.no_grad():
-                self.module.load_state_dict(said)
+                self.module.load_state_dict(own_state)
         except Exception as error:
             if held:
                 raise CheckpointMismatch(
@@ -122,8 +122,8 @@ class Contract:
     def refuse(self) -> None:
         """Raises `StateError` for state that cannot be saved or is too large for every save."""
         extras = self.extras()
-        said = {_storage_key(value) for value in self._module_state().values()}
-        copied = {found.fqn: found.param for found in self._tables() if _storage_key(found.param) not in said}
+        keys = {_storage_key(value) for value in self._module_state().values()}
+        copied = {found.fqn: found.param for found in self._tables() if _storage_key(found.param) not in keys}
         shapes = {tuple(param.shape) for param in copied.values()}
         remedy = "let it return the parameters themselves, as torch's does, plus only small additional values"
         held = list(tensors_in(extras))
@@ -144,14 +144,14 @@ class Contract:
         check_value(extras, where=self.name)
 
     def _module_state(self) -> dict[str, Any]:
-        said = self.module.state_dict()
-        if not isinstance(said, dict):
+        own_state = self.module.state_dict()
+        if not isinstance(own_state, dict):
             raise StateError(
-                f"its state_dict() returns a {type(said).__name__}",
+                f"its state_dict() returns a {type(own_state).__name__}",
                 where=self.name,
                 remedy="return a dict that its load_state_dict() accepts",
             )
-        return said
+        return own_state
 
     def _live_tensors(self) -> dict[object, Tensor]:
         """Tensors of the module that are saved in place, by storage key."""

@@ -178,9 +178,9 @@ def discover(  # noqa: C901
     for prefix, module in canonical_prefixes(model):
         if id(module) in inside:
             continue
-        if (said := find(prefix, module)) is not None:
+        if (module_shards := find(prefix, module)) is not None:
             inside.update(id(each) for each in module.modules())
-            _add_sharded(inventory, module, said)
+            _add_sharded(inventory, module, module_shards)
             continue
         persistent = module._non_persistent_buffers_set  # noqa: SLF001 - torch offers no accessor
         held: list[tuple[str, Tensor]] = [(n, p) for n, p in module._parameters.items() if p is not None]  # noqa: SLF001 - as above
@@ -237,13 +237,13 @@ def world_size() -> int:
     return torch.distributed.get_world_size() if there else 1
 
 
-def _add_sharded(inventory: Inventory, module: nn.Module, said: ModuleShards) -> None:
+def _add_sharded(inventory: Inventory, module: nn.Module, module_shards: ModuleShards) -> None:
     inventory.sharded.append(module)
-    for found in said.shards:
+    for found in module_shards.shards:
         _refuse_dtype(found.param.dtype, found.fqn)
         inventory.tables[found.key] = found
         inventory.names[found.param] = found.key
-    for schema in said.elsewhere:
+    for schema in module_shards.elsewhere:
         inventory.elsewhere[schema.fqn] = schema
     held = [param for each in module.modules() for param in each._parameters.values() if param is not None]  # noqa: SLF001 - torch offers no accessor to its own ones
     inventory.fused.update(param for param in held if param not in inventory.names)

@@ -61,12 +61,12 @@ def restore(
         if name not in saved["trained"]:
             continue
         param.requires_grad_(saved["trained"][name])
-        word = saved["gradients"].get(name, "")
-        if not word:
+        kind = saved["gradients"].get(name, "")
+        if not kind:
             param.grad = None
             continue
-        grad = param.grad = _zeros(param, sparse=word.startswith(_SPARSE))
-        if word.endswith("values"):
+        grad = param.grad = _zeros(param, sparse=kind.startswith(_SPARSE))
+        if kind.endswith("values"):
             placed.append((param, grad, grad._version))  # noqa: SLF001 - torch offers no accessor
 
     def take_away() -> None:

@@ -455,7 +455,5 @@ def test_sharded_modules_have_no_contract() -> None:
     sharded._register_state_dict_hook(lambda *_: None)
     inventory = Inventory(sharded=[sharded])
     assert contract.contracts_of(nn.ModuleDict({"it": sharded}), lambda: inventory) == []
-    with pytest.raises(
-        StateError, match=r"its own get_extra_state and contains sharded tables.*Speaks"
-    ):
+    with pytest.raises(StateError, match=r"its own get_extra_state and contains sharded tables.*Speaks"):
         contract.contracts_of(nn.ModuleDict({"it": Speaks(sharded)}), lambda: inventory)
