@@ -49,10 +49,8 @@ class Blobs:
         """
         common, own = common_blobs(raw), own_blobs(rank, raw)
         content = decode_value(own["meta"]).get("content") if "meta" in own else None
-        common_or_own = common | {name: data for name, data in own.items() if name != "meta"}
-        held = {
-            name: decode_value(data) for name, data in common_or_own.items() if not name.startswith("optim/")
-        }
+        merged = common | {name: data for name, data in own.items() if name != "meta"}
+        held = {name: decode_value(data) for name, data in merged.items() if not name.startswith("optim/")}
 
         def under(prefix: str) -> dict[str, Any]:
             return {n.removeprefix(prefix): value for n, value in held.items() if n.startswith(prefix)}

@@ -2,8 +2,7 @@
 
 For every table shard one 64-bit hash per row is kept: of decode(encode(row)) under the save's encoding, together with
 the row's optimizer state. A snapshot updates the hashes of the rows it sends. Their sum, each weighted with an odd
-number derived from its row id (so that swapped rows are detected), is saved in the metadata as `content/<shard>` and
-in
+number derived from its row id (so that swapped rows are detected), is saved in the metadata as `content/<shard>` and in
 the `meta` blob. After a restore the same sum is computed from the model; sums of other shards are not comparable.
 
 The hash is the checkpoint package's row hash. The round trip uses the sidecar's codec, batch by batch as sent, since
@@ -66,8 +65,7 @@ class ContentHashes:
 
         `sections` are weights [n, C] and fields [n] or [n, C], in schema order.
         """
-        # Rows are renumbered within the batch: encoding does not depend on the row id, and the scratch target stays
-        # small.
+        # Rows are renumbered within the batch: their encoding is the same, and the scratch target stays small.
         n = len(ids)
         local = replace(schema, rows=n, columns=box.col_stop - box.col_start)
         applier = FrameApplier([target := _scratch(local)])

@@ -1,7 +1,6 @@
 """The stream of a restore: blobs first, which are validated before the model changes, then frames of rows.
 
-Frames are located in granted blocks of the arena. Each frame is decoded and applied during its call, and its block is
-then freed.
+Frames are located in granted blocks of the arena; each is decoded and applied during its call, then its block freed.
 """
 
 from __future__ import annotations
@@ -138,10 +137,9 @@ def read_checkpoint(
 ) -> ReceivedCheckpoint:
     """Read a checkpoint in one stream: blobs, then rows, which are scattered into the targets.
 
-    `check_blobs` receives the complete blobs before the model changes, while rows are already in transfer; it
-    allocates
-    the targets or raises. `newer` returns frames of rows, with their tails, that are newer than the checkpoint.
-    Raises the errors of `read_frames`, and `InvalidCheckpoint` for rows or blobs that never arrived.
+    `check_blobs` receives the complete blobs before the model changes, while rows are already in transfer; it allocates
+    the targets or raises. `newer` returns frames of rows, with their tails, that are newer than the checkpoint. Raises
+    the errors of `read_frames`, and `InvalidCheckpoint` for rows or blobs that never arrived.
     """
     want = pb.RestoreRequest.Want(
         session=link.session,

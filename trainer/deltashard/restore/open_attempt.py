@@ -73,15 +73,9 @@ class AttemptOpener:
         coordinator_thread: CoordinatorThread | None,
         plan: RecoveryPlan,
     ) -> None:
-        """Create an opener.
+        """`apply_notifications` raises `FencedError`; `fresh`: start from scratch although the run has checkpoints.
 
-        Args:
-            loop: the program and its clock.
-            member: this process in its run.
-            apply_notifications: applies pending notifications; raises `FencedError`.
-            fresh: start from scratch although the run has checkpoints.
-            coordinator_thread: serves the orders of several ranks; None: this process is the only rank.
-            plan: the recovery plan.
+        `coordinator_thread` is None if this process is the only rank.
         """
         self._program = loop.program
         self._clock = loop.clock

@@ -4,8 +4,7 @@
     rows      each frame is decoded and scattered into the parameter and the optimizer's row state, newest first
     dense     parameters, buffers, optimizers, user state, loaders, step, generators: only after all rows arrived
 
-Afterwards the row marks are re-seeded from the delta frames that were used, so the next snapshot can be a
-differential
+Afterwards the row marks are re-seeded from the delta frames that were used, so the next snapshot can be a differential
 over the same baseline. If the checkpoint was not restored completely (another run, weights only, other tables), the
 next snapshot is a baseline. An invalid checkpoint is skipped in favor of an older one.
 """
@@ -63,13 +62,11 @@ class _RestoreCall:
     """The restore of all ranks; None: this process is the only rank."""
     began_s: float = field(default_factory=time.monotonic)
     excluded: list[int] = field(default_factory=list)
-    """Sequence numbers of invalid checkpoints."""
     earlier: list[ModelTargets] = field(default_factory=list)
     """Targets that an invalid checkpoint may have overwritten."""
     damage: str = ""
     """Description of the unreadable part of the log."""
     retired: int = 0
-    """Number of checkpoints that were retired during the read."""
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """One batched FBGEMM kernel with a fused optimizer: the live memory of its shards, and reports of its updates.
 
-A kernel holds shards of several tables in one buffer each for weights and optimizer state, and changes both within
-the
+A kernel holds shards of several tables in one buffer each for weights and optimizer state, and changes both within the
 backward pass, inside the lookup's autograd node. A hook on this node reports the updated rows right after the update,
 independent of the pipeline that called forward. A forward without a gradient (evaluation, `no_grad`) has no node, or
 one that never runs. The ids are the kernel's inputs: after the input's distribution, local to the shard. The kernel
@@ -125,8 +124,7 @@ class BatchedKernel:
         """Report the rows that the update of one lookup changed.
 
         `indices` (int [n]) are grouped by feature; bag b has those at offsets[b]:offsets[b + 1]. `batches`: each
-        feature's
-        number of bags by rank, where they differ.
+        feature's number of bags by rank, where they differ.
         """
         features = self._features
         if self.watching is not None:

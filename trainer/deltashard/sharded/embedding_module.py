@@ -4,8 +4,7 @@ A table keeps its name in the plain module (`ebc.embedding_bags.t1.weight`), so 
 other sharding, or without one. Shards are read from the lookup kernels: a shard's box is taken from the kernel's own
 table, in rows and columns of the whole table, and its tensor is the kernel's own memory.
 
-TorchRec is not imported here: a model with such a module has loaded it. Untested kinds of sharding are rejected by
-name.
+TorchRec is not imported here: a model with such a module has loaded it. Untested kinds of sharding are rejected.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Registers TorchRec support with tracking.
 
-**Optimizers.** A `CombinedOptimizer` is split into its parts and a `KeyedOptimizerWrapper` unwrapped, since only
-steps
+**Optimizers.** A `CombinedOptimizer` is split into its parts and a `KeyedOptimizerWrapper` unwrapped, since only steps
 of the torch optimizers inside can be watched. Fused optimizers are left out: they are found in the model itself
 (`fused_view`).
 

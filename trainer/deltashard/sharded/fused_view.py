@@ -4,8 +4,7 @@ Row fields have the names and meanings of torch's and deltashard's optimizers: `
 [R, D], that of fused row-wise Adagrad has one value per row [R], as in `RowWiseAdagrad`. TorchRec describes the
 row-wise state of column shards as concatenated; here it is a field of the shard's box, like every other.
 
-Non-row state of kernels is stored by table, since the sharding determines which tables share a kernel. For a table
-with
+Non-row state of kernels is stored by table, since the sharding determines which tables share a kernel. For a table with
 shards in several kernels or processes, the kernel with row 0 and column 0 is captured: the trees of all ranks have no
 table in common, and `merged` combines them.
 

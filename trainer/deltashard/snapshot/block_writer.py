@@ -1,16 +1,14 @@
 """Copies dirty rows' weights and optimizer state into granted blocks of the arena.
 
 Training waits for the copy, except for rows that `precopy` copied ahead. Rows are sent as batches of at most
-BATCH_BYTES whose sections (ids, weights, fields) are laid out by `arena_layout.sections`. The descriptor of a batch
-is
-sent as soon as the batch is written, so the sidecar can encode the first batches, and grant their blocks again, while
-a snapshot larger than the arena is still being copied. One block is open at a time and shared by small tables.
+BATCH_BYTES whose sections (ids, weights, fields) are laid out by `arena_layout.sections`. The descriptor of a batch is
+sent as soon as the batch is written, so the sidecar can encode the first batches, and grant their blocks again, while a
+snapshot larger than the arena is still being copied. One block is open at a time and shared by small tables.
 
 A selection of all rows is copied directly. Selected rows are gathered by the checkpoint package's kernel into the
-arena, on as many threads as torch uses, with prefetch and non-temporal stores. On an accelerator the gather runs on
-the device, which then writes into the arena. If the device cannot write there, two pinned buffers alternate: the host
-copies one into the arena while the other is filled. Copies and events use the caller's current stream; writes of
-other
+arena, on as many threads as torch uses, with prefetch and non-temporal stores. On an accelerator the gather runs on the
+device, which then writes into the arena. If the device cannot write there, two pinned buffers alternate: the host
+copies one into the arena while the other is filled. Copies and events use the caller's current stream; writes of other
 streams must have completed (`tracking.settle`).
 """
 
@@ -54,7 +52,6 @@ class TableSnapshot:
     """Position of the table in this attachment."""
     fqn: str
     key: str
-    """Key of the shard."""
     box: Box
     """The part of the table in `weights`; row ids and columns are sent in coordinates of the whole table."""
     weights: Tensor
@@ -173,15 +170,10 @@ class BlockWriter:
         threads: int = 0,
         pin: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Create a writer.
+        """`block` returns a writable block; `send` hands over a batch, or a piece of a blob, of a number of bytes.
 
-        Args:
-            arena: the arena that holds the blocks.
-            block: returns a block that may be written.
-            send: hands over a batch, or a piece of a blob, of the given number of bytes.
-            observe: called with every row batch in the arena before it is handed over.
-            threads: maximum number of gathering threads; 0: as many as torch has.
-            pin: returns whether a device can write into the arena; called when a device would.
+        `observe` is called with every row batch in the arena before it is handed over. `threads` limits the gathering
+        threads; 0: as many as torch has. `pin` returns whether a device can write into the arena.
         """
         self._take_block, self._hand_over = block, send
         self._observe = observe
@@ -215,8 +207,7 @@ class BlockWriter:
         """Copy one table's rows; returns when they are in the arena (or in transfer from a device: see `flush`).
 
         `start`: first row to copy, for a selection of all rows. `fresh`: whether the rows changed since the newest
-        commit;
-        None: unknown. `again`: whether other batches contain these rows, too.
+        commit; None: unknown. `again`: whether other batches contain these rows, too.
         """
         self._parts, self._snapshot = section_tensors(snapshot), snapshot
         for batch in self.batches(snapshot, start=start, fresh=fresh, again=again):

@@ -11,27 +11,19 @@ then the others. Touched rows among the others are sent once more, as fresh rows
 Training waits for the rows of the steps during the copy, instead of for all rows.
 
 Why all rows that are handed over belong to one step: a row that was copied ahead and is not touched has not changed
-since the watch began, so the copy equals the row at the snapshot. A changed row is marked within the step that
-changed
-it, before the snapshot's boundary; its copy, torn or not, is overwritten. The thread changes no flag and hands
-nothing
+since the watch began, so the copy equals the row at the snapshot. A changed row is marked within the step that changed
+it, before the snapshot's boundary; its copy, torn or not, is overwritten. The thread changes no flag and hands nothing
 over; the training thread does, at the snapshot. So a failure leaves nothing to undo.
 
-This relies on marks: an event that may have changed rows without a mark marks the whole table (`tracking`), which
-makes
-all of it touched. One case escapes marks: an untracked write (`.data`) that is reverted before the snapshot, such as
-an
-evaluation with averaged weights. Rows read meanwhile belong to no step, while the live rows are correct. Therefore
-some
-rows of every batch are compared with the live ones at the snapshot (`PROBE_ROWS`); a table with a difference is
-copied
+This relies on marks: an event that may have changed rows without a mark marks the whole table (`tracking`), which makes
+all of it touched. One case escapes marks: an untracked write (`.data`) that is reverted before the snapshot, such as an
+evaluation with averaged weights. Rows read meanwhile belong to no step, while the live rows are correct. Therefore some
+rows of every batch are compared with the live ones at the snapshot (`PROBE_ROWS`); a table with a difference is copied
 completely and tracked by hashes from then on. After the snapshot every row that was copied ahead is compared by its
-hash, in parallel with training (`compare`). A row that differs without a mark is a fault: it is reported, and the
-next
+hash, in parallel with training (`compare`). A row that differs without a mark is a fault: it is reported, and the next
 save takes all rows (`save.comparison`). Memory that replaces a table's temporarily (`.data = `) is never read.
 
-Not copied ahead: tables tracked by hashes (they are marked only when hashed), on an accelerator (its bus is faster
-than
+Not copied ahead: tables tracked by hashes (they are marked only when hashed), on an accelerator (its bus is faster than
 copying touched rows twice: docs/design/042), strided or small tables; and all tables of a Checkpointer that records
 content hashes, which observe every batch.
 """
@@ -81,9 +73,8 @@ NICENESS = 10
 """Niceness of the copying thread: on shared cores training has priority."""
 
 PROBE_ROWS = 16
-"""Rows of every batch that are compared at the snapshot: a batch of which a share f was read during an untracked
-write is missed with probability (1 - f) ** 16. An evaluation takes longer than a batch: f is 1 in all but two
-batches."""
+"""Rows of every batch that are compared at the snapshot: a batch of which a share f was read during an untracked write
+is missed with probability (1 - f) ** 16. An evaluation takes longer than a batch: f is 1 in all but two batches."""
 
 Rows = npt.NDArray[np.int64]
 _SEED = 0xA4EAD
@@ -107,7 +98,6 @@ class _Remainder:
     start: int = 0
     """First row, for a selection of all rows."""
     fresh: bool | None = None
-    """As in `BlockWriter.table`."""
     again: bool = False
     """Whether batches of older rows contain them, too, because they were copied again in place."""
 
@@ -117,7 +107,6 @@ class RefreshedCopy:
     """Rows of one table that were copied ahead, as of the snapshot."""
 
     full: bool
-    """Whether all rows of the table are taken."""
     again: int
     """Number of rows that were copied again."""
     rest: tuple[_Remainder, ...]
@@ -151,7 +140,6 @@ class _Pass:
     fresh: bool | None = None
     """Whether the rows changed since the newest commit (True) or are the others (False); None: both."""
     whole: bool = False
-    """Whether all rows of the table are taken."""
     stop_row: int = 0
     """Rows below were copied, or were not selected when they were listed."""
     batches: list[Batch] = field(default_factory=list)
@@ -199,8 +187,7 @@ class TablePrecopy:
         `fresh_first`: rows that changed since the newest commit first, and then the others, in separate batches.
         """
         # IMPORTANT: rows are marked meanwhile, and none is unmarked. A row listed by the first pass is still fresh in
-        # the second one, so no row is in both passes; a row that belongs to the snapshot but is in neither pass is
-        # touched.
+        # the second one, so no row is in both; a row of the snapshot that is in neither pass is touched.
         if fresh_first:
             self._passes = [_Pass(mode="since_commit", fresh=True), _Pass(mode=mode, fresh=False)]
         else:
@@ -380,7 +367,6 @@ class Precopy:
         self.began_s = self.until_s = time.monotonic()
         """Start of the copy, and its end after `stop`."""
         self.copied_s = 0.0
-        """Running time of the thread."""
         self.mode: Mode | None = None
         """Mode of the copied rows; None: no rows were copied."""
         self.fresh_first = False
@@ -388,7 +374,6 @@ class Precopy:
         self.incomplete_reason = ""
         """Why the copy ended early; empty if it is complete."""
         self.checks_done = False
-        """Whether all checks ran."""
         self._checks = checks
         self._session = session
         self._mode_of = mode
@@ -475,8 +460,6 @@ class Precopy:
         if self.stream.spare_blocks <= self._reserved_blocks:
             raise _Stopped("arena full")
         return self.stream.spare_block()
-
-    # Called at the snapshot.
 
     def hand_over(self, kept: Iterable[TablePrecopy]) -> int:
         """Hand over the batches of these tables, in arena order; returns the number of rows."""

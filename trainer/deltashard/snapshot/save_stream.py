@@ -1,8 +1,7 @@
 """One Save call: a queue of outgoing messages, a thread for replies, and deadlines on every wait.
 
-training thread   begin() .. begun() -> block() / send() ... -> seal() or abort(); waits only for Begun and for
-blocks,
-                  and only while the sidecar answers; prepare() may be called long before
+training thread   begin() .. begun() -> block() / send() ... -> seal() or abort(); waits only for Begun and blocks, and
+                  only while the sidecar answers; prepare() may be called long before
 copying thread    prepared(), spare_block(): see `precopy`; never concurrently with the training thread
 gRPC threads      send the outgoing messages
 reader thread     receives replies; after the seal it reports the end of the call (`on_end`), while training continues
@@ -70,8 +69,7 @@ class SaveStream:
         self._sealed = False
         self._silent = False
         self._wake = threading.Event()
-        # No deadline on the call itself: it can stay open long before its snapshot. Every wait within a snapshot has
-        # one.
+        # No deadline on the call itself, which can be open long before its snapshot. Every wait in a snapshot has one.
         self._call = link.stub.Save(iter(self._out.get, None))
         self._out.put(pb.SaveRequest(ready=pb.SaveRequest.Ready(session=link.session)))
         self._reader = threading.Thread(target=self._read, name="deltashard-save", daemon=True)

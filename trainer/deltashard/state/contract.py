@@ -2,12 +2,10 @@
 
 Parameters and persistent buffers are saved and restored in place, under their attribute paths, independent of their
 names in `state_dict()`. Additional entries of a module's `state_dict()` (extra state, a counter, a private table) are
-state as well. Therefore `state_dict()` of the topmost modules with such a contract is called at every snapshot, and
-all entries except live tensors that are saved anyway go into a blob, `state/module:<path>`. At a restore
+state as well. Therefore `state_dict()` of the topmost modules with such a contract is called at every snapshot, and all
+entries except live tensors that are saved anyway go into a blob, `state/module:<path>`. At a restore
 `load_state_dict()` of these modules gets a complete `state_dict`, made of the live tensors and the stored entries, so
-all side effects of loading happen. Their tensors are then written again, since a conversion on loading may have
-changed
-bits.
+all side effects of loading happen. Their tensors are then written again, since loading may have converted them.
 
 A frozen tensor that the contract leaves out of its `state_dict` is left out of the checkpoint, too. A trained one is
 saved all the same, since training must not lose it.
@@ -32,7 +30,6 @@ from deltashard.state.value import ValueSource, check_value, tensors_in
 log = logging.getLogger("deltashard")
 
 MODULE_PREFIX = "module:"
-"""Prefix of the names of these sources."""
 
 MAX_EXTRA_BYTES = 64 << 20
 """Limit of a module's `state_dict()` in addition to live tensors: all of it is written at every save."""
@@ -109,8 +106,7 @@ class Contract:
                     where=self.name,
                     remedy="both must name the same entries",
                 ) from error
-            # The module only renames for other readers: its tensors are restored in place, and nothing else was
-            # stored.
+            # The module only renames for other readers: its tensors are restored in place, and nothing else was stored.
             log.debug("%s does not load its own state_dict", self.name, exc_info=error)
         if any(not torch.equal(a, b) for a, b in zip(before, self._probe(), strict=True)):
             raise CheckpointMismatch(

@@ -4,8 +4,7 @@ A *table* is a 2-D floating-point parameter that is saved row by row: the weight
 `nn.EmbeddingBag`, and any other 2-D parameter with at least `min_rows` rows and `min_weights` values. All other
 parameters and the persistent buffers are *dense* and are saved whole.
 
-Where a table is sharded, the process holds *shards* of it: local tensors, each with its box in rows and columns of
-the
+Where a table is sharded, the process holds *shards* of it: local tensors, each with its box in rows and columns of the
 whole table. A table that is not sharded is one shard, whose box is the whole table.
 
 Names are fully qualified attribute paths without the parts that wrappers add: `_orig_mod` (torch.compile) and
@@ -13,9 +12,7 @@ Names are fully qualified attribute paths without the parts that wrappers add: `
 parameter reachable by several paths is one tensor: its first path in `named_modules` order is the canonical name, the
 others are aliases.
 
-For a module that shards its tables itself a `Finder` for that kind of module reports the shards; its submodules are
-not
-visited.
+A module that shards its tables itself is handled by a `Finder` for its kind; its submodules are not visited.
 """
 
 from __future__ import annotations
@@ -74,9 +71,8 @@ class FoundTable:
     fqn: str
     """The whole table's name, shared by its shards."""
     rows: int
-    """Rows of the whole table."""
     columns: int
-    """Columns of the whole table."""
+    """`rows` and `columns` of the whole table."""
     box: Box
     """The part of the table in the tensor."""
     param: Tensor
@@ -134,8 +130,7 @@ class ModuleShards:
 
 Finder = Callable[[str, nn.Module], ModuleShards | None]
 """(canonical path, module) -> its tables; None: not a module that shards tables. Raises `UserError` for a module that
-cannot be saved.
-"""
+cannot be saved."""
 
 
 def canonical_prefixes(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:

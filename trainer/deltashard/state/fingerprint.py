@@ -1,8 +1,7 @@
 """Facts of the environment that bit-exactness depends on: recorded with every attempt, compared on resume.
 
 Training from the same state gives the same bits only with the same torch, thread count, instruction set and
-deterministic flags (1 or 2 threads, or AVX-512 or AVX2, change sums). A difference is not an error: it is logged
-once.
+deterministic flags (1 or 2 threads, or AVX-512 or AVX2, change sums). A difference is not an error: it is logged once.
 """
 
 from __future__ import annotations

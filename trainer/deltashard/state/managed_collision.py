@@ -21,7 +21,6 @@ from deltashard.state.discovery import canonical_prefixes
 from deltashard.state.value import ValueSource
 
 COLLISIONS_PREFIX = "collisions:"
-"""Prefix of the names of these sources."""
 _COUNTS = (
     "_current_iter",
     "_last_eviction_iter",

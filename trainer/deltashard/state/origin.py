@@ -1,8 +1,7 @@
 """Shapes and dtypes of a model's dense tensors at construction, and their changes since.
 
-A buffer can grow while training (an observer's ranges, a buffer that was None). A new process builds the model with
-the small buffer, while the checkpoint has the large one, and the restore has to recognize growth. Therefore a
-snapshot
+A buffer can grow while training (an observer's ranges, a buffer that was None). A new process builds the model with the
+small buffer, while the checkpoint has the large one, and the restore has to recognize growth. Therefore a snapshot
 records, in the `meta` blob, the shape of each changed buffer at construction.
 
 A changed parameter or dtype (`model.half()` after the Checkpointer was built) is saved as it is now. A program that

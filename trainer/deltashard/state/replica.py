@@ -1,8 +1,7 @@
 """State that is replicated on all ranks: dense tensors, and tables that are not sharded.
 
 One owner saves each replica; every rank computes the owner by the same rule. Data-parallel training should keep
-replicas equal. To verify this, a sum over a few of their values, randomly sampled at each snapshot, is compared
-between
+replicas equal. To verify this, a sum over a few of their values, randomly sampled at each snapshot, is compared between
 the ranks. Two different tables with one name would be detected at once.
 """
 

@@ -1,7 +1,6 @@
 """Row hashes of live torch tensors on any device: the checkpoint package's kernels on the CPU, torch on a GPU.
 
-Both compute h = sum_j w_j * x_j mod 2**64 over the 32-bit words of a row, with all sections of a row concatenated
-(see
+Both compute h = sum_j w_j * x_j mod 2**64 over the 32-bit words of a row, with all sections of a row concatenated (see
 `deltashard_checkpoint.codecs.row_hash`), and agree bit for bit. Hashes are returned as int64 since torch has no
 unsigned arithmetic; two's complement wraps the same way.
 

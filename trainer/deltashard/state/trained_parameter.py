@@ -5,10 +5,9 @@ existence of a gradient affects the next step: an optimizer skips a parameter wh
 momentum and weight decay to one whose `.grad` is zero. Therefore a snapshot records the kind of each gradient, and a
 restore creates a gradient of zeros where one existed:
 
-    zeros     the gradient was zero at the snapshot (`zero_grad(set_to_none=False)` before `step()`), and is zero
-    again
-    values    the loop had yet to clear it, to zeros or to None. This is decided at the next optimizer step: zeros
-    that were neither zeroed nor added to by then are removed, as `zero_grad()` at the same place would do
+    zeros     it was zero at the snapshot (`zero_grad(set_to_none=False)` before `step()`), and is zero again
+    values    the loop had yet to clear it, to zeros or to None. The next optimizer step decides: zeros that were
+              neither zeroed nor added to by then are removed, as `zero_grad()` at the same place would do
 
 A gradient whose values are used after the snapshot is reported by `tracking.gradient`.
 """

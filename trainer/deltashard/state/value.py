@@ -1,9 +1,7 @@
 """Encoding of torch objects as typed trees, without pickle.
 
-`encode_value` and `decode_value` extend the typed tree with torch's leaf types: dense tensors as raw bytes (with
-their
-dtype and whether they were on an accelerator), sparse COO tensors as their exact parts (an uncoalesced momentum
-buffer
+`encode_value` and `decode_value` extend the typed tree with torch's leaf types: dense tensors as raw bytes (with their
+dtype and whether they were on an accelerator), sparse COO tensors as their exact parts (an uncoalesced momentum buffer
 stays uncoalesced: coalescing changes bits), `torch.Size`, `torch.dtype`, `torch.device`. Encoding refers to the
 tensors' memory; the bytes are copied once, when they are written into the arena.
 
