@@ -194,7 +194,7 @@ class FrameReceiver:
         self._rows(frame, baseline)
 
     def _record_rounding(self, table: TableSchema, encoding: str) -> None:
-        stored = ENCODINGS.get(encoding)  # None: removed rows
+        stored = ENCODINGS.get(encoding)  # removed rows have the encoding "", which is not in it
         if stored is None or stored.dtype == table.dtype:
             return
         before = self.rounded.get(table.fqn)
