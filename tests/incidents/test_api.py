@@ -104,7 +104,7 @@ def test_closed_checkpointer_raises_immediately(stored: Path) -> None:
 def test_second_restore_and_second_wrap_are_refused(stored: Path) -> None:
     """The first would read "after training began", which it did not; the second would resume the position twice."""
     with ToyRun(stored) as run:
-        with pytest.raises(UserError, match="the model is restored already, to step 2"):
+        with pytest.raises(UserError, match="the model is already restored, to step 2"):
             run.ckpt.restore(which="step:2")
         loader = run.ckpt.wrap([1, 2, 3])
         with pytest.raises(UserError, match="this loader is wrapped already"):
@@ -171,7 +171,12 @@ def _other_groups(model: Toy) -> list[torch.optim.Optimizer]:
 @pytest.mark.parametrize(
     ("optimizers_of", "changed", "message", "note"),
     [
-        (_another_class, 0, r"optimizer 0 was a .*Adagrad and is a .*SparseAdam now", "SparseAdam.*no state"),
+        (
+            _another_class,
+            0,
+            r"optimizer 0 was a .*Adagrad and is a .*SparseAdam now",
+            "SparseAdam.*without the checkpoint's state",
+        ),
         (_other_groups, 1, "optimizer 1 had 1 parameter groups and has 2 now", "parameter groups"),
     ],
 )

@@ -115,7 +115,7 @@ def test_grown_table_and_replaced_optimizer_are_in_next_baseline(
         commit = ckpt.save().wait(60)
         assert commit.step == 6
     assert "an optimizer was replaced while training" in caplog.text
-    assert "films.weight was (300, 16) and is (350, 16)" in caplog.text
+    assert "films.weight changed from (300, 16) to (350, 16)" in caplog.text
     with (
         checkpointer(made(torch.optim.Adagrad)) as ckpt,
         pytest.raises(CheckpointMismatch, match=r"shrank: \[350, 16\] is stored"),

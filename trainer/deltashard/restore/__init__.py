@@ -1,1 +1,1 @@
-"""A checkpoint brought back into the living program."""
+"""Restoring a checkpoint into the running program."""

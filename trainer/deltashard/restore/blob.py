@@ -1,6 +1,6 @@
 """The dense half of a checkpoint: decoded, compared with the program, and applied after all rows arrived.
 
-Parameters are copied in place and never re-bound. Optimizer state lands in memory of its own with its saved type.
+Parameters are copied in place and never re-bound. Optimizer state gets its own memory, with its saved dtype.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from deltashard.tracking.tracking import Tracking
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Blobs:
-    """The dense half of a checkpoint, decoded but not applied."""
+    """The decoded dense half of a checkpoint."""
 
     dense: dict[str, Tensor]
     optimizers: dict[int, list[Any]]
-    """What is stored of each: rank 0's word, then what other ranks said of their parts."""
+    """Stored trees by optimizer: rank 0's, then the parts of other ranks."""
     state: dict[str, Any]
     rng: Any
     loaders: dict[str, Any]
     peer_loaders: dict[int, dict[str, Any]]
-    """Positions of loaders by the rank that saved them: rank 0's, this rank's, and of ranks that are gone some."""
+    """Loader positions by the rank that saved them: rank 0, this rank, and ranks that no longer exist."""
     meta: dict[str, Any]
     own_rng: bool
-    """Whether `rng` is this rank's own; else rank 0's."""
+    """Whether `rng` was saved by this rank; otherwise it is rank 0's."""
     own_content: Any
-    """The sums of content that this rank recorded; None: none."""
+    """Content sums that this rank recorded, or None."""
 
     @classmethod
     def decode(cls, raw: Mapping[str, memoryview], *, rank: int = 0) -> Blobs:
-        """From the assembled blobs; accelerator tensors stay on the CPU until they are copied to their place.
+        """Decode the assembled blobs; accelerator tensors stay on the CPU until they are copied to their target.
 
-        What a rank said for itself comes before what rank 0 said for all.
+        A blob that this rank saved takes precedence over rank 0's common one.
         """
         common, own = common_blobs(raw), own_blobs(rank, raw)
         content = decode_value(own["meta"]).get("content") if "meta" in own else None
-        said = common | {name: data for name, data in own.items() if name != "meta"}
-        held = {name: decode_value(data) for name, data in said.items() if not name.startswith("optim/")}
+        merged = common | {name: data for name, data in own.items() if name != "meta"}
+        held = {name: decode_value(data) for name, data in merged.items() if not name.startswith("optim/")}
 
         def under(prefix: str) -> dict[str, Any]:
             return {n.removeprefix(prefix): value for n, value in held.items() if n.startswith(prefix)}
 
         return cls(
             dense=under("dense/"),
-            optimizers={i: [decode_value(d) for d in said] for i, said in optimizer_parts(common).items()},
+            optimizers={i: [decode_value(d) for d in parts] for i, parts in optimizer_parts(common).items()},
             state=under("state/"),
             rng=held.get("rng"),
             loaders=held.get("loader", {}),
@@ -76,7 +76,7 @@ class Blobs:
         return int(self.meta.get("world_size", 1))
 
     def loader_positions(self, rank: int, world_size: int) -> ResumePositions:
-        """Where wrapped loaders go on, on a rank of a group of `world_size`."""
+        """Positions at which wrapped loaders resume, on `rank` of a group of `world_size`."""
         found = ResumePositions(dict(self.loaders or {}))
         saved = self.world_size
         if world_size == saved:
@@ -89,21 +89,21 @@ class Blobs:
         return found
 
     def copied_from_peer(self, rank: int, world_size: int, names: Collection[str]) -> list[str]:
-        """Notes on what ranks said for themselves in `state=`, under `names`, where their number is another now."""
+        """Notes on the per-rank `state=` entries `names`, when the number of ranks changed."""
         if world_size == self.world_size or not names:
             return []
-        said = ", ".join(f"state[{name!r}]" for name in sorted(names))
+        entries = ", ".join(f"state[{name!r}]" for name in sorted(names))
         if rank >= self.world_size:
-            return [f"rank {rank} was not in the group that saved: it has rank 0's {said}"]
+            return [f"rank {rank} was not in the group that saved: it has rank 0's {entries}"]
         if rank == 0 and world_size < self.world_size:
-            return [f"what ranks {world_size} to {self.world_size - 1} had in {said} is used by nobody"]
+            return [f"{entries} of ranks {world_size} to {self.world_size - 1} is not restored on any rank"]
         return []
 
     def check(self, program: Program, *, strict: bool, weights_only: bool) -> list[str]:  # noqa: C901
         """Compare with the program before anything is changed; returns notes.
 
         Raises:
-            CheckpointMismatch: with `strict`, anything that is missing, extra or of another shape or class.
+            CheckpointMismatch: with `strict`, if anything is missing, extra, or has another shape or class.
         """
         faults: list[str] = []
         notes: list[str] = []
@@ -118,7 +118,7 @@ class Blobs:
             elif self._may_grow(tracking, name, saved[name], live.get(name)):
                 continue
             elif name not in live:
-                faults.append(f"dense tensor {name} is stored, the model has none")
+                faults.append(f"dense tensor {name} is stored but not in the model")
             elif not _fits(saved[name], live[name]):
                 faults.append(
                     f"dense tensor {name} is stored as {saved[name].dtype} {tuple(saved[name].shape)}, "
@@ -131,11 +131,11 @@ class Blobs:
                 )
             for i, view in enumerate(tracking.optimizers):
                 if (misfit := self._mismatch_reason(i, view)) is not None:
-                    fate = "" if strict else ": it starts with no state of the checkpoint's"
+                    fate = "" if strict else ": it starts without the checkpoint's state"
                     faults.append(f"optimizer {i} {misfit} now{fate}")
             for i, view in enumerate(tracking.optimizers):
                 faults += [
-                    f"optimizer {i} has another shape of {name} than is stored{keeps}"
+                    f"optimizer {i}: the shape of {name} differs from the stored one{keeps}"
                     for name in self._reshaped_params(i, view)
                 ]
             older = contract.missing_contracts(names, self.state, self.meta)
@@ -153,7 +153,7 @@ class Blobs:
         return notes + faults
 
     def mismatched_optimizers(self, tracking: Tracking) -> frozenset[int]:
-        """Optimizers that do not fit the one stored in their place (class, groups): they keep their own state."""
+        """Indices of optimizers whose class or groups differ from the stored ones: they keep their own state."""
         return frozenset(
             view.index
             for i, view in enumerate(tracking.optimizers)
@@ -161,7 +161,7 @@ class Blobs:
         )
 
     def _mismatch_reason(self, position: int, view: OptimizerView) -> str | None:
-        """How the optimizer stored in this place differs, in words; None when it fits, or none is stored."""
+        """How the optimizer stored at this position differs; None when it fits or none is stored."""
         stored = next(iter(self.optimizers.get(position, ())), None)
         if stored is None:
             return None
@@ -175,9 +175,9 @@ class Blobs:
     def apply_dense(
         self, program: Program, *, strict: bool, weights_only: bool, script: bool = False
     ) -> list[str]:
-        """Tensors, what modules say themselves, optimizers; returns notes on what did not fit.
+        """Restore tensors, the modules' own state and optimizers; returns notes on what did not fit.
 
-        `script`: hyperparameters that this script gives otherwise than the one that saved stay this script's.
+        `script`: hyperparameters that differ between the saving and the current script keep the current value.
         """
         self.apply_tensors(program.tracking, strict=strict)
         notes = self._apply_modules(program, strict=strict)
@@ -187,7 +187,7 @@ class Blobs:
         return notes + self._apply_parameters(program, script=script)
 
     def _apply_parameters(self, program: Program, *, script: bool) -> list[str]:
-        """Which parameters are trained, and which have a gradient; an imported checkpoint does not say."""
+        """Restore which parameters are trained and which have a gradient; an imported checkpoint has no such record."""
         if "parameters" not in self.meta:
             return []
         aliases = program.tracking.inventory.aliases
@@ -207,7 +207,7 @@ class Blobs:
         return hyperparameter.note("requires_grad", changed, script=script)
 
     def _apply_modules(self, program: Program, *, strict: bool) -> list[str]:
-        """What modules say in their own state_dict; then their tensors once more, which loading may have converted."""
+        """Load the modules' own state, then their tensors again, since loading may have converted them."""
         notes = []
         for each in program.contracts:
             try:
@@ -221,7 +221,7 @@ class Blobs:
         return notes
 
     def apply_state(self, program: Program, *, strict: bool, script: bool = False) -> list[str]:
-        """Entries of `state=`; returns notes on what did not fit; `script`: see `apply_dense`."""
+        """Restore the entries of `state=`; returns notes on what did not fit; `script`: see `apply_dense`."""
         notes: list[str] = []
         modules = {each.source.name for each in program.contracts}
         for source in program.sources:
@@ -254,7 +254,7 @@ class Blobs:
                 copy_tensor(target, value, where=f"dense tensor {name}")
 
     def apply_optimizers(self, tracking: Tracking, *, script: bool) -> list[str]:
-        """Groups and state of the optimizers; what does not fit is left as it is, which `check` reported."""
+        """Restore groups and state of the optimizers; skips what does not fit, which `check` reported."""
         notes: list[str] = []
         mismatched_optimizers = self.mismatched_optimizers(tracking)
         for i, view in enumerate(tracking.optimizers):
@@ -264,7 +264,7 @@ class Blobs:
         return notes
 
     def _saved(self, tracking: Tracking) -> dict[str, Tensor]:
-        """Stored dense tensors by the model's names, but for those that it leaves out."""
+        """Stored dense tensors by the model's names, without those that the tracking leaves out."""
         aliases = tracking.inventory.aliases
         named = {aliases.get(name, name): value for name, value in self.dense.items()}
         return {name: value for name, value in named.items() if name not in tracking.left_out}

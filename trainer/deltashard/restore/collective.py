@@ -1,9 +1,9 @@
-"""All ranks of a group in one `restore()`: rank 0 opens the attempt for all, and all agree on what was brought back.
+"""`restore()` on all ranks of a group: rank 0 opens the attempt for all, and all agree on the outcome.
 
-    open     rank 0's sidecar wins the slot, with the layout of all ranks; the others attach with what it won
-    agree    each rank says how far it came: whole, not whole (all fall back together), or failed (all raise)
+    open     rank 0's sidecar wins the slot with the layout of all ranks; the others attach to the same attempt
+    agree    each rank reports its outcome: complete, incomplete (all fall back together), or failed (all raise)
 
-Whoever raises tells the others first, so that nobody waits for a rank that has given up. Nothing here is a collective.
+A rank that raises reports its error first, so no rank waits for one that gave up. No torch collective is used.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ _KINDS_BY_SEVERITY = ("complete", *_ERROR_KINDS, "failed")
 
 
 class CollectiveRestore:
-    """One rank's side of one `restore()`; on the training thread only."""
+    """One rank's part in one `restore()`; on the training thread only."""
 
     def __init__(
         self, rank: Rank, program: Program, facts: Mapping[str, Any], said: pb.AttachReply | None = None
     ) -> None:
-        """Come together; `facts` must be equal on all ranks. Raises `RanksDiffer`, `GroupLost`.
+        """Join the rendezvous; `facts` must be equal on all ranks. Raises `RanksDiffer`, `GroupLost`.
 
-        `said`: what this rank's sidecar said at Attach, where it is there.
+        `said`: the Attach reply of this rank's sidecar, if it is attached.
         """
         self._rank = rank
         self._program = program
         dense = program.tracking.dense()
-        word = RankManifest(
+        manifest = RankManifest(
             facts=facts,
             tables=program.shapes,
             dense={name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in dense.items()},
             boxes=program.boxes,
             took_part=0 if said is None else said.took_part,
         )
-        self._rendezvous = Rendezvous(rank.number, rank.world_size, word.text())
+        self._rendezvous = Rendezvous(rank.number, rank.world_size, manifest.text())
         self._round = 0
         self._sent: list[tuple[str, int]] = []
-        """(what, bytes) that lies in the store for others."""
+        """(name, bytes) of the data that this rank sent through the store."""
 
     @property
     def name(self) -> str:
@@ -66,30 +66,30 @@ class CollectiveRestore:
 
     @property
     def prefix(self) -> str:
-        """Of the group's keys under the attempt that was opened last."""
+        """Prefix of the group's keys under the latest attempt."""
         return f"{self._rendezvous.prefix}{self._round}/"
 
     def open(self, ask: Callable[[pb.OpenRequest], pb.OpenReply]) -> pb.OpenReply:
-        """What rank 0's sidecar answers to `ask`, for all; raises what rank 0 met, on every rank.
+        """Return the reply of rank 0's sidecar on every rank; raises rank 0's error on every rank.
 
-        `ask` is given what all ranks together have to say in the request: layout and attempts.
+        `ask` gets the part of the request that depends on all ranks: layout and attempts.
         """
 
         def opened() -> str:
             manifests = [RankManifest.of(text) for text in self._rendezvous.manifests]
-            took_part = max(word.took_part for word in manifests)
+            took_part = max(each.took_part for each in manifests)
             reply = ask(pb.OpenRequest(layout=agreed_layout(manifests).data, took_part=took_part))
             crash_point("open.before_publish")
             return reply.SerializeToString().hex()
 
         self._round += 1
-        told = self._from_rank_0(f"open/{self._round}", opened)
+        encoded = self._from_rank_0(f"open/{self._round}", opened)
         if self._rank.number == 0:
             crash_point("open.after_publish")
-        return pb.OpenReply.FromString(bytes.fromhex(told))
+        return pb.OpenReply.FromString(bytes.fromhex(encoded))
 
     def _from_rank_0(self, what: str, make: Callable[[], str]) -> str:
-        """What rank 0 makes, on every rank; raises what it met doing so, on every rank."""
+        """Return on every rank what `make` returns on rank 0; raises rank 0's error on every rank."""
         if self._rank.number == 0:
             try:
                 made = make()
@@ -98,20 +98,20 @@ class CollectiveRestore:
                 raise
             self._rendezvous.broadcast(what, b"+" + made.encode())
             return made
-        told = self._rendezvous.await_broadcast(what, 2 * OPEN_DEADLINE_S).decode()
-        if told[0] == "-":
-            raise _decode_error(json.loads(told[1:]), "rank 0: ")
-        return told[1:]
+        answer = self._rendezvous.await_broadcast(what, 2 * OPEN_DEADLINE_S).decode()
+        if answer[0] == "-":
+            raise _decode_error(json.loads(answer[1:]), "rank 0: ")
+        return answer[1:]
 
     def agree(self, stage: str, error: BaseException | None = None) -> None:
-        """Say that this rank came through `stage`, or not, and hear of the others.
+        """Report this rank's outcome of `stage`, and wait for the outcome of all ranks.
 
         Raises:
-            InvalidCheckpoint: some rank found the checkpoint not whole: all fall back.
-            CheckpointRetired: some rank found it retired: all ask anew.
-            SidecarGone: some rank's sidecar died: all begin again.
-            RanksDiffer: replicas are not the same on all ranks.
-            what the rank that failed raised: here `error` itself.
+            InvalidCheckpoint: the checkpoint is invalid on some rank: all fall back.
+            CheckpointRetired: the checkpoint was retired on some rank: all request it again.
+            SidecarGone: some rank's sidecar died: all retry.
+            RanksDiffer: replicas differ between ranks.
+            DeltashardError: the error of the failed rank; on that rank `error` itself.
         """
         stage = f"{stage}/{self._round}"
         kind = (
@@ -125,8 +125,8 @@ class CollectiveRestore:
         self._rendezvous.submit(stage, json.dumps(mine).encode())
         crash_point("agree.answered")
         if self._rank.number == 0:
-            said = [json.loads(text) for text in self._rendezvous.gather(stage, RESTORE_DEADLINE_S)]
-            self._rendezvous.broadcast(stage, json.dumps(self._resolve_outcome(said)).encode())
+            outcomes = [json.loads(text) for text in self._rendezvous.gather(stage, RESTORE_DEADLINE_S)]
+            self._rendezvous.broadcast(stage, json.dumps(self._resolve_outcome(outcomes)).encode())
             crash_point("agree.published")
         verdict = json.loads(self._rendezvous.await_broadcast(stage, RESTORE_DEADLINE_S))
         if verdict["kind"] == "complete":
@@ -138,7 +138,7 @@ class CollectiveRestore:
         raise _decode_error(verdict["error"], f"rank {verdict['rank']}: ")
 
     def resolve(self, what: str, word: str, decide: Callable[[list[str]], str]) -> str:
-        """What rank 0 makes of all ranks' words, for all; raises what it met doing so, on every rank."""
+        """Return on every rank rank 0's decision on all ranks' `word`; raises rank 0's error on every rank."""
         what = f"{what}/{self._round}"
         self._rendezvous.submit(what, word.encode())
         return self._from_rank_0(
@@ -146,13 +146,13 @@ class CollectiveRestore:
         )
 
     def send(self, what: str, data: bytes | None) -> None:
-        """Give the others bytes of this rank's, until `release_sent`; None: it cannot, after all."""
+        """Provide `data` to the other ranks until `release_sent`; None: this rank cannot provide it."""
         what = f"{what}/{self._round}"
         self._rendezvous.send(what, data)
         self._sent.append((what, 0 if data is None else len(data)))
 
     def receive(self, what: str) -> bytes | None:
-        """What another rank sends; None: it cannot. Raises `RanksDiffer` when it answers nothing."""
+        """Return what another rank sends, or None if it cannot; raises `RanksDiffer` when no answer arrives."""
         return self._rendezvous.receive(f"{what}/{self._round}", RESTORE_DEADLINE_S)
 
     def release_sent(self) -> None:
@@ -162,14 +162,14 @@ class CollectiveRestore:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """What is done within, all ranks do, or none goes on; raises as `agree`."""
+        """Run the body on all ranks, and continue only if it succeeds on all; raises as `agree`."""
         with self.reporting_failure(name):
             yield
         self.agree(name)
 
     @contextlib.contextmanager
     def reporting_failure(self, name: str) -> Iterator[None]:
-        """Who fails within tells those that will wait for it at the end of stage `name`; raises as `agree`."""
+        """Report an error of the body to the ranks that wait at the end of stage `name`; raises as `agree`."""
         try:
             yield
         except BaseException as error:
@@ -179,25 +179,29 @@ class CollectiveRestore:
     def sums(self, seed: int) -> str:
         return sums(self._program.tracking.replicas, seed)
 
-    def _resolve_outcome(self, said: list[dict[str, Any]]) -> dict[str, Any]:
-        worst = max(range(len(said)), key=lambda rank: (_KINDS_BY_SEVERITY.index(said[rank]["kind"]), -rank))
-        if said[worst]["kind"] != "complete":
-            return {"kind": said[worst]["kind"], "rank": worst, "error": said[worst]["error"]}
-        if "sums" in said[0]:
+    def _resolve_outcome(self, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+        worst = max(
+            range(len(outcomes)), key=lambda rank: (_KINDS_BY_SEVERITY.index(outcomes[rank]["kind"]), -rank)
+        )
+        if outcomes[worst]["kind"] != "complete":
+            return {"kind": outcomes[worst]["kind"], "rank": worst, "error": outcomes[worst]["error"]}
+        if "sums" in outcomes[0]:
             try:
-                check_replicas_equal(self._program, {rank: each["sums"] for rank, each in enumerate(said)})
+                check_replicas_equal(
+                    self._program, {rank: each["sums"] for rank, each in enumerate(outcomes)}
+                )
             except RanksDiffer as error:
                 return {"kind": "failed", "rank": 0, "error": _encode_error(error)}
         return {"kind": "complete"}
 
 
 def check_replicas_equal(program: Program, said: Mapping[int, str]) -> None:
-    """Raises `RanksDiffer` when what every rank has, by the sums each said, is not the same on all."""
+    """Raises `RanksDiffer` when replicated data differs between ranks, according to each rank's sums."""
     differ = differing_replicas(program.tracking.replicas, said)
     if differ:
         shown = "; ".join(differ[:4]) + (f" and {len(differ) - 4} more" if len(differ) > 4 else "")
         raise RanksDiffer(
-            f"what every rank holds whole is saved once, and is not the same as on rank 0: {shown}",
+            f"data that every rank replicates is saved once, but differs from rank 0's: {shown}",
             where="replicas",
             remedy="train the dense part under DistributedDataParallel, shard tables with TorchRec, and give different "
             "tables different names",
@@ -220,6 +224,6 @@ def _encode_error(error: BaseException) -> dict[str, str]:
     }
 
 
-def _decode_error(said: Mapping[str, str], whose: str) -> DeltashardError:
-    kind: type[DeltashardError] = getattr(errors, said["kind"], RestoreFailed)
-    return kind(whose + said["what"], where=said["where"], remedy=said["remedy"])
+def _decode_error(encoded: Mapping[str, str], whose: str) -> DeltashardError:
+    kind: type[DeltashardError] = getattr(errors, encoded["kind"], RestoreFailed)
+    return kind(whose + encoded["what"], where=encoded["where"], remedy=encoded["remedy"])

@@ -1,14 +1,13 @@
-"""Content hashes: what a restore must bring back, known at the cut, compared after the restore. Off by default.
+"""Content hashes: the expected content of a restore, recorded by the snapshot, compared afterwards. Off by default.
 
-For every table, or shard of one, one number per row is kept: the hash of what the store will hold of that row, that is
-of decode(encode(row)) under the save's encoding, together with its optimizer state. A cut renews the numbers of the
-rows it sends. Their sum, each weighted with an odd number of its row id (so that exchanged rows show), goes into the
-save's metadata as `content/<shard>` and into its `meta` blob. After a restore the same sum is taken over the living
-model; sums of other shards than it has say nothing.
+For every table shard one 64-bit hash per row is kept: of decode(encode(row)) under the save's encoding, together with
+the row's optimizer state. A snapshot updates the hashes of the rows it sends. Their sum, each weighted with an odd
+number derived from its row id (so that swapped rows are detected), is saved in the metadata as `content/<shard>` and in
+the `meta` blob. After a restore the same sum is computed from the model; sums of other shards are not comparable.
 
-The hash is the checkpoint package's row hash; the round trip runs the very codec that the sidecar runs, batch by
-batch as they were sent, since the frame's exponent depends on the batch. Cost: one encode and decode of the rows sent,
-within the stall, and 8 bytes per row of memory. It is for tests, demos and suspicious users.
+The hash is the checkpoint package's row hash. The round trip uses the sidecar's codec, batch by batch as sent, since
+the frame's exponent depends on the batch. It costs one encode and decode of the sent rows, within the stall, and 8
+bytes of memory per row.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def _sum(hashes: npt.NDArray[np.uint64]) -> str:
 
 
 class ContentHashes:
-    """The expected hashes of every table's rows."""
+    """Expected hashes of every table's rows."""
 
     def __init__(self) -> None:
         self._expected: dict[str, npt.NDArray[np.uint64]] = {}
@@ -62,11 +61,11 @@ class ContentHashes:
         encoding: str,
         state_encoding: str,
     ) -> None:
-        """A batch about to be sent, of rows `ids` of the shard `box`, both in the whole table's coordinates.
+        """Stage the hashes of a batch: rows `ids` of the shard `box`, both in coordinates of the whole table.
 
         `sections` are weights [n, C] and fields [n] or [n, C], in schema order.
         """
-        # Renumbered to the batch: what a row becomes does not depend on its id, and the scratch target is small.
+        # Rows are renumbered within the batch: their encoding is the same, and the scratch target stays small.
         n = len(ids)
         local = replace(schema, rows=n, columns=box.col_stop - box.col_start)
         applier = FrameApplier([target := _scratch(local)])
@@ -88,7 +87,7 @@ class ContentHashes:
         self._staged.append((key, box.row_stop - box.row_start, where, hashes))
 
     def finish_snapshot(self) -> dict[str, str]:
-        """The cut is whole: renew, and return the sums by shard."""
+        """Commit the staged hashes of a complete snapshot; returns the sums by shard."""
         for key, rows, where, hashes in self._staged:
             held = self._expected.get(key)
             if held is None or len(held) != rows:
@@ -101,7 +100,7 @@ class ContentHashes:
         self._staged.clear()
 
     def reset_from_model(self, tracking: Tracking) -> dict[str, str]:
-        """Take the living model as what is stored; return the sums by shard."""
+        """Compute all hashes from the model; returns the sums by shard."""
         self._expected = {}
         for table in tracking.tables:
             fields = [_column(t) for t in table.state_tensors().values()]
@@ -114,7 +113,7 @@ def differing_shards(recorded: Mapping[str, str], found: Mapping[str, str]) -> l
 
 
 def resharded(recorded: Mapping[str, str], found: Mapping[str, str], tables: Collection[str]) -> set[str]:
-    """Recorded shards of which there is no sum to compare: `tables`, those of the model, have other shards now."""
+    """Recorded shards without a comparable sum: tables of the model in `tables` that are sharded differently now."""
     return {key for key in recorded.keys() - found.keys() if key.endswith("]") or key in tables}
 
 

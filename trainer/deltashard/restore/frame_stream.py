@@ -1,6 +1,6 @@
-"""The one stream of a restore: blobs first, which are judged before a byte of the model changes, then frames of rows.
+"""The stream of a restore: blobs first, which are validated before the model changes, then frames of rows.
 
-Frames lie in granted blocks of the arena; each is decoded and applied during its call, and its block given back.
+Frames are located in granted blocks of the arena; each is decoded and applied during its call, then its block freed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DRAIN_DEADLINE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedCheckpoint:
-    """What one restore read, and from where."""
+    """Blobs, chain and statistics of a completed read."""
 
     blobs: Blobs
     chain: tuple[int, ...]
@@ -41,9 +41,9 @@ class ReceivedCheckpoint:
     cache_bytes: int
     store_bytes: int
     rounded: Mapping[str, str]
-    """Tables of whose rows some were stored with fewer bits than they have, and the encoding of the fewest."""
+    """Tables with rows stored in fewer bits than their dtype has, and the encoding with the fewest bits."""
     rounded_state: Mapping[str, str]
-    """The like of optimizer state, and the type that it was stored in."""
+    """Tables with optimizer state stored in fewer bits, and the dtype of the stored state."""
 
 
 def read_frames(
@@ -51,23 +51,21 @@ def read_frames(
     want: pb.RestoreRequest.Want,
     take: Callable[[Frame, bool], None],
 ) -> tuple[pb.RestoreReply.Plan, pb.RestoreReply.Done]:
-    """Run one Restore call; `take` gets every frame with its tail, and whether it is of a baseline, in order.
+    """Run one Restore call; `take` receives every frame and whether it belongs to a baseline, in order.
 
-    A frame lies in the arena, and is valid only during the call.
+    A frame is a view of the arena and is valid only during the call.
 
     Raises:
-        InvalidCheckpoint: the checkpoint's bytes are wrong or gone for sure: fall back.
-        RestoreFailed: the store failed, or the sidecar says what did.
-        SidecarGone: the sidecar is gone, whatever was applied so far.
+        InvalidCheckpoint: the checkpoint's bytes are wrong or permanently lost: fall back.
+        RestoreFailed: the store failed, or the sidecar reported another failure.
+        SidecarGone: the sidecar died; some frames may have been applied.
         FencedError: a newer attempt runs.
     """
     out: queue.SimpleQueue[pb.RestoreRequest | None] = queue.SimpleQueue()
     out.put(pb.RestoreRequest(want=want))
     try:
         call = link.stub.Restore(iter(out.get, None), timeout=RESTORE_DEADLINE_S)
-    except (
-        ValueError
-    ) as error:  # the channel was closed: the session thread has seen that the sidecar is gone
+    except ValueError as error:  # the session thread closed the channel after the sidecar died
         raise SidecarGone(str(error), where="restore") from None
     plan = pb.RestoreReply.Plan()
     try:
@@ -104,7 +102,7 @@ def read_frames(
     except grpc.RpcError as error:
         raise translate(error, where="restore", fallback=RestoreFailed) from None
     finally:
-        # Half-close, then read to the end: that is our word that no block is looked at any more.
+        # Half-close, then read to the end: this tells the sidecar that no block is in use any more.
         out.put(None)
         _drain(call)
     raise SidecarGone("the sidecar ended the restore without a result", where=f"checkpoint {want.seq}")
@@ -122,7 +120,7 @@ def _drain(call: Any) -> None:
         for _ in call:
             pass
     except grpc.RpcError:
-        pass  # whoever called has its result, or its error, already
+        pass  # the caller already has its result or error
     finally:
         timer.cancel()
 
@@ -139,10 +137,9 @@ def read_checkpoint(
 ) -> ReceivedCheckpoint:
     """Read a checkpoint in one stream: blobs, then rows, which are scattered into the targets.
 
-    `check_blobs` gets the blobs, whole, while rows are on their way already, and before a byte of the model changes: it
-    places the targets, or raises. `newer` gives frames of rows, with their tails, that are newer than all of the
-    checkpoint.
-    Raises as `read_frames` does, or for rows and blobs that never came.
+    `check_blobs` receives the complete blobs before the model changes, while rows are already in transfer; it allocates
+    the targets or raises. `newer` returns frames of rows, with their tails, that are newer than the checkpoint. Raises
+    the errors of `read_frames`, and `InvalidCheckpoint` for rows or blobs that never arrived.
     """
     want = pb.RestoreRequest.Want(
         session=link.session,
@@ -151,7 +148,7 @@ def read_checkpoint(
         blobs=True,
         from_run=from_run,
         mapping=targets.renames,
-        # What fits is judged here, where lazily created optimizer state is known; `finish` insists on every row.
+        # The trainer decides what fits, since it knows lazily created optimizer state; `finish` requires every row.
         lenient=True,
         weights_only=targets.weights_only,
         rank=rank,
@@ -172,7 +169,7 @@ def read_checkpoint(
 
 
 class FrameReceiver:
-    """The frames of one restore: blobs until they are judged, then rows."""
+    """Receives the frames of one restore: blobs until they are validated, then rows."""
 
     def __init__(
         self,
@@ -197,7 +194,7 @@ class FrameReceiver:
         self._rows(frame, baseline)
 
     def _record_rounding(self, table: TableSchema, encoding: str) -> None:
-        stored = ENCODINGS.get(encoding)  # empty: rows that are gone
+        stored = ENCODINGS.get(encoding)  # removed rows have the encoding "", which is not in it
         if stored is None or stored.dtype == table.dtype:
             return
         before = self.rounded.get(table.fqn)

@@ -1,16 +1,16 @@
-"""The life of a `restore()`, as data: OPENING -> RECEIVING -> APPLYING -> ARMING -> DONE, and what goes wrong.
+"""Lifecycle of a `restore()`, as data: OPENING -> RECEIVING -> APPLYING -> ARMING -> DONE, and its failures.
 
-`TABLE` says for every state which events may happen and where they lead; any other raises `IllegalEvent`. Within
-RECEIVING and APPLYING the model is neither what it was nor what it will be: from there a restore begins again or fails;
-a program that catches the error must build another model before it trains.
+`TABLE` lists the allowed events of each state and the state that follows; any other event raises `IllegalEvent`. In
+RECEIVING and APPLYING the model is in an intermediate state: the restore is retried or fails. A program that catches
+the error must rebuild the model before it trains.
 
 - IDLE: `restore()` was not called.
-- OPENING: an attempt is asked for; the model is untouched, or what an earlier try left.
-- RECEIVING: what is stored is compared with the program, then rows are written into the tables.
-- APPLYING: all rows are there: parameters, optimizers, `state=` and the positions of loaders follow.
-- ARMING: the model is whole: training begins under the attempt, and the generators are set last.
-- DONE: training may begin, or nothing was ever committed.
-- FAILED: the error was raised; the call may be repeated.
+- OPENING: an attempt is requested; the model is unchanged, or as an earlier try left it.
+- RECEIVING: the checkpoint is compared with the program, then rows are written into the tables.
+- APPLYING: all rows are written; parameters, optimizers, `state=` and loader positions follow.
+- ARMING: the model is complete; training begins under the attempt, and the generators are set last.
+- DONE: training can begin, with a restored model or a run without commits.
+- FAILED: the error was raised; the call can be repeated.
 
 docs/reference/restore-lifecycle.md is rendered from this table.
 """
@@ -23,7 +23,7 @@ from deltashard_checkpoint.transition import after, page
 
 
 class RestorePhase(Enum):
-    """Where a `restore()` is."""
+    """Phase of a `restore()`."""
 
     IDLE = "IDLE"
     OPENING = "OPENING"
@@ -35,7 +35,7 @@ class RestorePhase(Enum):
 
 
 class RestoreEvent(Enum):
-    """What may happen to it."""
+    """Event in a `restore()`."""
 
     CALL = "call"
     CHOSEN = "chosen"
@@ -72,17 +72,17 @@ TABLE: dict[RestorePhase, dict[RestoreEvent, RestorePhase]] = {
 MEANING: dict[RestoreEvent, str] = {
     RestoreEvent.CALL: "`restore()` is called, before the first step",
     RestoreEvent.CHOSEN: "an attempt is open, and the sidecar names the checkpoint to resume",
-    RestoreEvent.EMPTY: "an attempt is open, and there is no checkpoint (that is whole)",
-    RestoreEvent.RECEIVED: "all ranks have all rows and blobs",
-    RestoreEvent.APPLIED: "all ranks hold the whole checkpoint, and their replicas are the same",
-    RestoreEvent.RETRY: "the sidecar died, the checkpoint was retired, or is not whole: another attempt is opened",
-    RestoreEvent.ARMED: "the step is set, and the next one may be trained",
+    RestoreEvent.EMPTY: "an attempt is open, and there is no valid checkpoint",
+    RestoreEvent.RECEIVED: "all ranks have received all rows and blobs",
+    RestoreEvent.APPLIED: "all ranks have restored the checkpoint, and their replicas are equal",
+    RestoreEvent.RETRY: "the sidecar died, or the checkpoint was retired or is invalid: another attempt is opened",
+    RestoreEvent.ARMED: "the step is set, and training can begin",
     RestoreEvent.FAIL: "an error is raised",
 }
 
 
 class RestoreState:
-    """State of the restores of one Checkpointer; on the training thread only."""
+    """State of one Checkpointer's restores; on the training thread only."""
 
     def __init__(self) -> None:
         self._now = RestorePhase.IDLE
@@ -92,7 +92,7 @@ class RestoreState:
         return self._now
 
     def transition(self, event: RestoreEvent) -> None:
-        """Apply `event`; raises `IllegalEvent` for one that cannot happen now."""
+        """Apply `event`; raises `IllegalEvent` if the state does not allow it."""
         self._now = after(TABLE, self._now, event, where="restore lifecycle")
 
 

@@ -1,8 +1,7 @@
-"""The model's tables as targets of a restore: every frame is scattered straight into parameter and optimizer state.
+"""The model's tables as targets of a restore: every frame is scattered directly into parameter and optimizer state.
 
-Views of their memory are written in place; tables on an accelerator go through a staging copy, which is copied when all
-rows are there. A table the checkpoint does not know, grown, shrunk or missing tables are refused unless `strict=False`,
-which says what it did.
+CPU memory is written in place. Tables on an accelerator use a staging copy, which is copied when all rows arrived.
+Unknown, grown, shrunk or missing tables are rejected unless `strict=False`, which adds a note for each.
 """
 
 from __future__ import annotations
@@ -32,34 +31,36 @@ def _in_place(tensor: Tensor) -> bool:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _TargetTable:
-    """One table under restore."""
+    """A table and its target during a restore."""
 
     table: TrackedTable
     target: TableTarget
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """(staging, live): what to copy when all rows are there."""
+    """(staging, live) pairs to copy when all rows arrived."""
     from_deltas: np.ndarray[Any, np.dtype[np.bool_]]
-    """Rows of the shard, counted from 0, that came from delta frames."""
+    """bool [rows]: rows of the shard that came from delta frames."""
     newer: np.ndarray[Any, np.dtype[np.bool_]]
-    """Rows of the shard, counted from 0, that are newer than the checkpoint."""
+    """bool [rows]: rows of the shard that are newer than the checkpoint."""
 
 
 def _differences(live: TableSchema, held: TableSchema, *, strict: bool) -> list[str]:
-    """How table `live` differs from what is stored; unless `strict`, with what becomes of it.
+    """How table `live` differs from the stored one; unless `strict`, also the consequence.
 
     Raises:
-        CheckpointMismatch: with `strict`, rows of another width, which cannot be taken at all.
+        CheckpointMismatch: with `strict`, if the number of columns differs, since such rows cannot be restored.
     """
     rows, columns = live.rows, live.columns
     was = f"[{held.rows}, {held.columns}]"
     now = f"[{rows}, {columns}]"
     if held.columns != columns and not strict:
-        return [f"table {live.fqn} has other columns: {was} is stored, the model has {now}; it stays initial"]
+        return [
+            f"table {live.fqn} has other columns: {was} is stored, the model has {now}; it keeps its initial values"
+        ]
     if held.columns != columns:
         raise CheckpointMismatch(
             f"table {live.fqn} has other columns: {was} is stored, the model has {now}",
             where="tables",
-            remedy=f"build it with {held.columns} columns as it was, or restore(strict=False), which leaves it initial",
+            remedy=f"build it with {held.columns} columns, or restore(strict=False) to keep its initial values",
         )
     found = []
     if held.rows != rows:
@@ -75,13 +76,13 @@ def _differences(live: TableSchema, held: TableSchema, *, strict: bool) -> list[
 
 
 def _box(table: TrackedTable, held: TableSchema) -> Box:
-    """The rows of the shard that both the model and the checkpoint have; none where the stored table ends before it."""
+    """The rows of the shard that both model and checkpoint have; empty where the stored table ends before the shard."""
     stop = max(table.box.row_start, min(held.rows, table.box.row_stop))
     return replace(table.box, row_stop=stop)
 
 
 class ModelTargets:
-    """The model's tables as targets of a restore, after they were compared with what is stored."""
+    """The model's tables as targets of a restore, after comparison with the stored tables."""
 
     def __init__(
         self,
@@ -92,21 +93,21 @@ class ModelTargets:
         weights_only: bool,
         renames: Mapping[str, str],
     ) -> None:
-        """`renames` gives the stored name of a table by the model's name for it.
+        """Compare the tables; `renames` maps the model's table names to stored names.
 
         Raises:
             CheckpointMismatch: tables differ in a way that is not allowed.
         """
         self.notes: list[str] = []
         self.placed: list[_TargetTable] = []
-        """Nothing before `allocate`."""
+        """Empty before `allocate`."""
         self.renames = dict(renames)
         self.strict = strict
         self.weights_only = weights_only
         by_name = {schema.fqn: schema for schema in stored}
         live = tracking.inventory.elsewhere | {table.fqn: table.schema for table in tracking.tables}
         named = {renames.get(fqn, fqn): schema for fqn, schema in live.items()}
-        faults = [f"table {fqn} is stored, the model has none" for fqn in by_name.keys() - named.keys()]
+        faults = [f"table {fqn} is stored but not in the model" for fqn in by_name.keys() - named.keys()]
         fitting: dict[str, TableSchema] = {}
         for fqn, schema in named.items():
             held = by_name.get(fqn)
@@ -130,7 +131,7 @@ class ModelTargets:
                 "converted, other rows stay initial); renames={'new': 'stored'} maps names",
             )
         self.notes += faults
-        # A delta says its tables' names: what it covers must have stored them under the same.
+        # A differential refers to tables by name, so its baseline must have stored them under the same names.
         self._names_match = not faults and all(fqn == held.fqn for fqn, held in fitting.items())
 
     @property
@@ -138,15 +139,15 @@ class ModelTargets:
         return [_box(table, held) for table, held in self._tables]
 
     def allocate(self, mismatched_optimizers: Collection[int]) -> None:
-        """Make room for rows and their optimizer state.
+        """Allocate memory for rows and their optimizer state.
 
-        `mismatched_optimizers` are the optimizers that were others when this was stored: they get no row state of those.
+        Optimizers in `mismatched_optimizers` differ from the stored ones and get no row state.
         """
         for table, held in self._tables:
             self.placed.append(self._allocate_table(table, held, frozenset(mismatched_optimizers)))
 
     def frame_consumer(self, applier: FrameApplier) -> Callable[[Frame, bool], None]:
-        """The consumer of frames: decode, scatter, note what came from deltas."""
+        """Return a consumer of frames that decodes, scatters, and records which rows came from deltas."""
         by_target = {id(p.target): p for p in self.placed}
         first = True
 
@@ -175,7 +176,7 @@ class ModelTargets:
                     live.copy_(staging.view(live.shape))
 
     def mark(self) -> None:
-        """Mark rows that came from deltas, for the next cut's baseline, and newer ones, which no commit holds."""
+        """Mark rows from deltas for the next snapshot over the baseline, and newer rows, which no commit contains."""
         for placed in self.placed:
             placed.table.reseed(torch.from_numpy(np.flatnonzero(placed.from_deltas)))
         for placed in self.placed:
@@ -185,13 +186,13 @@ class ModelTargets:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every row and row field of the model is stored: a delta may follow. Ask when all is applied."""
+        """Whether every row and row field of the model is stored, so a differential can follow. Valid once applied."""
         return self._names_match and all(
             p.table.state_tensors().keys() <= p.target.fields.keys() for p in self.placed
         )
 
     def uncovered_shards(self, other: ModelTargets) -> list[str]:
-        """Shards of which `other` may have written more than this one will."""
+        """Shards in which `other` may have written more rows than this restore overwrites."""
         mine = {table.key: _box(table, held).row_stop for table, held in self._tables}
         return [p.table.key for p in other.placed if mine.get(p.table.key, 0) < p.target.box.row_stop]
 
@@ -206,7 +207,7 @@ class ModelTargets:
         specs: list[FieldSpec] = []
         for spec in () if self.weights_only else held.fields:
             if not table.views and not self.strict:
-                self.notes.append(f"{table.fqn}: no optimizer owns its stored state {spec.name}")
+                self.notes.append(f"{table.fqn}: its stored state {spec.name} belongs to no optimizer")
                 continue
             if (owner := table.owner_of(spec)) is not None and owner.index in mismatched_optimizers:
                 continue

@@ -1,10 +1,10 @@
-"""Attach, and open an attempt: what happens before the first step.
+"""Attach and open an attempt, before the first step.
 
-Opening wins a slot of the commit log and so fences every older trainer of the run. Rank 0 opens for all ranks of a
-group (`collective`); the others attach anew with what it won.
+Opening wins a slot of the commit log and thereby fences every older trainer of the run. Rank 0 opens for all ranks of
+a group (`collective`); the other ranks then attach again with the attempt it won.
 
-A store that is full or read-only takes no entry. What it holds is restored all the same, training begins, and the
-attempt is opened late, by the request that the sidecar's answer makes possible (`OpenRequest.basis`).
+A store that is full or read-only accepts no entry. Its contents are restored, training begins, and the attempt is
+opened late, with a request built from the sidecar's reply (`OpenRequest.basis`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from deltashard.restore.recovery_plan import RecoveryPlan
 log = logging.getLogger("deltashard")
 
 LATE_DEADLINE_S = 15.0
-"""Training waits so long for an attempt that is opened late; the sidecar gives up sooner."""
+"""Limit of the time that training waits for a late open; the sidecar's own limit is shorter."""
 
 
 def attach_request(program: Program, rank: Rank, attempt: int | None, layout: str) -> pb.AttachRequest:
-    """What an Attach says of this process and its tables; `attempt` is open, if any, with its `layout`."""
+    """Build the Attach request of this process; `attempt` is the open attempt, if any, with its `layout`."""
     request = pb.AttachRequest(
         protocol_min=TRAINER_PROTOCOL.least,
         protocol_max=TRAINER_PROTOCOL.most,
@@ -61,7 +61,7 @@ def attach_request(program: Program, rank: Rank, attempt: int | None, layout: st
 
 
 class AttemptOpener:
-    """Opens attempts over the link that counts; on the training thread only."""
+    """Opens attempts over the current link; on the training thread only."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class AttemptOpener:
         coordinator_thread: CoordinatorThread | None,
         plan: RecoveryPlan,
     ) -> None:
-        """`apply_notifications` applies news, and raises `FencedError`; `fresh`: begin anew although the run has checkpoints.
+        """`apply_notifications` raises `FencedError`; `fresh`: start from scratch although the run has checkpoints.
 
-        `coordinator_thread` has the orders of several ranks; None: this process is alone.
+        `coordinator_thread` is None if this process is the only rank.
         """
         self._program = loop.program
         self._clock = loop.clock
@@ -90,17 +90,16 @@ class AttemptOpener:
         self.partially_restored = False
         """Whether a restore wrote into the model and did not finish; only `Restorer` sets it."""
         self._last_request = pb.OpenRequest()
-        """What was asked for last."""
 
     def retry(self, what: str, deadline_s: float, final: type[SidecarUnavailable | RestoreFailed]) -> Retry:
-        """For one call: how long it goes on without a sidecar; `final` is what it raises then."""
+        """Create the retry budget of one call; after `deadline_s` without a sidecar it raises `final`."""
         last_log_error = self._attachment.session.last_log_error
         return Retry(
             what, deadline_s=deadline_s, pause=self._clock.pause, final=final, last_log_error=last_log_error
         )
 
     def link(self, retry: Retry) -> Link:
-        """The link whose news is applied; waits for the sidecar, and raises what `retry` does when it stays away."""
+        """Wait for the sidecar and return its link, with notifications applied; raises the final error of `retry`."""
         session = self._attachment.session
         before = session.refused
         while True:
@@ -110,16 +109,16 @@ class AttemptOpener:
             if link is not None:
                 return link
             refused = session.refused
-            # What another attempt was refused for is no answer to this one.
+            # A refusal that another attempt caused does not apply to this one.
             if refused is not None and refused is not before and refused[0] == self._attempt.granted[0]:
                 raise refused[1]
             retry.record_failure(SidecarGone(session.disconnect_reason, where=self._attachment.run))
             self._clock.pause(0.2)
 
     def join_ranks(self, **call: object) -> CollectiveRestore | None:
-        """Come together with the other ranks, who made the same `call`; None: there are none.
+        """Join the other ranks, which must make the same `call`; None: this process is the only rank.
 
-        Raises `RanksDiffer` when they did not, and `UserError` when the process group is another.
+        Raises `RanksDiffer` when the calls differ, and `UserError` when the process group changed.
         """
         check_unchanged(self._rank, "restore(), or the first step()")
         if self._rank.alone:
@@ -141,9 +140,9 @@ class AttemptOpener:
     def open(
         self, wanted: pb.OpenRequest, retry: Retry, collective: CollectiveRestore | None
     ) -> tuple[Link, pb.OpenReply]:
-        """Ask for an attempt, of one sidecar after the other; the link that knows of it, and the reply.
+        """Open an attempt, retrying over sidecar restarts; returns the link that knows the attempt, and the reply.
 
-        Raises `FencedError`, `UserError`, `RestoreFailed`, or what `retry` does.
+        Raises `FencedError`, `UserError`, `RestoreFailed`, or the final error of `retry`.
         """
 
         def ask(together: pb.OpenRequest) -> pb.OpenReply:
@@ -157,7 +156,7 @@ class AttemptOpener:
                         self._last_request = request
                         return link.open(request)
                 except SidecarGone:
-                    # It may have won the slot and died before it said so: the next try wins another.
+                    # It may have won the slot and died before it replied: the next try wins another slot.
                     retry.pause()
 
         if collective is None:
@@ -178,7 +177,7 @@ class AttemptOpener:
         return link, reply
 
     def _attach_to_attempt(self, reply: pb.OpenReply, retry: Retry) -> Link:
-        """This rank's sidecar is to know of the attempt that was opened for all; rank 0's does."""
+        """Attach this rank's sidecar to the attempt that rank 0's sidecar opened for all."""
         self._attempt.grant(reply.attempt, reply.layout)
         link = self.link(retry)
         if self._rank.number == 0:
@@ -193,16 +192,16 @@ class AttemptOpener:
     def _late_request(self, reply: pb.OpenReply) -> pb.OpenRequest:
         request = pb.OpenRequest()
         request.CopyFrom(self._last_request)
-        if request.from_run:  # it was read; in our own run nothing is resumed
+        if request.from_run:  # another run was read; this run resumes nothing
             request.from_run, request.which = "", "none"
             del request.exclude_seqs[:]
         request.basis.CopyFrom(reply.basis)
         return request
 
     def open_late(self, link: Link) -> DeltashardError | None:
-        """Try to open the attempt that this process trains under already; why it is not open, None: it is.
+        """Try to open the attempt that this process already trains under; returns why it is not open, or None.
 
-        Raises `FencedError` when the run went on without this process.
+        Raises `FencedError` when another trainer has continued the run.
         """
         request = self._attempt.late
         if request is None:
@@ -222,10 +221,10 @@ class AttemptOpener:
         return None
 
     def open_unrestored(self) -> None:
-        """The first `step()` of a program that did not call `restore()`, or whose call failed."""
+        """Open an attempt at the first `step()` of a program without a successful `restore()` call."""
         if self.partially_restored:
             raise NotRestored(
-                "restore() failed after it had begun to write into the model, which is no step's state now",
+                "restore() failed after it had begun to write into the model, whose state now matches no step",
                 where=self._attachment.run,
                 remedy="call restore() again; to train without the checkpoint, build model and Checkpointer again",
             )
@@ -238,11 +237,11 @@ class AttemptOpener:
                 f"run {self._attachment.run!r} has checkpoints (the newest is of step {reply.step}), and restore() was "
                 "not called",
                 where=self._attachment.url,
-                remedy="call restore() before the loop; fresh=True begins anew; or choose another run name",
+                remedy="call restore() before the loop, pass fresh=True to start over, or choose another run name",
             )
         if collective is not None:
             collective.agree("restored")
-        # Nothing was resumed: even this first step is not saved yet.
+        # Nothing was resumed, so this first step is not saved yet.
         self.begin(reply, step=self._clock.step, resumed=False, collective=collective)
 
     def begin(
@@ -253,11 +252,11 @@ class AttemptOpener:
         resumed: bool = True,
         collective: CollectiveRestore | None = None,
     ) -> None:
-        """Train on after `step` under the attempt that was opened; `resumed`: `restore()` left the model there."""
+        """Begin training after `step` under the opened attempt; `resumed`: `restore()` set the model to that step."""
         if reply.HasField("basis"):
             log.warning(
                 "no checkpoint is saved yet, because the store takes no entry: %s. Training continues from step %d; "
-                "the store is tried again and again, and saves begin when it takes one",
+                "the store is retried, and saves begin when it accepts one",
                 reply.unopened,
                 step,
             )

@@ -1,7 +1,7 @@
-"""The seam of recovery: what an extra may do beside bringing all ranks back to one checkpoint.
+"""Extension point of recovery: what an extra can do instead of a full restore of all ranks from one checkpoint.
 
-Core imports no extra. One that has a plan puts a factory into `FACTORIES`; each Checkpointer takes the first plan that
-it is offered. Without any, recovery is full.
+The core imports no extra. An extra with a plan adds a factory to `FACTORIES`; each Checkpointer uses the first plan
+that a factory offers. Without any, recovery is full.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from deltashard.tracking.snapshot_base import SnapshotBase
 
 
 class PartialRestore(Protocol):
-    """What one rank takes from elsewhere than the checkpoint, in a restore that is not exact."""
+    """Data that one rank takes from other sources than the checkpoint, in a restore that is not exact."""
 
     notes: list[str]
 
     @property
     def step(self) -> int:
-        """Training continues after this one."""
+        """The step after which training continues."""
 
     @property
     def rank_steps(self) -> tuple[int, ...]:
-        """By rank: the step that its rows are of."""
+        """By rank: the step of its rows."""
 
     def overlay(self, raw: Mapping[str, memoryview]) -> dict[str, memoryview]:
-        """The checkpoint's blobs `raw` with what is newer; raises `CheckpointRetired` where all ranks are to ask again."""
+        """Return the checkpoint's blobs `raw` with newer ones; raises `CheckpointRetired` if all ranks must reopen."""
 
     def frames(self) -> Iterator[FrameBytes]:
-        """Rows that are newer than the checkpoint's."""
+        """Frames of rows that are newer than the checkpoint's."""
 
     def on_applied(self) -> None:
-        """The program is what was agreed to."""
+        """Called when the agreed state has been applied to the program."""
 
 
 class RecoveryPlan:
-    """Full recovery; an extra overrides what it does otherwise. On the training thread, but for `dead`."""
+    """Full recovery, as the base class of other plans. On the training thread, except for `dead`."""
 
     terms = "full"
-    """What all ranks must have agreed to, in words."""
+    """Description of the plan; must be equal on all ranks."""
     pls_target = 0.0
-    """Portion of lost samples (PLS) that the run may come to; 0: recovery is full."""
+    """Limit of the run's portion of lost samples (PLS); 0: recovery is full."""
 
     @property
     def pls(self) -> float:
-        """Of the run, up to here."""
+        """The run's portion of lost samples so far."""
         return 0.0
 
     @property
@@ -66,7 +66,7 @@ class RecoveryPlan:
 
     @property
     def dead(self) -> bool:
-        """Whether a rank is gone that did not leave in order."""
+        """Whether a rank ended without `leave`."""
         return False
 
     def watch(
@@ -75,26 +75,26 @@ class RecoveryPlan:
         blobs: Callable[[int], Iterable[tuple[str, EncodedTree]]],
         term: TermHandler | None,
     ) -> None:
-        """All parts are there. `blobs` gives all that this rank has at a step beside rows, by plain names."""
+        """Start, once all parts are created. `blobs` yields this rank's non-row state at a step, by plain names."""
 
     def load_metadata(self, metadata: Mapping[str, str]) -> None:
-        """The checkpoint of this run that is resumed has `metadata`; of another run's, or none: nothing."""
+        """Called with the metadata of the resumed checkpoint; empty if there is none or it is another run's."""
 
     def agree(self, ranks: CollectiveRestore, reply: pb.OpenReply, *, unusual: str) -> PartialRestore | None:
-        """What all ranks take beside the checkpoint of `reply`; None: nothing.
+        """What all ranks take from other sources than the checkpoint of `reply`; None: nothing.
 
-        `unusual`: what makes it no plain restart; empty: nothing.
+        `unusual`: why this is not a plain restart; empty if it is.
         """
 
     def training_started(self, reply: pb.OpenReply, group_name: str) -> None:
-        """Training begins under an attempt; `group_name` names that of the ranks."""
+        """Training begins under an attempt; `group_name` identifies the group of ranks."""
 
     def handle_error(self, error: BaseException) -> bool:  # noqa: ARG002
-        """`error` came out of the training loop; returns whether it says that a rank died."""
+        """The training loop raised `error`; returns whether the error means that a rank died."""
         return False
 
     def leave(self) -> None:
-        """This rank leaves in order."""
+        """This rank leaves in an orderly way."""
 
     def close(self) -> None:
         """Release what `watch` took."""
@@ -102,7 +102,7 @@ class RecoveryPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanContext:
-    """For whom a plan is made."""
+    """The Checkpointer that a plan is created for."""
 
     config: CheckpointConfig
     loop: TrainingLoop
@@ -114,7 +114,7 @@ FACTORIES: list[Callable[[PlanContext], RecoveryPlan | None]] = []
 
 
 def create_plan(context: PlanContext) -> RecoveryPlan:
-    """The plan of one Checkpointer; raises `UserError` when partial recovery is wanted, and nothing offers it."""
+    """Return the plan of one Checkpointer; raises `UserError` when no factory offers the requested partial recovery."""
     for factory in FACTORIES:
         if (plan := factory(context)) is not None:
             return plan

@@ -1,4 +1,4 @@
-"""What goes into a `restore()`, and what comes out of it."""
+"""Request and result of a `restore()`."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ from deltashard.loader.registry import OnChange
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What `restore()` brought back."""
+    """Result of `restore()`."""
 
     step: int
-    """Training goes on after this step."""
+    """Training continues after this step."""
     seq: int
     """Number of the checkpoint in the commit log."""
     attempt: int | None
-    """The attempt that this process trains under; None: the store takes no entry yet, so it is opened late."""
+    """The attempt that this process trains under; None: the store accepts no entry yet, so it is opened late."""
     source: str
     """"cache": every byte came from this machine; "store": at least one did not."""
     lost_steps: int | None
-    """Steps the lost trainer had done beyond this one; None when nobody saw them (another machine)."""
+    """Steps that the previous trainer completed after this one; None if unknown (another machine)."""
     seconds: float
-    """From the call to the model being whole."""
+    """Duration from the call until the model is complete."""
     stored_bytes: int
     """Bytes read, as stored."""
     chain: tuple[int, ...]
     """Checkpoints whose frames were used, newest first."""
     fell_back: bool
-    """A newer checkpoint exists but is not whole, or may have been lost with a damaged log: see `notes`."""
+    """A newer checkpoint is invalid, or may have been lost with a damaged log: see `notes`."""
     notes: tuple[str, ...] = ()
-    """Entries lost with the log, what did not match and was let pass (`strict=False`), what differs of this process."""
+    """Entries lost with the log, mismatches that `strict=False` allowed, and differences of this process."""
     exact: bool = True
-    """Whether all that was restored is bit for bit what the program had at the cut: nothing was rounded or converted,
-    no recovery was partial, and `verified` is not False. What was left out is in `notes`."""
+    """Whether all restored state is bit-identical to the snapshot's: nothing was rounded or converted, no recovery was
+    partial, and `verified` is not False. `notes` lists what was left out."""
     verified: bool | None = None
-    """Whether content hashes taken at the cut (`content_hash=True`), of rows as they are stored, equal those of the
-    restored state; None: none were recorded, or none can be compared (another sharding, weights only)."""
+    """Whether the snapshot's content hashes (`content_hash=True`) of stored rows equal those of the restored state;
+    None: none were recorded, or none are comparable (other sharding, weights only)."""
     rounded: Mapping[str, str] = field(default_factory=dict)
-    """Tables whose weights did not come back bit for bit, and the encoding with the fewest bits that they were stored
-    with, such as "q8"; empty: all did."""
+    """Tables whose weights are not bit-identical, and the encoding with the fewest bits among their stored rows, such
+    as "q8"; empty: all are bit-identical."""
     rounded_state: Mapping[str, str] = field(default_factory=dict)
-    """Tables of whose optimizer state some did not (`state_encoding="bf16"`), and the type that it was stored in."""
+    """Tables with rounded optimizer state (`state_encoding="bf16"`), and its stored dtype."""
     mode: str = "full"
-    """"partial": survivors of a lost rank kept their rows (`recovery="partial"`), which is not exact."""
+    """"full", or "partial": survivors of a lost rank kept their rows (`recovery="partial"`), which is not exact."""
     pls: float = 0.0
     """Portion of lost samples of the run so far; 0 unless a recovery was partial."""
     rank_steps: tuple[int, ...] = ()
-    """By rank, after a partial recovery: the step that its rows are of."""
+    """By rank, after a partial recovery: the step of its rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
-    """What `restore()` was called with; raises `UserError` for what cannot be meant."""
+    """Arguments of `restore()`; raises `UserError` for invalid ones."""
 
     which: str
     from_run: str | None
@@ -66,7 +66,7 @@ class RestoreRequest:
     takeover: bool
     deadline_s: float
     hyperparameters: str
-    """"checkpoint" or "script": whose are in force where both scripts gave different ones."""
+    """"checkpoint" or "script": the source of hyperparameters that differ between them."""
     loaders: OnChange = "restart"
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class RestoreRequest:
             raise UserError(
                 f'hyperparameters= takes "checkpoint" or "script", not {self.hyperparameters!r}',
                 where="restore()",
-                remedy='leave it out to take the checkpoint\'s; "script" keeps what this script gives',
+                remedy='leave it out to use the checkpoint\'s values; "script" keeps those of this script',
             )
         if self.loaders not in get_args(OnChange):
             raise UserError(

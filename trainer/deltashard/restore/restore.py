@@ -1,12 +1,12 @@
-"""`restore()`: bring a checkpoint back into the living program; nothing half done is kept.
+"""`restore()`: load a checkpoint into the running program, in this order.
 
-    blobs     come first in the one stream; decoded, and checked against the program before a byte of the model changes
-    rows      every frame is decoded and scattered into the parameter and the optimizer's row state, newest first
-    dense     parameters, buffers, optimizers, the user's state, loader, step, generators: only after all rows arrived
+    blobs     first in the stream; decoded and checked against the program before the model changes
+    rows      each frame is decoded and scattered into the parameter and the optimizer's row state, newest first
+    dense     parameters, buffers, optimizers, user state, loaders, step, generators: only after all rows arrived
 
-Afterwards marks are re-seeded from the delta frames that were used, so that the next cut may still be a delta over the
-same baseline; whatever was not taken over whole (another run, weights only, other tables) makes the next cut a baseline
-instead. A checkpoint that is not whole is passed over for an older one.
+Afterwards the row marks are re-seeded from the delta frames that were used, so the next snapshot can be a differential
+over the same baseline. If the checkpoint was not restored completely (another run, weights only, other tables), the
+next snapshot is a baseline. An invalid checkpoint is skipped in favor of an older one.
 """
 
 from __future__ import annotations
@@ -48,38 +48,36 @@ from deltashard.tracking.snapshot_base import SnapshotBase
 log = logging.getLogger("deltashard")
 
 READ_ATTEMPTS = 3
-"""How often another run is read anew when it retired what was being read."""
+"""Attempts to read another run whose checkpoint was retired during the read."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _RestoreCall:
-    """One `restore()`: what was asked for, and what its tries found."""
+    """One `restore()` call: its request and the findings of its attempts."""
 
     request: RestoreRequest
     retry: Retry
-    """How long it continues without a sidecar."""
+    """Bounds the wait for a sidecar."""
     collective: CollectiveRestore | None
-    """The other ranks, who do the same; None: there are none."""
+    """The restore of all ranks; None: this process is the only rank."""
     began_s: float = field(default_factory=time.monotonic)
     excluded: list[int] = field(default_factory=list)
-    """Checkpoints that are not whole."""
     earlier: list[ModelTargets] = field(default_factory=list)
-    """Targets that a broken checkpoint may have overwritten."""
+    """Targets that an invalid checkpoint may have overwritten."""
     damage: str = ""
-    """What could not be read in the log."""
+    """Description of the unreadable part of the log."""
     retired: int = 0
-    """How often a checkpoint was retired while it was read."""
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """What is done within, all ranks do, or none continues; raises the final error of `retry` when it is time."""
+        """Run the body on all ranks; continue only if all succeed. Raises the final error of `retry` at its end."""
         together = contextlib.nullcontext() if self.collective is None else self.collective.stage(name)
         with together, self.retry.try_once():
             yield
 
     @property
     def unusual(self) -> str:
-        """What makes this restore more than resuming after a crash; empty: nothing."""
+        """Why this restore is more than a resume after a crash; empty if it is not."""
         request = self.request
         if request.from_run:
             return "another run is read"
@@ -87,12 +85,12 @@ class _RestoreCall:
             return f"restore(which={request.which!r}) was called"
         if request.weights_only or not request.strict or request.renames or request.takeover:
             return "restore() was called with more than its defaults"
-        return "a checkpoint was not whole" if self.excluded else ""
+        return "a checkpoint was invalid" if self.excluded else ""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Candidate:
-    """One checkpoint on its way into the program."""
+    """A checkpoint that is being restored."""
 
     link: Link
     reply: pb.OpenReply
@@ -102,13 +100,13 @@ class _Candidate:
     positions: ResumePositions = field(default_factory=lambda: ResumePositions({}))
     notes: list[str] = field(default_factory=list)
     reported: list[str] = field(default_factory=list)
-    """By the loaders, which have logged it."""
+    """Notes that the loaders have logged already."""
     rng: dict[str, Any] | None = None
-    """The global generators as they are to be."""
+    """State of the global generators to set at the end."""
 
 
 class Restorer:
-    """Runs `restore()`, as `lifecycle` has it; on the training thread only."""
+    """Runs `restore()` through the states of `lifecycle`; on the training thread only."""
 
     def __init__(
         self,
@@ -180,7 +178,7 @@ class Restorer:
             return self._arm(call, chosen)
 
     def _open(self, call: _RestoreCall) -> _Candidate | None:
-        """OPENING: the checkpoint that an attempt resumes; None: there is none, and training may begin."""
+        """OPENING: open an attempt and return the checkpoint to resume, or None if the run has none."""
         request, collective = call.request, call.collective
         wanted = pb.OpenRequest(
             which=request.which,
@@ -189,7 +187,7 @@ class Restorer:
             takeover=request.takeover,
         )
         link, reply = self._opener.open(wanted, call.retry, collective)
-        # Only the first attempt meets what cannot be read in the log: the ones after it find it left behind.
+        # Only the first attempt sees the unreadable part of the log; later attempts start behind it.
         call.damage = call.damage or reply.log_damage
         if not reply.HasField("resume_seq"):
             if collective is not None:
@@ -197,9 +195,9 @@ class Restorer:
             self._state.transition(RestoreEvent.EMPTY)
             if call.excluded:
                 raise RestoreFailed(
-                    f"checkpoints {call.excluded} are not whole and there is no older one",
+                    f"checkpoints {call.excluded} are invalid and there is no older one",
                     where=self._attachment.run,
-                    remedy="`deltashard verify` tells what is wrong with them; fresh=True begins anew",
+                    remedy="`deltashard verify` reports the damage; fresh=True starts the run from scratch",
                 )
             self._opener.begin(reply, step=0, collective=collective)
             return None
@@ -214,39 +212,37 @@ class Restorer:
         reply: pb.OpenReply,
         error: SidecarGone | CheckpointRetired | InvalidCheckpoint,
     ) -> None:
-        """What is done before the next attempt; raises `error` when there is none."""
+        """Prepare the next attempt; raises `error` when there is none."""
         if isinstance(error, SidecarGone):
-            # Whatever was written into the model is written again.
-            log.info("restore() begins again: %s", error)
+            # The next attempt overwrites everything that this one wrote into the model.
+            log.info("restore() is retried: %s", error)
             call.retry.pause()
         elif isinstance(error, CheckpointRetired):
             call.retired += 1
             if call.retired == READ_ATTEMPTS:
                 raise error
             whose = f" of {call.request.from_run}" if call.request.from_run else ""
-            log.info("checkpoint %d%s is asked for anew: %s", reply.resume_seq, whose, error)
+            log.info("checkpoint %d%s is requested again: %s", reply.resume_seq, whose, error)
         else:
             call.excluded.append(reply.resume_seq)
-            log.error(
-                "checkpoint %d is not whole (%s): falling back to an older one", reply.resume_seq, error
-            )
+            log.error("checkpoint %d is invalid (%s): falling back to an older one", reply.resume_seq, error)
             self._listener.emit("fell_back", seq=reply.resume_seq, step=reply.step, why=str(error))
 
     def _refuse_trained(self) -> None:
         step = self._clock.step
         if self._attempt.opened and step != 0:
             raise UserError(
-                f"the model is restored already, to step {step}"
+                f"the model is already restored, to step {step}"
                 if step == self._attempt.resumed_step
                 else "restore() after training began",
                 where="restore()",
-                remedy="call it once, before the loop; for another checkpoint close() and make a new Checkpointer",
+                remedy="call it once, before the loop; for another checkpoint, close() and create a new Checkpointer",
             )
 
     def _receive(self, call: _RestoreCall, chosen: _Candidate) -> None:
-        """RECEIVING: rows into the tables, blobs decoded, where loaders continue.
+        """RECEIVING: write rows into the tables, decode blobs, compute loader positions.
 
-        Everything is compared before a byte of the model changes.
+        The checkpoint is compared with the program before the model changes.
         """
         request, reply, partial = call.request, chosen.reply, chosen.partial
 
@@ -263,17 +259,17 @@ class Restorer:
             for failed in call.earlier:
                 if uncovered := targets.uncovered_shards(failed):
                     raise RestoreFailed(
-                        f"an older checkpoint does not hold all of {', '.join(uncovered)}, which a broken newer one "
+                        f"an older checkpoint does not hold all of {', '.join(uncovered)}, which an invalid newer one "
                         "overwrote",
                         where=self._attachment.run,
-                        remedy=f"build the model anew and restore(which='seq:{reply.resume_seq}', strict=False)",
+                        remedy=f"rebuild the model and call restore(which='seq:{reply.resume_seq}', strict=False)",
                     )
             call.earlier.append(targets)
             self._opener.partially_restored = True
             targets.allocate(blobs.mismatched_optimizers(self._tracking))
             return blobs
 
-        # Not while other ranks are waited for: they may need a sidecar that this one has to start anew.
+        # Busy only during the read: other ranks may need a sidecar that this process has to restart.
         with call.stage("received"), self._attachment.session.busy:
             chosen.targets = targets = ModelTargets(
                 self._tracking,
@@ -293,7 +289,7 @@ class Restorer:
             )
 
     def _positions(self, blobs: Blobs, request: RestoreRequest) -> ResumePositions:
-        """Where loaders continue; raises `CheckpointMismatch` when one is another now, and `loaders="refuse"`."""
+        """Positions at which loaders resume; raises `CheckpointMismatch` if a loader changed and `loaders="refuse"`."""
         positions = blobs.loader_positions(self._rank.number, self._rank.world_size)
         other = self._loaders.mismatches(positions.positions)
         if request.loaders != "continue":
@@ -303,13 +299,13 @@ class Restorer:
             raise CheckpointMismatch(
                 why,
                 where=f"loader {name!r}",
-                remedy="give the loader, or the number of ranks, as it was until the epoch ends; "
-                'restore(loaders="restart") begins its epoch again',
+                remedy="keep the loader and the number of ranks unchanged until the epoch ends; "
+                'restore(loaders="restart") restarts its epoch',
             )
         return positions
 
     def _apply(self, call: _RestoreCall, chosen: _Candidate) -> None:
-        """APPLYING: everything but rows and the global generators, which the rest may draw from."""
+        """APPLYING: restore everything except rows and the global generators, from which other steps may draw."""
         request, blobs, targets, notes = call.request, chosen.received.blobs, chosen.targets, chosen.notes
         if not request.weights_only:
             chosen.positions.restart_epochs(
@@ -346,7 +342,7 @@ class Restorer:
         return 0 if call.request.from_run and call.request.weights_only else int(chosen.reply.step)
 
     def _arm(self, call: _RestoreCall, chosen: _Candidate) -> Restored:
-        """ARMING: training may begin; the generators last of all, since everything else may draw."""
+        """ARMING: begin training under the attempt; the generators are set last, since the other steps may draw."""
         request, reply, partial = call.request, chosen.reply, chosen.partial
         received, weights_only = chosen.received, request.weights_only
         step = self._resume_step(call, chosen)
@@ -356,14 +352,14 @@ class Restorer:
             self._base.clear_base()
         if partial is not None:
             partial.on_applied()
-        # After a partial recovery no checkpoint is what the model is now: close() saves it, without a step, too.
+        # After a partial recovery the model equals no checkpoint, so close() saves it even without a step.
         self._opener.begin(reply, step=step, resumed=partial is None, collective=call.collective)
         verified = self._compare_content(
             received.blobs, weights_only=weights_only, partial=partial is not None
         )
         changed = differences(received.blobs.meta.get("fingerprint", {}), self._program.fingerprint)
         if changed and not weights_only:
-            log.warning("bits may differ from the lost process from here on: %s", "; ".join(changed))
+            log.warning("results may differ bitwise from the previous process: %s", "; ".join(changed))
         if chosen.rng is not None:
             apply_globals(chosen.rng)
         for note in chosen.notes:
@@ -397,16 +393,16 @@ class Restorer:
     def _epochs_to_restart(
         self, positions: ResumePositions, collective: CollectiveRestore | None
     ) -> list[str]:
-        """Loaders that begin their epoch again: those that cannot resume on any rank, or ranks would go apart."""
+        """Loaders that restart their epoch: the union over all ranks of those that cannot resume."""
         mine = sorted(positions.refused)
         if collective is None:
             return mine
-        told = collective.resolve(
+        merged = collective.resolve(
             "loaders",
             json.dumps(mine),
-            lambda said: json.dumps(sorted({name for word in said for name in json.loads(word)})),
+            lambda answers: json.dumps(sorted({name for answer in answers for name in json.loads(answer)})),
         )
-        return list(json.loads(told))
+        return list(json.loads(merged))
 
     def _compare_content(self, blobs: Blobs, *, weights_only: bool, partial: bool) -> bool | None:
         recorded = blobs.own_content
@@ -420,7 +416,7 @@ class Restorer:
         elsewhere = resharded(recorded, restored, tables)
         if differ := differing_shards({k: v for k, v in recorded.items() if k not in elsewhere}, restored):
             log.error(
-                "restored content differs from what was cut, in %s: please report this", ", ".join(differ)
+                "restored content differs from the snapshot in %s: please report this", ", ".join(differ)
             )
             return False
         return None if elsewhere else True
@@ -428,7 +424,7 @@ class Restorer:
     def _generators(
         self, blobs: Blobs, attempt: int, *, strict: bool
     ) -> tuple[dict[str, Any] | None, list[str]]:
-        """The global generators as they are to be, and a note when this rank had none of its own; they are changed."""
+        """The generator states to set, and a note if this rank has no saved state. Changes the global generators."""
         if blobs.rng is None:
             return None, []
         rng = dict(blobs.rng)
@@ -442,7 +438,7 @@ class Restorer:
         reseed_for_rank(self._rank.number, attempt)
         note = (
             f"rank {self._rank.number} was not in the group of {blobs.world_size} that saved: its random numbers are "
-            "drawn anew, from rank 0's state, its own number and the attempt"
+            "reseeded from rank 0's state, its rank and the attempt"
         )
         return capture_globals(), [note]
 
@@ -451,12 +447,12 @@ def _log_rounded(received: ReceivedCheckpoint) -> None:
     if received.rounded:
         count = Counter(received.rounded.values())
         log.info(
-            "restore: weights came back as they were stored, not bit for bit: %s",
+            "restore: weights have their stored precision and are not bit-identical: %s",
             ", ".join(f"{tables} table{'s' * (tables != 1)} with {name}" for name, tables in count.items()),
         )
     if received.rounded_state:
         tables = len(received.rounded_state)
         log.info(
-            "restore: optimizer state of %d table%s came back as it was stored, in %s",
+            "restore: optimizer state of %d table%s has its stored precision, %s",
             tables, "s" * (tables != 1), ", ".join(sorted(set(received.rounded_state.values()))),
         )  # fmt: skip

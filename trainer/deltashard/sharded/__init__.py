@@ -1,1 +1,1 @@
-"""Modules that shard their tables themselves (TorchRec): what of them is here, and what updates it."""
+"""Modules that shard their tables themselves (TorchRec): their local shards, and the optimizers that update them."""

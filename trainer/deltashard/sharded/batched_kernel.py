@@ -1,13 +1,12 @@
-"""One batched kernel of FBGEMM with a fused optimizer: the live memory of its shards, and what it updates when.
+"""One batched FBGEMM kernel with a fused optimizer: the live memory of its shards, and reports of its updates.
 
-A kernel holds shards of several tables in one buffer each of weights and optimizer state, and changes both within the
-backward pass, inside of the lookup's autograd node. So that is where updated rows are told: a hook on the node runs
-right after the update, whatever pipeline called forward, and however far ahead. A forward that gets no gradient
-(evaluation, `no_grad`) has no node, or one that never runs. The ids are those that the kernel itself was given:
-after the input's distribution, local to the shard. What the kernel would not accept (an id beyond the table) it takes
-for row 0, or leaves out: row 0 counts as updated then.
+A kernel holds shards of several tables in one buffer each for weights and optimizer state, and changes both within the
+backward pass, inside the lookup's autograd node. A hook on this node reports the updated rows right after the update,
+independent of the pipeline that called forward. A forward without a gradient (evaluation, `no_grad`) has no node, or
+one that never runs. The ids are the kernel's inputs: after the input's distribution, local to the shard. The kernel
+maps an invalid id (beyond the table) to row 0 or skips it, so row 0 counts as updated.
 
-Its writes move no version counter of torch's, so one that moved tells of somebody else's write.
+The kernel's writes do not change torch's version counters, so a changed counter reveals a write by other code.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from deltashard.state.transient_hook import TransientHook
 _log = logging.getLogger("deltashard.tracking")
 
 LOOKUP_ONLY_OPTIMIZERS = ("exact_sgd", "exact_adagrad", "exact_row_wise_adagrad")
-"""Fused optimizers that change rows of their lookups only (weight decay included); others are not known to."""
+"""Fused optimizers that change only looked-up rows (weight decay included); others are not known to."""
 _HYPERPARAMETERS = ("eps", "weight_decay")
 _SINGLE = ("iter",)
-"""Optimizer state that is one value of the whole kernel."""
+"""Optimizer state that is one value for the whole kernel."""
 
 
 class BatchedKernel:
@@ -42,14 +41,14 @@ class BatchedKernel:
         Raises:
             UserError: its optimizer's state cannot be read.
         """
-        self._kernel = weakref.ref(kernel)  # kept as long as the kernel itself, see `kernel_of`
+        self._kernel = weakref.ref(kernel)  # lives as long as the kernel, see `kernel_of`
         self.weights: list[Tensor] = self._tbe.split_embedding_weights()
         """[local rows, local columns] each, live."""
         self.shards = [KernelShard(self, n, state) for n, state in enumerate(self._states())]
         self._features: list[int] = self._tbe.feature_table_map
         self.listeners: dict[int, Callable[[Tensor], None]] = {}
         self.watching: Callable[[bool], None] | None = None
-        """Called with True right before each update, with False right after it; see `watch`."""
+        """Called with True right before each update and with False right after it; see `watch`."""
         self._handle: Any = None
 
     @property
@@ -63,7 +62,7 @@ class BatchedKernel:
         return [_place(t) for t in now] == [_place(t) for t in was]
 
     def capture(self) -> dict[str, Any]:
-        """What it keeps beside rows: optimizer, rates as they are now and as the group says, count of iterations."""
+        """Return the non-row state: optimizer, current and group hyperparameters, and iteration count."""
         tbe, args = self._tbe, self._tbe.optimizer_args
         return {
             "optimizer": self.optimizer,
@@ -74,7 +73,7 @@ class BatchedKernel:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Put back what `capture` gave; schedulers hold the group itself, which stays."""
+        """Restore the result of `capture`; the group object stays, since schedulers hold it."""
         tbe = self._tbe
         self.group.update(saved["group"])
         tbe.update_hyper_parameters({"lr": saved["lr"], **saved["hyperparameters"]})
@@ -95,7 +94,7 @@ class BatchedKernel:
 
     @property
     def group(self) -> dict[str, Any]:
-        """The one parameter group of its fused optimizer, live."""
+        """The only parameter group of the fused optimizer, live."""
         group: dict[str, Any] = self._module.fused_optimizer.param_groups[0]
         return group
 
@@ -113,7 +112,7 @@ class BatchedKernel:
         return end
 
     def watch(self, updates: Callable[[bool], None]) -> None:
-        """Have `updates` called with True right before each update, of whichever rows, and with False right after."""
+        """Call `updates` with True right before each update of any rows, and with False right after it."""
         self.watching = updates
         self._hook()
 
@@ -122,9 +121,9 @@ class BatchedKernel:
             self._handle = self._tbe.register_forward_hook(_LookupHook(self), with_kwargs=True)
 
     def updated(self, indices: Tensor, offsets: Tensor, batches: Sequence[Sequence[int]] | None) -> None:
-        """The kernel updated the rows of a lookup.
+        """Report the rows that the update of one lookup changed.
 
-        `indices` (int [n]) are grouped by feature, those of bag b at offsets[b]:offsets[b + 1]; `batches`: each
+        `indices` (int [n]) are grouped by feature; bag b has those at offsets[b]:offsets[b + 1]. `batches`: each
         feature's number of bags by rank, where they differ.
         """
         features = self._features
@@ -134,19 +133,19 @@ class BatchedKernel:
             return
         try:
             spans = _spans(indices.numel(), offsets, len(features), batches)
-        except Exception as error:  # noqa: BLE001 - inside the user's backward pass: say more rows, never harm it
-            _log.debug("a lookup's features could not be told apart", exc_info=error)
+        except Exception as error:  # noqa: BLE001 - within the backward pass: report more rows instead of raising
+            _log.debug("a lookup's features could not be separated", exc_info=error)
             spans = [(0, indices.numel())] * len(features)
         for table, (start, stop) in zip(features, spans, strict=True):
-            told = self.listeners.get(table)
-            if told is not None and stop > start:
-                told(_mask_invalid_ids(indices[start:stop], self.weights[table].shape[0]))
+            listener = self.listeners.get(table)
+            if listener is not None and stop > start:
+                listener(_mask_invalid_ids(indices[start:stop], self.weights[table].shape[0]))
 
     def _states(self) -> list[dict[str, Tensor]]:
         tbe = self._tbe
         if self.optimizer == "none":
             raise UserError(
-                "A kernel without an optimizer of its own hands gradients to somebody unknown",
+                "A kernel without an optimizer passes its gradients to an unknown optimizer",
                 where=type(self._module).__name__,
                 remedy="choose an optimizer in fused_params",
             )
@@ -178,18 +177,14 @@ class KernelShard:
     @property
     def inexact_reason(self) -> str | None:
         name = self.batch.optimizer
-        return (
-            None
-            if name in LOOKUP_ONLY_OPTIMIZERS
-            else f"{name} is not known to leave rows alone that nobody looks up"
-        )
+        return None if name in LOOKUP_ONLY_OPTIMIZERS else f"{name} may change rows that are not looked up"
 
     def listen(self, updated: Callable[[Tensor], None]) -> Callable[[], None]:
         return self.batch.listen(self._nth, updated)
 
 
 class _LookupHook(TransientHook):
-    """The forward hook of a kernel; a copy or pickle of the model carries one that does nothing."""
+    """Forward hook of a kernel; a copy or pickle of the model gets a hook that does nothing."""
 
     def __init__(self, batch: BatchedKernel | None = None) -> None:
         self._batch = batch
@@ -198,7 +193,7 @@ class _LookupHook(TransientHook):
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break()  # noqa: SLF001 - the kernel then runs outside of what is compiled, with this hook
+            torch._dynamo.graph_break()  # noqa: SLF001 - the kernel then runs outside the graph, with this hook
         batch = self._batch
         node = output.grad_fn
         if batch is None or node is None:
@@ -215,7 +210,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, BatchedKernel] = weakref.WeakKeyDic
 
 
 def kernel_of(module: nn.Module) -> BatchedKernel:
-    """The one `BatchedKernel` of a module, as long as its memory stays where it is: its tensors keep their identity."""
+    """Return the `BatchedKernel` of a module; it keeps its identity as long as the kernel's memory does not move."""
     known = _known.get(module)
     if known is None or not known.current:
         known = _known[module] = BatchedKernel(module)
@@ -225,18 +220,18 @@ def kernel_of(module: nn.Module) -> BatchedKernel:
 def _spans(
     count: int, offsets: Tensor, features: int, batches: Sequence[Sequence[int]] | None
 ) -> list[tuple[int, int]]:
-    """Which of `count` indices each feature has; all, for every feature, where the offsets make no sense."""
+    """The range of the `count` indices of each feature; the full range for every feature if the offsets are invalid."""
     if batches is None:
         edges = offsets[:: (offsets.numel() - 1) // features].tolist()
     else:
         ends = itertools.accumulate((sum(sizes) for sizes in batches), initial=0)
         edges = offsets[list(ends)].tolist()
-    whole = len(edges) == features + 1 and edges[0] == 0 and edges[-1] == count and edges == sorted(edges)
-    return list(itertools.pairwise(edges)) if whole else [(0, count)] * features
+    valid = len(edges) == features + 1 and edges[0] == 0 and edges[-1] == count and edges == sorted(edges)
+    return list(itertools.pairwise(edges)) if valid else [(0, count)] * features
 
 
 def _mask_invalid_ids(ids: Tensor, rows: int) -> Tensor:
-    """Ids with 0 in the place of those that are no row. On a CPU one pass tells that there are none, as a rule."""
+    """Replace invalid ids with 0. On a CPU one pass usually shows that there are none."""
     if ids.device.type == "cpu":
         low, high = torch.aminmax(ids)
         if low >= 0 and high < rows:

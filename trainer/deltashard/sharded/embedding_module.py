@@ -1,11 +1,10 @@
-"""Sharded embedding modules of TorchRec: which parts of which tables are here, and what the tables are called.
+"""TorchRec's sharded embedding modules: local shards of their tables, and table names.
 
-A table has the name that it has in the plain module (`ebc.embedding_bags.t1.weight`), so that a checkpoint goes from
-any sharding to any other, and to none. Its shards are read from the kernels that look rows up: a shard's box is what
-the kernel's own table says, in the whole table's rows and columns, and its tensor is the kernel's own memory.
+A table keeps its name in the plain module (`ebc.embedding_bags.t1.weight`), so a checkpoint can be restored under any
+other sharding, or without one. Shards are read from the lookup kernels: a shard's box is taken from the kernel's own
+table, in rows and columns of the whole table, and its tensor is the kernel's own memory.
 
-TorchRec is not imported here: a model that holds such a module has loaded it. What was never seen to work is refused,
-by name.
+TorchRec is not imported here: a model with such a module has loaded it. Untested kinds of sharding are rejected.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from deltashard.state.discovery import REPLICATED_REASON, FoundTable, ModuleShar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """What one class of sharded modules calls things."""
+    """Attribute names of one class of sharded modules."""
 
     holder: str
-    """The attribute that holds the tables, in the plain module as well."""
+    """The attribute that holds the tables, also in the plain module."""
     configs: str
     """The attribute with the tables' configurations."""
 
@@ -44,15 +43,15 @@ _KINDS = {
 _FUSED = ("BatchedFusedEmbedding", "BatchedFusedEmbeddingBag")
 _DENSE = ("BatchedDenseEmbedding", "BatchedDenseEmbeddingBag")
 _WHOLE_MEMORY = ("DEVICE", "HOST")
-"""Where a kernel may keep rows: in one memory, without a cache in front."""
+"""Supported memory locations of a kernel's rows: one memory, without a cache."""
 _DTYPES = {"FP32": "float32", "FP16": "float16", "BF16": "bfloat16"}
 
 
 def find(path: str, module: nn.Module) -> ModuleShards | None:
-    """A `discovery.Finder`: what a sharded embedding module at `path` holds.
+    """A `discovery.Finder` for sharded embedding modules: returns the tables of the module at `path`.
 
     Raises:
-        UserError: a kind of sharding that is not supported.
+        UserError: the kind of sharding is not supported.
     """
     types = sys.modules.get("torchrec.distributed.types")
     if types is None:
@@ -60,7 +59,7 @@ def find(path: str, module: nn.Module) -> ModuleShards | None:
     collection = getattr(sys.modules.get("torchrec.distributed.model_parallel"), "DMPCollection", None)
     if collection is not None and isinstance(module, collection):
         raise UserError(
-            "DMPCollection (2D parallelism) keeps copies of shards apart for several steps",
+            "DMPCollection (2D parallelism) lets copies of shards diverge for several steps",
             where=path or "the model",
             remedy="use DistributedModelParallel",
         )
@@ -79,11 +78,11 @@ def find(path: str, module: nn.Module) -> ModuleShards | None:
 
 
 def _refuse_hidden(path: str, module: nn.Module) -> None:
-    """Raise `UserError` for a plain parameter that an optimizer of its own updates within the backward pass."""
+    """Raise `UserError` for a plain parameter with an optimizer that updates it within the backward pass."""
     for name, param in module._parameters.items():  # noqa: SLF001 - torch offers no accessor to its own ones
         if getattr(param, "_in_backward_optimizers", None):
             raise UserError(
-                "An optimizer that only the parameter knows updates it within the backward pass",
+                "The parameter is updated within the backward pass, by an optimizer that is only attached to it",
                 where=f"{path}.{name}" if path else name,
                 remedy="apply_optimizer_in_backward to sharded tables only; step other parameters by an optimizer "
                 "that is given here",
@@ -108,12 +107,12 @@ def _read_module(path: str, module: Any, kind: _Kind) -> ModuleShards:
         for config in getattr(module, kind.configs)
         if (fqn := _fqn(path, config.name)) not in here
     ]
-    shards.sort(key=lambda found: found.fqn)  # those of one table one after the other, in the kernels' order
+    shards.sort(key=lambda found: found.fqn)  # shards of one table are adjacent, in the kernels' order
     return ModuleShards(shards=tuple(shards), elsewhere=tuple(elsewhere))
 
 
 def _shards(path: str, kernel: Any, holder: nn.ModuleDict) -> Iterator[FoundTable]:
-    """Those that one kernel looks up; none of no rows."""
+    """Shards that one kernel looks up, except empty ones."""
     name = type(kernel).__name__
     tables = kernel.config.embedding_tables
     where = ", ".join(_fqn(path, table.name) for table in tables)
@@ -156,10 +155,10 @@ def _shards(path: str, kernel: Any, holder: nn.ModuleDict) -> Iterator[FoundTabl
 
 
 def _replicated(path: str, table: Any, holder: nn.ModuleDict) -> FoundTable:
-    """A data-parallel table: a whole parameter, whose reduced gradients an optimizer of the program applies.
+    """A data-parallel table: a whole parameter, to which an optimizer of the program applies the reduced gradients.
 
     Raises:
-        UserError: it is sharded, and its gradients are handed out all the same.
+        UserError: the table is sharded under the dense kernel.
     """
     fqn = _fqn(path, table.name)
     if table.local_metadata is not None:

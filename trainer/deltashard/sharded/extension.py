@@ -1,12 +1,12 @@
-"""What tracking asks about TorchRec: registered here.
+"""Registers TorchRec support with tracking.
 
-**Optimizers.** A `CombinedOptimizer` is taken apart and a `KeyedOptimizerWrapper` unwrapped: what counts is the torch
-optimizer inside, whose steps can be watched. Fused optimizers are left out: they are found in the model itself
+**Optimizers.** A `CombinedOptimizer` is split into its parts and a `KeyedOptimizerWrapper` unwrapped, since only steps
+of the torch optimizers inside can be watched. Fused optimizers are left out: they are found in the model itself
 (`fused_view`).
 
-**Rows.** A fused kernel reports which rows it changed, right after each update. The update runs within the backward
-pass, and so does this: rows are marked when they change, neither when they are looked up (an evaluation, a batch whose
-update lies beyond the next cut) nor at a step that comes later.
+**Rows.** A fused kernel reports changed rows right after each update, within the backward pass. Rows are therefore
+marked when they change, not when they are looked up (by an evaluation, or by a batch whose update follows the next
+snapshot) and not at a later step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LookupTracker(Tracker):
     def _updated(self, ids: Tensor) -> None:
         try:
             if in_graph(ids):
-                self._lost(RuntimeError("a CUDA graph updates it, and at a replay nobody is told"))
+                self._lost(RuntimeError("a CUDA graph updates it, and its replays are not reported"))
                 return
             self._marks.mark(ids)
         except Exception as error:  # noqa: BLE001 - a moved weight may break anything here, never the backward pass
@@ -51,10 +51,10 @@ class LookupTracker(Tracker):
 
 
 def _parts(optimizer: Any) -> list[Any] | None:
-    """The optimizers inside of TorchRec's; None: `optimizer` is none of them.
+    """The optimizers inside a TorchRec optimizer; None: `optimizer` is not one.
 
     Raises:
-        UserError: it keeps state beside that of the optimizers inside.
+        UserError: the optimizer keeps state in addition to that of the optimizers inside.
     """
     keyed: Any = sys.modules.get("torchrec.optim.keyed")
     fused: Any = sys.modules.get("torchrec.optim.fused")
@@ -68,8 +68,8 @@ def _parts(optimizer: Any) -> list[Any] | None:
         return []
     raise refusal(
         optimizer,
-        "it keeps what no torch optimizer can be asked for",
-        "give the optimizers inside of it, and do the rest in the loop: a torch.optim.lr_scheduler in state= for "
+        "it keeps state that no torch optimizer reports",
+        "pass the optimizers inside it, and do the rest in the loop: a torch.optim.lr_scheduler in state= for "
         "rates, torch.nn.utils.clip_grad_norm_ for clipping",
     )
 

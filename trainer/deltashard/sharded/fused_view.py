@@ -1,15 +1,15 @@
-"""The state of fused optimizers, as one more optimizer of the program: nobody hands it over, the model holds it.
+"""State of fused optimizers, presented as one more optimizer of the program that is found in the model.
 
-Row fields have the names and meanings of the optimizers of torch and of ours: `sum` of fused Adagrad is point-wise
-[R, D], that of fused row-wise Adagrad is one value a row [R], as in `RowWiseAdagrad`. TorchRec describes the row-wise
-state of column shards as if it lay behind one another; here it is a field of the shard's box, like every other.
+Row fields have the names and meanings of torch's and deltashard's optimizers: `sum` of fused Adagrad is point-wise
+[R, D], that of fused row-wise Adagrad has one value per row [R], as in `RowWiseAdagrad`. TorchRec describes the
+row-wise state of column shards as concatenated; here it is a field of the shard's box, like every other.
 
-What kernels keep beside rows is stored by table, since which tables share a kernel is the sharding's. Of a table whose
-shards lie in several kernels or processes, the one with row 0 and column 0 speaks: trees of all ranks have no table in
-common, and `merged` makes one of them.
+Non-row state of kernels is stored by table, since the sharding determines which tables share a kernel. For a table with
+shards in several kernels or processes, the kernel with row 0 and column 0 is captured: the trees of all ranks have no
+table in common, and `merged` combines them.
 
-A table that leaves its kernel (planned to be data-parallel, say) takes its state along to an optimizer with the very
-same rule, and to no other; one that enters a kernel finds its state where the names and shapes are the same.
+A table that leaves its kernel (planned as data-parallel, for example) takes its state only to an optimizer with the
+same update rule; one that enters a kernel finds its state if names and shapes are equal.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _SAME_RULE: Mapping[str, type] = {
     "exact_adagrad": torch.optim.Adagrad,
     "exact_row_wise_adagrad": RowWiseAdagrad,
 }
-"""Fused optimizer -> the one that keeps the same state of a table, by the same name."""
+"""Fused optimizer -> the optimizer that keeps the same state of a table under the same name."""
 
 
 class FusedOptimizer:
-    """All fused optimizers of a model, with the face of one: a group of shards, and state by shard."""
+    """All fused optimizers of a model with the interface of one: a group of shards, and state by shard."""
 
     def __init__(self, inventory: Inventory) -> None:
         self.state: dict[Tensor, dict[str, Tensor]] = {}
-        """Shard -> state by canonical key, the kernels' own memory."""
+        """Shard -> state by canonical key, in the kernels' own memory."""
         self.tables: dict[str, list[BatchedKernel]] = {}
-        """Kernels by the table of which they hold a shard."""
+        """Table -> kernels that hold one of its shards."""
         self.first: dict[str, BatchedKernel] = {}
-        """The kernel that speaks for a table, where it is here."""
+        """Table -> the kernel with its row 0 and column 0, if it is local."""
         for found in inventory.tables.values():
             if not isinstance(found.kernel, KernelShard):
                 continue
@@ -56,7 +56,7 @@ class FusedOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """One group; the rate a scheduler began with, where one was built."""
+        """One group, with the `initial_lr` of a scheduler, if there is one."""
         group: dict[str, Any] = {"params": list(self.state)}
         for kernel in self.first.values():
             group |= {k: v for k, v in kernel.group.items() if k == "initial_lr"}
@@ -64,7 +64,7 @@ class FusedOptimizer:
 
 
 class FusedView(OptimizerView):
-    """See `OptimizerView`; of the kernels of `inventory`."""
+    """An `OptimizerView` of the kernels of `inventory`."""
 
     target: FusedOptimizer
     is_partitioned = True
@@ -86,7 +86,7 @@ class FusedView(OptimizerView):
         self.given = next((view.given for view in earlier if isinstance(view, FusedView)), self.given)
 
     def allocate(self, param: Tensor, spec: FieldSpec, key: str) -> Tensor:
-        """The kernel's own memory for a row field about to be restored.
+        """The kernel's own memory for a row field that is about to be restored.
 
         Raises:
             UserError: the kernel has no such state.
@@ -111,18 +111,18 @@ class FusedView(OptimizerView):
         return self._captured({fqn: kernels[0] for fqn, kernels in self.target.tables.items()})
 
     def adopt_remote(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-        """See `OptimizerView`: all ranks step alike, so that kernels which were alike then are alike now.
+        """See `OptimizerView`: all ranks step alike, so kernels that were equal then are equal now.
 
-        Of a table that the other rank has no shard of, it is what became of one that was equal to it.
+        A table without a shard on the other rank gets the new state of a table that was equal to it.
         """
-        said, found = now["state"], {}
+        states, found = now["state"], {}
         for fqn, was in then["state"].items():
-            like = (other for other in said if then["state"].get(other) == was)
-            found[fqn] = said[fqn] if fqn in said else next((said[other] for other in like), was)
-        spoken: dict[BatchedKernel, Any] = {}
+            like = (other for other in states if then["state"].get(other) == was)
+            found[fqn] = states[fqn] if fqn in states else next((states[other] for other in like), was)
+        by_kernel: dict[BatchedKernel, Any] = {}
         for fqn, kernels in self.target.tables.items():  # tables of one kernel have one rate and one count
             for kernel in kernels if fqn in found else ():
-                found[fqn] = spoken.setdefault(kernel, found[fqn])
+                found[fqn] = by_kernel.setdefault(kernel, found[fqn])
         return {**then, "state": found}
 
     def _captured(self, kernels: Mapping[str, BatchedKernel]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class FusedView(OptimizerView):
 
     @staticmethod
     def merged(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """One tree of what the views of all ranks captured (at least one): each table's is the one that is there."""
+        """Merge the trees captured by the views of all ranks (at least one); each table is in one of them."""
         found: dict[str, Any] = {}
         for tree in trees:
             found = found or {**tree, "state": {}, "given": [{}]}
@@ -150,7 +150,7 @@ class FusedView(OptimizerView):
     def _restore(self, tree: Mapping[str, Any], skip: Collection[str], *, script: bool) -> list[str]:
         saved: Mapping[str, Any] = tree["state"]
         notes = [
-            f"nothing is stored of the kernel of {fqn}" for fqn in self.target.tables if fqn not in saved
+            f"no state of the kernel of {fqn} is stored" for fqn in self.target.tables if fqn not in saved
         ]
         self._check_moved_tables(
             {fqn: saved[fqn]["optimizer"] for fqn in saved.keys() - self.target.tables.keys()}
@@ -160,16 +160,16 @@ class FusedView(OptimizerView):
             for kernel in kernels if fqn in saved and fqn not in skip else ():
                 if kernel.optimizer != saved[fqn]["optimizer"]:
                     raise UserError(
-                        f"It was updated by {saved[fqn]['optimizer']} and is by {kernel.optimizer}",
+                        f"It was updated by {saved[fqn]['optimizer']} and is updated by {kernel.optimizer} now",
                         where=fqn,
-                        remedy="build it with the fused optimizer of then, or restore with weights_only=True",
+                        remedy="use the fused optimizer that it was saved with, or restore with weights_only=True",
                     )
                 other = by_kernel.setdefault(kernel, fqn)
                 if saved[other] != saved[fqn]:
                     raise UserError(
-                        f"It shares a kernel with {other} now, and their learning rates, or counts, were different",
+                        f"It shares a kernel with {other} now, but their learning rates or counts were different",
                         where=fqn,
-                        remedy="give both tables fused_params that keep them apart, as they were",
+                        remedy="give both tables fused_params that put them into separate kernels, as before",
                     )
         for kernel, fqn in by_kernel.items():
             was, now = tree["given"][0].get(fqn, {}), self.given[0][fqn]
@@ -183,7 +183,7 @@ class FusedView(OptimizerView):
         return notes
 
     def _check_moved_tables(self, left: Mapping[str, str]) -> None:
-        """Raise `UserError` for a table that left its kernel (`left`: by its optimizer then) for one unlike it."""
+        """Raise `UserError` if a table of `left` (table -> fused optimizer) is updated by a different rule now."""
         for fqn, was in left.items():
             for view in self._others:
                 group = next((g for g in view.target.param_groups if self._held(g, fqn)), None)
@@ -192,8 +192,8 @@ class FusedView(OptimizerView):
                 plain = not any(group.get(name) for name in ("momentum", "lr_decay"))
                 if type(view.target) is not _SAME_RULE.get(was) or not plain:
                     raise UserError(
-                        f"It was updated by the fused {was} and is by {type(view.target).__name__} now, whose state "
-                        "is another",
+                        f"It was updated by the fused {was} and is updated by {type(view.target).__name__} now, "
+                        "whose state differs",
                         where=fqn,
                         remedy="constrain the planner to the kind of sharding that it was saved with "
                         "(ParameterConstraints(sharding_types=...)), or restore with weights_only=True",

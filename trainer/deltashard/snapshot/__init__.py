@@ -1,1 +1,1 @@
-"""How rows leave the trainer at a cut: the call, the blocks they are written into, and what is copied ahead of it."""
+"""Sending rows at a snapshot: the Save call, the blocks that rows are written into, and rows that are copied ahead."""

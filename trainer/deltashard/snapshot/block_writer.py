@@ -1,15 +1,15 @@
-"""The copy of a cut: dirty rows' weights and optimizer state, together, into granted blocks of the arena.
+"""Copies dirty rows' weights and optimizer state into granted blocks of the arena.
 
-Training waits for it, but for what `precopy` does ahead. Rows leave as batches of at most BATCH_BYTES whose sections
-(ids, weights, fields) are laid out by `arena_layout.sections`; a descriptor goes to the stream as soon as its batch is
-written, so that the sidecar can encode the first ones, and grant their blocks again, while a cut larger than the arena
-is copied. One block is open at a time: small tables share it.
+Training waits for the copy, except for rows that `precopy` copied ahead. Rows are sent as batches of at most
+BATCH_BYTES whose sections (ids, weights, fields) are laid out by `arena_layout.sections`. The descriptor of a batch is
+sent as soon as the batch is written, so the sidecar can encode the first batches, and grant their blocks again, while a
+snapshot larger than the arena is still being copied. One block is open at a time and shared by small tables.
 
-All rows of a table are plain copies. Chosen rows are gathered by the checkpoint package's kernel straight into the
-arena, on as many threads as torch uses: it asks for rows ahead and writes around the caches. On an accelerator the
-gather runs on the device, which then writes into the arena by itself. Where it cannot, two pinned buffers take turns to
-receive batches, and the host copies one into the arena while the next is on its way. Copies and events are of the
-stream that is current where the writer is called: what other streams wrote must be over by then (`tracking.settle`).
+A selection of all rows is copied directly. Selected rows are gathered by the checkpoint package's kernel into the
+arena, on as many threads as torch uses, with prefetch and non-temporal stores. On an accelerator the gather runs on the
+device, which then writes into the arena. If the device cannot write there, two pinned buffers alternate: the host
+copies one into the arena while the other is filled. Copies and events use the caller's current stream; writes of other
+streams must have completed (`tracking.settle`).
 """
 
 from __future__ import annotations
@@ -35,32 +35,31 @@ from deltashard.state.row_hash import row_bytes
 from deltashard.tracking.marks import RowSelection
 
 MIN_BATCH_ROWS = 512
-"""With less room than for so many rows left in the open block, the next one is taken."""
+"""With room for fewer rows in the open block, the next block is taken."""
 
 IN_FLIGHT = 4
-"""So many batches at most are on their way from a device that writes into the arena: it holds their rows twice."""
+"""Maximum number of batches in transfer from a device that writes into the arena: it holds their rows twice."""
 
 _SPLIT_BYTES = 1 << 20
-"""So much of a gather is worth another thread."""
+"""Bytes of a gather per additional thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TableSnapshot:
-    """What one table contributes."""
+    """The part of one table in a snapshot."""
 
     position: int
-    """Of the table in this attachment."""
+    """Position of the table in this attachment."""
     fqn: str
     key: str
-    """Names the shard."""
     box: Box
-    """What of the table `weights` is: row ids and columns leave in the whole table's coordinates."""
+    """The part of the table in `weights`; row ids and columns are sent in coordinates of the whole table."""
     weights: Tensor
-    """[R, C], live: the rows and columns of the box."""
+    """[R, C], live: rows and columns of the box."""
     fields: tuple[Tensor, ...]
-    """In schema order: [R], [R, 1] or [R, C], live."""
+    """[R], [R, 1] or [R, C] each, live, in schema order."""
     selection: RowSelection
-    """Of rows of the shard, counted from 0."""
+    """Rows of the shard, counted from 0."""
 
     @property
     def row_bytes(self) -> int:
@@ -69,29 +68,29 @@ class TableSnapshot:
 
 Bytes = npt.NDArray[np.uint8]
 Observer = Callable[[TableSnapshot, Tensor | range, list[Tensor]], None]
-"""(the table, global row ids, [weights, *fields] of the batch)."""
+"""Called with the table, global row ids, and [weights, *fields] of the batch."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CopiedRows:
-    """What was handed over."""
+    """Counts of the rows that were handed over."""
 
     rows: int = 0
-    """Each once."""
+    """Each row counts once."""
     raw_bytes: int = 0
     batches: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Pending:
-    """A batch that is still on its way from the device."""
+    """A batch in transfer from the device."""
 
     message: pb.SaveRequest
     target: memoryview
     staging: Tensor | None
-    """None: it goes straight into the target."""
+    """None: the device writes directly into the target."""
     events: list[torch.cuda.Event]
-    """One of each device that a part of it lies on."""
+    """One event per device that holds a part of the batch."""
 
     def arrive(self) -> None:
         for event in self.events:
@@ -102,7 +101,7 @@ class _Pending:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Staging:
-    """Two pinned buffers that take turns."""
+    """Two pinned buffers that alternate."""
 
     buffers: list[Tensor] = field(default_factory=list)
     index: int = 0
@@ -117,13 +116,13 @@ class _Staging:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """A field of [R, 1] as [R]; others as they are."""
+    """Return a field of shape [R, 1] as [R], others unchanged."""
     tensor = tensor.detach()
     return tensor.reshape(tensor.shape[0]) if tensor.dim() == 2 and tensor.shape[1] == 1 else tensor
 
 
 def section_tensors(snapshot: TableSnapshot) -> list[Tensor]:
-    """The sections of its batches: the weights, and each field."""
+    """The tensors of a batch's sections: weights, then each field."""
     return [snapshot.weights.detach(), *(_flat(f) for f in snapshot.fields)]
 
 
@@ -133,20 +132,20 @@ def _width(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """Rows that lie in the arena and are not handed over."""
+    """Rows that are written to the arena but not handed over."""
 
     message: pb.SaveRequest
     target: memoryview
-    """Its bytes, laid out by `arena_layout.sections`."""
+    """Bytes of the batch, laid out by `arena_layout.sections`."""
     widths: tuple[int, ...]
-    """Bytes of a row: of the weights, and of each field."""
+    """Bytes per row of the weights and of each field."""
 
     @property
     def rows(self) -> int:
         return int(self.message.rows.rows)
 
     def sections(self) -> list[Bytes]:
-        """The bytes of the weights and of each field: uint8 [rows, width], to be written."""
+        """Writable views of the weights and each field: uint8 [rows, width]."""
         offsets, _ = sections(self.rows, contiguous=self.message.rows.contiguous, row_bytes=self.widths)
         return [
             np.frombuffer(self.target, np.uint8, self.rows * width, at).reshape(self.rows, width)
@@ -154,7 +153,7 @@ class Batch:
         ]
 
     def ids(self) -> npt.NDArray[np.int64]:
-        """Ids of the rows in the whole table: int64 [rows], ascending; not of a contiguous batch."""
+        """Row ids in the whole table: int64 [rows], ascending; undefined for a contiguous batch."""
         return np.frombuffer(self.target, np.int64, self.rows)
 
 
@@ -171,10 +170,10 @@ class BlockWriter:
         threads: int = 0,
         pin: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`block` gives a block that may be written, `send` hands over a batch, or a piece of a blob, of so many bytes.
+        """`block` returns a writable block; `send` hands over a batch, or a piece of a blob, of a number of bytes.
 
-        `observe` sees every row batch, as it lies in the arena, before it is handed over. So many `threads` gather at
-        most; 0: as many as torch has. `pin`: whether a device can write into the arena, asked when one would.
+        `observe` is called with every row batch in the arena before it is handed over. `threads` limits the gathering
+        threads; 0: as many as torch has. `pin` returns whether a device can write into the arena.
         """
         self._take_block, self._hand_over = block, send
         self._observe = observe
@@ -197,7 +196,7 @@ class BlockWriter:
         return self._block
 
     def redirect(self, *, block: Callable[[], int], send: Callable[[pb.SaveRequest, int], None]) -> None:
-        """What is written from now on has other blocks, is handed over, and has all threads; counts begin anew."""
+        """Use other callbacks and all threads from now on, and reset the counts."""
         self._take_block, self._hand_over = block, send
         self._threads = 0
         self.copied = CopiedRows()
@@ -205,10 +204,10 @@ class BlockWriter:
     def table(
         self, snapshot: TableSnapshot, *, start: int = 0, fresh: bool | None = None, again: bool = False
     ) -> None:
-        """Copy one table's rows; returns when they are in the arena (or on their way from a device: see `flush`).
+        """Copy one table's rows; returns when they are in the arena (or in transfer from a device: see `flush`).
 
-        `start`: of a selection of all rows, only those from this one on. `fresh`: whether they changed since the newest
-        commit; None: not known. `again`: whether they are in other batches, too.
+        `start`: first row to copy, for a selection of all rows. `fresh`: whether the rows changed since the newest
+        commit; None: unknown. `again`: whether other batches contain these rows, too.
         """
         self._parts, self._snapshot = section_tensors(snapshot), snapshot
         for batch in self.batches(snapshot, start=start, fresh=fresh, again=again):
@@ -216,12 +215,12 @@ class BlockWriter:
                 self._send(batch.message, batch.target)
             self._count()
         if self._observe is not None:
-            self.flush()  # the observer looks at this table's parts
+            self.flush()  # the observer needs this table's parts
 
     def batches(
         self, snapshot: TableSnapshot, *, start: int = 0, fresh: bool | None = None, again: bool = False
     ) -> Iterator[Batch | None]:
-        """Copy one table's rows batch by batch, each when it is asked for; None: it is on its way from a device."""
+        """Copy one table's rows lazily, batch by batch; yields None for a batch in transfer from a device."""
         parts = section_tensors(snapshot)
         widths = tuple(_width(part) for part in parts)
         first = snapshot.box.row_start
@@ -262,7 +261,7 @@ class BlockWriter:
             yield batch
 
     def hand_over(self, batch: Batch) -> None:
-        """Send a batch that was copied ahead, and has the rows of this step now."""
+        """Send a batch that was copied ahead and now holds the rows of this step."""
         self.copied.rows += batch.rows
         self.copied.raw_bytes += batch.rows * sum(batch.widths)
         self._hand_over(batch.message, 0)
@@ -300,7 +299,7 @@ class BlockWriter:
             self._complete_oldest()
 
     def stop(self) -> None:
-        """Before an abort: no copy into the arena may be running any more."""
+        """Wait for all copies into the arena, before an abort."""
         for pending in self._pending:
             for event in pending.events:
                 event.synchronize()
@@ -373,8 +372,8 @@ class BlockWriter:
             else:
                 ids = there.setdefault(part.device, chosen.to(part.device))
                 piece = part.index_select(0, ids)
-            # The allocator gives memory of a gather that is freed here to nobody before this copy is over: it goes
-            # by streams, and both are on the current one.
+            # The allocator does not reuse the freed gather result before this copy ends: reuse is ordered by stream,
+            # and gather and copy run on the current one.
             room(offset, part.dtype, tuple(piece.shape)).copy_(piece, non_blocking=True)
         events = []
         for device in {part.device for part in parts} | ({chosen.device} if chosen is not None else set()):

@@ -1,7 +1,7 @@
-"""The program's memory, read by a thread of ours while training goes on.
+"""Reading the program's memory on a background thread while training continues.
 
-Torch frees no memory under a tensor that somebody holds, with one exception: `share_memory_`, and sending a tensor to
-another process, put other memory under the same tensor and free what it had. So these wait while a batch is read.
+Torch frees no memory under a tensor that is referenced, with one exception: `share_memory_`, and sending a tensor to
+another process, replace the memory of a tensor and free the old one. These calls wait while a batch is read.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 read_lock = threading.RLock()
-"""Held while memory of the program's is read, a batch at a time."""
+"""Held while the program's memory is read, one batch at a time."""
 _MEMORY_MOVING_METHODS = ("_share_fd_cpu_", "_share_filename_cpu_")
 
 
 @functools.cache
 def guard() -> None:
-    """From now on nothing moves memory while it is read; once a process."""
+    """Make memory-moving methods wait for `read_lock`; idempotent."""
     for name in _MEMORY_MOVING_METHODS:
         setattr(torch.UntypedStorage, name, _with_read_lock(getattr(torch.UntypedStorage, name)))
 

@@ -1,32 +1,31 @@
-"""Rows that are copied ahead of their cut, while training goes on (docs/design/030).
+"""Copies rows ahead of their snapshot, while training continues (docs/design/030).
 
-    a cut is near   watch: from this boundary on every row that changes is marked `TOUCHED`; blocks are asked for
-    meanwhile       a thread of its own copies the rows that the cut will take, table after table, into these blocks
-    the cut         the thread stops, at most a batch later; rows that were touched are copied again over their place,
-                    or behind the others; whatever was not reached is copied as always; then all is handed over
+    snapshot is near   watch: from this boundary on every changed row is marked `TOUCHED`; blocks are requested
+    meanwhile          a copying thread copies the rows that the snapshot will take, table by table, into these blocks
+    snapshot           the thread stops after at most one batch; touched rows are copied again in place or behind the
+                       others; rows that were not reached are copied as usual; then everything is handed over
 
-Where rows that changed since the newest commit are wanted apart (`fresh`), the thread copies them first, and the others
-after them. Of these the touched ones are sent once more, as fresh rows: over their place they are not apart.
+If the sidecar wants rows that changed since the newest commit separately (`fresh`), the thread copies them first, and
+then the others. Touched rows among the others are sent once more, as fresh rows.
 
-Training waits for the rows of the steps that the copy took, instead of for all of them.
+Training waits for the rows of the steps during the copy, instead of for all rows.
 
-Why what is handed over is of one step: a row that was copied ahead and is not touched has not changed since the watch
-began, so that what the thread read is what is there at the cut. A row that changed is marked within the step that did
-it, before the cut's boundary; what the thread read of it, torn or not, is overwritten. The thread changes no flag and
-hands nothing over: that is the training thread's, at the cut. So if anything fails, nothing has to be undone.
+Why all rows that are handed over belong to one step: a row that was copied ahead and is not touched has not changed
+since the watch began, so the copy equals the row at the snapshot. A changed row is marked within the step that changed
+it, before the snapshot's boundary; its copy, torn or not, is overwritten. The thread changes no flag and hands nothing
+over; the training thread does, at the snapshot. So a failure leaves nothing to undo.
 
-Marks are what this stands on: what may have changed a row unseen marks the whole table (`tracking`), which makes all of
-it touched. One thing no mark can tell: a write without a trace (`.data`) that is taken back before the cut, as by an
-evaluation with averaged weights. What the thread read meanwhile is of no step, and the live rows are what they should
-be. So some rows of every batch are compared with the live ones at the cut (`PROBE_ROWS`); a table where one differs is
-copied whole, and found by hashes from then on. After the cut every row that was copied ahead is compared, by its hash
-and beside training (`compare`): one that differs, and was not marked since, is a fault that is reported, and the next
-save takes all rows (`save.comparison`).
-Other memory under a table for a while (`.data = `) is not read at all.
+This relies on marks: an event that may have changed rows without a mark marks the whole table (`tracking`), which makes
+all of it touched. One case escapes marks: an untracked write (`.data`) that is reverted before the snapshot, such as an
+evaluation with averaged weights. Rows read meanwhile belong to no step, while the live rows are correct. Therefore some
+rows of every batch are compared with the live ones at the snapshot (`PROBE_ROWS`); a table with a difference is copied
+completely and tracked by hashes from then on. After the snapshot every row that was copied ahead is compared by its
+hash, in parallel with training (`compare`). A row that differs without a mark is a fault: it is reported, and the next
+save takes all rows (`save.comparison`). Memory that replaces a table's temporarily (`.data = `) is never read.
 
-Not copied ahead: tables found by hashes (they are marked only when they are looked at), on an accelerator (its bus is
-faster than copying again what was touched: docs/design/042), strided, or small; and all of a Checkpointer that records
-content hashes, which look at every batch.
+Not copied ahead: tables tracked by hashes (they are marked only when hashed), on an accelerator (its bus is faster than
+copying touched rows twice: docs/design/042), strided or small tables; and all tables of a Checkpointer that records
+content hashes, which observe every batch.
 """
 
 from __future__ import annotations
@@ -61,29 +60,29 @@ from deltashard.tracking.tracking import TrackedTable
 log = logging.getLogger("deltashard")
 
 LIST_ROWS = 1 << 20
-"""So many rows of a table are listed at once: 1 MiB of flags, at most 8 MiB of ids."""
+"""Rows of a table that are listed at once: 1 MiB of flags, at most 8 MiB of ids."""
 MIN_PRECOPY_BYTES = int(os.environ.get("DELTASHARD_PRECOPY_BYTES", str(4 << 20)))
-"""A cut of less is over sooner than a copy ahead of it is begun."""
+"""A smaller snapshot takes less time than starting a copy ahead of it."""
 MIN_PRECOPY_TABLE_BYTES = min(1 << 20, MIN_PRECOPY_BYTES)
-"""Copying less than this takes no longer than keeping account of what was copied."""
+"""Copying a smaller table takes no longer than the bookkeeping."""
 MAX_RECOPY_FRACTION = 1 / 2
-"""Share of the rows that were copied: if more than that was touched since, to copy all of them anew is as fast."""
+"""Limit of the share of copied rows that were touched since; above it, copying all rows again is as fast."""
 RESERVED_BLOCKS_FRACTION = 1 / 8
-"""Share of the granted blocks that is left for the cut itself."""
+"""Share of the granted blocks that is reserved for the snapshot itself."""
 NICENESS = 10
-"""Of the copying thread: on shared cores training goes first."""
+"""Niceness of the copying thread: on shared cores training has priority."""
 
 PROBE_ROWS = 16
-"""Rows of every batch that are compared at the cut: a batch of which a share f was read while the table was something
-else is not found with probability (1 - f) ** 16. An evaluation takes longer than a batch: f is 1 in all but two."""
+"""Rows of every batch that are compared at the snapshot: a batch of which a share f was read during an untracked write
+is missed with probability (1 - f) ** 16. An evaluation takes longer than a batch: f is 1 in all but two batches."""
 
 Rows = npt.NDArray[np.int64]
 _SEED = 0xA4EAD
-"""Of the hashes of what is copied."""
+"""Seed of the hashes of copied rows."""
 
 
 class _Stopped(Exception):
-    """The cut has come, the blocks are used up, or the sidecar has gone away."""
+    """The snapshot is due, the blocks are used up, or the sidecar disconnected."""
 
 
 def _yield_to_training() -> None:
@@ -93,29 +92,27 @@ def _yield_to_training() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Remainder:
-    """What is still to be copied of a table."""
+    """Rows of a table that are still to be copied."""
 
     snapshot: TableSnapshot
     start: int = 0
-    """Where it begins if it is of all rows."""
+    """First row, for a selection of all rows."""
     fresh: bool | None = None
-    """As in `BlockWriter.table`."""
     again: bool = False
-    """Whether batches of older rows have them, too: they were copied over their places."""
+    """Whether batches of older rows contain them, too, because they were copied again in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefreshedCopy:
-    """What was copied ahead of one table, as it is at the cut."""
+    """Rows of one table that were copied ahead, as of the snapshot."""
 
     full: bool
-    """Whether all rows of the table are taken."""
     again: int
-    """Rows that were copied once more."""
+    """Number of rows that were copied again."""
     rest: tuple[_Remainder, ...]
 
     def write(self, writer: BlockWriter, *, fresh_first: bool) -> None:
-        """Copy the rest; `fresh_first`: whether rows that are apart are said to be fresh."""
+        """Copy the rest; `fresh_first`: whether separate rows are declared fresh."""
         for each in self.rest:
             if fresh_first:
                 writer.table(each.snapshot, start=each.start, fresh=each.fresh, again=each.again)
@@ -125,31 +122,30 @@ class RefreshedCopy:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _CopyHashes:
-    """What a batch had when it was copied."""
+    """Hashes of a batch when it was copied."""
 
     rows: Rows
-    """Of the shard: int64 [n]."""
+    """int64 [n], rows of the shard."""
     hashes: npt.NDArray[np.uint64]
-    """Of each row."""
+    """uint64 [n], one per row."""
     again: npt.NDArray[np.int64]
-    """Places in the batch that were copied once more, at the cut."""
+    """Positions in the batch that were copied again at the snapshot."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Pass:
-    """One walk over the rows of a table: over all that the cut takes, or over the fresh or the older ones of them."""
+    """One pass over the rows of a table that the snapshot takes: over all, over the fresh, or over the older ones."""
 
     mode: Mode
     fresh: bool | None = None
-    """Whether its rows are those that changed since the newest commit, or all others; None: either."""
+    """Whether the rows changed since the newest commit (True) or are the others (False); None: both."""
     whole: bool = False
-    """Whether all rows of the table are taken."""
     stop_row: int = 0
-    """Rows below were copied, or were not to be when they were listed."""
+    """Rows below were copied, or were not selected when they were listed."""
     batches: list[Batch] = field(default_factory=list)
     """In ascending order of rows."""
     copies: list[_CopyHashes] = field(default_factory=list)
-    """By batch; kept for `compare`, when the batches themselves are the sidecar's."""
+    """By batch; kept for `compare`, when the batches already belong to the sidecar."""
 
     def find(self, marks: Marks, start: int, stop: int) -> Rows:
         return (marks.find_older if self.fresh is False else marks.find)(self.mode, start, stop)
@@ -160,14 +156,15 @@ class _Pass:
 
 
 class TablePrecopy:
-    """What is copied ahead of one table: by the copying thread, and after it by the training thread."""
+    """The rows of one table that are copied ahead, by the copying thread and then by the training thread."""
 
     def __init__(self, table: TrackedTable, snapshot: TableSnapshot) -> None:
-        """`snapshot`: where its rows are; which ones is found out while they are copied."""
+        """`snapshot` locates the rows; the selection is made during the copy."""
         self.table = table
         self.has_unmarked_writes = False
-        """Whether rows that nothing touched are not what was copied of them."""
-        # The memory of this boundary: a parameter whose `.data` is another's for a while is read where it was.
+        """Whether untouched rows differ from their copies."""
+        # The memory at this boundary: if another tensor's memory replaces a parameter's `.data` temporarily, the
+        # original is read.
         self._snapshot = snapshot = replace(
             snapshot,
             weights=snapshot.weights.detach(),
@@ -177,7 +174,7 @@ class TablePrecopy:
         self._schema_version = table.schema_version
         self._random = np.random.default_rng()
         self.unmarked_rows: Rows = np.empty(0, np.int64)
-        """Of the shard, what `compare` found."""
+        """Rows of the shard that `compare` found to differ."""
         self._passes: list[_Pass] = []
 
     @property
@@ -185,12 +182,12 @@ class TablePrecopy:
         return sum(each.rows for each in self._passes)
 
     def copy(self, writer: BlockWriter, mode: Mode, *, fresh_first: bool = False) -> Iterator[Batch]:
-        """Copy what a cut of this mode takes: a batch each time that one is asked for.
+        """Copy the rows that a snapshot of this mode takes, one batch per iteration.
 
-        `fresh_first`: rows that changed since the newest commit by themselves, and then the others.
+        `fresh_first`: rows that changed since the newest commit first, and then the others, in separate batches.
         """
-        # IMPORTANT: rows are marked meanwhile, and none is unmarked. A row that the first pass lists is fresh when the
-        # second one comes to it, so no row is in both; one that is in neither, and is to be, is touched.
+        # IMPORTANT: rows are marked meanwhile, and none is unmarked. A row listed by the first pass is still fresh in
+        # the second one, so no row is in both; a row of the snapshot that is in neither pass is touched.
         if fresh_first:
             self._passes = [_Pass(mode="since_commit", fresh=True), _Pass(mode=mode, fresh=False)]
         else:
@@ -231,9 +228,9 @@ class TablePrecopy:
         return batch.ids() - first
 
     def compare(self) -> None:
-        """After the cut, on the copying thread: find rows that are not what was copied of them ahead of it.
+        """After the snapshot, on the copying thread: find rows that differ from their copies.
 
-        One that was written since is marked when `unmarked_rows` is asked for, at a boundary.
+        Rows that were written since are marked by the time `unmarked_rows` is read, at a boundary.
         """
         found = []
         walks, self._passes = self._passes, []
@@ -246,7 +243,7 @@ class TablePrecopy:
         self.unmarked_rows = np.concatenate([self.unmarked_rows, *found])
 
     def refresh_copy(self, now: TableSnapshot, mode: Mode) -> RefreshedCopy | None:
-        """Bring the batches up to what the table is now; None: they cannot be, copy it as always."""
+        """Update the batches to the current rows; None: not possible, copy the table as usual."""
         if not self.rows or not self._same(now):
             return None
         touched = self._marks.touched()
@@ -272,7 +269,7 @@ class TablePrecopy:
             recopied |= here
             if walk is not first:
                 remains(touched[here], fresh=True, again=True)
-        # Whatever was touched is fresh: the first pass is that of the rows that are fresh, or of all.
+        # Every touched row is fresh: the first pass covers the fresh rows, or all rows.
         for walk in self._passes:
             if walk.whole:
                 rest.append(_Remainder(snapshot=now, start=walk.stop_row, fresh=walk.fresh))
@@ -285,13 +282,13 @@ class TablePrecopy:
             left += len(rows)
         taken = self._marks.count(mode)
         if self.rows + left != taken:
-            return None  # never seen; what was copied is not what the cut takes
+            return None  # not expected; the copied rows are not those that the snapshot takes
         return RefreshedCopy(full=taken == count, again=int(recopied.sum()), rest=tuple(rest))
 
     def _recopy_touched(
         self, walk: _Pass, values: Sequence[npt.NDArray[np.uint8]], touched: Rows
     ) -> npt.NDArray[np.bool_] | None:
-        """Copy touched rows over their places; which of them have one. None: others are not what was copied."""
+        """Copy touched rows again in place; returns which of them have a place, or None if untouched rows differ."""
         found = np.zeros(len(touched), np.bool_)
         at = 0
         for batch, copies in zip(walk.batches, walk.copies, strict=True):
@@ -312,7 +309,7 @@ class TablePrecopy:
     def _has_unmarked_writes(
         self, batch: Batch, copied: Rows, values: Sequence[npt.NDArray[np.uint8]], touched: Rows
     ) -> bool:
-        """Whether some rows of a batch that were not touched differ from the live ones."""
+        """Whether a sample of a batch's untouched rows differs from the live rows."""
         places = self._random.integers(batch.rows, size=PROBE_ROWS)
         rows = copied[places]
         if len(touched):
@@ -324,7 +321,7 @@ class TablePrecopy:
         )
 
     def _same(self, now: TableSnapshot) -> bool:
-        """Whether it is the table that was copied: marks, schema and memory are what they were."""
+        """Whether the table is still the one that was copied: same marks, schema and memory."""
         table, before = self.table, self._snapshot
         return (
             table.tracker != "hashes"
@@ -341,7 +338,7 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def can_precopy(table: TrackedTable, snapshot: TableSnapshot) -> bool:
-    """Whether its rows lie where a thread can read them, and marks tell when they change."""
+    """Whether a thread can read the table's rows and marks record their changes."""
     parts = section_tensors(snapshot)
     return (
         table.tracker != "hashes"
@@ -351,7 +348,7 @@ def can_precopy(table: TrackedTable, snapshot: TableSnapshot) -> bool:
 
 
 class Precopy:
-    """One copy ahead of a cut. Made, stopped and used by the training thread; in between its own thread is at it."""
+    """One copy ahead of a snapshot, by its own thread; created, stopped and used by the training thread."""
 
     def __init__(
         self,
@@ -365,20 +362,18 @@ class Precopy:
         pool: ThreadPoolExecutor,
         checks: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """`mode` tells which rows the answer asks for; `checks` are done last of all, so that the cut need not."""
+        """`mode` selects the rows that the reply requests; `checks` run last, so that the snapshot can skip them."""
         self.stream, self.link = stream, link
         self.began_s = self.until_s = time.monotonic()
-        """From the beginning until `stop`."""
+        """Start of the copy, and its end after `stop`."""
         self.copied_s = 0.0
-        """How long the thread was at it."""
         self.mode: Mode | None = None
-        """Of the rows that were copied; None: there are none."""
+        """Mode of the copied rows; None: no rows were copied."""
         self.fresh_first = False
-        """Whether those that changed since the newest commit are apart."""
+        """Whether rows that changed since the newest commit are in separate batches."""
         self.incomplete_reason = ""
-        """Why it ended before all was copied; empty: it did not."""
+        """Why the copy ended early; empty if it is complete."""
         self.checks_done = False
-        """Whether all looks were done."""
         self._checks = checks
         self._session = session
         self._mode_of = mode
@@ -389,7 +384,7 @@ class Precopy:
             block=self._block,
             send=_reject_send,
             threads=1,
-            pin=functools.partial(pin, link.arena),  # at the cut it writes the tables on a GPU, too
+            pin=functools.partial(pin, link.arena),  # at the snapshot it also writes the tables on a GPU
         )
         self.tables = [TablePrecopy(table, snapshot) for table, snapshot in tables]
         for table in self.tables:
@@ -403,7 +398,7 @@ class Precopy:
         return self._job.done()
 
     def stop(self) -> None:
-        """Have the thread end, and wait for it: as long as one batch takes."""
+        """Stop the thread and wait for it, for at most the time of one batch."""
         self.until_s = time.monotonic()
         self._stop = True
         self.stream.wake()
@@ -435,17 +430,17 @@ class Precopy:
         except SnapshotFailed as failed:
             self.incomplete_reason = failed.cause
         except Exception as error:
-            log.debug("rows could not be copied ahead of a cut", exc_info=error)
+            log.debug("rows could not be copied ahead of a snapshot", exc_info=error)
             self.incomplete_reason = "error"
         finally:
             self.copied_s = time.monotonic() - began_s
 
     def _run_checks(self) -> None:
-        for look in self._checks:
+        for check in self._checks:
             if self._stop:
                 return
             with memory.read_lock:
-                look()
+                check()
         self.checks_done = True
 
     def _copy(self, table: TablePrecopy, mode: Mode) -> None:
@@ -466,10 +461,8 @@ class Precopy:
             raise _Stopped("arena full")
         return self.stream.spare_block()
 
-    # At the cut.
-
     def hand_over(self, kept: Iterable[TablePrecopy]) -> int:
-        """Hand over the batches of these tables, in the order in which they lie; returns how many rows."""
+        """Hand over the batches of these tables, in arena order; returns the number of rows."""
         tables = {id(table) for table in kept}
         used = {self.writer.open_block}
         rows = 0
@@ -483,10 +476,10 @@ class Precopy:
 
 
 def _reject_send(_message: pb.SaveRequest, _bytes: int) -> None:
-    raise AssertionError("only the cut hands over")
+    raise AssertionError("only the snapshot hands over batches")
 
 
 def copying_thread() -> ThreadPoolExecutor:
-    """The thread of one Checkpointer's copies; it is started by the first of them."""
+    """The thread of one Checkpointer's copies, started with the first copy."""
     memory.guard()
     return ThreadPoolExecutor(1, thread_name_prefix="deltashard-precopy", initializer=_yield_to_training)

@@ -1,15 +1,15 @@
-"""One Save call: messages out through a queue, replies in through a thread, deadlines on everything that waits.
+"""One Save call: a queue of outgoing messages, a thread for replies, and deadlines on every wait.
 
-training thread   begin() .. begun() -> block() / send() ... -> seal() or abort(); waits only for Begun and for blocks,
-                  and for those only while the sidecar answers; prepare() may come long before
-copying thread    prepared(), spare_block(): see `precopy`; never while the training thread is at it
-gRPC's threads    take the outgoing messages
-reader thread     replies; after the seal it reports how the call ended (`on_end`), while training goes on
-watching thread   ends the call when the sidecar does not say `staged` in time
+training thread   begin() .. begun() -> block() / send() ... -> seal() or abort(); waits only for Begun and blocks, and
+                  only while the sidecar answers; prepare() may be called long before
+copying thread    prepared(), spare_block(): see `precopy`; never concurrently with the training thread
+gRPC threads      send the outgoing messages
+reader thread     receives replies; after the seal it reports the end of the call (`on_end`), while training continues
+watching thread   cancels the call when the sidecar does not report `staged` before its deadline
 
-All of that costs more than copying ten megabytes, so none of it is made while training stands still: `PreopenedStream`
-has the call of the next cut open before it is due, from the reader thread of the last one. Descriptors of less than a
-megabyte are held back and go together, since every message wakes threads that take the interpreter from the copying.
+Setting this up costs more than copying ten megabytes, so it is not done while training waits: `PreopenedStream` opens
+the next snapshot's call in advance, on the reader thread of the previous one. Descriptors of less than a megabyte are
+held back and sent together, since every message wakes threads that compete with the copy for the interpreter.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from deltashard.errors import EnvironmentFault
 log = logging.getLogger("deltashard")
 
 HOLD_S = float(os.environ.get("DELTASHARD_HOLD_S", "2.5"))
-"""So long may one cut hold training with waiting for a sidecar that says nothing; what it copies comes on top."""
+"""Maximum time that a snapshot lets training wait for a silent sidecar; its copying time is not included."""
 URGENT_HOLDS = 2
-"""So many times as long where this may be the last chance: the sidecar lets an urgent cut wait for the one before."""
+"""Multiple of HOLD_S for what may be the last snapshot: the sidecar lets an urgent one wait for the previous one."""
 STAGED_DEADLINE_S = 60.0
 ABORT_DEADLINE_S = 1.0
 MAX_STALL_S = 6 * 3600.0
 HELD_BYTES = 1 << 20
-"""Descriptors of so many bytes in the arena are sent; of fewer they wait for more, for a block or for the seal."""
+"""Descriptors of this many bytes in the arena are sent; fewer wait for more, for a block or for the seal."""
 
 
 class SnapshotFailed(EnvironmentFault):
-    """This cut will not become a checkpoint; `cause` is a word for counting (busy, deadline, gone, silent, ...)."""
+    """This snapshot will not become a checkpoint; `cause` is its metric label (busy, deadline, gone, silent, ...)."""
 
     def __init__(self, cause: str, message: str) -> None:
         self.cause = cause
@@ -53,12 +53,12 @@ class SnapshotFailed(EnvironmentFault):
 
 
 class SaveStream:
-    """See the module; for one cut. `ended` is called once, from the reader thread, if a cut was begun here."""
+    """The Save call of one snapshot. `ended` is called once, from the reader thread, if a snapshot was begun."""
 
     def __init__(self, link: Link, *, ended: Callable[[], None] = lambda: None) -> None:
         self.link = link
         self.over = threading.Event()
-        """The call has ended, well or badly: no cut can begin here."""
+        """Set when the call has ended, with or without success: no snapshot can begin."""
         self._out: queue.SimpleQueue[pb.SaveRequest | None] = queue.SimpleQueue()
         self._in: queue.SimpleQueue[pb.SaveReply | SnapshotFailed] = queue.SimpleQueue()
         self._granted: deque[int] = deque()
@@ -69,7 +69,7 @@ class SaveStream:
         self._sealed = False
         self._silent = False
         self._wake = threading.Event()
-        # No deadline on the call itself: it may stay open for long before its cut. Everything within a cut has one.
+        # No deadline on the call itself, which can be open long before its snapshot. Every wait in a snapshot has one.
         self._call = link.stub.Save(iter(self._out.get, None))
         self._out.put(pb.SaveRequest(ready=pb.SaveRequest.Ready(session=link.session)))
         self._reader = threading.Thread(target=self._read, name="deltashard-save", daemon=True)
@@ -77,13 +77,13 @@ class SaveStream:
         threading.Thread(target=self._watch, name="deltashard-staged", daemon=True).start()
 
     def prepare(self, begin: pb.SaveRequest.Begin) -> None:
-        """Ask for blocks ahead of the cut. Then `begin`, or `cancel`."""
+        """Request blocks ahead of the snapshot. `begin` or `cancel` follows."""
         self._out.put(pb.SaveRequest(prepare=pb.SaveRequest.Prepare(begin=begin)))
 
     def prepared(self, until_s: float, *, wanted: Callable[[], bool]) -> pb.SaveReply.Prepared | None:
-        """The answer, and its blocks with it; None once it is not `wanted` any more (see `wake`).
+        """Wait for the reply and its blocks; returns None once `wanted()` is False (see `wake`).
 
-        Raises `SnapshotFailed` when nobody answers until `until_s` (monotonic).
+        Raises `SnapshotFailed` when there is no reply until `until_s` (monotonic).
         """
         answer: pb.SaveReply.Prepared | None = None
         while wanted():
@@ -104,36 +104,36 @@ class SaveStream:
         return len(self._granted)
 
     def spare_block(self) -> int:
-        """One of them; raises `IndexError` when there is none."""
+        """Take a granted block; raises `IndexError` when there is none."""
         return self._granted.popleft()
 
     def return_blocks(self, blocks: Iterable[int]) -> None:
-        """These were taken, and nothing in them will be handed over."""
+        """Return blocks that were taken but hold nothing to hand over."""
         self._granted.extend(blocks)
 
     def cancel(self, cause: str) -> None:
-        """There will be no cut here after all; no copy may be running any more. Waits for nothing."""
+        """End the call without a snapshot; no copy may be running. Does not wait."""
         self._out.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause=cause)))
         self._out.put(None)
 
     def begin(self, begin: pb.SaveRequest.Begin, on_end: Callable[[SnapshotFailed | None], None]) -> None:
-        """Ask for the save. `on_end(failure)` is called once, from the reader thread, after `seal()`; None: staged."""
+        """Request the save. `on_end(failure)` is called once, from the reader thread, after `seal()`; None: staged."""
         self._on_end = on_end
         self._out.put(pb.SaveRequest(begin=begin))
 
     def begun(self, until_s: float) -> pb.SaveReply.Begun:
-        """The answer; raises `SnapshotFailed` when the save is refused or nobody answers until `until_s` (monotonic)."""
+        """Wait for the reply until `until_s` (monotonic); raises `SnapshotFailed` for a refused save or no reply."""
         while True:
             reply = self._next(until_s, "silent", "no answer to begin")
             kind = reply.WhichOneof("kind")
             if kind == "begun":
                 return reply.begun
             self._granted.extend(reply.blocks.granted)
-            if kind not in ("blocks", "prepared", None):  # what was asked for ahead, and a nudge
+            if kind not in ("blocks", "prepared", None):  # blocks requested ahead, or a wake-up
                 raise SnapshotFailed("error", f"the sidecar answered begin with {kind}")
 
     def block(self, until_s: float) -> int:
-        """A block that may be written now; waits until `until_s` (monotonic), and only while the sidecar answers."""
+        """Return a writable block; waits until `until_s` (monotonic), and only while the sidecar answers."""
         if not self._granted:
             self._flush()
         while not self._granted:
@@ -145,14 +145,14 @@ class SaveStream:
         return self._granted.popleft()
 
     def send(self, message: pb.SaveRequest, size_bytes: int) -> None:
-        """Hand a descriptor of `size_bytes` in the arena over, now or together with the next."""
+        """Hand over a descriptor of `size_bytes` in the arena, now or together with the next one."""
         self._held.append(message)
         self._held_bytes += size_bytes
         if self._held_bytes >= HELD_BYTES:
             self._flush()
 
     def seal(self, seal: pb.SaveRequest.Seal) -> None:
-        """All is copied. The trainer may go on; `on_end` tells the rest."""
+        """All rows are copied and training can continue; `on_end` reports the result."""
         self._sealed = True
         self._held.append(pb.SaveRequest(seal=seal))
         self._flush()
@@ -160,7 +160,7 @@ class SaveStream:
         self._wake.set()
 
     def abort(self, cause: str) -> None:
-        """Give up; no copy may be running any more. Waits a moment, so that the next begin does not find this save."""
+        """Give up; no copy may be running. Waits briefly, so the next begin does not conflict with this save."""
         self._held.clear()
         self._out.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause=cause)))
         self._out.put(None)
@@ -181,7 +181,7 @@ class SaveStream:
                 return self._record_grant(self._in.get(timeout=HOLD_S))
             if not self.link.is_alive(HOLD_S):
                 self._silent = True
-                raise SnapshotFailed("silent", "the sidecar does not answer any more")
+                raise SnapshotFailed("silent", "the sidecar does not answer")
         return self._next(until_s, "deadline", what)
 
     def _next(self, until_s: float, cause: str, what: str) -> pb.SaveReply:
@@ -203,16 +203,16 @@ class SaveStream:
             self._call.cancel()
 
     def _read(self) -> None:
-        # Read to the very end: only then has the sidecar let go of this save, and takes the next one.
-        end: SnapshotFailed | None = SnapshotFailed("gone", "the sidecar ended the save without a word")
-        settled = False
+        # Read to the very end: only then has the sidecar released this save and accepts the next one.
+        end: SnapshotFailed | None = SnapshotFailed("gone", "the sidecar ended the save without a result")
+        has_result = False
         try:
             for reply in self._call:
                 kind = reply.WhichOneof("kind")
                 if kind == "staged":
-                    end, settled = None, True
+                    end, has_result = None, True
                 elif kind == "failed":
-                    end, settled = (
+                    end, has_result = (
                         SnapshotFailed(parse_cause(reply.failed.cause) or Cause.ERROR, reply.failed.message),
                         True,
                     )
@@ -220,7 +220,7 @@ class SaveStream:
                 elif not self._sealed:
                     self._in.put(reply)
         except grpc.RpcError as error:
-            if not settled:
+            if not has_result:
                 code, message = details(error)
                 gone = code == grpc.StatusCode.UNAVAILABLE
                 end = SnapshotFailed("gone" if gone else "error", f"{code.name}: {message}")
@@ -237,7 +237,7 @@ class SaveStream:
 
 
 class PreopenedStream:
-    """The call of the next cut, open before it is due. `current` gives the attachment that counts now."""
+    """Opens the next snapshot's call in advance. `current` returns the current attachment."""
 
     def __init__(self, current: Callable[[], Link | None]) -> None:
         self._current = current
@@ -245,7 +245,7 @@ class PreopenedStream:
         self._preopened: SaveStream | None = None
 
     def open(self) -> None:
-        """Have a call open for the current attachment; from any thread. Whatever goes wrong, `take` tries again."""
+        """Open a call for the current attachment; from any thread. After a failure `take` tries again."""
         link = self._current()
         if link is None:
             return
@@ -257,11 +257,11 @@ class PreopenedStream:
                 self._preopened = SaveStream(link, ended=self.open)
             except (grpc.RpcError, ValueError, RuntimeError) as error:
                 # The channel is being closed, or the interpreter ends.
-                log.debug("no save stream ahead: %s", error)
+                log.debug("save stream not opened in advance: %s", error)
                 self._preopened = None
 
     def take(self, link: Link) -> SaveStream:
-        """The call for a cut over `link`, open for long if possible."""
+        """Return the call for a snapshot over `link`, opened in advance if possible."""
         with self._lock:
             held, self._preopened = self._preopened, None
         if held is not None and held.link is link and not held.over.is_set():

@@ -1,1 +1,1 @@
-"""What a training program is made of, as values: tables, tensors, generators, positions."""
+"""State of a training program as values: tables, tensors, generators, positions."""

@@ -1,16 +1,16 @@
-"""Modules that say themselves what their state is: `get_extra_state`, their own `state_dict`, hooks on it.
+"""Modules that define their own state: `get_extra_state`, an own `state_dict`, hooks on it.
 
-Parameters and persistent buffers are saved and restored in place, under their attribute paths, whatever a module calls
-them in its `state_dict()`. What a module puts there beside them (extra state, a counter, a table of its own) is state
-as well. So the topmost modules with such a contract are asked for their `state_dict()` at every cut: what in it is no
-living tensor that is saved anyway goes into a blob, `state/module:<path>`. At a restore they get a whole `state_dict`
-back by their `load_state_dict()`, the living tensors and what was stored, so that whatever they do on loading happens;
-their tensors are written once more afterwards, for the bits of a conversion would not be the bits that were saved.
+Parameters and persistent buffers are saved and restored in place, under their attribute paths, independent of their
+names in `state_dict()`. Additional entries of a module's `state_dict()` (extra state, a counter, a private table) are
+state as well. Therefore `state_dict()` of the topmost modules with such a contract is called at every snapshot, and all
+entries except live tensors that are saved anyway go into a blob, `state/module:<path>`. At a restore
+`load_state_dict()` of these modules gets a complete `state_dict`, made of the live tensors and the stored entries, so
+all side effects of loading happen. Their tensors are then written again, since loading may have converted them.
 
 A frozen tensor that the contract leaves out of its `state_dict` is left out of the checkpoint, too. A trained one is
-saved all the same: the contract cannot mean that training loses it.
+saved all the same, since training must not lose it.
 
-Under an older build the blob's name is that of an entry of `state=` which was not given: it refuses, as it must.
+An older version treats the blob as an entry of `state=` that was not given, and rejects the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from deltashard.state.value import ValueSource, check_value, tensors_in
 log = logging.getLogger("deltashard")
 
 MODULE_PREFIX = "module:"
-"""What the names of these sources begin with."""
 
 MAX_EXTRA_BYTES = 64 << 20
-"""So much beside its living tensors may be in a module's state_dict: all of it is written at every save."""
+"""Limit of a module's `state_dict()` in addition to live tensors: all of it is written at every save."""
 
 _METHODS = (
     "get_extra_state",
@@ -52,27 +51,27 @@ _PROBED_ROWS = 2048
 
 
 class Contract:
-    """One module with a state_dict of its own making, and what it says."""
+    """One module with its own `state_dict`, as a source of state."""
 
     def __init__(self, path: str, module: nn.Module, why: str, inventory: Callable[[], Inventory]) -> None:
         self.path = path
         self.module = module
         self.why = why
-        """What makes it one: the method or hook."""
+        """The method or hook that makes the module a contract."""
         self._prefix = f"{path}." if path else ""
         self._inventory = inventory
         held = self._module_state()
-        said = {_storage_key(value) for value in held.values()}
+        keys = {_storage_key(value) for value in held.values()}
         self.left_out = frozenset(
             fqn
             for fqn, t in inventory().dense.items()
             if fqn.startswith(self._prefix)
             and not t.requires_grad
-            and _storage_key(t) not in said
-            # A copy under its own name (half(), clone()) is said: the bits are those of the tensor.
+            and _storage_key(t) not in keys
+            # A copy under the tensor's name (half(), clone()) counts as included; the tensor's own bits are saved.
             and fqn.removeprefix(self._prefix) not in held
         )
-        """Frozen tensors that the module does not want saved."""
+        """Frozen tensors that the module excludes."""
         self.source = ValueSource(name=f"{MODULE_PREFIX}{path}", get=self.extras, set=self.load)
 
     @property
@@ -80,51 +79,49 @@ class Contract:
         return f"module {self.path or 'the model'} ({type(self.module).__name__}, {self.why})"
 
     def extras(self) -> dict[str, Any]:
-        """What the module says beside its living tensors, by its own key."""
+        """Entries of the module's `state_dict()` except live tensors, by the module's keys."""
         living = self._live_tensors()
         return {
             key: value for key, value in self._module_state().items() if _storage_key(value) not in living
         }
 
     def load(self, held: Mapping[str, Any]) -> None:
-        """Give the module its living tensors and what was stored, by its own `load_state_dict`.
+        """Pass live tensors and stored entries to the module's `load_state_dict`.
 
         Raises:
-            CheckpointMismatch: it does not take it, or loading changes rows of a table.
+            CheckpointMismatch: the module rejects them, or loading changes rows of a table.
         """
-        said, living = self._module_state(), self._live_tensors()
-        for key, value in said.items():
-            said[key] = living.get(_storage_key(value), value)
-        said.update(held)
+        own_state, living = self._module_state(), self._live_tensors()
+        for key, value in own_state.items():
+            own_state[key] = living.get(_storage_key(value), value)
+        own_state.update(held)
         before = self._probe()
         try:
             with torch.no_grad():
-                self.module.load_state_dict(said)
+                self.module.load_state_dict(own_state)
         except Exception as error:
             if held:
                 raise CheckpointMismatch(
-                    f"its load_state_dict refuses what its state_dict said: {error}",
+                    f"its load_state_dict rejects the output of its state_dict: {error}",
                     where=self.name,
                     remedy="both must name the same entries",
                 ) from error
-            # One that only renames for others to read: its tensors are restored in place, nothing else was stored.
+            # The module only renames for other readers: its tensors are restored in place, and nothing else was stored.
             log.debug("%s does not load its own state_dict", self.name, exc_info=error)
         if any(not torch.equal(a, b) for a, b in zip(before, self._probe(), strict=True)):
             raise CheckpointMismatch(
-                "its load_state_dict changes rows of a table: they would not be those that were saved",
+                "its load_state_dict changes rows of a table, which would then differ from the saved rows",
                 where=self.name,
-                remedy="let state_dict() hold the table's parameter itself",
+                remedy="let state_dict() contain the table's parameter itself",
             )
 
     def refuse(self) -> None:
-        """Raises `StateError` for what cannot be saved, or costs too much at every save."""
+        """Raises `StateError` for state that cannot be saved or is too large for every save."""
         extras = self.extras()
-        said = {_storage_key(value) for value in self._module_state().values()}
-        copied = {found.fqn: found.param for found in self._tables() if _storage_key(found.param) not in said}
+        keys = {_storage_key(value) for value in self._module_state().values()}
+        copied = {found.fqn: found.param for found in self._tables() if _storage_key(found.param) not in keys}
         shapes = {tuple(param.shape) for param in copied.values()}
-        remedy = (
-            "let it return the parameters themselves, as torch's does, and only what is small beside them"
-        )
+        remedy = "let it return the parameters themselves, as torch's does, plus only small additional values"
         held = list(tensors_in(extras))
         if any(tuple(t.shape) in shapes for t in held):
             raise StateError(
@@ -135,7 +132,7 @@ class Contract:
             )
         if (size := sum(t.numel() * t.element_size() for t in held)) > MAX_EXTRA_BYTES:
             raise StateError(
-                f"its state_dict() holds {size >> 20} MiB that are no parameters or buffers of it, "
+                f"its state_dict() holds {size >> 20} MiB that are not its parameters or buffers, "
                 "which would be written at every save",
                 where=self.name,
                 remedy=remedy,
@@ -143,17 +140,17 @@ class Contract:
         check_value(extras, where=self.name)
 
     def _module_state(self) -> dict[str, Any]:
-        said = self.module.state_dict()
-        if not isinstance(said, dict):
+        own_state = self.module.state_dict()
+        if not isinstance(own_state, dict):
             raise StateError(
-                f"its state_dict() returns a {type(said).__name__}",
+                f"its state_dict() returns a {type(own_state).__name__}",
                 where=self.name,
-                remedy="it must return a dict, which its load_state_dict() takes",
+                remedy="return a dict that its load_state_dict() accepts",
             )
-        return said
+        return own_state
 
     def _live_tensors(self) -> dict[object, Tensor]:
-        """Tensors of the module that are saved in place, by where they lie."""
+        """Tensors of the module that are saved in place, by storage key."""
         living: dict[object, Tensor] = {_storage_key(found.param): found.param for found in self._tables()}
         for fqn, tensor in self._inventory().dense.items():
             if fqn.startswith(self._prefix) and fqn not in self.left_out:
@@ -164,7 +161,7 @@ class Contract:
         return [t for fqn, t in self._inventory().tables.items() if fqn.startswith(self._prefix)]
 
     def _probe(self) -> list[Tensor]:
-        """Hashes of up to 2,048 rows of each table, evenly spread."""
+        """Hashes of up to 2,048 evenly spaced rows of each table."""
         found = []
         for table in self._tables():
             rows = table.param.shape[0]
@@ -174,10 +171,10 @@ class Contract:
 
 
 def contracts_of(model: nn.Module, inventory: Callable[[], Inventory]) -> list[Contract]:
-    """The topmost modules of `model` with a contract of their own; those that shard their tables are no contracts.
+    """The topmost modules of `model` with an own contract, except modules that shard their tables.
 
     Raises:
-        StateError: one holds what cannot be saved or is too much, or raises.
+        StateError: a module's state cannot be saved or is too large, or its `state_dict()` raised an error.
     """
     found: list[Contract] = []
     sharded = inventory().sharded
@@ -190,9 +187,9 @@ def contracts_of(model: nn.Module, inventory: Callable[[], Inventory]) -> list[C
             continue
         if any(each is one for each in module.modules() for one in sharded):
             raise StateError(
-                f"it has {why.removeprefix('its own ')} of its own making, and sharded tables inside",
+                f"it has its own {why.removeprefix('its own ')} and contains sharded tables",
                 where=f"module {path or 'the model'} ({type(module).__name__})",
-                remedy="leave state_dict() to the parts of it that hold no sharded tables",
+                remedy="define state_dict() only on its submodules without sharded tables",
             )
         inside.update(id(each) for each in module.modules())
         found.append(_make_contract(path, module, why, inventory))
@@ -213,7 +210,7 @@ def _make_contract(path: str, module: nn.Module, why: str, inventory: Callable[[
         ) from error
     if contract.left_out:
         log.info(
-            "%s leaves %s out of its state_dict: not saved, and as constructed after a restore",
+            "%s leaves %s out of its state_dict: not saved, and keeps its initial value after a restore",
             contract.name,
             ", ".join(sorted(contract.left_out)[:8]),
         )
@@ -230,7 +227,7 @@ def tables_in(inventory: Inventory, value: object) -> Iterator[tuple[FoundTable,
 
 
 def refuse_model(name: str, value: object, inventory: Inventory) -> None:
-    """Raises `StateError` when an entry of `state=` holds the tracked model again."""
+    """Raises `StateError` when an entry of `state=` contains the tracked model again."""
     remedy = (
         "leave it out of state=: the model is saved already, its tables row by row; "
         "give only what is not in the model (a scheduler, a scaler, averaged weights)"
@@ -253,7 +250,7 @@ def refuse_model(name: str, value: object, inventory: Inventory) -> None:
 
 
 def missing_contracts(names: Sequence[str], held: Mapping[str, Any], meta: Mapping[str, Any]) -> list[str]:
-    """Contracts of which a checkpoint of an older version holds nothing: notes, where others are faults."""
+    """Contracts that a checkpoint of an older version does not contain: these give notes instead of faults."""
     if "modules" in meta:
         return []
     return [name for name in names if name.startswith(MODULE_PREFIX) and name not in held]
@@ -264,14 +261,14 @@ def _contract_reason(module: nn.Module) -> str | None:
         if method in module.__dict__:
             return f"its own {method}"
         definer = next(each for each in type(module).__mro__ if method in each.__dict__)
-        # Those of torch's layers say nothing beside tensors and only look after old versions of themselves.
+        # Overrides in torch's own layers add only tensors or handle old versions.
         if definer is not nn.Module and not definer.__module__.startswith("torch.nn."):
             return f"its own {method}"
     return next((words for hooks, words in _HOOKS.items() if getattr(module, hooks, None)), None)
 
 
 def _storage_key(value: object) -> object:
-    """The same for a tensor and what `state_dict()` makes of it; something else for everything else."""
+    """A key that is equal for a tensor and its counterpart in `state_dict()`, and unique for other values."""
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return id(value)
     return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride()

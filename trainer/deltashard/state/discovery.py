@@ -1,19 +1,18 @@
-"""Discovery: which parameters of a model are tables, and what everything is called whatever wraps the model.
+"""Discovery: which parameters of a model are tables, and their canonical names under any wrappers.
 
-A *table* is a 2-D floating-point parameter whose rows are saved one by one: the weight of every `nn.Embedding` and
+A *table* is a 2-D floating-point parameter that is saved row by row: the weight of every `nn.Embedding` and
 `nn.EmbeddingBag`, and any other 2-D parameter with at least `min_rows` rows and `min_weights` values. All other
 parameters and the persistent buffers are *dense* and are saved whole.
 
-Where a table is sharded, the process holds *shards* of it: local tensors, each with its box in the whole table's rows
-and columns. A table that is not sharded is one shard, whose box is the whole table.
+Where a table is sharded, the process holds *shards* of it: local tensors, each with its box in rows and columns of the
+whole table. A table that is not sharded is one shard, whose box is the whole table.
 
-Names are fully qualified attribute paths without what wrappers add: `_orig_mod` (torch.compile) and
+Names are fully qualified attribute paths without the parts that wrappers add: `_orig_mod` (torch.compile) and
 `_dmp_wrapped_module` (TorchRec) always, `module` where the parent is a data-parallel wrapper or an averaged model. A
 parameter reachable by several paths is one tensor: its first path in `named_modules` order is the canonical name, the
 others are aliases.
 
-A module that shards its tables itself is asked by a `Finder`, which knows that kind of module; nothing else inside of
-it is looked at.
+A module that shards its tables itself is handled by a `Finder` for its kind; its submodules are not visited.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ from torch import Tensor, nn
 
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 TABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-REPLICATED_REASON = "each rank looks up rows of its own, and all ranks' gradients change it"
-"""Why a table that every rank holds whole is tracked by row hashes."""
+REPLICATED_REASON = "each rank looks up different rows, and all ranks' gradients change it"
+"""Why a table that every rank holds completely is tracked by row hashes."""
 _TRANSPARENT = ("_orig_mod", "_dmp_wrapped_module")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSettings:
-    """What counts as a table."""
+    """Thresholds that make a parameter a table."""
 
     min_rows: int = 65_536
-    """A 2-D parameter outside of nn.Embedding and nn.EmbeddingBag is a table from this many rows on."""
+    """A 2-D parameter outside nn.Embedding and nn.EmbeddingBag is a table with at least this many rows ..."""
     min_weights: int = 1 << 20
-    """... and from this many values on."""
+    """... and at least this many values."""
     lookups_min_rows: int = 1
     """An nn.Embedding or nn.EmbeddingBag with fewer rows is saved whole, as a dense parameter."""
 
 
 class Kernel(Protocol):
-    """What holds a shard's rows and changes them within the backward pass (a fused optimizer)."""
+    """Holds a shard's rows and changes them within the backward pass (a fused optimizer)."""
 
     @property
     def state(self) -> Mapping[str, Tensor]:
@@ -56,27 +55,26 @@ class Kernel(Protocol):
 
     @property
     def inexact_reason(self) -> str | None:
-        """Why rows that nobody looked up may change, too; None: they cannot."""
+        """Why rows that were not looked up may change, too; None: they cannot."""
 
     def listen(self, updated: Callable[[Tensor], None]) -> Callable[[], None]:
-        """Have `updated` called right after each update, with ids that cover it; returns what ends that.
+        """Call `updated` right after each update, with ids that cover it; returns a function that stops the calls.
 
-        The ids are int [n] rows of the shard, with repeats; it is called on the thread of the backward pass.
+        The ids are int [n] rows of the shard, with repeats. `updated` runs on the thread of the backward pass.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTable:
-    """A shard of a table, whole tables included: its tensor, and the modules that hold it."""
+    """A shard of a table, possibly the whole table: its tensor, and the modules that hold it."""
 
     fqn: str
-    """The whole table's name; several shards of one table share it."""
+    """The whole table's name, shared by its shards."""
     rows: int
-    """Of the whole table."""
     columns: int
-    """Of the whole table."""
+    """`rows` and `columns` of the whole table."""
     box: Box
-    """What of the table the tensor is."""
+    """The part of the table in the tensor."""
     param: Tensor
     """[box rows, box columns]; a parameter, unless a sharded module keeps its rows itself."""
     aliases: tuple[str, ...]
@@ -84,15 +82,15 @@ class FoundTable:
     owners: tuple[tuple[nn.Module, str], ...]
     """Every (module, attribute) that holds it."""
     replicated: bool = False
-    """Whether every rank holds all of it, and keeps it the same as the others' by reduced gradients."""
+    """Whether every rank holds the whole table and keeps it equal by reduced gradients."""
     kernel: Kernel | None = None
-    """What changes its rows within the backward pass; None: an optimizer does, in its step."""
+    """The kernel that changes its rows within the backward pass; None: an optimizer step changes them."""
     hashed: str = ""
-    """Why only row hashes can tell what changed in it; empty where something else may."""
+    """Why only row hashes can detect its changes; empty where another tracker can."""
 
     @property
     def key(self) -> str:
-        """Names the shard: the table's name where it is whole, else with its box."""
+        """Key of the shard: the table's name if the shard is the whole table, otherwise with its box."""
         return shard_key(self.box, self.rows, self.columns)
 
     @property
@@ -102,37 +100,36 @@ class FoundTable:
 
 @dataclass(slots=True, kw_only=True)
 class Inventory:
-    """Everything of a model that a checkpoint holds, by canonical name."""
+    """All parts of a model that a checkpoint contains, by canonical name."""
 
     tables: dict[str, FoundTable] = field(default_factory=dict)
-    """Shards by key, those of one table one after the other."""
+    """Shards by key; shards of one table are adjacent."""
     elsewhere: dict[str, TableSchema] = field(default_factory=dict)
-    """Tables of the model of which other processes hold all rows, by name, without fields."""
+    """Tables whose rows are all on other processes, by name, without fields."""
     dense: dict[str, Tensor] = field(default_factory=dict)
-    """Parameters that are no tables, and persistent buffers (live tensors)."""
+    """Non-table parameters and persistent buffers (live tensors)."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Alias -> canonical name, for tied parameters and shared buffers."""
     names: dict[Tensor, str] = field(default_factory=dict)
-    """Parameter (by identity) -> canonical name; a shard's is its key."""
+    """Parameter (by identity) -> canonical name; for a shard, its key."""
     sharded: list[nn.Module] = field(default_factory=list)
-    """Modules that shard their tables themselves: what is inside of them is theirs."""
+    """Modules that shard their tables themselves and own all their submodules."""
     fused: set[Tensor] = field(default_factory=set)
-    """Parameters of such modules whose values a kernel updates within the backward pass: an optimizer that is given
-    them never finds a gradient."""
+    """Parameters of such modules that a kernel updates within the backward pass; their `.grad` is always None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleShards:
-    """What one module that shards its tables itself says."""
+    """The tables of one module that shards its tables itself."""
 
     shards: tuple[FoundTable, ...]
-    """Those of this process."""
+    """Shards of this process."""
     elsewhere: tuple[TableSchema, ...]
-    """Tables of which this process holds nothing, without fields."""
+    """Tables without a shard on this process, without fields."""
 
 
 Finder = Callable[[str, nn.Module], ModuleShards | None]
-"""(canonical path, module) -> what it says; None: it is no module that shards tables. Raises `UserError` for one that
+"""(canonical path, module) -> its tables; None: not a module that shards tables. Raises `UserError` for a module that
 cannot be saved."""
 
 
@@ -154,18 +151,18 @@ def canonical_prefixes(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether its `state_dict()` is that of the module it wraps, under that module's names."""
+    """Whether `module.state_dict()` is that of the wrapped module, under that module's names."""
     return "_dmp_wrapped_module" in module._modules  # noqa: SLF001 - torch offers no accessor
 
 
 def discover(  # noqa: C901
     model: nn.Module, settings: TableSettings | None = None, find: Finder = lambda _path, _module: None
 ) -> Inventory:
-    """The inventory of `model`; `find` is asked about every module.
+    """Return the inventory of `model`; `find` is called for every module.
 
     Raises:
-        UserError: two different tensors share a canonical name, a lookup table has a type that cannot be stored,
-            a lazy parameter is not initialised yet, or `find` says so.
+        UserError: two different tensors share a canonical name, a lookup table has a type that cannot be stored, a
+            lazy parameter is not initialised yet, or `find` raised it.
     """
     settings = settings or TableSettings()
     inventory = Inventory()
@@ -176,9 +173,9 @@ def discover(  # noqa: C901
     for prefix, module in canonical_prefixes(model):
         if id(module) in inside:
             continue
-        if (said := find(prefix, module)) is not None:
+        if (module_shards := find(prefix, module)) is not None:
             inside.update(id(each) for each in module.modules())
-            _add_sharded(inventory, module, said)
+            _add_sharded(inventory, module, module_shards)
             continue
         persistent = module._non_persistent_buffers_set  # noqa: SLF001 - torch offers no accessor
         held: list[tuple[str, Tensor]] = [(n, p) for n, p in module._parameters.items() if p is not None]  # noqa: SLF001 - as above
@@ -235,13 +232,13 @@ def world_size() -> int:
     return torch.distributed.get_world_size() if there else 1
 
 
-def _add_sharded(inventory: Inventory, module: nn.Module, said: ModuleShards) -> None:
+def _add_sharded(inventory: Inventory, module: nn.Module, module_shards: ModuleShards) -> None:
     inventory.sharded.append(module)
-    for found in said.shards:
+    for found in module_shards.shards:
         _refuse_dtype(found.param.dtype, found.fqn)
         inventory.tables[found.key] = found
         inventory.names[found.param] = found.key
-    for schema in said.elsewhere:
+    for schema in module_shards.elsewhere:
         inventory.elsewhere[schema.fqn] = schema
     held = [param for each in module.modules() for param in each._parameters.values() if param is not None]  # noqa: SLF001 - torch offers no accessor to its own ones
     inventory.fused.update(param for param in held if param not in inventory.names)
@@ -257,7 +254,7 @@ def _refuse_dtype(dtype: torch.dtype, fqn: str) -> None:
 
 
 def shard_key(box: Box, rows: int, columns: int) -> str:
-    """A name for the part `box` of a table of [rows, columns]: the table's own where it is all of it."""
+    """Key of the part `box` of a table of [rows, columns]: the table's name if the box is the whole table."""
     if (box.row_start, box.row_stop, box.col_start, box.col_stop) == (0, rows, 0, columns):
         return box.table
     return f"{box.table}[{box.row_start}:{box.row_stop}, {box.col_start}:{box.col_stop}]"
@@ -266,7 +263,7 @@ def shard_key(box: Box, rows: int, columns: int) -> str:
 def overlapping_tables(inventory: Inventory) -> dict[str, str]:
     """Tables whose memory overlaps that of another parameter or buffer of the model: shard -> the other's name.
 
-    Compared by address, so that views, and several Parameters over one storage, are found.
+    Compared by address, so views, and several Parameters over one storage, are found.
     """
     held: list[tuple[Tensor, str]] = [(t.param, name) for name, t in inventory.tables.items()]
     held += [(tensor, name) for name, tensor in inventory.dense.items()]

@@ -1,7 +1,7 @@
-"""What bit-exactness depends on beside our bytes: recorded with every attempt, compared on resume.
+"""Facts of the environment that bit-exactness depends on: recorded with every attempt, compared on resume.
 
-The same state trained on gives the same bits only on the same torch, thread count, instruction set and deterministic
-flags (1 against 2 threads, or AVX-512 against AVX2, change sums). A difference is not an error: it is said once.
+Training from the same state gives the same bits only with the same torch, thread count, instruction set and
+deterministic flags (1 or 2 threads, or AVX-512 or AVX2, change sums). A difference is not an error: it is logged once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def library_version() -> str:
 
 
 def fingerprint() -> dict[str, str]:
-    """The facts as short strings; keys are stable across versions."""
+    """Return the facts as short strings; keys are stable across versions."""
     facts = {
         "library": library_version(),
         "torch": str(torch.__version__),

@@ -1,6 +1,6 @@
-"""Kernels over many rows on as many threads as torch uses: they hold no interpreter lock.
+"""Runs kernels that release the GIL over many rows, on as many threads as torch uses.
 
-Not torch's own threads: its pool waits at barriers for every core, and at a cut the sidecar is busy on some.
+Torch's own pool is not used: it waits at barriers for every core, and during a snapshot the sidecar occupies some.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from functools import cache
 import torch
 
 MAX_THREADS = 8
-"""More do not read memory faster, and the training process has others to feed."""
+"""More threads do not read memory faster, and would take cores from the rest of the training process."""
 
 
 def split(rows: int, max_extra_threads: int, work: Callable[[int, int], None], *, threads: int = 0) -> None:
-    """Call `work(start, stop)` for ranges that cover [0, rows), on at most one thread more than it is `max_extra_threads`.
+    """Call `work(start, stop)` for ranges that cover [0, rows), on at most `1 + max_extra_threads` threads.
 
-    `threads` at most; 0: as many as torch has.
+    `threads` is another limit; 0: as many as torch has.
     """
     threads = min(threads or torch.get_num_threads(), 1 + max_extra_threads)
     if threads < 2:
@@ -32,15 +32,15 @@ def split(rows: int, max_extra_threads: int, work: Callable[[int, int], None], *
     try:
         work(edges[0], edges[1])
     finally:
-        wait(others)  # also the one after one that failed: nobody writes any more when this returns
+        wait(others)  # also after a failure: no thread writes after this returns
     for other in others:
         other.result()
 
 
 def share(jobs: Sequence[Callable[[], None]]) -> None:
-    """Run independent `jobs` on helper threads and on this one, which takes the next one whenever it has ended one.
+    """Run independent `jobs` on helper threads and on this one; each thread takes the next job when it is free.
 
-    So it never waits longer than if it had run them all itself, however late the helpers come.
+    Therefore it takes no longer than running all jobs here, however late the helpers start.
     """
     left = deque(jobs)
 
@@ -54,15 +54,13 @@ def share(jobs: Sequence[Callable[[], None]]) -> None:
 
     threads = min(max(torch.get_num_threads(), len(os.sched_getaffinity(0))), MAX_THREADS)
     others: list[Future[None]] = []
-    with suppress(
-        RuntimeError
-    ):  # at interpreter exit no helpers are to be had: close() from atexit does it alone
+    with suppress(RuntimeError):  # no helpers at interpreter exit: close() from atexit runs all jobs here
         others.extend(_pool(threads - 1).submit(work) for _ in range(min(threads, len(jobs)) - 1))
     try:
         work()
     finally:
         for other in others:
-            other.cancel()  # one that has not begun has nothing left to do
+            other.cancel()  # a helper that has not started has nothing left to do
         wait(others)
     for other in others:
         if not other.cancelled():

@@ -1,10 +1,10 @@
-"""What TorchRec's managed collisions (`MCHManagedCollisionModule`, unsharded) keep in plain attributes.
+"""State that TorchRec's managed collisions (`MCHManagedCollisionModule`, unsharded) keep in plain attributes.
 
-Between two evictions such a module collects the ids that it saw, in a buffer that no `state_dict()` names, and counts
-iterations in attributes. A module that is restored without them evicts at other steps and by other counts. So they are
-one more entry of the checkpoint, `state/collisions:<path>`.
+Between two evictions such a module collects seen ids in a buffer that is not in its `state_dict()`, and counts
+iterations in attributes. A module restored without them would evict at other steps with other counts. This state is
+saved as another entry of the checkpoint, `state/collisions:<path>`.
 
-TorchRec is not imported here: a model that holds such a module has loaded it.
+TorchRec is not imported here: a model with such a module has loaded it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from deltashard.state.discovery import canonical_prefixes
 from deltashard.state.value import ValueSource
 
 COLLISIONS_PREFIX = "collisions:"
-"""What the names of these sources begin with."""
 _COUNTS = (
     "_current_iter",
     "_last_eviction_iter",
@@ -37,7 +36,7 @@ def is_managed(module: nn.Module) -> bool:
 
 
 def histories(model: nn.Module) -> list[ValueSource]:
-    """One source for each such module of `model`, each once."""
+    """One source per distinct module of this kind in `model`."""
     found: dict[int, ValueSource] = {}
     for path, module in canonical_prefixes(model):
         if is_managed(module) and id(module) not in found:
@@ -49,14 +48,14 @@ def histories(model: nn.Module) -> list[ValueSource]:
 
 
 class _History:
-    """Of one module."""
+    """Reads and writes the history of one module."""
 
     def __init__(self, module: Any, path: str) -> None:
         self._module = module
         self._path = path
 
     def get(self) -> dict[str, Any]:
-        """Counts, ids that were evicted and not asked for yet, and what was seen since the last eviction."""
+        """Return the counts, the evicted ids that were not fetched yet, and the ids seen since the last eviction."""
         module = self._module
         seen = module._current_history_buffer_offset  # noqa: SLF001 - TorchRec offers no accessor to any of it
         begun = module._input_history_buffer_size >= 0  # noqa: SLF001
@@ -68,7 +67,7 @@ class _History:
         }
 
     def set(self, held: Mapping[str, Any]) -> None:
-        """Put back what `get` gave; raises `CheckpointMismatch` for another eviction policy."""
+        """Restore the result of `get`; raises `CheckpointMismatch` if the eviction policy differs."""
         module = self._module
         size, seen = (held["counts"][name] for name in ("_input_history_buffer_size", _COUNTS[2]))
         kept = module._eviction_policy.metadata_info  # noqa: SLF001

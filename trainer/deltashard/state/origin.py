@@ -1,11 +1,11 @@
-"""What a model's dense tensors were when its program had built it, and what became of them since.
+"""Shapes and dtypes of a model's dense tensors at construction, and their changes since.
 
-A buffer may grow while training (an observer's ranges, a buffer that was None). A new process builds the model as the
-old one did, so a restore meets the small buffer and the large checkpoint: it must know that this is growth, not
-another model. So a cut records, in the `meta` blob, what each changed tensor was at construction.
+A buffer can grow while training (an observer's ranges, a buffer that was None). A new process builds the model with the
+small buffer, while the checkpoint has the large one, and the restore has to recognize growth. Therefore a snapshot
+records, in the `meta` blob, the shape of each changed buffer at construction.
 
-A change of a parameter, or of a type (`model.half()` after the Checkpointer was built), is saved as it is. But a
-program that builds the model as before is refused such a checkpoint, which is said at the first cut that holds it.
+A changed parameter or dtype (`model.half()` after the Checkpointer was built) is saved as it is now. A program that
+builds the model as before cannot restore such a checkpoint, so the first snapshot that contains it logs a warning.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Shape = tuple[int, ...]
 
 
 class Origin:
-    """Shapes and types of dense tensors and tables at construction."""
+    """Shapes and dtypes of dense tensors and tables at construction."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._initial = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
         self._reported: set[str] = set()
 
     def grown(self, tensors: Mapping[str, Tensor]) -> dict[str, list[int] | None]:
-        """Buffers of another shape than at construction, with that one; None: there was no tensor at all."""
+        """Buffers whose shape changed since construction, with the original shape; None: there was no tensor."""
         found: dict[str, list[int] | None] = {}
         for name, tensor in tensors.items():
             was = self._initial.get(name)
@@ -45,16 +45,16 @@ class Origin:
         return found
 
     def warn_changes(self, tensors: Mapping[str, Tensor]) -> None:
-        """Warn, once for each tensor, of changes that a newly built program will not have."""
+        """Warn, once per tensor, of changes that a newly built program will not have."""
         changes = {}
         for name, (shape, dtype) in self._initial.items():
             now = tensors.get(name)
             if now is None:
-                changes[name] = "is gone"
+                changes[name] = "was removed"
             elif now.dtype != dtype:
-                changes[name] = f"was {dtype_name(dtype)} and is {dtype_name(now.dtype)}"
+                changes[name] = f"changed from {dtype_name(dtype)} to {dtype_name(now.dtype)}"
             elif isinstance(now, nn.Parameter) and tuple(now.shape) != shape:
-                changes[name] = f"was {shape} and is {tuple(now.shape)}"
+                changes[name] = f"changed from {shape} to {tuple(now.shape)}"
         changes |= {
             name: "is new"
             for name, tensor in tensors.items()
@@ -75,7 +75,7 @@ class Origin:
 def may_grow(
     name: str, value: Tensor, live: Tensor | None, grown: Mapping[str, Any], model: nn.Module
 ) -> bool:
-    """Whether the stored `value` is what buffer `name` of the model, as it is built, grew into."""
+    """Whether the stored `value` is a grown version of buffer `name` of the model as built."""
     if name not in grown:
         return False
     was = grown[name]
@@ -90,7 +90,7 @@ def may_grow(
 
 
 def grow(name: str, value: Tensor, live: Tensor | None, model: nn.Module) -> None:
-    """Give buffer `name` the shape and the values of `value`; whoever holds the very tensor sees it."""
+    """Give buffer `name` the shape and the values of `value`, keeping the identity of an existing tensor."""
     if live is not None:
         live.data = value.detach().to(live.device, copy=True)
     elif (slot := slot_of(model, name)) is not None:
@@ -103,7 +103,7 @@ def grow(name: str, value: Tensor, live: Tensor | None, model: nn.Module) -> Non
 
 
 def slot_of(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
-    """The module and attribute of a buffer that is None now; None when there is no such place."""
+    """The module and attribute of a buffer that is currently None; None if there is no such attribute."""
     path, _, leaf = name.rpartition(".")
     for prefix, module in canonical_prefixes(model):
         if prefix == path and leaf in module._buffers and module._buffers[leaf] is None:  # noqa: SLF001

@@ -1,8 +1,8 @@
-"""What lies on every rank whole, and is the same there: dense tensors, and tables that are not sharded.
+"""State that is replicated on all ranks: dense tensors, and tables that are not sharded.
 
-One owner saves a replica, whom every rank finds for itself by the same rule. That replicas *are* the same is what
-data-parallel training promises; whether it keeps it is looked at: a sum over a few of their values, drawn anew at each
-cut, is compared between the ranks. Two different tables under one name would differ at once.
+One owner saves each replica; every rank computes the owner by the same rule. Data-parallel training should keep
+replicas equal. To verify this, a sum over a few of their values, randomly sampled at each snapshot, is compared between
+the ranks. Two different tables with one name would be detected at once.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from deltashard.state.value import array_of
 
 MAX_OWNERS = 8
-"""So many ranks share what is the same on all of them."""
+"""Maximum number of ranks that share the saving of replicas."""
 SUM_WIDTH = 8
-"""Characters of a sum."""
+"""Hexadecimal digits of a sum."""
 _SAMPLED = 512
-"""Values of a tensor that a sum is over."""
+"""Values of a tensor that a sum covers."""
 _MAX_SHOWN = 4
 
 
 def owners(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """The rank that saves each replica, by name, of so many bytes: the largest first, to whom has least."""
+    """The rank that saves each replica, by name, given sizes in bytes: the largest first, to the least loaded rank."""
     load = [0] * min(world_size, MAX_OWNERS)
     found: dict[str, int] = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -36,7 +36,7 @@ def owners(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
 
 
 def sums(replicas: Mapping[str, Tensor], seed: int) -> str:
-    """SUM_WIDTH hexadecimal digits for each replica, by sorted name; `seed` says which values, on every rank alike."""
+    """SUM_WIDTH hexadecimal digits per replica, by sorted name; `seed` selects the values, equally on all ranks."""
     found = []
     for name in sorted(replicas):
         flat = replicas[name].detach().reshape(-1)
@@ -49,7 +49,7 @@ def sums(replicas: Mapping[str, Tensor], seed: int) -> str:
 
 
 def differing_replicas(names: Collection[str], said: Mapping[int, str]) -> list[str]:
-    """Which replicas are not the same as rank 0's, and where, from the sums by rank."""
+    """Replicas that differ from rank 0's, with their ranks, from the sums by rank."""
     zero = said[0]
     found: dict[str, list[int]] = {}
     for rank in sorted(said):

@@ -1,11 +1,11 @@
-"""The random number generators a training step draws from, captured and re-applied as plain trees.
+"""Random number generators that a training step draws from, captured and applied as plain trees.
 
 The *global* generators are Python's `random`, NumPy's legacy `numpy.random`, torch's default CPU generator and, once
 CUDA is in use, every device's default generator. *Own* generators (`torch.Generator`, `numpy.random.Generator`,
-`numpy.random.RandomState`, `random.Random`) are objects of the user's, captured by kind. A captured value holds only
-ints, floats, tuples, bytes and arrays, so it passes through the typed tree unchanged and nothing is ever unpickled.
+`numpy.random.RandomState`, `random.Random`) are user objects, captured by kind. A captured value contains only ints,
+floats, tuples, bytes and arrays, so the typed tree stores it unchanged and nothing is ever unpickled.
 
-Capturing copies: a value taken at a cut does not change when training draws on.
+Capturing copies: later draws do not change a captured value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _tensor_of(data: bytes) -> torch.Tensor:
 
 
 def _python_state(generator_state: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`random`'s state with its 625 words as one array: a leaf of the tree instead of 625."""
+    """Convert `random`'s state, with its 625 words as one array: a leaf of the tree instead of 625."""
     version, words, gauss = generator_state
     return version, np.array(words, dtype=np.uint32), gauss
 
@@ -42,7 +42,7 @@ def _python_state_of(captured: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def capture_globals() -> dict[str, Any]:
-    """The state of all global generators, as a tree. About 30 microseconds without CUDA."""
+    """Return the state of all global generators as a tree. About 30 microseconds without CUDA."""
     captured: dict[str, Any] = {
         "python": _python_state(random.getstate()),
         "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 - the legacy global is what programs draw from
@@ -54,10 +54,10 @@ def capture_globals() -> dict[str, Any]:
 
 
 def apply_globals(captured: Mapping[str, Any]) -> None:
-    """Re-apply what `capture_globals` took.
+    """Apply the result of `capture_globals`.
 
     Raises:
-        CheckpointMismatch: the captured process drew from more CUDA devices than this one has.
+        CheckpointMismatch: the captured process had more CUDA devices than this one.
     """
     random.setstate(_python_state_of(captured["python"]))
     np.random.set_state(captured["numpy"])  # noqa: NPY002 - see capture_globals
@@ -76,7 +76,7 @@ def apply_globals(captured: Mapping[str, Any]) -> None:
 
 
 def reseed_for_rank(rank: int, attempt: int) -> None:
-    """Give the global generators a state that follows from theirs, `rank` and `attempt`, and is no other rank's."""
+    """Reseed the global generators from their state, `rank` and `attempt`, differently on every rank."""
     drawn = int(torch.randint(1 << 62, ()).item())
     words = np.random.SeedSequence([drawn, rank, attempt]).generate_state(3, np.uint64)
     torch.manual_seed(int(words[0]))
@@ -107,10 +107,10 @@ def capture_own(generator: Generator) -> dict[str, Any]:
 
 
 def apply_own(generator: Generator, captured: Mapping[str, Any]) -> None:
-    """Put a captured state back into a generator of the same kind.
+    """Apply a captured state to a generator of the same kind.
 
     Raises:
-        CheckpointMismatch: the generator is of another kind than the captured one, or of another device.
+        CheckpointMismatch: the generator's kind or device differs from the captured one.
     """
     kind = captured.get("kind")
     if kind == "torch" and isinstance(generator, torch.Generator):

@@ -1,11 +1,10 @@
-"""Row hashes of live torch tensors, wherever they are: the checkpoint package's kernels on the CPU, torch on a GPU.
+"""Row hashes of live torch tensors on any device: the checkpoint package's kernels on the CPU, torch on a GPU.
 
-Both compute h = sum_j w_j * x_j mod 2**64 over the 32-bit words of a row, all sections of a row counted as one long
-row (see `deltashard_checkpoint.codecs.row_hash`), and agree bit for bit. Hashes are returned as int64 since torch has
-no unsigned arithmetic; two's complement wraps the same way.
+Both compute h = sum_j w_j * x_j mod 2**64 over the 32-bit words of a row, with all sections of a row concatenated (see
+`deltashard_checkpoint.codecs.row_hash`), and agree bit for bit. Hashes are returned as int64 since torch has no
+unsigned arithmetic; two's complement wraps the same way.
 
-On the CPU rows are hashed in chunks on helper threads, all tables of a look together; the kernels hold no interpreter
-lock.
+On the CPU the rows of all tables are hashed together, in chunks on helper threads; the kernels release the GIL.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _GPU_CHUNK_BYTES = 64 << 20
 
 
 class Hashing:
-    """Hashes of all rows of `sections` together, as jobs for any threads; afterwards `result`: int64 [R].
+    """Hashes of all rows of `sections`, as jobs for any threads; after all jobs `result` returns int64 [R].
 
-    Sections are strided tensors [R] or [R, D] of any type, all of the same R; at least one. Those on several devices
-    are hashed where they are and the sums added on the first one's device.
+    Sections are one or more strided tensors [R] or [R, D] of any dtype, with equal R. Sections on several devices are
+    hashed there, and the sums are added on the first one's device.
     """
 
     def __init__(self, sections: Sequence[Tensor], seed: int) -> None:
@@ -60,7 +59,7 @@ class Hashing:
 
 
 def row_hashes(sections: Sequence[Tensor], seed: int, *, rows: Tensor | None = None) -> Tensor:
-    """Hashes as of `Hashing`, now: int64 [R], or [len(rows)] for int64 positions `rows` on any device."""
+    """Compute hashes as `Hashing` does: int64 [R], or [len(rows)] for int64 positions `rows` on any device."""
     if rows is None:
         hashing = Hashing(sections, seed)
         share(hashing.jobs)
@@ -87,7 +86,7 @@ def _sum(parts: Sequence[Tensor], home: torch.device) -> Tensor:
 
 
 def layout(sections: Sequence[Tensor]) -> tuple[object, ...]:
-    """What must be equal for two sets of hashes to compare: types, widths and devices ([R] is [R, 1])."""
+    """A key that must be equal for hashes to be comparable: dtypes, widths and devices ([R] equals [R, 1])."""
     return tuple((s.dtype, s.shape[0], s.numel(), s.device) for s in sections)
 
 

@@ -1,15 +1,15 @@
-"""What a parameter has beside its values: whether it is trained (`requires_grad`), and whether `.grad` is there.
+"""State of a parameter in addition to its values: `requires_grad`, and whether `.grad` exists.
 
-Gradients are in no checkpoint: an ordinary loop zeroes them before the next backward pass adds to them. But whether a
-gradient is *there* decides what the next step does. An optimizer passes over a parameter whose `.grad` is None; one
-whose `.grad` is zero it moves by momentum and weight decay. So a cut records one word per gradient, and a restore puts
-a gradient of zeros where one was:
+Checkpoints contain no gradients: an ordinary loop zeroes them before the next backward pass adds to them. But the
+existence of a gradient affects the next step: an optimizer skips a parameter whose `.grad` is None, but applies
+momentum and weight decay to one whose `.grad` is zero. Therefore a snapshot records the kind of each gradient, and a
+restore creates a gradient of zeros where one existed:
 
-    zeros     it was zero at the cut (`zero_grad(set_to_none=False)` before `step()`), and is zero again
-    values    the loop was to zero it, to zeros or to None: that is seen at the next optimizer step. Zeros that were
-              neither zeroed nor added to by then are taken away, as `zero_grad()` in the same place would have done
+    zeros     it was zero at the snapshot (`zero_grad(set_to_none=False)` before `step()`), and is zero again
+    values    the loop had yet to clear it, to zeros or to None. The next optimizer step decides: zeros that were
+              neither zeroed nor added to by then are removed, as `zero_grad()` at the same place would do
 
-A gradient with values that is used after the cut is reported by `tracking.gradient`.
+A gradient whose values are used after the snapshot is reported by `tracking.gradient`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 _CHUNK = 1 << 20
-"""Values of a gradient that are looked at together: most gradients are not zero within the first ones."""
+"""Values of a gradient that are checked at once: most gradients have a nonzero value among the first ones."""
 _SPARSE = "sparse "
 
 
 def parameters_of(tensors: Mapping[Tensor, str]) -> dict[str, nn.Parameter]:
-    """Name -> parameter; without buffers, and without the shards of fused kernels."""
+    """Name -> parameter, without buffers and shards of fused kernels."""
     return {name: tensor for tensor, name in tensors.items() if isinstance(tensor, nn.Parameter)}
 
 
@@ -35,7 +35,7 @@ def trained(params: Mapping[str, nn.Parameter]) -> dict[str, bool]:
 
 
 def capture(params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """`trained`: `requires_grad` by name, and `gradients`: a word for each name that has one."""
+    """Return `trained`: `requires_grad` by name, and `gradients`: the kind of each existing gradient by name."""
     return {
         "trained": trained(params),
         "gradients": {
@@ -51,21 +51,21 @@ def restore(
     params: Mapping[str, nn.Parameter],
     before_next_step: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Put back what `capture` gave, for the parameters that it names.
+    """Restore the result of `capture` for the parameters in it.
 
-    `before_next_step` has a function called once, before the next step of any optimizer.
+    `before_next_step` calls a function once, before the next step of any optimizer.
     """
     placed: list[tuple[nn.Parameter, Tensor, int]] = []
     for name, param in params.items():
         if name not in saved["trained"]:
             continue
         param.requires_grad_(saved["trained"][name])
-        word = saved["gradients"].get(name, "")
-        if not word:
+        kind = saved["gradients"].get(name, "")
+        if not kind:
             param.grad = None
             continue
-        grad = param.grad = _zeros(param, sparse=word.startswith(_SPARSE))
-        if word.endswith("values"):
+        grad = param.grad = _zeros(param, sparse=kind.startswith(_SPARSE))
+        if kind.endswith("values"):
             placed.append((param, grad, grad._version))  # noqa: SLF001 - torch offers no accessor
 
     def take_away() -> None:
@@ -79,12 +79,12 @@ def restore(
 
 def _is_zero(grad: Tensor) -> bool:
     if grad.is_sparse:
-        return grad._nnz() == 0  # noqa: SLF001 - what zero_() makes of a sparse gradient
+        return grad._nnz() == 0  # noqa: SLF001 - the result of zero_() on a sparse gradient
     return not any(bool(chunk.count_nonzero()) for chunk in _chunks(grad.detach()))
 
 
 def _chunks(grad: Tensor) -> Iterator[Tensor]:
-    # On an accelerator every look waits for the device: one look.
+    # On an accelerator every check waits for the device, so check everything at once.
     if grad.device.type != "cpu" or not grad.is_contiguous():
         yield grad
         return

@@ -1,4 +1,4 @@
-"""Hooks on modules that a copy or pickle of the model carries along, where they do nothing."""
+"""Hooks on modules that do nothing in a copy or pickle of the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Self
 
 
 class TransientHook:
-    """A callable that can be made without arguments, and does nothing then: what its copies are."""
+    """A callable that does nothing if it is constructed without arguments, as its copies and pickles are."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)()

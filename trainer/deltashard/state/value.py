@@ -1,13 +1,13 @@
-"""Torch objects as typed trees, and back: nothing here is ever pickled.
+"""Encoding of torch objects as typed trees, without pickle.
 
 `encode_value` and `decode_value` extend the typed tree with torch's leaf types: dense tensors as raw bytes (with their
-dtype and whether they lay on an accelerator), sparse COO tensors as their parts exactly as they are (an uncoalesced
-momentum buffer stays uncoalesced: coalescing changes bits), `torch.Size`, `torch.dtype`, `torch.device`.
-Encoding refers to the tensors' memory; the bytes are copied once, when they are written into the arena.
+dtype and whether they were on an accelerator), sparse COO tensors as their exact parts (an uncoalesced momentum buffer
+stays uncoalesced: coalescing changes bits), `torch.Size`, `torch.dtype`, `torch.device`. Encoding refers to the
+tensors' memory; the bytes are copied once, when they are written into the arena.
 
-A `ValueSource` is one entry of the user's `state=`: something that can be read at every cut and written at a restore. A
-plain number cannot: the program's variable would not change when it is restored, so it is refused with the remedy.
-Several stateful objects may come together, in a list, tuple or dict of nothing else: each is read and written itself.
+A `ValueSource` is one entry of the user's `state=`: a value that can be read at every snapshot and written at a
+restore. A plain number is rejected, since a restore could not change the program's variable. A list, tuple or dict of
+only stateful objects is accepted: each object is read and written separately.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def unstorable_reason(tensor: torch.Tensor) -> str | None:
-    """What keeps a tensor from being stored, in words; None: it can be."""
+    """Why a tensor cannot be stored; None: it can be."""
     kind = type(tensor)
     if kind.__module__.startswith("torch.distributed."):
         return "is sharded (a DTensor): this process holds a part of it only"
@@ -71,7 +71,7 @@ def unstorable_reason(tensor: torch.Tensor) -> str | None:
 
 
 def adapt(value: object) -> object:
-    """What the typed tree stores for a torch value; `NotImplemented` for anything else."""
+    """Convert a torch value to a value of the typed tree; `NotImplemented` for any other value."""
     if isinstance(value, torch.Tensor):
         if (why := unstorable_reason(value)) is not None:
             raise StateError(
@@ -104,7 +104,7 @@ def adapt(value: object) -> object:
 def _tensor(leaf: typed_tree.Tensor) -> torch.Tensor:
     dtype = getattr(torch, leaf.dtype)
     data = np.frombuffer(leaf.data, np.uint8) if len(leaf.data) else np.empty(0, np.uint8)
-    # The device is said: a program may have set another default.
+    # An explicit device, since the program may have set another default.
     flat = torch.empty(data.size, dtype=torch.uint8, device="cpu")
     flat.numpy()[:] = data
     if not data.size:
@@ -139,7 +139,7 @@ def _untag(tag: str, value: Any) -> object:
 
 
 def tensors_in(value: object, within: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
-    """Tensors of nested mappings, lists and tuples; `within`: ids of those around, which `value` may hold again."""
+    """Tensors of nested mappings, lists and tuples; `within`: ids of enclosing containers, to stop at cycles."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple) and id(value) not in within:
@@ -148,29 +148,29 @@ def tensors_in(value: object, within: frozenset[int] = frozenset()) -> Iterator[
 
 
 def encode_value(value: object) -> typed_tree.EncodedTree:
-    """The value's encoding, referring to the memory of its tensors; raises `typed_tree.UnsupportedValue`, by path."""
+    """Encode a value, referring to the memory of its tensors; raises `typed_tree.UnsupportedValue` with the path."""
     return typed_tree.encode(value, adapt=adapt)
 
 
 def decode_value(data: bytes | bytearray | memoryview) -> Any:
-    """The value back, every tensor in memory of its own, on the CPU."""
+    """Decode a value; every tensor gets its own memory, on the CPU."""
     return typed_tree.decode(data, tensor=_tensor, untag=_untag)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueSource:
-    """One named piece of state: `get` reads it at a cut, `set` writes it at a restore."""
+    """One named piece of state: `get` reads it at a snapshot, `set` writes it at a restore."""
 
     name: str
     get: Callable[[], Any]
     set: Callable[[Any], Any]
     subject: Any = None
-    """The object itself, to recognise a loader that is wrapped."""
+    """The object itself, to recognize a wrapped loader."""
 
 
 _MIXED = (
-    "give an object with state_dict() and load_state_dict() an entry of its own, state={'name': object}, or keep such "
-    "objects together in a list or dict of nothing else; other values must be plain (numbers, text, tensors, arrays)"
+    "give an object with state_dict() and load_state_dict() its own entry, state={'name': object}, or keep such "
+    "objects together in a list or dict without other values; those must be plain (numbers, text, tensors, arrays)"
 )
 
 
@@ -184,7 +184,7 @@ def _refuse(name: str, value: object) -> StateError:
 
 
 def _write_into(name: str, target: Any, value: Any) -> None:
-    """Write `value` into what the program holds: a tensor, an array, a mapping or a sequence."""
+    """Write `value` into an object of the program: a tensor, an array, a mapping or a sequence."""
     where = f"state[{name!r}]"
     if isinstance(target, torch.Tensor):
         copy_tensor(target, value, where=where)
@@ -213,13 +213,13 @@ def copy_tensor(target: torch.Tensor, value: object, *, where: str) -> None:
             remedy="construct the program as in the run that saved, or restore(strict=False) to leave it as it is",
         )
     if target.layout == torch.strided and 0 in target.stride() and target.numel():
-        # Expanded: many elements are one in memory, which copy_() refuses to write.
+        # Expanded: many elements share one memory location, which copy_() rejects.
         once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
         if not np.array_equal(raw_bytes(value[once].expand_as(value)), raw_bytes(value)):
             raise CheckpointMismatch(
                 "its elements share memory here (expand()), and differ in the checkpoint",
                 where=where,
-                remedy="give it memory of its own: expand(...).clone()",
+                remedy="give it its own memory: expand(...).clone()",
             )
         target, value = target[once], value[once]
     with torch.no_grad():
@@ -231,7 +231,7 @@ def _members(container: Any) -> dict[Any, Any]:
 
 
 def _holds_stateful(value: Any) -> bool:
-    """Whether it is a list, tuple or mapping, not empty, of nothing but objects that are saved themselves."""
+    """Whether the value is a non-empty list, tuple or mapping of only stateful objects."""
     if not isinstance(value, list | tuple | Mapping) or not value:
         return False
     return all(
@@ -260,7 +260,7 @@ def _combined_source(name: str, container: Any) -> ValueSource:
             if part is not None:
                 part.set(held[key])
 
-    parts()  # refuses what cannot be saved, now
+    parts()  # reject members that cannot be saved now
     return ValueSource(name=name, get=get, set=put)
 
 
@@ -274,7 +274,7 @@ def source(name: str, value: Any) -> ValueSource | None:
         raise StateError(
             "an optimizer in state= would be cast and aliased by its load_state_dict()",
             where=f"state[{name!r}]",
-            remedy="give it as optimizer=, a list takes several",
+            remedy="pass it as optimizer=, several as a list",
         )
     if isinstance(value, Stateful):
         return ValueSource(name=name, get=value.state_dict, set=value.load_state_dict, subject=value)
@@ -294,12 +294,12 @@ def source(name: str, value: Any) -> ValueSource | None:
 def sources(
     state: Mapping[str, Any] | None, *, refuse: Callable[[str, object], None] = lambda _name, _held: None
 ) -> list[ValueSource]:
-    """All entries of `state=`, each encoded and decoded once, so that what cannot be saved is refused here.
+    """Sources for all entries of `state=`; each is encoded and decoded once to reject values that cannot be saved.
 
-    `refuse` gets the name and the value of each as it would be stored, and raises for what must not be.
+    `refuse` gets each name and value as it would be stored, and raises if it must not be stored.
 
     Raises:
-        StateError: a value, or something inside its state, cannot be stored; the message names the path.
+        StateError: a value, or a part of its state, cannot be stored; the message contains the path.
     """
     found = []
     for name, value in (state or {}).items():
@@ -319,7 +319,7 @@ def sources(
 
 
 def check_value(value: object, *, where: str) -> None:
-    """Encode and decode once; raises `StateError` with the place and the path of what cannot be stored."""
+    """Encode and decode once; raises `StateError` with the place and the path of a value that cannot be stored."""
     try:
         decode_value(encode_value(value).to_bytes())
     except (typed_tree.UnsupportedValue, StateError) as error:

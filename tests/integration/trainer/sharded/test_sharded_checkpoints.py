@@ -159,11 +159,11 @@ def test_unfused_table_keeps_state_of_same_optimizer(tmp_path: Path) -> None:
         (
             "rowwise",
             "data_parallel",
-            r"fused exact_row_wise_adagrad and is by Adam now.*ParameterConstraints",
+            r"fused exact_row_wise_adagrad and is updated by Adam now.*ParameterConstraints",
         ),
         ("rowwise", "adagrad", "field sum is stored rowwise, the model has it pointwise"),
         ("rowwise", "sgd", "'sum' is stored rowwise of float32, the fused optimizer has none"),
-        ("sgd", "rowwise", "It was updated by exact_sgd and is by exact_row_wise_adagrad"),
+        ("sgd", "rowwise", "It was updated by exact_sgd and is updated by exact_row_wise_adagrad"),
     ],
 )
 def test_other_fused_optimizer_is_refused(tmp_path: Path, then: str, now: str, words: str) -> None:
@@ -198,7 +198,7 @@ def test_untested_sharding_is_refused_by_name() -> None:
         with pytest.raises(UserError, match=f"{type(optimizer).__name__} is not supported"):
             Tracking(training.model, [optimizer])
     _apply_optimizer_in_backward(torch.optim.SGD, training.bare.over.parameters(), {"lr": 0.1})
-    with pytest.raises(UserError, match=r"only the parameter knows.*over.weight"):
+    with pytest.raises(UserError, match=r"only attached to it.*over.weight"):
         Tracking(training.model)
 
 

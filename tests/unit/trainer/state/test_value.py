@@ -135,6 +135,6 @@ def test_mixed_container_is_refused_with_a_remedy() -> None:
     module = torch.nn.Linear(2, 2)
     with pytest.raises(StateError, match="cannot be stored") as caught:
         sources({"all": {"module": module, "best": 0.5}})
-    assert "an entry of its own" in caught.value.remedy
+    assert "its own entry" in caught.value.remedy
     with pytest.raises(StateError, match="optimizer"):
         sources({"all": [torch.optim.Adam(module.parameters())]})
