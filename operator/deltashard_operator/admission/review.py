@@ -91,7 +91,7 @@ def parse(body: bytes) -> AdmissionRequest | ReviewResult:
     request = review.get("request") if isinstance(review, Mapping) else None
     known = isinstance(request, Mapping) and review.get("apiVersion") == "admission.k8s.io/v1"
     if not isinstance(request, Mapping) or not known or not isinstance(request.get("uid"), str):
-        raise InvalidReview("the body is not an AdmissionReview of admission.k8s.io/v1 with a request", where="request body")
+        raise InvalidReview("not an AdmissionReview of admission.k8s.io/v1 with a request", where="request body")
     uid, namespace = request["uid"], str(request.get("namespace", ""))
     group, kind = (str((request.get("kind") or {}).get(key, "")) for key in ("group", "kind"))
     document, operation = request.get("object"), request.get("operation")
@@ -166,8 +166,8 @@ def _warnings(target: InjectionTarget, policy: Policy) -> Iterator[str]:
     node_names = spec.get("hostNetwork") and spec.get("dnsPolicy") in {None, "ClusterFirst", "Default"}
     if node_names and ".svc" in f"{policy.fleet} {policy.store.get('endpoint', '')}":
         yield (
-            "deltashard: on hostNetwork with this dnsPolicy the sidecar cannot resolve the controller or a store in the "
-            "cluster, by a Service's name: set dnsPolicy ClusterFirstWithHostNet"
+            "deltashard: on hostNetwork with this dnsPolicy the sidecar cannot resolve the Service names of the "
+            "controller or of a store in the cluster: set dnsPolicy ClusterFirstWithHostNet"
         )
     if policy.reclaim == DELETE and not policy.can_reclaim:
         yield (

@@ -133,9 +133,7 @@ def restore_from(annotation: str) -> str:
 
 
 def group_of(spec: Mapping[str, Any]) -> int:
-    """Return the group that shares arena and socket: the first supplemental group, the fsGroup, or the sidecar's
-    default.
-    """
+    """Return the group that shares arena and socket: the first supplemental group, the fsGroup, or the default."""
     context = spec.get("securityContext") or {}
     return int((context.get("supplementalGroups") or [context.get("fsGroup", USER_ID)])[0])
 

@@ -62,7 +62,7 @@ def of_pod(spec: Mapping[str, Any], policy: Policy) -> Volumes:
         ):
             raise Refusal(
                 "VolumeUnsupported",
-                "the name is already in use",
+                "the name is taken",
                 where=f"volume {each['name']}",
                 remedy="rename this volume or the policy's",
             )

@@ -55,7 +55,7 @@ def is_known(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -
 
 
 def phases(run: Run, live: Mapping[str, LastReport], *, known: bool) -> frozenset[report.SidecarPhase]:
-    """Return the phases of the relevant sidecars. Those without a trainer count only if ranks are known to be missing."""
+    """Return the phases of the sidecars. Those without a trainer count only if ranks are known to be missing."""
     every = frozenset(each.pod.phase for each in live.values())
     holding = frozenset(each.pod.phase for each in live.values() if each.pod.ranks)
     if not known:
