@@ -54,9 +54,7 @@ class WatchedKind:
     on_object: Callable[[Document], None]
     """Called with a new or changed object."""
     on_deleted: Callable[[ObjectKey, Document | None], None]
-    """Called once for a deleted object that was reported before, with its last state, or None if the deletion was
-    missed.
-    """
+    """Called once for a deleted known object, with its last state, or None if the deletion was missed."""
     selector: str = ""
     """Label selector."""
     namespaced: bool = True
