@@ -174,15 +174,15 @@ class Controller:
         if holder is not entry:
             run = holder.run
             sentence = (
-                f"run id {run.run_id} is held by {run.workload.display_name} "
-                f"(CheckpointRun {run.name}, {run.phase.value}): wait until it ends, delete it, or choose another run id"
+                f"run id {run.run_id} is held by {run.workload.display_name} (CheckpointRun {run.name}, "
+                f"{run.phase.value}): wait until it ends, delete it, or choose another run id"
             )
             self._run_store.set(entry, replace(entry.run, run_id_conflict=sentence))
             raise ReportRefused(sentence, where=where)
         return entry
 
     def _due_directive(self, entry: RunEntry, pod_uid: str) -> Directive | None:
-        """Return the directive that a sidecar needs, or None if its policy is current or the wanted policy is unknown."""
+        """Return the directive that a sidecar needs, or None if its policy is current or the wanted one unknown."""
         run = entry.run
         policy = self._run_store.policy_of(run) if not run.finished else None
         if not isinstance(policy, Policy):
