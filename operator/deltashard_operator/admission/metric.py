@@ -27,10 +27,15 @@ class WebhookMetrics:
             registry=r,
         )
         self.seconds = Histogram(
-            "deltashard_webhook_admission_seconds", "Time to answer an admission", buckets=_BUCKETS, registry=r
+            "deltashard_webhook_admission_seconds",
+            "Time to answer an admission",
+            buckets=_BUCKETS,
+            registry=r,
         )
         self.holder_unknown = Counter(
-            "deltashard_webhook_holders_unknown", "Workloads admitted while the run's holder was unknown", registry=r
+            "deltashard_webhook_holders_unknown",
+            "Workloads admitted while the run's holder was unknown",
+            registry=r,
         )
         self.ready = Gauge("deltashard_webhook_ready", "1 when admissions can be answered", registry=r)
         for kind in ("Job", "JobSet", "Pod", "PyTorchJob", "other"):

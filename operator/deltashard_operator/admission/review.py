@@ -91,7 +91,9 @@ def parse(body: bytes) -> AdmissionRequest | ReviewResult:
     request = review.get("request") if isinstance(review, Mapping) else None
     known = isinstance(request, Mapping) and review.get("apiVersion") == "admission.k8s.io/v1"
     if not isinstance(request, Mapping) or not known or not isinstance(request.get("uid"), str):
-        raise InvalidReview("not an AdmissionReview of admission.k8s.io/v1 with a request", where="request body")
+        raise InvalidReview(
+            "not an AdmissionReview of admission.k8s.io/v1 with a request", where="request body"
+        )
     uid, namespace = request["uid"], str(request.get("namespace", ""))
     group, kind = (str((request.get("kind") or {}).get(key, "")) for key in ("group", "kind"))
     document, operation = request.get("object"), request.get("operation")

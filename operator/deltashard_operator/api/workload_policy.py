@@ -154,7 +154,12 @@ def read(name: str, spec: Mapping[str, Any], annotations: Annotations | None = N
         if violation := next(schema.violations(schema.POLICY, checked), None):
             raise _bad_policy(name, violation)
         found = _policy(name, _overlay(merged(annotations.spec, spec), _BUILTIN), annotations)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # accepted by an older schema, or not validated
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:  # accepted by an older schema, or not validated
         raise _bad_policy(name, f"it cannot be read: {type(error).__name__}: {error}") from None
     least_s, most_s = found.saving.least_s, found.saving.most_s
     if most_s and least_s > most_s:

@@ -129,7 +129,11 @@ def _run_samples(run: Run) -> Iterator[tuple[str, str, Mapping[str, str], float]
         ("last_committed_step", "Training step of the newest checkpoint", now.last_step),
         ("save_cost_seconds", "Training time that a save costs", measured.cost_s if measured else 0),
         ("step_seconds", "Training time of a step", measured.step_s if measured else 0),
-        ("training_since_timestamp_seconds", "Start of the current training period, Unix time", run.training_since_s),
+        (
+            "training_since_timestamp_seconds",
+            "Start of the current training period, Unix time",
+            run.training_since_s,
+        ),
     ):
         if value:
             yield name, text, {}, value

@@ -151,7 +151,9 @@ class ReportServer:
         if not self._leads():
             raise _Rejection("not_leading", "this replica is not the leader: open a new connection")
         if not self._synced():
-            raise _Rejection("starting", "the controller has not listed all pods yet: retry as Retry-After asks")
+            raise _Rejection(
+                "starting", "the controller has not listed all pods yet: retry as Retry-After asks"
+            )
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise _Rejection("no_token", "send the pod's token as `authorization: Bearer TOKEN`")

@@ -126,7 +126,9 @@ class Lease:
         if holder not in {"", self._identity}:
             if self.was_leader:
                 raise LeaseLost(
-                    f"{holder} leads now", where=f"Lease {NAME}", remedy="the restarted process waits for the Lease"
+                    f"{holder} leads now",
+                    where=f"Lease {NAME}",
+                    remedy="the restarted process waits for the Lease",
                 )
             if now_s < self._last_version[1] + self._duration_s:
                 self.refused = ""

@@ -21,7 +21,9 @@ def parse_namespaces(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
     for name in names:
         if not _LABEL.fullmatch(name):
-            raise ArgumentTypeError(f"{name!r} is not a namespace: use a DNS label, at most 63 of a-z, 0-9 and -")
+            raise ArgumentTypeError(
+                f"{name!r} is not a namespace: use a DNS label, at most 63 of a-z, 0-9 and -"
+            )
     if len(names) > MAX_NAMESPACES:
         raise ArgumentTypeError(
             f"{len(names)} namespaces are more than {MAX_NAMESPACES}: leave the list empty to watch all"

@@ -112,11 +112,13 @@ def _keep_reason(run: Run, policy: Policy, *, continued: bool) -> str:
     place = f"`deltashard rm` removes them (run {workload.namespace}/{run.run_id})"
     lives = min((each.name for each in run.jobs.values() if not each.outcome), default="")
     if not policy.can_reclaim:
-        return "the chart's reclaim.enabled is false: the controller cannot create a Job that removes the bytes"
+        return (
+            "the chart's reclaim.enabled is false: the controller cannot create a Job that removes the bytes"
+        )
     if lives:
         return f"Job {lives} has not ended"
     if not workload.native and run.finished == "Deleted":
-        return f"{workload.display_name} may be deleted or only scaled down: {place}"
+        return f"cannot determine whether {workload.display_name} is permanently deleted or will be recreated: {place}"
     if continued:
         return "another workload continues the run"
     if not run.store:

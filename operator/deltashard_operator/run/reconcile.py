@@ -235,9 +235,7 @@ def _stale(facts: Facts) -> str:
     training = any(each.pod.phase is report.SidecarPhase.TRAINING for each in facts.live.values())
     limit_s = max(STALE_INTERVALS * every_s + progress.durable_s, MIN_STALE_S)
     recent = facts.now_s - max(progress.last_commit_at_s, since_s) <= limit_s
-    if (
-        every_s <= 0 or not since_s or not training or not facts.has_reporter or recent
-    ):  # no timer is active
+    if every_s <= 0 or not since_s or not training or not facts.has_reporter or recent:  # no timer is active
         return ""
     return (
         f"training continues, but the last checkpoint is older than {limit_s:.0f} s, with one due every "

@@ -153,7 +153,7 @@ def test_another_word_than_the_copied_sidecars_is_refused(key: str, value: str |
     refused = sample.parsed(document)
     assert isinstance(refused, review.ReviewResult)
     assert (refused.outcome, f"deltashard.io/{key}: " in refused.sentence) == ("CopiedManifest", True)
-    assert "take the container deltashard-sidecar" in refused.sentence
+    assert "remove the container deltashard-sidecar" in refused.sentence
 
 
 def test_a_pod_that_was_copied_from_a_workloads_is_refused() -> None:

@@ -122,7 +122,7 @@ def test_other_annotations_than_at_create_are_refused(manifest: Document) -> Non
     text = yaml.safe_dump(manifest).replace("policy: default", "policy: other")
     response = sample.answer(yaml.safe_load(text), operation="UPDATE", before=before)
     assert response["status"]["reason"] == "BadAnnotation"
-    assert "create it anew" in response["status"]["message"]
+    assert "create it again" in response["status"]["message"]
 
 
 def test_an_older_object_is_left_to_its_jobs_and_pods(manifest: Document) -> None:

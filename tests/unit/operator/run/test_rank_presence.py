@@ -99,7 +99,7 @@ def test_ranks_of_an_attempt_that_is_over_are_not_counted() -> None:
 def test_a_pod_that_goes_leaves_its_run_with_three_of_four() -> None:
     run = judged(without(group(), 3))
     assert shown(run) == ("3/4", Phase.RECOVERING)
-    assert "3 of 4 ranks are there" in by_type(run)["Ready"].message
+    assert "3 of 4 ranks are present" in by_type(run)["Ready"].message
     for n in range(3):  # torchrun ends the others, and waits for the fourth
         run = told(run, said(n, phase=At.WAITING))
     assert shown(run) == ("0/4", Phase.RECOVERING)

@@ -56,14 +56,14 @@ NONE = RequestFacts(now_s=BEGAN_S)
 @pytest.mark.parametrize(
     ("facts", "phase", "reason", "message"),
     [
-        ((NONE,), PENDING, "RunNotFound", "no CheckpointRun and no run id is train-1 in this namespace yet"),
-        ((NONE, THERE), ORDERED, "Ordered", "the sidecars of train-1 are told to save"),
+        ((NONE,), PENDING, "RunNotFound", "no CheckpointRun has the name or run id train-1 in this namespace yet"),
+        ((NONE, THERE), ORDERED, "Ordered", "the sidecars of train-1 are ordered to save"),
         ((replace(THERE, room=False),), PENDING, "TooManyOrders", "too many open orders"),
-        ((replace(THERE, room=False), THERE), ORDERED, "Ordered", "told to save"),
+        ((replace(THERE, room=False), THERE), ORDERED, "Ordered", "ordered to save"),
         ((late(NONE),), FAILED, "DeadlineExceeded", "in 5m there was no run train-1"),
-        ((late(replace(THERE, room=False)),), FAILED, "DeadlineExceeded", "in 5m run train-1 took no order"),
-        ((late(THERE),), FAILED, "DeadlineExceeded", "in 5m run train-1 took no order"),
-        ((THERE, late(THERE)), ORDERED, "Ordered", "told to save"),
+        ((late(replace(THERE, room=False)),), FAILED, "DeadlineExceeded", "in 5m run train-1 accepted no order"),
+        ((late(THERE),), FAILED, "DeadlineExceeded", "in 5m run train-1 accepted no order"),
+        ((THERE, late(THERE)), ORDERED, "Ordered", "ordered to save"),
         (
             (THERE, late(THERE, 300 + RESULT_GRACE_S)),
             FAILED,
@@ -78,7 +78,7 @@ NONE = RequestFacts(now_s=BEGAN_S)
         ((THERE, replace(THERE, finished="Failed")), FAILED, "RunFinished", "finished (Failed)"),
         ((THERE, replace(THERE, finished="Failed", save_result=COMMITTED)), COMPLETED, "Saved", "step 120"),
         ((THERE, NONE), FAILED, "RunGone", "run train-1 is gone"),
-        ((replace(THERE, per_pod=True),), FAILED, "RunPerPod", "each pod of train-1 trains a run of its own"),
+        ((replace(THERE, per_pod=True),), FAILED, "RunPerPod", "each pod of train-1 trains its own run"),
     ],
 )
 def test_what_follows_from_what_is_known(
