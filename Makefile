@@ -14,8 +14,8 @@ export PYTHONDONTWRITEBYTECODE :=
 TORCHES = 2.6.0 2.11.0
 RESUME = tests/integration/trainer/test_train_resume.py
 TORCH_TESTS = tests/unit/trainer/loader tests/unit/trainer/optimizer tests/unit/trainer/tracking/test_gradient.py tests/unit/trainer/state/test_rng.py \
-	tests/unit/trainer/cut/test_precopy_programs.py::test_what_is_stored_is_what_is_there[cpu] \
-	tests/unit/checkpoint/codecs/test_quantizer.py::test_plain_rows_are_torchs_rows \
+	tests/unit/trainer/snapshot/test_precopy_programs.py::test_stored_rows_equal_the_live_rows[cpu] \
+	tests/unit/checkpoint/codecs/test_quantizer.py::test_plain_rows_equal_torch_prepack \
 	$(RESUME)::test_restored_state_is_decode_encode_of_snapshot $(RESUME)::test_pins_seqs_and_steps_can_be_restored \
 	$(RESUME)::test_trainer_on_synthetic_baselines_resumes_exactly
 
@@ -80,7 +80,7 @@ test-cluster-full: venv servers
 
 # An hour of lives among the troubles of networks and object stores, before a real MinIO; `test` has a minute of it.
 test-troubles: venv servers
-	DELTASHARD_TEST_TROUBLES_S=3600 $(RUN) -m pytest tests/crash/test_s3_troubles.py -s
+	DELTASHARD_TEST_FAULTS_S=3600 $(RUN) -m pytest tests/crash/test_s3_faults.py -s
 
 # The documentation site, out/site. A warning is an error: a dead link, a page that the navigation does not list.
 docs: venv

@@ -17,9 +17,9 @@ from statistics import median
 
 import states
 import torch
-from measuring import Row, against, at_least, limit, noting, say
-from ours import Deltashard, OurSave, Sidecar
-from peers import PEERS, Place, Saved, minio_place
+from measuring import Row, at_least, compare_with, limit, log_progress, record_errors
+from ours import Deltashard, OurSave, SidecarServer
+from peers import PEERS, SaveTiming, StoreLocation, minio_place
 
 DIRTY = 0.26
 GB = 1e9
@@ -31,16 +31,16 @@ def run(*, quick: bool) -> dict[str, object]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltashard-bench-")))
         minio, _ = stack.enter_context(minio_place("bench"))
-        places = (Place(name="file", root=str(folder / "store")), minio)
+        places = (StoreLocation(name="file", root=str(folder / "store")), minio)
         state = states.build(megabytes=megabytes)
         out["state_bytes"], out["rows_of_tables"] = state.bytes, state.rows
         for place in places:
-            say(f"peers on {place.name}")
+            log_progress(f"peers on {place.name}")
             peers = _measure_peers(place, state, rounds, out)
-            say(f"deltashard on {place.name}")
+            log_progress(f"deltashard on {place.name}")
             ours = _measure_ours(place, state, rounds, folder)
             out["places"][place.name] = {"peers": peers, "ours": ours}  # type: ignore[index]
-        say("step(), and a run of many intervals")
+        log_progress("step(), and a run of many intervals")
         out["step_ns"] = _measure_step(places[0], state, folder, calls=20_000 if quick else 200_000)
         out["sequence"] = _measure_sequences(
             places[0], folder, megabytes=20 if quick else 80, intervals=6 if quick else 20
@@ -53,15 +53,15 @@ def run(*, quick: bool) -> dict[str, object]:
 
 
 def _measure_peers(
-    place: Place, state: states.TrainingState, rounds: int, out: dict[str, object]
+    place: StoreLocation, state: states.TrainingState, rounds: int, out: dict[str, object]
 ) -> dict[str, object]:
     Path(place.root).mkdir(exist_ok=True) if not place.remote else None
     alive = {}
     errors: dict[str, str] = out["errors"]  # type: ignore[assignment]
     for kind in PEERS:
-        with noting(errors, f"{kind.name} on {place.name}"):
+        with record_errors(errors, f"{kind.name} on {place.name}"):
             alive[kind.name] = kind(place)
-    saves: dict[str, list[Saved]] = {name: [] for name in alive}
+    saves: dict[str, list[SaveTiming]] = {name: [] for name in alive}
     loads: dict[str, list[float]] = {name: [] for name in alive}
     for turn in range(rounds + 1):  # the first is for warming up
         for name, peer in list(alive.items()):
@@ -87,7 +87,7 @@ def _measure_peers(
     }
 
 
-def _times(saves: list[Saved], loads: list[float]) -> dict[str, object]:
+def _times(saves: list[SaveTiming], loads: list[float]) -> dict[str, object]:
     return {
         **{
             f"{of}_s": median(getattr(s, f"{of}_s") for s in saves)
@@ -103,7 +103,9 @@ def _times(saves: list[Saved], loads: list[float]) -> dict[str, object]:
 # Ours
 
 
-def _measure_ours(place: Place, state: states.TrainingState, rounds: int, folder: Path) -> dict[str, object]:
+def _measure_ours(
+    place: StoreLocation, state: states.TrainingState, rounds: int, folder: Path
+) -> dict[str, object]:
     """Consecutive deltas: every save holds just the rows of the one step before it, all of them or 26 %."""
     found: dict[str, object] = {}
     for encoding in ("q8", "fp32"):
@@ -117,24 +119,26 @@ def _measure_ours(place: Place, state: states.TrainingState, rounds: int, folder
             "arena_bytes": arena_bytes,
         }
         run = f"stall-{encoding}"
-        with Sidecar(place, run, where, **flags) as sidecar:
+        with SidecarServer(place, run, where, **flags) as sidecar:
             ours = Deltashard(sidecar, state)
             ours.restore()
             everything, some = [], []
             for turn in range(rounds + 1):
-                ours.touched(1.0, seed=turn)
+                ours.touch_and_step(1.0, seed=turn)
                 everything.append(ours.save())
-                ours.touched(DIRTY, seed=100 + turn)
+                ours.touch_and_step(DIRTY, seed=100 + turn)
                 some.append(ours.save())
-            ours.touched(1.0, seed=1000)  # what is restored below is one full checkpoint, as the peers' are
+            ours.touch_and_step(
+                1.0, seed=1000
+            )  # what is restored below is one full checkpoint, as the peers' are
             ours.save()
             ours.close()
             peak = sidecar.peak_anonymous_bytes
         sidecar.wipe_cache()
         restores = []
         for _ in range(rounds):
-            with Sidecar(place, run, where, **flags) as sidecar:
-                sidecar.settle()
+            with SidecarServer(place, run, where, **flags) as sidecar:
+                sidecar.wait_idle()
                 ours = Deltashard(sidecar, state)
                 _, seconds = ours.restore()
                 restores.append(seconds)
@@ -163,9 +167,11 @@ def _summed(
     }
 
 
-def _measure_step(place: Place, state: states.TrainingState, folder: Path, *, calls: int) -> dict[str, float]:
+def _measure_step(
+    place: StoreLocation, state: states.TrainingState, folder: Path, *, calls: int
+) -> dict[str, float]:
     """`ckpt.step()` when nothing is due, as a training loop calls it, less the loop itself."""
-    with Sidecar(place, "step", folder / "step") as sidecar:
+    with SidecarServer(place, "step", folder / "step") as sidecar:
         ours = Deltashard(sidecar, state)
         ours.restore()
         step = ours.ckpt.step
@@ -201,7 +207,9 @@ def interval_rows(rows: int, intervals: int, seed: int = 0) -> Iterator[torch.Te
         yield torch.cat([hot, pool[some]])
 
 
-def _measure_sequences(place: Place, folder: Path, *, megabytes: int, intervals: int) -> dict[str, object]:
+def _measure_sequences(
+    place: StoreLocation, folder: Path, *, megabytes: int, intervals: int
+) -> dict[str, object]:
     """A real run of real checkpoints: what was stored, and what the store held once retention had done its work."""
     found: dict[str, object] = {}
     for encoding in ("q8", "q4", "q2"):
@@ -218,7 +226,7 @@ def _measure_sequences(place: Place, folder: Path, *, megabytes: int, intervals:
             "gc_grace_s": 0,
         }
         stored, kinds, held = [], [], []
-        with Sidecar(place, run, folder / run, **flags) as sidecar:
+        with SidecarServer(place, run, folder / run, **flags) as sidecar:
             ours = Deltashard(sidecar, state)
             ours.restore()
             for _ in range(intervals):
@@ -264,17 +272,17 @@ def _rows(out: dict[str, object]) -> list[Row]:
                 ("... processor time, all rows", "stall_cpu_s", "stall_cpu_s", None),
                 ("... processor time, 26 %", "stall_26_cpu_s", "stall_cpu_s", None),
             ):
-                rows.append(against(f"{what}, {name}", q8[ours], peer, found[theirs], "s", bar))
+                rows.append(compare_with(f"{what}, {name}", q8[ours], peer, found[theirs], "s", bar))
         for what, key, barred, least in (
             ("trigger to durable, 8 bit", "durable_s", "dcp.async_save", 3.0),
             ("restore, 8 bit", "restore_s", "torch.save", 2.0),
         ):
             for peer, found in peers.items():
                 bar = least if name == "MinIO" and peer == barred else None
-                rows.append(against(f"{what}, {name}", q8[key], peer, found[key], "s", bar))
+                rows.append(compare_with(f"{what}, {name}", q8[key], peer, found[key], "s", bar))
         if (whole := peers.get("torch.save")) is not None:
             title = f"bytes of a full save, 8 bit, {name}"
-            rows.append(against(title, q8["stored_bytes"], "torch.save", whole["stored_bytes"], "B"))
+            rows.append(compare_with(title, q8["stored_bytes"], "torch.save", whole["stored_bytes"], "B"))
     step: dict[str, float] = out["step_ns"]  # type: ignore[assignment]
     rows.append(limit("step() when nothing is due", step["median"], "ns", 2000))
     sequence: dict[str, dict[str, float]] = out["sequence"]  # type: ignore[assignment]

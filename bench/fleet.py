@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from measuring import processor
+from measuring import cpu_model
 from rich.console import Console
 from rich.table import Table
 
@@ -40,22 +40,22 @@ sys.path.insert(0, str(ROOT))
 from tests.load.simulation import admission, workload  # noqa: E402
 from tests.load.simulation import measure as measures  # noqa: E402
 from tests.load.simulation.process import Usage  # noqa: E402
-from tests.load.simulation.system import System  # noqa: E402
+from tests.load.simulation.system import LoadSystem  # noqa: E402
 
 NODES = 100
-ORDERS = 200
+SAVE_REQUESTS = 200
 """Runs that are asked for a save at once."""
 EVERY_S = 120.0
 """Between a run's commits."""
-PER_S = 50.0
-LASTS_S = 60.0
+ADMISSIONS_PER_S = 50.0
+ADMISSION_DURATION_S = 60.0
 STEADY_S = 45.0
 MIB = 1 << 20
 
 
 def machine() -> dict[str, Any]:
     return {
-        "cpu": processor(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "kernel": platform.release(),
@@ -77,28 +77,28 @@ def between(before: dict[str, Usage], after: dict[str, Usage], seconds: float) -
     }
 
 
-def steady(system: System) -> dict[str, Any]:
-    usages, told, requests = system.usages(), system.swarm.report(), system.requests()
+def steady(system: LoadSystem) -> dict[str, Any]:
+    usages, reported, requests = system.usages(), system.swarm.report(), system.requests()
     begun_s = time.monotonic()
     time.sleep(STEADY_S)
-    lasted_s = time.monotonic() - begun_s
+    elapsed_s = time.monotonic() - begun_s
     after = system.swarm.report()
-    asked = system.requests()
+    requested = system.requests()
     return {
-        "seconds": round(lasted_s, 1),
-        "reports_per_s": round((after["reports"] - told["reports"]) / lasted_s, 1),
+        "seconds": round(elapsed_s, 1),
+        "reports_per_s": round((after["reports"] - reported["reports"]) / elapsed_s, 1),
         "requests_per_s": {
-            what: round((count - requests.get(what, 0)) / lasted_s, 2)
-            for what, count in asked.items()
+            what: round((count - requests.get(what, 0)) / elapsed_s, 2)
+            for what, count in requested.items()
             if count > requests.get(what, 0)
         },
-        "programs": between(usages, system.usages(), lasted_s),
+        "programs": between(usages, system.usages(), elapsed_s),
     }
 
 
-def losses(system: System) -> dict[str, Any]:
+def losses(system: LoadSystem) -> dict[str, Any]:
     """A pod of every tenth run evicted, then one of every tenth killed."""
-    by_run = {pod.job_uid: pod for pod in workload.living(system.plane)}
+    by_run = {pod.job_uid: pod for pod in workload.live_pods(system.plane)}
     victims = list(by_run.values())
     found: dict[str, Any] = {}
     share = len(victims) // 10
@@ -108,31 +108,33 @@ def losses(system: System) -> dict[str, Any]:
     ):
         begun_s = time.monotonic()
         found[name] = measures.spread(system.lose(chosen, how))
-        system.wait_taken(system.pods)
+        system.wait_reported(system.pods)
         system.view.wait_training(system.runs)
         found[name]["all_training_again_s"] = round(time.monotonic() - begun_s, 1)
     return found
 
 
-def orders(system: System) -> dict[str, Any]:
+def save_requests(system: LoadSystem) -> dict[str, Any]:
     """A save is asked for of many runs at once."""
-    runs = list({pod.job_uid: pod for pod in workload.living(system.plane)}.values())
-    heard, over = system.order(runs[:ORDERS])
+    runs = list({pod.job_uid: pod for pod in workload.live_pods(system.plane)}.values())
+    report_delays, over = system.request_saves(runs[:SAVE_REQUESTS])
     return {
-        "runs": len(heard),
-        "order_to_report_s": measures.spread(heard),
+        "runs": len(report_delays),
+        "order_to_report_s": measures.spread(report_delays),
         "order_to_end_s": measures.spread(over),
     }
 
 
-def admitted(system: System) -> dict[str, Any]:
+def admissions(system: LoadSystem) -> dict[str, Any]:
     """A steady rate of admissions, while everything trains."""
     before = system.usages()
-    outcome = admission.admit(system.plane, system.webhook.metrics, per_s=PER_S, lasts_s=LASTS_S)
+    outcome = admission.admit(
+        system.plane, system.webhook.metrics, per_s=ADMISSIONS_PER_S, duration_s=ADMISSION_DURATION_S
+    )
     return {
-        "asked_per_s": PER_S,
-        "reached_per_s": round(len(outcome.latencies_s) / outcome.lasted_s, 1),
-        "latest_s": outcome.latest_s,
+        "asked_per_s": ADMISSIONS_PER_S,
+        "reached_per_s": round(len(outcome.latencies_s) / outcome.elapsed_s, 1),
+        "max_lateness_s": outcome.max_lateness_s,
         "failed": len(outcome.failures),
         "failures": outcome.failures[:5],
         "webhook_s": {"p50": outcome.webhook.quantile(0.5), "p99": outcome.webhook.quantile(0.99)},
@@ -141,13 +143,13 @@ def admitted(system: System) -> dict[str, Any]:
             "p99": outcome.hooks.quantile(0.99),
         },
         "client_s": measures.spread(outcome.latencies_s),
-        "programs": between(before, system.usages(), outcome.lasted_s),
+        "programs": between(before, system.usages(), outcome.elapsed_s),
     }
 
 
-def storm(system: System) -> dict[str, Any]:
-    told, page = system.swarm.report(), system.plane.metrics()
-    jobs = {pod.job_uid for pod in workload.living(system.plane)}
+def restart_storm(system: LoadSystem) -> dict[str, Any]:
+    reported, page = system.swarm.report(), system.plane.metrics()
+    jobs = {pod.job_uid for pod in workload.live_pods(system.plane)}
     failures = {uid: system.view.status(uid).get("failures", 0) for uid in jobs}
     took_s = system.restart()
     after, name = system.swarm.report(), "apiserver_request_duration_seconds"
@@ -156,9 +158,9 @@ def storm(system: System) -> dict[str, Any]:
         measures.histogram(page, name, **labels)
     )
     refusals = {
-        cause: count - told["refusals"].get(cause, 0)
+        cause: count - reported["refusals"].get(cause, 0)
         for cause, count in after["refusals"].items()
-        if count > told["refusals"].get(cause, 0)
+        if count > reported["refusals"].get(cause, 0)
     }
     return {
         "seconds": {key: round(value, 1) for key, value in took_s.items()},
@@ -174,7 +176,7 @@ def storm(system: System) -> dict[str, Any]:
 
 
 STEPS = {
-    "steady": steady, "losses": losses, "orders": orders, "admissions": admitted, "restart": storm,
+    "steady": steady, "losses": losses, "orders": save_requests, "admissions": admissions, "restart": restart_storm,
     "steady_after": steady,
 }  # fmt: skip
 NEED_JOBS = {"losses", "admissions"}
@@ -187,7 +189,7 @@ def write(found: dict[str, Any]) -> None:
     (out / "fleet.json").write_text(json.dumps(found, indent=1))
 
 
-def shared_out(pods: int, sizes: Sequence[int]) -> list[int]:
+def distribute_sizes(pods: int, sizes: Sequence[int]) -> list[int]:
     """Sizes of runs that together have about so many pods, as many of them in runs of each of `sizes`."""
     return [size for size in sizes for _ in range(max(1, round(pods / len(sizes) / size)))]
 
@@ -202,7 +204,7 @@ def measure(sizes: Sequence[int], *, metadata_only: bool) -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
         make = workload.make_pods if metadata_only else workload.make
-        system = System(Path(folder), sizes=sizes, nodes=NODES, every_s=EVERY_S, make=make)
+        system = LoadSystem(Path(folder), sizes=sizes, nodes=NODES, every_s=EVERY_S, make=make)
         try:
             with system:
                 found["setup_s"] = system.took_s
@@ -218,7 +220,7 @@ def measure(sizes: Sequence[int], *, metadata_only: bool) -> dict[str, Any]:
                     write(found)  # what was measured stays, whatever comes after
                 found["programs"] = {name: asdict(usage) for name, usage in system.usages().items()}
                 found["requests"] = system.requests()
-                found["findings"] = system.findings()
+                found["findings"] = system.violations()
         except BaseException:
             print(system.controller.process.tail(8000))
             raise
@@ -239,7 +241,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     writes = sum(count for what, count in quiet["requests_per_s"].items() if "status" in what)
     table = [
         (
-            "controller and webhook, memory, all sidecars heard",
+            "controller and webhook, memory, all sidecars reporting",
             f"{at_rest['rss_mib'] + webhook['rss_bytes'] // MIB} MiB",
         ),
         ("controller after its restart, peak", f"{controller['peak_rss_bytes'] // MIB} MiB"),
@@ -249,21 +251,21 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("order to report, p50 / p99 / worst", seconds(found["orders"]["order_to_report_s"])),
         ("order to the request's end, p50 / p99 / worst", seconds(found["orders"]["order_to_end_s"])),
         ("controller killed: ready again", f"{again['seconds']['ready']:.1f} s"),
-        ("controller killed: every run heard", f"{again['seconds']['every run heard']:.1f} s"),
+        ("controller killed: every run reported", f"{again['seconds']['every run reported']:.1f} s"),
         ("controller killed: all statuses right", f"{again['seconds']['runs training']:.1f} s"),
         ("token reviews of that, p50 / p99", f"{again['token_reviews']:.0f}, {ms(again['token_review_s'])}"),
         ("losses invented by that", str(again["losses_invented"])),
         ("controller, CPU after that", f"{after['programs']['deltashard-controller']['cores']:.2f} cores"),
         ("writes to users' objects", str(len(found["findings"]))),
     ]
-    if asked := found.get("admissions"):
-        used = asked["programs"]["deltashard-webhook"]
+    if requested := found.get("admissions"):
+        used = requested["programs"]["deltashard-webhook"]
         table += [
             ("eviction to status, p50 / p99 / worst", seconds(found["losses"]["evicted"])),
             ("killed trainer to status, p50 / p99 / worst", seconds(found["losses"]["killed"])),
-            ("admissions", f"{asked['reached_per_s']:.0f} per s, {asked['failed']} failed"),
-            ("webhook, its own time, p50 / p99", ms(asked["webhook_s"])),
-            ("webhook, as the API server sees it, p50 / p99", ms(asked["apiserver_calls_webhook_s"])),
+            ("admissions", f"{requested['reached_per_s']:.0f} per s, {requested['failed']} failed"),
+            ("webhook, its own time, p50 / p99", ms(requested["webhook_s"])),
+            ("webhook, as the API server sees it, p50 / p99", ms(requested["apiserver_calls_webhook_s"])),
             ("webhook, CPU and memory", f"{used['cores']:.2f} cores, {used['rss_mib']} MiB"),
         ]
     return table
@@ -275,7 +277,7 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 64], help="pods of a run")
     parser.add_argument("--metadata-only", action="store_true", help="pods made without the Job controller")
     options = parser.parse_args()
-    found = measure(shared_out(options.pods, options.sizes), metadata_only=options.metadata_only)
+    found = measure(distribute_sizes(options.pods, options.sizes), metadata_only=options.metadata_only)
     write(found)
     table = Table(title=f"{found['pods']} annotated pods, {found['runs']} runs")
     table.add_column("what")
@@ -283,8 +285,8 @@ def main() -> int:
     for what, figure in rows(found):
         table.add_row(what, figure)
     Console().print(table)
-    for finding in found["findings"]:
-        print(f"the controller must not: {finding}", file=sys.stderr)
+    for violation in found["findings"]:
+        print(f"the controller must not: {violation}", file=sys.stderr)
     return 1 if found["findings"] or found.get("admissions", {}).get("failed") else 0
 
 

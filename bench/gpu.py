@@ -22,9 +22,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from measuring import Row, against, limit, noting, say
-from ours import Deltashard, Sidecar
-from peers import DcpAsyncSave, DcpAsyncSaveReusing, Peer, Place, TorchSave
+from measuring import Row, compare_with, limit, log_progress, record_errors
+from ours import Deltashard, SidecarServer
+from peers import DcpAsyncSave, DcpAsyncSaveReusing, Peer, StoreLocation, TorchSave
 from states import _tensors
 from torch import nn
 
@@ -118,26 +118,28 @@ def run(*, quick: bool) -> dict[str, object]:
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="deltashard-bench-", dir=base) as name:
         folder = Path(name)
-        place = Place(name="file", root=str(folder / "store"))
+        place = StoreLocation(name="file", root=str(folder / "store"))
         Path(place.root).mkdir()
-        say("steps")
+        log_progress("steps")
         out["steps"] = _steps(place, state, folder, steps, rounds)
         for what, kind, times in (
             ("torch", TorchSave, 1),
             ("dcp", DcpAsyncSave, rounds),
             ("dcp pinned", DcpPinned, rounds),
         ):
-            say(what)
-            with noting(out["errors"], kind.name):
+            log_progress(what)
+            with record_errors(out["errors"], kind.name):
                 out[kind.name] = _peer(kind, place, state, times)
         for share in (SHARE, 1.0):
-            say(f"by hand, {share:.0%}")
-            with noting(out["errors"], f"by hand, {share:.0%}"):
-                out[f"by hand {share}"] = _by_hand(place, state, folder, share, rounds if share < 1 else 1)
+            log_progress(f"by hand, {share:.0%}")
+            with record_errors(out["errors"], f"by hand, {share:.0%}"):
+                out[f"by hand {share}"] = _manual_saves(
+                    place, state, folder, share, rounds if share < 1 else 1
+                )
         for share in (SHARE, 0.0):
-            say(f"by time, {share:.0%}")
-            with noting(out["errors"], f"by time, {share:.0%}"):
-                out[f"by time {share}"] = _by_time(
+            log_progress(f"by time, {share:.0%}")
+            with record_errors(out["errors"], f"by time, {share:.0%}"):
+                out[f"by time {share}"] = _timer_saves(
                     place, state, folder, share, rounds, step_s=out["steps"]["without"], quick=quick
                 )
     out["rows"] = _rows(out)
@@ -169,11 +171,11 @@ def _timed(state: GpuState, steps: int, end: Callable[[], object]) -> float:
     return (time.perf_counter() - begun) / steps
 
 
-def _steps(place: Place, state: GpuState, folder: Path, steps: int, rounds: int) -> dict[str, object]:
+def _steps(place: StoreLocation, state: GpuState, folder: Path, steps: int, rounds: int) -> dict[str, object]:
     """Steps without and with tracking and `step()`, in turns; no save is due."""
     found: dict[str, list[float]] = {"without": [], "with": []}
     _timed(state, steps, lambda: None)
-    with Sidecar(place, "steps", folder / "steps", **_flags(state)) as sidecar:
+    with SidecarServer(place, "steps", folder / "steps", **_flags(state)) as sidecar:
         for turn in range(rounds + 1):
             without = _timed(state, steps, lambda: None)
             ours = Deltashard(sidecar, state)  # type: ignore[arg-type]
@@ -188,7 +190,7 @@ def _steps(place: Place, state: GpuState, folder: Path, steps: int, rounds: int)
     return {name: median(each) for name, each in found.items()} | {"all": found}
 
 
-def _peer(kind: type[Peer], place: Place, state: GpuState, rounds: int) -> dict[str, object]:
+def _peer(kind: type[Peer], place: StoreLocation, state: GpuState, rounds: int) -> dict[str, object]:
     peer = kind(place)
     saves = []
     try:
@@ -208,9 +210,11 @@ def _peer(kind: type[Peer], place: Place, state: GpuState, rounds: int) -> dict[
     }
 
 
-def _by_hand(place: Place, state: GpuState, folder: Path, share: float, rounds: int) -> dict[str, object]:
+def _manual_saves(
+    place: StoreLocation, state: GpuState, folder: Path, share: float, rounds: int
+) -> dict[str, object]:
     name = f"hand-{share:.2f}"
-    with Sidecar(place, name, folder / name, **_flags(state)) as sidecar:
+    with SidecarServer(place, name, folder / name, **_flags(state)) as sidecar:
         ours = Deltashard(sidecar, state)  # type: ignore[arg-type]
         ours.restore()
         saves = []
@@ -231,8 +235,8 @@ def _by_hand(place: Place, state: GpuState, folder: Path, share: float, rounds: 
     }
 
 
-def _by_time(
-    place: Place,
+def _timer_saves(
+    place: StoreLocation,
     state: GpuState,
     folder: Path,
     share: float,
@@ -244,7 +248,7 @@ def _by_time(
     """Saves by the timer; `share` of the rows is touched in each interval, besides what its steps touch."""
     name = f"time-{share:.2f}"
     found = []
-    with Sidecar(place, name, folder / name, **_flags(state, every_s=1 if quick else 4)) as sidecar:
+    with SidecarServer(place, name, folder / name, **_flags(state, every_s=1 if quick else 4)) as sidecar:
         ours = Deltashard(sidecar, state)  # type: ignore[arg-type]
         ours.restore()
         ckpt = ours.ckpt
@@ -252,14 +256,14 @@ def _by_time(
             if share:
                 state.touch(share, seed=turn)
                 ckpt.step()
-            cuts, began = ckpt.stats.cuts, time.perf_counter()
-            while ckpt.stats.cuts == cuts:
+            snapshots, began = ckpt.stats.snapshots, time.perf_counter()
+            while ckpt.stats.snapshots == snapshots:
                 state.step()
                 ckpt.step()
                 if time.perf_counter() - began > 60:
                     raise TimeoutError(f"no cut within 60 s: {ckpt.stats}")
             stall_s, steps, began = ckpt.stats.stalls_s[-1], 0, time.perf_counter()
-            while ckpt.stats.commits < ckpt.stats.cuts:
+            while ckpt.stats.commits < ckpt.stats.snapshots:
                 state.step()
                 ckpt.step()
                 steps += 1
@@ -287,7 +291,7 @@ def _rows(out: dict[str, Any]) -> list[Row]:
     rows: list[Row] = []
     steps = out["steps"]
     rows.append(
-        against("a step, tracked and with step()", steps["with"], "without us", steps["without"], "s")
+        compare_with("a step, tracked and with step()", steps["with"], "without us", steps["without"], "s")
     )
     peers = [kind.name for kind in (TorchSave, DcpAsyncSave, DcpPinned) if kind.name in out]
     for mine, what in (
@@ -298,13 +302,13 @@ def _rows(out: dict[str, Any]) -> list[Row]:
     ):
         if mine in out:
             rows += [
-                against(f"stall, {what}", out[mine]["stall_s"], who, out[who]["stall_s"], "s")
+                compare_with(f"stall, {what}", out[mine]["stall_s"], who, out[who]["stall_s"], "s")
                 for who in peers
             ]
             if "lost_s" in out[mine]:
                 rows.append(limit(f"training lost, {what}", out[mine]["lost_s"], "s"))
             rows += [
-                against(f"durable, {what}", out[mine]["durable_s"], who, out[who]["durable_s"], "s")
+                compare_with(f"durable, {what}", out[mine]["durable_s"], who, out[who]["durable_s"], "s")
                 for who in peers
             ]
     return rows

@@ -35,18 +35,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from group_ranks import CACHED, DIRTY, ENCODINGS, FULL, LOAD, PLAIN, SCRIPT, SMALL, Scale
-from measuring import Row, against, limit, say
-from ours import Sidecar
-from peers import THREADS, Place, minio_place
+from group_ranks import CACHED, DIRTY, ENCODINGS, FULL, LOAD, PLAIN, SCRIPT, SMALL, GroupScale
+from measuring import Row, compare_with, limit, log_progress
+from ours import SidecarServer
+from peers import THREADS, StoreLocation, minio_place
 
 
 def _run_ranks(
     folder: Path,
     does: str,
     world: int,
-    scale: Scale,
-    place: Place,
+    scale: GroupScale,
+    place: StoreLocation,
     sockets: dict[str, list[str]],
     **options: Any,
 ) -> list[Any]:
@@ -74,9 +74,9 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         place, _ = stack.enter_context(minio_place("group"))
 
         def sidecar(into: contextlib.ExitStack, run: str, name: str, **flags: object) -> str:
-            started = into.enter_context(Sidecar(place, run, folder / name, **flags))
+            started = into.enter_context(SidecarServer(place, run, folder / name, **flags))
             os.environ.pop("DELTASHARD_SOCKET")  # or the next one would serve there, too
-            started.settle()
+            started.wait_idle()
             return str(started.memory / "sidecar.sock")
 
         # As much shared memory as the peer takes for its copy, and no less than four ranks need.
@@ -90,7 +90,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
                 sidecar(writers, f"step-{pair}", f"step-{pair}", arena_bytes=256 << 20)
                 for pair in range(scale.pairs)
             ]
-            say(f"{scale.world} ranks save, and train")
+            log_progress(f"{scale.world} ranks save, and train")
             saved = _run_ranks(folder / "saving", "save", scale.world, scale, place, sockets)
         sockets = {
             name: [
@@ -99,7 +99,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
             ]
             for name in ENCODINGS
         }
-        say(f"{scale.readers} ranks restore")
+        log_progress(f"{scale.readers} ranks restore")
         first = saved[0]
         restored = _run_ranks(
             folder / "restoring", "restore", scale.readers, scale, place, sockets,
@@ -180,14 +180,18 @@ def _rows(out: dict[str, Any]) -> list[Row]:
                 pairs = (("stall", "stall_s", stall_bar), ("trigger to durable", "durable_s", durable_bar))
                 for title, key, bar in pairs:
                     named = f"{title}, {what}, {encoding}"
-                    rows.append(against(named, ours[key], peer, theirs[key], "s", bar if bars else None))
+                    rows.append(compare_with(named, ours[key], peer, theirs[key], "s", bar if bars else None))
         full = saves[PLAIN]["stored_bytes"]
         bar = 6.0 if barred else None
-        rows.append(against(f"bytes, 26 % dirty, {encoding}", some["stored_bytes"], PLAIN, full, "B", bar))
-        rows.append(against(f"bytes, all rows, {encoding}", everything["stored_bytes"], PLAIN, full, "B"))
+        rows.append(
+            compare_with(f"bytes, 26 % dirty, {encoding}", some["stored_bytes"], PLAIN, full, "B", bar)
+        )
+        rows.append(
+            compare_with(f"bytes, all rows, {encoding}", everything["stored_bytes"], PLAIN, full, "B")
+        )
         title, bar = f"restore by {out['scale']['readers']} ranks, {encoding}", 2.0 if barred else None
         mine, theirs_s = restores[encoding]["restore_s"], restores[LOAD]["restore_s"]
-        rows.append(against(title, mine, LOAD, theirs_s, "s", bar))
+        rows.append(compare_with(title, mine, LOAD, theirs_s, "s", bar))
     more = step["collectives"]["with"] - step["collectives"]["without"]
     rows += [
         limit("ordinary step, without us", step["step_s"], "s"),

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from peers import DcpSave, Instant, Place
+from peers import DcpSave, Instant, StoreLocation
 from tracking import Clock, clocked
 
 SCRIPT = str(Path(__file__).resolve())
@@ -28,7 +28,7 @@ SHARES = (8, 4, 2, 2)
 """How the rows are spread over the tables, in sixteenths."""
 ROW_BYTES = 4 * COLUMNS + 4
 DIRTY = 0.26
-STUCK_S = 300
+TIMEOUT_S = 300
 PR_SET_PDEATHSIG = 1
 ENCODINGS = ("q8", "fp32")
 PLAIN, CACHED = "dcp.async_save", "dcp.async_save (cached staging)"
@@ -36,7 +36,7 @@ LOAD = "dcp.load"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class GroupScale:
     """How much of it."""
 
     state_bytes: int
@@ -54,14 +54,14 @@ class Scale:
         return [self.state_bytes // ROW_BYTES * share // sum(SHARES) for share in SHARES]
 
 
-FULL = Scale(state_bytes=2 << 30, rounds=3, pairs=5, steps=40)
-SMALL = Scale(state_bytes=64 << 20, rounds=1, pairs=2, steps=10)
+FULL = GroupScale(state_bytes=2 << 30, rounds=3, pairs=5, steps=40)
+SMALL = GroupScale(state_bytes=64 << 20, rounds=1, pairs=2, steps=10)
 
 
-class Training:
+class RankTraining:
     """The model as one rank has it."""
 
-    def __init__(self, scale: Scale) -> None:
+    def __init__(self, scale: GroupScale) -> None:
         import torch
         import torch.distributed as dist
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -72,7 +72,7 @@ class Training:
         from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
         from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-        class Model(nn.Module):
+        class RankModel(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.ebc = EmbeddingBagCollection(
@@ -89,16 +89,16 @@ class Training:
             def forward(self, sparse: Any) -> torch.Tensor:
                 return self.over(self.ebc(sparse).values()).squeeze(1)
 
-        class Sharder(EmbeddingBagCollectionSharder):
+        class RankSharder(EmbeddingBagCollectionSharder):
             def sharding_types(self, compute_device_type: str) -> list[str]:  # noqa: ARG002
                 return ["row_wise"]  # which the planner leaves out on CPUs
 
         self.scale, self.rank, self.world = scale, dist.get_rank(), dist.get_world_size()
         torch.manual_seed(self.rank)
         sharders: Any = [
-            Sharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05})
+            RankSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05})
         ]
-        model = Model()
+        model = RankModel()
         planner = EmbeddingShardingPlanner(
             topology=Topology(world_size=self.world, local_world_size=self.world, compute_device="cpu"),
             constraints={
@@ -202,7 +202,7 @@ def _begin() -> Instant:
     return Instant.now()
 
 
-def _our_save(training: Training, ckpt: Any) -> dict[str, Any]:
+def _our_save(training: RankTraining, ckpt: Any) -> dict[str, Any]:
     stall_s = stall_cpu_s = 0.0
     steps = 0
     begun = _begin()
@@ -216,13 +216,13 @@ def _our_save(training: Training, ckpt: Any) -> dict[str, Any]:
         stall_cpu_s += after.cpu_s - before.cpu_s
         return result
 
-    cuts = ckpt.stats.cuts
+    snapshots = ckpt.stats.snapshots
     handle = held(lambda: ckpt.save("bench"))
-    while ckpt.stats.cuts == cuts:
+    while ckpt.stats.snapshots == snapshots:
         training.step()
         held(ckpt.step)
         steps += 1
-    commit = handle.wait(STUCK_S)
+    commit = handle.wait(TIMEOUT_S)
     return {
         "stall_s": stall_s,
         "stall_cpu_s": stall_cpu_s,
@@ -237,7 +237,7 @@ def _our_save(training: Training, ckpt: Any) -> dict[str, Any]:
 class _Dcp:
     """torch.distributed.checkpoint on MinIO, one rank's side."""
 
-    def __init__(self, place: Place, *, cached: bool = False) -> None:
+    def __init__(self, place: StoreLocation, *, cached: bool = False) -> None:
         import torch.distributed as dist
 
         self.storage = DcpSave(place)
@@ -257,7 +257,7 @@ class _Dcp:
         if self.stager is not None and self.stager.state_dict_cache is None:
             self.stager.state_dict_cache = _create_cpu_state_dict(state)
 
-    def save(self, training: Training, tag: str) -> dict[str, Any]:
+    def save(self, training: RankTraining, tag: str) -> dict[str, Any]:
         """`async_save`; training goes on by one step before its result is waited for."""
         import torch.distributed.checkpoint as dcp
 
@@ -278,7 +278,7 @@ class _Dcp:
             "durable_s": time.perf_counter() - begun.wall_s,
         }
 
-    def load(self, training: Training, tag: str) -> float:
+    def load(self, training: RankTraining, tag: str) -> float:
         import torch.distributed.checkpoint as dcp
 
         begun = _begin()
@@ -288,11 +288,11 @@ class _Dcp:
         return time.perf_counter() - begun.wall_s
 
 
-def save(scale: Scale, place: Place, sockets: dict[str, list[str]]) -> dict[str, Any]:
+def save(scale: GroupScale, place: StoreLocation, sockets: dict[str, list[str]]) -> dict[str, Any]:
     """All saves of one rank; the last of each side stay for `restore`."""
     import torch.distributed as dist
 
-    training = Training(scale)
+    training = RankTraining(scale)
     training.touch(1.0, seed=1)
     first = training.rank == 0
     peers = {PLAIN: _Dcp(place), CACHED: _Dcp(place, cached=True)}
@@ -309,9 +309,9 @@ def save(scale: Scale, place: Place, sockets: dict[str, list[str]]) -> dict[str,
                     training.touch(DIRTY, seed=100 + turn)
                     ckpt.step()
                 before = place.size_bytes(encoding) if first else 0
-                said = _our_save(training, ckpt)
-                said["stored_bytes"] = place.size_bytes(encoding) - before if first else 0
-                this[f"{encoding} {what}"] = said
+                reported = _our_save(training, ckpt)
+                reported["stored_bytes"] = place.size_bytes(encoding) - before if first else 0
+                this[f"{encoding} {what}"] = reported
             found["sums"][encoding] = training.sums()
             ckpt.close()
         for name, peer in peers.items():
@@ -329,7 +329,7 @@ def save(scale: Scale, place: Place, sockets: dict[str, list[str]]) -> dict[str,
     return found
 
 
-def _steps(training: Training, sockets: list[str]) -> dict[str, Any]:
+def _steps(training: RankTraining, sockets: list[str]) -> dict[str, Any]:
     """Blocks of ordinary steps, with and without a Checkpointer in turns."""
     import torch.distributed as dist
     from deltashard.sharded import batched_kernel
@@ -379,10 +379,10 @@ def _steps(training: Training, sockets: list[str]) -> dict[str, Any]:
 
 
 def restore(
-    scale: Scale, place: Place, sockets: dict[str, list[str]], tag: str, sums: dict[str, Any]
+    scale: GroupScale, place: StoreLocation, sockets: dict[str, list[str]], tag: str, sums: dict[str, Any]
 ) -> dict[str, Any]:
     """Every restore of one rank of the smaller world, each compared with what was saved."""
-    training = Training(scale)
+    training = RankTraining(scale)
     peer = _Dcp(place)
     training.step()  # DCP loads into optimizer state that is there
     found: dict[str, list[float]] = {name: [] for name in (*ENCODINGS, LOAD)}
@@ -446,11 +446,16 @@ def _rank(rank: int, port: int, asked: dict[str, Any]) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(STUCK_S)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=STUCK_S))
+    faulthandler.dump_traceback_later(TIMEOUT_S)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     try:
         does = {"save": save, "restore": restore}[asked["does"]]
-        found = does(Scale(**asked["scale"]), Place(**asked["place"]), asked["sockets"], **asked["options"])
+        found = does(
+            GroupScale(**asked["scale"]),
+            StoreLocation(**asked["place"]),
+            asked["sockets"],
+            **asked["options"],
+        )
     except BaseException:
         traceback.print_exc()
         return 1

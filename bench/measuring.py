@@ -15,7 +15,9 @@ from typing import Any
 Row = dict[str, Any]
 
 
-def against(what: str, ours: float, peer: str, theirs: float, unit: str, bar: float | None = None) -> Row:
+def compare_with(
+    what: str, ours: float, peer: str, theirs: float, unit: str, bar: float | None = None
+) -> Row:
     """Ours beside a peer's; the bar is the least that theirs / ours may be."""
     row = {"what": what, "ours": ours, "unit": unit, "peer": peer, "theirs": theirs}
     return row | at_least(what, theirs / ours, bar)
@@ -31,12 +33,12 @@ def limit(what: str, ours: float, unit: str, bar: float | None = None) -> Row:
     return {"what": what, "ours": ours, "unit": unit, "bar": bar, "met": met}
 
 
-def say(what: str) -> None:
+def log_progress(what: str) -> None:
     print(f"  {what} ...", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def noting(errors: dict[str, str], what: str) -> Iterator[None]:
+def record_errors(errors: dict[str, str], what: str) -> Iterator[None]:
     """Whatever fails within stands in `errors`, and the rest of the bench still runs."""
     try:
         yield
@@ -60,7 +62,7 @@ def best_cpu_s(seconds: float, work: dict[str, Callable[[], object]]) -> dict[st
     return best
 
 
-def processor_s(pid: int) -> float:
+def process_cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -71,7 +73,7 @@ def memory_bytes(pid: int | str, kind: str) -> int:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{kind}:")), 0)
 
 
-def processor() -> str:
+def cpu_model() -> str:
     """The model's name, where the kernel says it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Self
 
 import deltashard
-from measuring import memory_bytes, processor_s
-from peers import Instant, Place, Saved
+from measuring import memory_bytes, process_cpu_s
+from peers import Instant, SaveTiming, StoreLocation
 from states import TrainingState
 
 READY_S = 60.0
 
 
-class Sidecar:
+class SidecarServer:
     """One sidecar process on a store; a context manager."""
 
-    def __init__(self, place: Place, run: str, folder: Path, **flags: object) -> None:
+    def __init__(self, place: StoreLocation, run: str, folder: Path, **flags: object) -> None:
         self.url = f"s3://{place.root}" if place.remote else f"file://{place.root}"
         self.run = run
         self.folder = folder
@@ -93,7 +93,7 @@ class Sidecar:
                 self.process.wait()
         shutil.rmtree(self.memory, ignore_errors=True)
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Wait until it is idle: in a pod it has looked at the log long before a trainer has imported torch."""
         deadline = time.monotonic() + READY_S
         before = -1.0
@@ -106,7 +106,7 @@ class Sidecar:
 
     @property
     def cpu_s(self) -> float:
-        return processor_s(self.process.pid)
+        return process_cpu_s(self.process.pid)
 
     def anonymous_bytes(self) -> int:
         """Memory that is neither the arena nor a file of the cache."""
@@ -122,7 +122,7 @@ class Sidecar:
 class OurSave:
     """A save, with what only we can tell."""
 
-    saved: Saved
+    saved: SaveTiming
     raw_bytes: int
     rows: int
     baseline: bool
@@ -134,7 +134,7 @@ class Deltashard:
 
     name = "deltashard"
 
-    def __init__(self, sidecar: Sidecar, state: TrainingState) -> None:
+    def __init__(self, sidecar: SidecarServer, state: TrainingState) -> None:
         self.sidecar = sidecar
         self.state = state
         self.ckpt = deltashard.Checkpointer(state.model, state.optimizers)
@@ -150,7 +150,7 @@ class Deltashard:
         handle = self.ckpt.save("bench")
         released = Instant.now()
         commit = handle.wait(300)
-        saved = Saved(
+        saved = SaveTiming(
             stall_s=released.wall_s - begun.wall_s,
             stall_cpu_s=released.cpu_s - begun.cpu_s,
             durable_s=time.perf_counter() - begun.wall_s,
@@ -164,7 +164,7 @@ class Deltashard:
             cpu_s=self.sidecar.cpu_s - cpu,
         )
 
-    def touched(self, share: float, seed: int) -> None:
+    def touch_and_step(self, share: float, seed: int) -> None:
         self.state.touch(share, seed)
         self.ckpt.step()
 

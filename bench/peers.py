@@ -35,7 +35,7 @@ THREADS = os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SaveTiming:
     """One save as the training loop saw it."""
 
     stall_s: float
@@ -58,7 +58,7 @@ class Instant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class StoreLocation:
     """Where checkpoints go: a directory, or a bucket of a running MinIO when `endpoint` is set."""
 
     name: str
@@ -115,13 +115,13 @@ class Place:
 
 
 @contextlib.contextmanager
-def minio_place(prefix: str) -> Iterator[tuple[Place, int]]:
+def minio_place(prefix: str) -> Iterator[tuple[StoreLocation, int]]:
     """A bucket of a MinIO that runs meanwhile, its keys in this process's environment; and the server's process id."""
     with minio_server() as server:
         before = dict(os.environ)
         os.environ.update(server.environment())
         try:
-            place = Place(
+            place = StoreLocation(
                 name="MinIO",
                 root=f"{server.bucket}/{prefix}",
                 endpoint=server.endpoint,
@@ -141,11 +141,11 @@ class Peer(ABC):
     name: str
     asynchronous = False
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StoreLocation) -> None:
         self.place = place
 
     @abstractmethod
-    def save(self, state: TrainingState, tag: str) -> Saved:
+    def save(self, state: TrainingState, tag: str) -> SaveTiming:
         """Save under `tag` and wait until it is durable."""
 
     @abstractmethod
@@ -155,9 +155,9 @@ class Peer(ABC):
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Release what is held between saves."""
 
-    def _saved(self, tag: str, begun: Instant, released: Instant) -> Saved:
+    def _saved(self, tag: str, begun: Instant, released: Instant) -> SaveTiming:
         durable_s = time.perf_counter() - begun.wall_s
-        return Saved(
+        return SaveTiming(
             stall_s=released.wall_s - begun.wall_s,
             stall_cpu_s=released.cpu_s - begun.cpu_s,
             durable_s=durable_s,
@@ -175,7 +175,7 @@ class TorchSave(Peer):
         folder.mkdir(parents=True, exist_ok=True)
         return folder / "state.pt"
 
-    def save(self, state: TrainingState, tag: str) -> Saved:
+    def save(self, state: TrainingState, tag: str) -> SaveTiming:
         path = self._file(tag)
         begun = Instant.now()
         with path.open("wb") as out:
@@ -222,16 +222,16 @@ class DcpSave(Peer):
             return _fsspec().FsspecReader(self.place.url(tag), **self.place.filesystem_options())
         return dcp.FileSystemReader(Path(self.place.root, tag))
 
-    def save(self, state: TrainingState, tag: str) -> Saved:
+    def save(self, state: TrainingState, tag: str) -> SaveTiming:
         begun = Instant.now()
-        with _quiet():
+        with _silence_warnings():
             dcp.save(state.as_dict(), storage_writer=self.writer(tag), no_dist=True)
         return self._saved(tag, begun, Instant.now())
 
     def load(self, state: TrainingState, tag: str) -> float:
         begun = time.perf_counter()
         target = state.as_dict()
-        with _quiet():
+        with _silence_warnings():
             dcp.load(target, storage_reader=self.reader(tag), no_dist=True)
         state.load(target)
         return time.perf_counter() - begun
@@ -243,7 +243,7 @@ class DcpAsyncSave(DcpSave):
     name = "dcp.async_save"
     asynchronous = True
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StoreLocation) -> None:
         super().__init__(place)
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -256,7 +256,7 @@ class DcpAsyncSave(DcpSave):
         future = self._begin(state, tag)
         return _durable(future.done, future.result)
 
-    def save(self, state: TrainingState, tag: str) -> Saved:
+    def save(self, state: TrainingState, tag: str) -> SaveTiming:
         begun = Instant.now()
         future = self._begin(state, tag)
         released = Instant.now()
@@ -264,7 +264,7 @@ class DcpAsyncSave(DcpSave):
         return self._saved(tag, begun, released)
 
     def _begin(self, state: TrainingState, tag: str):
-        with _quiet():
+        with _silence_warnings():
             return dcp.async_save(
                 state.as_dict(), storage_writer=self.writer(tag), async_stager=self.stager()
             )
@@ -277,7 +277,7 @@ class DcpAsyncSaveReusing(DcpAsyncSave):
     pinned = False
     """Pinned memory, and copies that do not wait for one another, are for CUDA."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StoreLocation) -> None:
         super().__init__(place)
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -295,9 +295,9 @@ class TorchSnapshotTake(Peer):
 
     name = "torchsnapshot.take"
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StoreLocation) -> None:
         super().__init__(place)
-        with _quiet():
+        with _silence_warnings():
             import torchsnapshot
         self.library = torchsnapshot
         # The library asks for the current event loop, which newer Pythons no longer make by themselves.
@@ -306,14 +306,14 @@ class TorchSnapshotTake(Peer):
     def _app_state(self, state: TrainingState):
         return {"state": self.library.StateDict(**state.as_dict())}
 
-    def save(self, state: TrainingState, tag: str) -> Saved:
-        with _quiet():
+    def save(self, state: TrainingState, tag: str) -> SaveTiming:
+        with _silence_warnings():
             begun = Instant.now()
             self.library.Snapshot.take(self.place.url(tag), self._app_state(state))
         return self._saved(tag, begun, Instant.now())
 
     def load(self, state: TrainingState, tag: str) -> float:
-        with _quiet():
+        with _silence_warnings():
             begun = time.perf_counter()
             target = self._app_state(state)
             self.library.Snapshot(self.place.url(tag)).restore(target)
@@ -328,12 +328,12 @@ class TorchSnapshotAsyncTake(TorchSnapshotTake):
     asynchronous = True
 
     def start(self, state: TrainingState, tag: str) -> Callable[[], bool]:
-        with _quiet():
+        with _silence_warnings():
             pending = self.library.Snapshot.async_take(self.place.url(tag), self._app_state(state))
         return _durable(pending.done, pending.wait)
 
-    def save(self, state: TrainingState, tag: str) -> Saved:
-        with _quiet():
+    def save(self, state: TrainingState, tag: str) -> SaveTiming:
+        with _silence_warnings():
             begun = Instant.now()
             pending = self.library.Snapshot.async_take(self.place.url(tag), self._app_state(state))
             released = Instant.now()
@@ -359,7 +359,7 @@ def _durable(done: Callable[[], bool], result: Callable[[], object]) -> Callable
     return durable
 
 
-def _quiet():
+def _silence_warnings():
     """The peers' own deprecation warnings are not ours to print."""
     return warnings.catch_warnings(action="ignore")
 

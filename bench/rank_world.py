@@ -29,15 +29,15 @@ from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import Committed, commit_parts
 from deltashard_checkpoint.write.commit_wait import CommitLatency
-from deltashard_checkpoint.write.cut_reports import LIST_PAGE
 from deltashard_checkpoint.write.report import PartReport, ReportBodyCache
+from deltashard_checkpoint.write.snapshot_reports import LIST_PAGE
 
 RUN = "ranks"
 COLUMNS = 64
 ROW_BYTES = COLUMNS + 8  # codes, scale and bias
 STATE_BYTES = 4  # of a row: one row-wise float32
 RAW_BYTES = 4 * COLUMNS + 4
-CHANGED = 0.26
+CHANGED_SHARE = 0.26
 PACK_BYTES = 64 << 20
 DENSE_BYTES = 40 << 20
 DENSE_OWNERS = 8
@@ -45,7 +45,7 @@ SPREAD_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class RankScale:
     """How much of it."""
 
     ranks: int
@@ -95,8 +95,8 @@ class Scale:
         )
 
 
-FULL = Scale(ranks=4096, tables=800, rows=10**8, other_ranks=3072)
-SMALL = Scale(ranks=64, tables=20, rows=10**6, other_ranks=48)
+FULL = RankScale(ranks=4096, tables=800, rows=10**8, other_ranks=3072)
+SMALL = RankScale(ranks=64, tables=20, rows=10**6, other_ranks=48)
 
 
 @functools.cache
@@ -115,7 +115,7 @@ def _fqn(n: int) -> str:
 # The store, and time
 
 
-class Counting(MemoryStore):
+class RequestCountingStore(MemoryStore):
     """A store in memory that counts requests as S3 does, by whoever is at work, and bytes."""
 
     def __init__(self, clock: Any) -> None:
@@ -159,39 +159,39 @@ class Counting(MemoryStore):
         super().delete(keys)
 
 
-class World:
+class SimulatedPods:
     """Pods as greenlets over one clock: whoever sleeps lets the next one go on."""
 
     def __init__(self) -> None:
         from greenlet import getcurrent
 
         self.now_s = 1e9
-        self.store = Counting(lambda: self.now_s)
-        self._turns: list[tuple[float, int, str, Any]] = []
+        self.store = RequestCountingStore(lambda: self.now_s)
+        self._tasks: list[tuple[float, int, str, Any]] = []
         self._main = getcurrent()
         self._count = 0
-        self.chance = random.Random(7)
+        self.rng = random.Random(7)
         self.clocks = Clocks(
             wall_s=lambda: self.now_s,
             monotonic_s=lambda: self.now_s,
             sleep=self._sleep,
-            uniform=self.chance.random,
+            uniform=self.rng.random,
         )
 
-    def later(self, delay_s: float, who: str, run: Any) -> None:
+    def schedule(self, delay_s: float, who: str, run: Any) -> None:
         from greenlet import greenlet
 
         self._push(delay_s, who, greenlet(run, parent=self._main))
 
-    def play(self) -> None:
-        while self._turns:
-            at_s, _, who, turn = heapq.heappop(self._turns)
+    def run_all(self) -> None:
+        while self._tasks:
+            at_s, _, who, task = heapq.heappop(self._tasks)
             self.now_s, self.store.who = at_s, who
-            turn.switch()
+            task.switch()
 
-    def _push(self, delay_s: float, who: str, turn: Any) -> None:
+    def _push(self, delay_s: float, who: str, task: Any) -> None:
         self._count += 1
-        heapq.heappush(self._turns, (self.now_s + delay_s, self._count, who, turn))
+        heapq.heappush(self._tasks, (self.now_s + delay_s, self._count, who, task))
 
     def _sleep(self, seconds: float) -> None:
         from greenlet import getcurrent
@@ -206,7 +206,9 @@ class World:
 # What ranks say
 
 
-def made_index(scale: Scale, rank: int, *, attempt: int, cut: int, token: str, covers: int | None) -> Index:
+def make_index(
+    scale: RankScale, rank: int, *, attempt: int, cut: int, token: str, covers: int | None
+) -> Index:
     """What rank's index of a cut would be, with packs that are not there."""
     a, b = scale.rows_of(rank, scale.ranks)
     frames: list[FrameInfo] = []
@@ -214,7 +216,7 @@ def made_index(scale: Scale, rank: int, *, attempt: int, cut: int, token: str, c
     def digest(*, tail: bool = False) -> bytes:
         return (tail << 127 | rank << 64 | cut << 32 | len(frames)).to_bytes(16, "big")
 
-    held = b - a if covers is None else max(2, round(CHANGED * (b - a)))
+    held = b - a if covers is None else max(2, round(CHANGED_SHARE * (b - a)))
     count = -(-held // rows_per_frame(scale.schemas[0], COLUMNS, ENCODINGS["q8"]))
     for n in range(scale.tables):
         for i in range(count):
@@ -249,7 +251,7 @@ def made_index(scale: Scale, rank: int, *, attempt: int, cut: int, token: str, c
                     blob_bytes=size,
                 )
             )
-    places, packs = _placed(frames)
+    places, packs = _place_frames(frames)
     return Index(
         run=RUN,
         attempt=attempt,
@@ -273,7 +275,7 @@ def made_index(scale: Scale, rank: int, *, attempt: int, cut: int, token: str, c
 
 
 @dataclass(slots=True)
-class _Filled:
+class _PackFill:
     """A pack, as far as it is filled."""
 
     number: int
@@ -282,15 +284,15 @@ class _Filled:
     bytes: int = 0
 
 
-def _placed(frames: Iterable[FrameInfo]) -> tuple[list[Place], list[_Filled]]:
+def _place_frames(frames: Iterable[FrameInfo]) -> tuple[list[Place], list[_PackFill]]:
     """Where frames and tails lie when each kind fills one pack after another, and these packs."""
-    packs: list[_Filled] = []
-    filling: dict[bool, _Filled] = {}
+    packs: list[_PackFill] = []
+    filling: dict[bool, _PackFill] = {}
 
     def reserved(length: int, *, state: bool) -> tuple[int, int]:
         pack = filling.get(state)
         if pack is None or pack.bytes + length > PACK_BYTES:
-            pack = filling[state] = _Filled(number=len(packs), state=state)
+            pack = filling[state] = _PackFill(number=len(packs), state=state)
             packs.append(pack)
         offset, pack.bytes = pack.bytes, pack.bytes + length
         return pack.number, offset
@@ -306,11 +308,11 @@ def _placed(frames: Iterable[FrameInfo]) -> tuple[list[Place], list[_Filled]]:
     return places, packs
 
 
-def owners(scale: Scale) -> list[int]:
+def owners(scale: RankScale) -> list[int]:
     return list(range(0, scale.ranks, scale.ranks // DENSE_OWNERS))
 
 
-def _blobs(scale: Scale, rank: int) -> dict[str, int]:
+def _blobs(scale: RankScale, rank: int) -> dict[str, int]:
     found = {blob_name(rank, "rng"): 6000, blob_name(rank, "loader"): 3000, blob_name(rank, "meta"): 20_000}
     if rank == 0:
         found |= {"optim/0": 100_000}
@@ -323,7 +325,7 @@ def _blobs(scale: Scale, rank: int) -> dict[str, int]:
 
 
 @dataclass(slots=True, kw_only=True)
-class Cut:
+class CommittedSnapshot:
     """One cut, as it was seen."""
 
     number: int
@@ -342,12 +344,12 @@ class Cut:
     bytes: int = 0
 
 
-class Group:
+class PodGroup:
     """All pods, over one run."""
 
-    def __init__(self, scale: Scale, read: Iterable[int]) -> None:
+    def __init__(self, scale: RankScale, read: Iterable[int]) -> None:
         self.scale = scale
-        self.world = World()
+        self.world = SimulatedPods()
         self.read = frozenset(read)
         """Ranks whose indexes are whole: others' are empty objects of their names."""
         begun_s = time.monotonic()
@@ -362,12 +364,12 @@ class Group:
         self.opened_s = time.monotonic() - begun_s
         self.logs = [first.fork() for _ in range(scale.pods)]
         self.bodies = [ReportBodyCache() for _ in range(scale.pods)]
-        self.paces = [CommitLatency() for _ in range(scale.pods)]
+        self.latencies = [CommitLatency() for _ in range(scale.pods)]
         self._shapes: dict[tuple[bool, bool, bool], tuple[int, int, int]] = {}
         self.index_bytes: dict[int, int] = {}
         """Of the first rank that is read, by cut."""
 
-    def reports(self, pod: int, cut: Cut) -> list[PartReport]:
+    def reports(self, pod: int, cut: CommittedSnapshot) -> list[PartReport]:
         """Of a pod's ranks; their indexes are put."""
         scale, found = self.scale, []
         for rank in range(pod * scale.per_pod, min((pod + 1) * scale.per_pod, scale.ranks)):
@@ -376,7 +378,7 @@ class Group:
             data = b""
             if rank in self.read:
                 data = encode_index(
-                    made_index(
+                    make_index(
                         scale, rank, attempt=self.attempt, cut=cut.number, token=token, covers=cut.covers
                     )
                 )
@@ -409,20 +411,20 @@ class Group:
             )
         return found
 
-    def _shape(self, rank: int, cut: Cut) -> tuple[int, int, int]:
+    def _shape(self, rank: int, cut: CommittedSnapshot) -> tuple[int, int, int]:
         """(packs, rows, bytes) of a rank's part; ranks without blobs for all differ by a row a table at most."""
         kind = (rank in owners(self.scale), rank == 0, cut.covers is None)
         if kind not in self._shapes:
-            index = made_index(self.scale, rank, attempt=1, cut=cut.number, token="0" * 16, covers=cut.covers)
+            index = make_index(self.scale, rank, attempt=1, cut=cut.number, token="0" * 16, covers=cut.covers)
             self._shapes[kind] = (len(index.packs), index.rows, sum(pack.bytes for pack in index.packs))
         return self._shapes[kind]
 
-    def save(self, number: int, covers: int | None, *, first_last: bool) -> Cut:
+    def save(self, number: int, covers: int | None, *, first_last: bool) -> CommittedSnapshot:
         """One cut of all pods, of which that of rank 0 ends its upload before all others, or after them."""
-        cut = Cut(number=number, covers=covers)
+        cut = CommittedSnapshot(number=number, covers=covers)
         store, world = self.world.store, self.world
         store.requests.clear()
-        ends = [world.chance.uniform(0.0, SPREAD_S) for _ in range(self.scale.pods)]
+        ends = [world.rng.uniform(0.0, SPREAD_S) for _ in range(self.scale.pods)]
         ends[0] = SPREAD_S + 1.0 if first_last else 0.0
         begun_s = world.now_s
 
@@ -437,7 +439,7 @@ class Group:
                 reports=self.reports(number_, cut),
                 layout=self.digest,
                 bodies=self.bodies[number_],
-                latency=self.paces[number_],
+                latency=self.latencies[number_],
                 since_s=ends[number_],
             )
             cut.seq = done.seq
@@ -448,8 +450,8 @@ class Group:
                 cut.first_s = time.monotonic() - real_s
 
         for n, end_s in enumerate(ends):
-            world.later(end_s, "first" if n == 0 else f"pod {n}", lambda n=n: pod(n))
-        world.play()
+            world.schedule(end_s, "first" if n == 0 else f"pod {n}", lambda n=n: pod(n))
+        world.run_all()
         others: Counter[str] = Counter()
         by_pod: dict[str, Counter[str]] = {}
         for (who, kind), times in store.requests.items():

@@ -41,9 +41,9 @@ from deltashard_checkpoint.restore.plan import Want
 from deltashard_checkpoint.restore.shared_read import SharedReads
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.file import FileStore
-from deltashard_checkpoint.write.cut_reports import LIST_PAGE
+from deltashard_checkpoint.write.snapshot_reports import LIST_PAGE
 from measuring import Row, limit, memory_bytes
-from rank_world import DENSE_OWNERS, FULL, RUN, SMALL, Cut, Group, Scale, owners
+from rank_world import DENSE_OWNERS, FULL, RUN, SMALL, CommittedSnapshot, PodGroup, RankScale, owners
 
 EVERY_S = 1800.0
 MONTH_S = 30 * 86400.0
@@ -55,7 +55,7 @@ MB = 1e6
 # Opening
 
 
-def open_through_a_sidecar(layout: Layout) -> dict[str, float]:
+def open_through_sidecar(layout: Layout) -> dict[str, float]:
     """Rank 0's library hands the layout of all to its sidecar, over their socket, and gets an attempt."""
     import grpc
     from deltashard.attach.lock import lock_line, open_arena, release_arena
@@ -64,13 +64,13 @@ def open_through_a_sidecar(layout: Layout) -> dict[str, float]:
     from deltashard_proto.message_limit import MESSAGE_OPTIONS
     from deltashard_proto.v1 import trainer_pb2 as pb
     from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
-    from ours import Sidecar
-    from peers import Place
+    from ours import SidecarServer
+    from peers import StoreLocation
 
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        place = Place(name="disk", root=f"{folder}/store")
+        place = StoreLocation(name="disk", root=f"{folder}/store")
         with (
-            Sidecar(place, RUN, Path(folder), arena_bytes="64MiB") as sidecar,
+            SidecarServer(place, RUN, Path(folder), arena_bytes="64MiB") as sidecar,
             grpc.insecure_channel(f"unix:{sidecar.memory}/sidecar.sock", options=MESSAGE_OPTIONS) as channel,
         ):
             stub = TrainerStub(channel)  # type: ignore[no-untyped-call]  # generated
@@ -108,7 +108,7 @@ def copy_for_readers(store: Store, to: Path) -> dict[str, int]:
     return dict(sizes)
 
 
-class _Gets(FileStore):
+class _GetCountingStore(FileStore):
     """A store on disk that counts what is read."""
 
     def __init__(self, root: Path) -> None:
@@ -132,7 +132,7 @@ class _Gets(FileStore):
         return data
 
 
-def plan_in_this_process(scale: Scale, root: Path, ranks: list[int], world: int) -> dict[str, Any]:
+def plan_in_this_process(scale: RankScale, root: Path, ranks: list[int], world: int) -> dict[str, Any]:
     """Plan the newest checkpoint for ranks of a world, one after the other, as the sidecar of their pod does."""
     schemas = scale.schemas
     wants = {
@@ -145,7 +145,7 @@ def plan_in_this_process(scale: Scale, root: Path, ranks: list[int], world: int)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = memory_bytes("self", "VmRSS")
     found: dict[str, Any] = {"seconds": []}
-    with _Gets(root) as store:
+    with _GetCountingStore(root) as store:
         begun_s = time.monotonic()
         log = RunLog(store, RUN)
         state = log.refresh()
@@ -169,7 +169,7 @@ def plan_in_this_process(scale: Scale, root: Path, ranks: list[int], world: int)
     return found
 
 
-def plan_in_another_process(scale: Scale, root: Path, ranks: list[int], world: int) -> dict[str, Any]:
+def plan_in_another_process(scale: RankScale, root: Path, ranks: list[int], world: int) -> dict[str, Any]:
     """The same, in a process that has done nothing else."""
     asked = json.dumps({"scale": asdict(scale), "root": str(root), "ranks": ranks, "world": world})
     done = subprocess.run(
@@ -186,7 +186,7 @@ def plan_in_another_process(scale: Scale, root: Path, ranks: list[int], world: i
 # All of it
 
 
-def run(*, quick: bool = False, scale: Scale | None = None) -> dict[str, Any]:
+def run(*, quick: bool = False, scale: RankScale | None = None) -> dict[str, Any]:
     scale = scale or (SMALL if quick else FULL)
     middle = scale.ranks // 2 // scale.per_pod * scale.per_pod
     pod = list(range(middle, middle + scale.per_pod))
@@ -195,13 +195,13 @@ def run(*, quick: bool = False, scale: Scale | None = None) -> dict[str, Any]:
     met = probe.ranks_overlapping(scale.boxes_of(other, scale.other_ranks))
     boxes = len(probe)
     del probe
-    group = Group(scale, {*pod, *met, *owners(scale)})
-    cuts: list[Cut] = []
+    group = PodGroup(scale, {*pod, *met, *owners(scale)})
+    cuts: list[CommittedSnapshot] = []
     for number in range(1, scale.cuts + 1):
         covers = cuts[-1].seq if cuts else None
         cuts.append(group.save(number, covers, first_last=number == scale.cuts))
     sizes = _sizes(group, cuts)
-    opening = open_through_a_sidecar(group.layout)
+    opening = open_through_sidecar(group.layout)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         copied = copy_for_readers(group.world.store, Path(folder))
         opened_s, made_s = group.opened_s, group.made_layout_s
@@ -228,7 +228,7 @@ def run(*, quick: bool = False, scale: Scale | None = None) -> dict[str, Any]:
     return found
 
 
-def _sizes(group: Group, cuts: list[Cut]) -> dict[str, int]:
+def _sizes(group: PodGroup, cuts: list[CommittedSnapshot]) -> dict[str, int]:
     store, newest = group.world.store, cuts[-1]
     entry = group.logs[0].state.checkpoints[newest.seq]
     assert entry.listed is not None
@@ -245,11 +245,11 @@ def _sizes(group: Group, cuts: list[Cut]) -> dict[str, int]:
     }
 
 
-def _total(cut: Cut, kind: str) -> int:
+def _total(cut: CommittedSnapshot, kind: str) -> int:
     return sum(cut.requests[who].get(kind, 0) for who in ("first", "others"))
 
 
-def _month(cuts: list[Cut]) -> dict[str, float]:
+def _month(cuts: list[CommittedSnapshot]) -> dict[str, float]:
     """A delta every half hour and a baseline a day: requests and dollars."""
     times = round(MONTH_S / EVERY_S)
     baselines = round(MONTH_S / 86400.0)
@@ -268,7 +268,7 @@ def _month(cuts: list[Cut]) -> dict[str, float]:
     }
 
 
-def _rows(scale: Scale, found: dict[str, Any], cuts: list[Cut]) -> list[Row]:
+def _rows(scale: RankScale, found: dict[str, Any], cuts: list[CommittedSnapshot]) -> list[Row]:
     delta, last, sizes, reading = cuts[1], cuts[-1], found["bytes"], found["reading"]
     one, pod, other = reading["one rank"], reading["a pod"], reading["another world"]
     links = len(one["chain"])
@@ -326,7 +326,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="see bench/run.py ranks")
     parser.add_argument("--plan", required=True, type=json.loads)
     asked = parser.parse_args().plan
-    scale = Scale(**asked["scale"])
+    scale = RankScale(**asked["scale"])
     print(json.dumps(plan_in_this_process(scale, Path(asked["root"]), asked["ranks"], asked["world"])))
     return 0
 

@@ -27,7 +27,7 @@ import time
 import traceback
 from pathlib import Path
 
-from measuring import processor
+from measuring import cpu_model
 from rich.console import Console
 from rich.table import Table
 
@@ -82,7 +82,7 @@ def _machine() -> dict[str, object]:
     import torch
 
     return {
-        "cpu": processor(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -28,10 +28,10 @@ from statistics import fmean, median
 
 import states
 import torch
-from deltashard.save.head_start import LONGEST_S as LONGEST_COPY_S
-from measuring import Row, against, limit, noting, processor_s, say
-from ours import Deltashard, Sidecar
-from peers import DcpAsyncSave, DcpAsyncSaveReusing, Place, TorchSnapshotAsyncTake, minio_place
+from deltashard.save.precopy_scheduler import MAX_PRECOPY_S as LONGEST_COPY_S
+from measuring import Row, compare_with, limit, log_progress, process_cpu_s, record_errors
+from ours import Deltashard, SidecarServer
+from peers import DcpAsyncSave, DcpAsyncSaveReusing, StoreLocation, TorchSnapshotAsyncTake, minio_place
 
 SHARES = (0.26, 1.0)
 LOOKUPS = 512
@@ -44,7 +44,7 @@ BARS = {DcpAsyncSave.name: 1 / 0.1, DcpAsyncSaveReusing.name: 1 / 0.5}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class SaveCost:
     """One save."""
 
     stall_s: float
@@ -55,10 +55,10 @@ class Cost:
     step_s: float
 
 
-Found = dict[str, dict[float, list[Cost]]]
+Found = dict[str, dict[float, list[SaveCost]]]
 
 
-class Loop:
+class TimedLoop:
     """Ordinary steps, timed; so many at least measure one."""
 
     def __init__(self, state: states.TrainingState, ordinary: int) -> None:
@@ -84,7 +84,7 @@ def run(*, quick: bool) -> dict[str, object]:
     out: dict[str, object] = {"errors": {}, "sizes": {}}
     rows: list[Row] = []
     for megabytes, rounds in sizes.items():
-        say(f"{megabytes} MB")
+        log_progress(f"{megabytes} MB")
         try:
             # A smoke test says nothing of speed, and must not fail where a step takes a second.
             found = _size(megabytes, rounds, 1 if quick else ORDINARY, out)
@@ -108,29 +108,34 @@ def _size(megabytes: int, rounds: int, ordinary: int, out: dict[str, object]) ->
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltashard-bench-")))
         place, pid = stack.enter_context(minio_place("bench"))
-        loop = Loop(states.build(megabytes=megabytes), ordinary)
-        minio = partial(processor_s, pid)
+        loop = TimedLoop(states.build(megabytes=megabytes), ordinary)
+        minio = partial(process_cpu_s, pid)
         found = _peers(place, loop, rounds, minio, out, megabytes)
         found["ours"] = _ours(place, loop, rounds, minio, folder, megabytes)
         return found
 
 
 def _peers(
-    place: Place, loop: Loop, rounds: int, others: Callable[[], float], out: dict[str, object], megabytes: int
+    place: StoreLocation,
+    loop: TimedLoop,
+    rounds: int,
+    others: Callable[[], float],
+    out: dict[str, object],
+    megabytes: int,
 ) -> Found:
     found: Found = {}
     for kind in (DcpAsyncSave, DcpAsyncSaveReusing, TorchSnapshotAsyncTake):
-        with noting(out["errors"], f"{kind.name}, {megabytes} MB"), closing(kind(place)) as peer:  # type: ignore[arg-type]
+        with record_errors(out["errors"], f"{kind.name}, {megabytes} MB"), closing(kind(place)) as peer:  # type: ignore[arg-type]
             costs = [_peer_round(peer, loop, turn, others) for turn in range(rounds + 1)]
             found[kind.name] = {1.0: costs[1:]}
     return found
 
 
-class Steps:
+class RoundSteps:
     """Steps of a round, each with its seconds and the processor time of everybody after it."""
 
     def __init__(
-        self, loop: Loop, cpu: Callable[[], float], end: Callable[[], object] = lambda: None
+        self, loop: TimedLoop, cpu: Callable[[], float], end: Callable[[], object] = lambda: None
     ) -> None:
         self._loop, self._cpu, self._end = loop, cpu, end
         self.seconds: list[float] = []
@@ -140,13 +145,13 @@ class Steps:
         self.seconds.append(self._loop.step(self._end))
         self.cpu.append(self._cpu())
 
-    def cost(self, ordinary: int, *, stall_s: float, durable_s: float, within: bool) -> Cost:
+    def cost(self, ordinary: int, *, stall_s: float, durable_s: float, within: bool) -> SaveCost:
         """What was done since the first `ordinary` of them; `within`: the stall is a part of one of the others."""
         assert ordinary >= self._loop.ordinary, f"{ordinary} steps are too few to measure an ordinary one"
         rest = self.seconds[ordinary:]
         step_s = fmean(self.seconds[:ordinary])
         cpu_step_s = (self.cpu[ordinary] - self.cpu[0]) / ordinary
-        return Cost(
+        return SaveCost(
             stall_s=stall_s,
             lost_s=sum(rest) - len(rest) * step_s + (0.0 if within else stall_s),
             cpu_s=self.cpu[-1] - self.cpu[ordinary] - len(rest) * cpu_step_s,
@@ -156,10 +161,10 @@ class Steps:
         )
 
 
-def _peer_round(peer: DcpAsyncSave, loop: Loop, turn: int, others: Callable[[], float]) -> Cost:
+def _peer_round(peer: DcpAsyncSave, loop: TimedLoop, turn: int, others: Callable[[], float]) -> SaveCost:
     loop.state.touch(1.0, seed=turn)
     loop.step()
-    steps = Steps(loop, lambda: time.process_time() + others())
+    steps = RoundSteps(loop, lambda: time.process_time() + others())
     for _ in range(loop.ordinary):
         steps.step()
     tag = f"slow-{type(peer).__name__}-{turn}"
@@ -176,9 +181,14 @@ def _peer_round(peer: DcpAsyncSave, loop: Loop, turn: int, others: Callable[[], 
 
 
 def _ours(
-    place: Place, loop: Loop, rounds: int, minio: Callable[[], float], folder: Path, megabytes: int
-) -> dict[float, list[Cost]]:
-    found: dict[float, list[Cost]] = {}
+    place: StoreLocation,
+    loop: TimedLoop,
+    rounds: int,
+    minio: Callable[[], float],
+    folder: Path,
+    megabytes: int,
+) -> dict[float, list[SaveCost]]:
+    found: dict[float, list[SaveCost]] = {}
     for share in SHARES:
         # The timer runs out after the rows were touched (4 GB of them take a minute) and the ordinary steps ran.
         every_s = 5.0 + _lead_s(megabytes) + megabytes / (100 if megabytes < 1000 else 40)
@@ -190,7 +200,7 @@ def _ours(
             "every_s": every_s,
         }
         run = f"slowdown-{megabytes}-{share}"
-        with Sidecar(place, run, folder / run, **flags) as sidecar:
+        with SidecarServer(place, run, folder / run, **flags) as sidecar:
             ours = Deltashard(sidecar, loop.state)
             ours.restore()
             others = lambda sidecar=sidecar: sidecar.cpu_s + minio()  # noqa: E731
@@ -209,19 +219,19 @@ def _lead_s(megabytes: int) -> float:
 
 
 def _our_round(
-    ours: Deltashard, loop: Loop, share: float, turn: int, others: Callable[[], float], lead_s: float
-) -> Cost:
+    ours: Deltashard, loop: TimedLoop, share: float, turn: int, others: Callable[[], float], lead_s: float
+) -> SaveCost:
     """One interval of the timer, which began with the last cut."""
     ckpt = ours.ckpt
     _until_durable(ours, loop)
-    ours.touched(share, seed=turn)
-    cuts, commits = ckpt.stats.cuts, ckpt.stats.commits
+    ours.touch_and_step(share, seed=turn)
+    snapshots, commits = ckpt.stats.snapshots, ckpt.stats.commits
     loop.step(ckpt.step)
-    steps = Steps(loop, lambda: time.process_time() + others(), ckpt.step)
+    steps = RoundSteps(loop, lambda: time.process_time() + others(), ckpt.step)
     begun, cut = time.perf_counter(), 0
     while ckpt.stats.commits == commits:
         steps.step()
-        if not cut and ckpt.stats.cuts > cuts:
+        if not cut and ckpt.stats.snapshots > snapshots:
             cut = len(steps.seconds)
         if time.perf_counter() - begun > LONGEST_S:
             raise TimeoutError(f"not durable within {LONGEST_S} s")
@@ -238,9 +248,9 @@ def _our_round(
     )
 
 
-def _until_durable(ours: Deltashard, loop: Loop) -> None:
+def _until_durable(ours: Deltashard, loop: TimedLoop) -> None:
     ckpt = ours.ckpt
-    while ckpt.stats.commits < ckpt.stats.cuts:
+    while ckpt.stats.commits < ckpt.stats.snapshots:
         loop.step(ckpt.step)
 
 
@@ -256,17 +266,17 @@ def _rows(megabytes: int, found: Found) -> list[Row]:
         for who, theirs in peers.items():
             bar = 1.0 if megabytes < 100 and who == DcpAsyncSave.name else BARS.get(who)
             their_stall = median(c.stall_s for c in theirs)
-            rows.append(against(f"stall by the timer, {what}", stall, who, their_stall, "s", bar))
+            rows.append(compare_with(f"stall by the timer, {what}", stall, who, their_stall, "s", bar))
         for who, theirs in peers.items():
-            rows.append(against(f"durable, {what}", median(c.durable_s for c in costs), who,
+            rows.append(compare_with(f"durable, {what}", median(c.durable_s for c in costs), who,
                                 median(c.durable_s for c in theirs), "s"))  # fmt: skip
         for who, theirs in peers.items():
             their_lost = median(c.lost_s for c in theirs)
             bar = 3.0 if their_lost == best else None
             title = f"training lost to a save, {what}"
-            rows.append(against(title, max(lost, 1e-4), who, their_lost, "s", bar))
+            rows.append(compare_with(title, max(lost, 1e-4), who, their_lost, "s", bar))
         rows.append(limit(f"... of a minute, {what}", 100 * lost / 60, "%", 1.0))
         for who, theirs in peers.items():
-            rows.append(against(f"processor time of a save, {what}", median(c.cpu_s for c in costs), who,
+            rows.append(compare_with(f"processor time of a save, {what}", median(c.cpu_s for c in costs), who,
                                 median(c.cpu_s for c in theirs), "s"))  # fmt: skip
     return rows

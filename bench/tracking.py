@@ -23,7 +23,7 @@ from measuring import limit
 from torch import nn
 
 
-class Dlrm(nn.Module):
+class BenchDlrm(nn.Module):
     """Eight tables, pooled by sum, pairwise dot products, two perceptrons: the shape of MLPerf's DLRM, smaller."""
 
     def __init__(self, rows: int, columns: int) -> None:
@@ -89,7 +89,7 @@ def _case(
 ) -> dict[str, Any]:
     factory = CASES[name]
     torch.manual_seed(0)
-    model = Dlrm(rows, 32)
+    model = BenchDlrm(rows, 32)
     optimizers = [
         factory(list(model.tables.parameters())),
         torch.optim.SGD([*model.bottom.parameters(), *model.top.parameters()], lr=0.01),
@@ -114,7 +114,7 @@ def _case(
             for optimizer in optimizers:
                 optimizer.step()
             if tracking is not None:
-                tracking.steps.done()
+                tracking.steps.end_step()
             steps_s.append(time.perf_counter() - start)
             hooks_s.append(clock.seconds - before if clock else 0.0)
         return steps_s, hooks_s
@@ -143,7 +143,7 @@ def _case(
     # Medians: on a machine with other work a hook that is preempted once would count for hundreds.
     share = statistics.median(hooks_s) / statistics.median(steps_s)
     tracking.refresh()
-    tracking.cut_taken(1, "all")
+    tracking.snapshot_taken(1, "all")
     tracking.committed(1, baseline=True)
     started = time.perf_counter()
     tracking.audit_sample()
@@ -153,7 +153,7 @@ def _case(
     tracking.audit_before_commit()
     tracking.refresh()
     for table in tracking.tables:
-        table.prepare_cut("since_commit")
+        table.select_rows("since_commit")
     select_s = time.perf_counter() - started
     for table in tracking.tables:
         table.fall_back_to_hashing("measured", quiet=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import alone, gpu, progress
-from tests.support.machine import patience
+from tests.support import flaky_rerun, gpu, progress
+from tests.support.machine import timeout_scale
 from tests.support.server.cloud_server import Azurite, CloudServer, FakeGcs
 from tests.support.server.minio_server import MinioServer
 from tests.support.tool import MISSING
@@ -46,7 +46,7 @@ settings.load_profile("any-machine")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Measured before any worker starts, which inherits it; and what is shown while tests run."""
-    patience()
+    timeout_scale()
     if not hasattr(config, "workerinput"):
         # A run's directory in /dev/shm is named by a hash of its store's URL, and outlives the tests. pytest would use
         # the names of its temporary directories again once /tmp is emptied: tests would find what earlier ones left.
@@ -57,9 +57,9 @@ def pytest_configure(config: pytest.Config) -> None:
                 f"{tempfile.gettempdir()} has {free_gib:.1f} GiB free, and the tests need {LEAST_FREE_GIB}: on a full disk "
                 "their object stores refuse writes, and tests fail that have no fault. Make room, or set TMPDIR"
             )
-        config.pluginmanager.register(progress.Progress(config), "deltashard-progress")
+        config.pluginmanager.register(progress.ProgressReporter(config), "deltashard-progress")
         if config.getoption("numprocesses", None):
-            config.pluginmanager.register(alone.Alone(), "deltashard-alone")
+            config.pluginmanager.register(flaky_rerun.FlakyRerun(), "deltashard-flaky-rerun")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -34,7 +34,7 @@ def shared_classes(root: Path, names: list[str]) -> dict[str, list[str]]:
     return {name: sorted(modules) for name, modules in homes.items() if len(modules) > 1}
 
 
-def breaches(root: Path) -> list[str]:
+def violations(root: Path) -> list[str]:
     """Every limit that does not hold, as a sentence with its remedy."""
     limits = tomllib.loads((root / "tools/budget.toml").read_text())
     files = tracked(root)
@@ -77,7 +77,7 @@ def breaches(root: Path) -> list[str]:
 
 def main() -> int:
     root = Path(__file__).resolve().parents[1]
-    found = breaches(root)
+    found = violations(root)
     for line in found:
         print(f"budget: {line}", file=sys.stderr)  # noqa: T201
     return 1 if found else 0

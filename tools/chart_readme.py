@@ -20,7 +20,7 @@ CHART = Path(__file__).parent.parent / "charts" / "deltashard"
 BEGIN, END = "<!-- values -->\n", "<!-- end of values -->\n"
 
 
-class Unfit(Exception):
+class ReadmeError(Exception):
     """A value has no comment, or the README no place for the table."""
 
 
@@ -34,12 +34,12 @@ def comment_above(lines: list[str], line: int) -> str:
 
 
 def rows(node: yaml.MappingNode, lines: list[str], prefix: str = "") -> Iterator[str]:
-    """A row of the table for every value below a map; raises `Unfit`."""
+    """A row of the table for every value below a map; raises `ReadmeError`."""
     for key, value in node.value:
         path = prefix + key.value
         meaning = comment_above(lines, key.start_mark.line).replace("|", "\\|")
         if not meaning:
-            raise Unfit(f"values.yaml: {path} has no comment")
+            raise ReadmeError(f"values.yaml: {path} has no comment")
         entries = value.value if isinstance(value, yaml.MappingNode) and not value.flow_style else []
         if any(comment_above(lines, entry.start_mark.line) for entry, _ in entries):
             yield f"| **`{path}`** | | {meaning} |"
@@ -49,18 +49,18 @@ def rows(node: yaml.MappingNode, lines: list[str], prefix: str = "") -> Iterator
             yield f"| `{path}` | `{default}` | {meaning} |"
 
 
-def rendered(readme: str, values: str) -> str:
-    """The README with the table of these values in its place; raises `Unfit`."""
+def render_readme(readme: str, values: str) -> str:
+    """The README with the table of these values in its place; raises `ReadmeError`."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise Unfit(f"README.md has no {BEGIN.strip()} with {END.strip()} after it")
+        raise ReadmeError(f"README.md has no {BEGIN.strip()} with {END.strip()} after it")
     root = yaml.compose(values, Loader=yaml.SafeLoader)
     lines = ["| value | default | meaning |", "|---|---|---|", *rows(root, values.splitlines())]
     return f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n\n{END}{after}"
 
 
-def described(schema: str, values: str) -> str:
+def with_descriptions(schema: str, values: str) -> str:
     """The schema with each value's comment as its description, for editors."""
     document = json.loads(schema)
     lines = values.splitlines()
@@ -83,12 +83,12 @@ def described(schema: str, values: str) -> str:
 def main() -> int:
     """Write README and schema, or with `--check` say whether they are as they should be."""
     values = (CHART / "values.yaml").read_text(encoding="utf-8")
-    for name, make in (("README.md", rendered), ("values.schema.json", described)):
+    for name, make in (("README.md", render_readme), ("values.schema.json", with_descriptions)):
         path = CHART / name
         before = path.read_text(encoding="utf-8")
         try:
             wanted = make(before, values)
-        except Unfit as error:
+        except ReadmeError as error:
             sys.stderr.write(f"tools/chart_readme.py: {error}\n")
             return 1
         if "--check" not in sys.argv[1:]:

@@ -31,7 +31,7 @@ _SAME: tuple[str, ...] = (
     "maximum",
 )
 _SAME += ("minItems", "maxItems", "maxProperties", "default", "required")
-WHERE = "# {{- if .Values.crds.enabled }}\n"
+CRDS_CONDITION = "# {{- if .Values.crds.enabled }}\n"
 """A comment for those who read the file as YAML."""
 MAX_SCALAR = 32
 """Characters of a quantity or a duration."""
@@ -217,7 +217,7 @@ def files() -> dict[Path, str]:
             )
             made = f"# Made by tools/crds.py from operator/deltashard_operator/api/{source.name}.\n"
             found[CHART / "templates" / "crds" / f"{kind['plural']}.yaml"] = (
-                f"{WHERE}{made}{text}# {{{{- end }}}}\n"
+                f"{CRDS_CONDITION}{made}{text}# {{{{- end }}}}\n"
             )
     path = CHART / "values.schema.json"
     values = json.loads(path.read_text(encoding="utf-8"))

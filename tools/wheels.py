@@ -29,11 +29,11 @@ PACKAGES = ("checkpoint", "trainer", "sidecar", "operator", "proto", "cli")
 KERNELS = "deltashard_checkpoint/codecs/_native.abi3.so"
 
 
-class Unfit(Exception):
+class WheelError(Exception):
     """What was built is not what is to be published."""
 
 
-def copied(target: Path) -> Path:
+def copy_sources(target: Path) -> Path:
     """What is under version control of the packages, and nothing that an earlier build left."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", *SOURCES, *PACKAGES],  # noqa: S607
@@ -49,15 +49,15 @@ def copied(target: Path) -> Path:
 
 
 def check(wheel: Path) -> None:
-    """Raise `Unfit` for a wheel without the kernels, or with what is no package of ours."""
+    """Raise `WheelError` for a wheel without the kernels, or with what is no package of ours."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     if KERNELS not in names:
-        raise Unfit(f"{wheel.name} has no {KERNELS}: it did not compile")
+        raise WheelError(f"{wheel.name} has no {KERNELS}: it did not compile")
     tops = {name.partition("/")[0] for name in names}
     strangers = {top for top in tops if not top.startswith("deltashard")}
     if strangers:
-        raise Unfit(f"{wheel.name} holds {', '.join(sorted(strangers))}")
+        raise WheelError(f"{wheel.name} holds {', '.join(sorted(strangers))}")
 
 
 def _uv(*words: str | Path, **environment: str) -> None:
@@ -66,11 +66,11 @@ def _uv(*words: str | Path, **environment: str) -> None:
 
 
 def compiler(architecture: str) -> str:
-    """The C compiler for an architecture; raises `Unfit` where there is none."""
+    """The C compiler for an architecture; raises `WheelError` where there is none."""
     name = "gcc" if architecture == platform.machine() else f"{architecture}-linux-gnu-gcc"
     found = shutil.which(name)
     if found is None:
-        raise Unfit(
+        raise WheelError(
             f"no {name} for the kernels of {architecture}: install it, or build that wheel on such a machine"
         )
     return found
@@ -103,11 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(prefix="deltashard-wheels-") as scratch:
-            source = copied(Path(scratch, "source"))
+            source = copy_sources(Path(scratch, "source"))
             for architecture in options.arch:
                 sys.stdout.write(f"{wheel(source, Path(scratch), architecture, options.out)}\n")
             _uv("build", "--quiet", "--sdist", "--python", sys.executable, "--out-dir", options.out, source)
-    except (Unfit, subprocess.CalledProcessError) as error:
+    except (WheelError, subprocess.CalledProcessError) as error:
         sys.stderr.write(f"tools/wheels.py: {error}\n")
         return 1
     return 0

@@ -23,14 +23,14 @@ from basket_training import (
     SHALLOW,
     STEPS,
     TABLES,
+    BasketTraining,
     Quality,
     Rows,
-    Task,
-    Training,
-    at_once,
+    TrainingTask,
     compile_kernels,
     mean_and_error,
     paragraph,
+    run_parallel,
     task,
 )
 from codecs_reference import sample_of, through_codec
@@ -56,13 +56,13 @@ PLACEMENTS = (0.1, 0.5, 0.9)
 """Of a single restore, in parts of the pass; several are spread evenly."""
 PAPER = {2: 1, 3: 3, 4: 20, 8: 100}
 """Restores that the paper finds bearable at so many bits."""
-BEARABLE = 0.01
+MAX_LOSS_PERCENT = 0.01
 """The paper's bound, in %."""
 PLACEBO = 1e-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Past:
+class RestoreHistory:
     """What a rule may look at before the next restore."""
 
     tables: Sequence[F32]
@@ -73,13 +73,13 @@ class Past:
     """Of each table the sum of the squared relative errors of past restores."""
     restores_so_far: int
     """Restores so far."""
-    to_come: int
+    restores_planned: int
     """Planned restores from here on."""
     near_end: bool
     """In the last tenth of the pass."""
 
 
-Rule = Callable[[Past], Sequence[int]]
+Rule = Callable[[RestoreHistory], Sequence[int]]
 """The bits of each table at the next restore."""
 
 
@@ -89,15 +89,15 @@ def sampled_errors(rows: F32) -> dict[int, float]:
 
 
 def uniform(bits: int) -> Rule:
-    return lambda past: [bits] * len(past.tables)
+    return lambda history: [bits] * len(history.tables)
 
 
 def small_at_8(bits: int) -> Rule:
-    def rule(past: Past) -> list[int]:
+    def rule(history: RestoreHistory) -> list[int]:
         large = large_tables(
             {
                 name: TableStats(raw_bytes=table.nbytes)
-                for name, table in zip(TABLES, past.tables, strict=True)
+                for name, table in zip(TABLES, history.tables, strict=True)
             }
         )
         return [bits if name in large else 8 for name in TABLES]
@@ -105,17 +105,19 @@ def small_at_8(bits: int) -> Rule:
     return rule
 
 
-def budgeted(past: Past) -> list[int]:
+def budgeted(history: RestoreHistory) -> list[int]:
     """The product's rule, that knows how many restores will come."""
     facts = {
         name: TableStats(raw_bytes=table.nbytes, errors=sampled_errors(rows), spent=spent)
-        for name, table, rows, spent in zip(TABLES, past.tables, past.changed, past.spent, strict=True)
+        for name, table, rows, spent in zip(
+            TABLES, history.tables, history.changed, history.spent, strict=True
+        )
     }
     forecast = RestoreForecast(
-        restores=past.to_come,
-        expected=past.restores_so_far + past.to_come,
-        restores_so_far=past.restores_so_far,
-        near_end=past.near_end,
+        restores=history.restores_planned,
+        expected=history.restores_so_far + history.restores_planned,
+        restores_so_far=history.restores_so_far,
+        near_end=history.near_end,
     )
     encodings = choose_bits("budget", facts, forecast, {}).encodings
     return [ENCODINGS[encodings[name]].bits for name in TABLES]
@@ -136,7 +138,7 @@ def measure(quick: bool) -> dict[str, Any]:
     schedules = _schedules(steps, (1, 10) if quick else RESTORES, PLACEMENTS[1:2] if quick else PLACEMENTS)
     arms = [arm for arm in ARMS if not (quick and arm == "2 bit, small tables 8")]
     compile_kernels()
-    by_seed = at_once(
+    by_seed = run_parallel(
         [lambda seed=seed: _one_seed(seed, steps, schedules, arms) for seed in range(1, seeds + 1)]
     )
     cells = []
@@ -186,7 +188,7 @@ def _one_seed(
     seed: int, steps: int, schedules: Mapping[str, list[int]], arms: Sequence[str]
 ) -> tuple[Quality, dict[tuple[str, str], dict[str, Any]]]:
     of = task(seed, pair_count=PAIR_ROWS, steps=steps)
-    twin, forks = Training(of, of.first.copy()), {}
+    twin, forks = BasketTraining(of, of.first.copy()), {}
     for name, at in sorted(schedules.items(), key=lambda item: item[1][0]):
         twin.run(at[0])
         forks[name] = twin.fork()
@@ -199,7 +201,7 @@ def _one_seed(
 
 
 def _interrupted(
-    training: Training, at: Sequence[int], steps: int, rule: Rule | None, twin: Quality
+    training: BasketTraining, at: Sequence[int], steps: int, rule: Rule | None, twin: Quality
 ) -> dict[str, Any]:
     of = training.task
     tables = [training.model.weights[first:last] for first, last in of.bounds]
@@ -216,15 +218,15 @@ def _interrupted(
         # The others are as the last restore left them, and as they lie in the store.
         rows = _changed(of, at[i - 1], step) if i else [np.arange(last - first) for first, last in of.bounds]
         changed = [table[chosen] for table, chosen in zip(tables, rows, strict=True)]
-        past = Past(
+        history = RestoreHistory(
             tables=tables,
             changed=changed,
             spent=[float(v) for v in spent],
             restores_so_far=i,
-            to_come=len(at) - i,
+            restores_planned=len(at) - i,
             near_end=step > (1 - LAST_SHARE) * steps,
         )
-        bits.append(list(rule(past)))
+        bits.append(list(rule(history)))
         for t, b in enumerate(bits[-1]):
             tables[t][rows[t]] = restored = through_codec(changed[t], b)
             spent[t] += _square(restored - changed[t]) / _square(changed[t])
@@ -238,7 +240,7 @@ def _interrupted(
     }
 
 
-def _changed(of: Task, since: int, step: int) -> list[Rows]:
+def _changed(of: TrainingTask, since: int, step: int) -> list[Rows]:
     rows = np.unique(of.steps_rows(since, step))
     return [rows[(rows >= first) & (rows < last)] - first for first, last in of.bounds]
 
@@ -256,25 +258,27 @@ def _bytes(tables: Sequence[F32], bits: Sequence[int]) -> int:
 
 def check(found: Mapping[str, Any]) -> list[str]:
     most = max(cell["restores"] for cell in found["cells"])
-    harm = {bits: _harm(found, f"{bits} bit", most)[0] for bits in BITS}
+    loss_changes = {bits: _loss_change(found, f"{bits} bit", most)[0] for bits in BITS}
     wrong = [
-        f"{most} restores at {fewer} bit harm the progressive loss by {harm[fewer]:.4f} %, "
-        f"not more than at {more} bit, {harm[more]:.4f} %"
+        f"{most} restores at {fewer} bit harm the progressive loss by {loss_changes[fewer]:.4f} %, "
+        f"not more than at {more} bit, {loss_changes[more]:.4f} %"
         for fewer, more in pairwise(BITS)
-        if not harm[fewer] > harm[more]
+        if not loss_changes[fewer] > loss_changes[more]
     ]
-    one = _harm(found, "2 bit", 1)[0]
-    if not harm[2] > one:
-        wrong.append(f"{most} restores at 2 bit harm by {harm[2]:.4f} %, not more than one, {one:.4f} %")
-    budget = _harm(found, "budget", most)[0]
-    if not budget < harm[2]:
+    one = _loss_change(found, "2 bit", 1)[0]
+    if not loss_changes[2] > one:
         wrong.append(
-            f"{most} restores within the budget harm by {budget:.4f} %, not less than at 2 bit, {harm[2]:.4f} %"
+            f"{most} restores at 2 bit harm by {loss_changes[2]:.4f} %, not more than one, {one:.4f} %"
+        )
+    budget = _loss_change(found, "budget", most)[0]
+    if not budget < loss_changes[2]:
+        wrong.append(
+            f"{most} restores within the budget harm by {budget:.4f} %, not less than at 2 bit, {loss_changes[2]:.4f} %"
         )
     return wrong
 
 
-def _harm(
+def _loss_change(
     found: Mapping[str, Any], arm: str, restores: int, metric: str = "progressive"
 ) -> tuple[float, float]:
     """Change in % and its standard error over seeds; placements of a single restore are averaged within a seed."""
@@ -288,9 +292,9 @@ def _changes(found: Mapping[str, Any], arm: str, restores: int, metric: str) -> 
 
 def _verdict(mean: float, error: float) -> str:
     """Of a loss's change against the paper's bound; one-sided 95 % of 6 seeds is 2 standard errors."""
-    if mean + 2 * error < BEARABLE:
+    if mean + 2 * error < MAX_LOSS_PERCENT:
         return "met"
-    return "**missed**" if mean - 2 * error > BEARABLE else "not resolved"
+    return "**missed**" if mean - 2 * error > MAX_LOSS_PERCENT else "not resolved"
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -304,7 +308,13 @@ def page(found: Mapping[str, Any]) -> str:
 
     def changes(metric: str, digits: int) -> str:
         rows = [
-            [arm, *("{:+.{d}f} ± {:.{d}f}".format(*_harm(found, arm, n, metric), d=digits) for n in counts)]
+            [
+                arm,
+                *(
+                    "{:+.{d}f} ± {:.{d}f}".format(*_loss_change(found, arm, n, metric), d=digits)
+                    for n in counts
+                ),
+            ]
             for arm in arms
         ]
         return table(["restores", *map(str, counts)], rows)
@@ -337,7 +347,7 @@ def page(found: Mapping[str, Any]) -> str:
             "",
             _claims(found, counts),
             "",
-            *_why(found, counts),
+            *_explanation(found, counts),
             "",
             *_placements(found, arms),
             "**Held-out log loss** after the pass, change in %:",
@@ -354,7 +364,7 @@ def page(found: Mapping[str, Any]) -> str:
     )
 
 
-_WHY = {
+_EXPLANATIONS = {
     False: "the budget bounds the squared error of rows, not the loss: see the section",
     None: "two standard errors reach over the bound",
 }
@@ -366,15 +376,18 @@ def _headlines(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     for bits, restores in PAPER.items():
         if restores not in counts:
             continue
-        uniform_harm, budget_harm = _harm(found, f"{bits} bit", restores), _harm(found, "budget", restores)
-        met = {"met": True, "not resolved": None}.get(_verdict(*budget_harm), False)
+        uniform_change, budget_change = (
+            _loss_change(found, f"{bits} bit", restores),
+            _loss_change(found, "budget", restores),
+        )
+        met = {"met": True, "not resolved": None}.get(_verdict(*budget_change), False)
         lines.append(
             {
                 "what": f"harm of {restores} restore{'s' * (restores > 1)} to the progressive loss",
                 "paper": f"< .01 % at {bits} bit",
-                "ours": f"{uniform_harm[0]:.4f} % at {bits} bit everywhere, {budget_harm[0]:.4f} % within our budget",
+                "ours": f"{uniform_change[0]:.4f} % at {bits} bit everywhere, {budget_change[0]:.4f} % within our budget",
                 "met": met,
-                "why": "" if met else _WHY[met],
+                "why": "" if met else _EXPLANATIONS[met],
             }
         )
     return lines
@@ -386,7 +399,7 @@ def _claims(found: Mapping[str, Any], counts: Sequence[int]) -> str:
     for bits, restores in PAPER.items():
         if restores not in counts:
             continue
-        ours, rule = _harm(found, f"{bits} bit", restores), _harm(found, "budget", restores)
+        ours, rule = _loss_change(found, f"{bits} bit", restores), _loss_change(found, "budget", restores)
         cells = [c for c in found["cells"] if c["arm"] == "budget" and c["restores"] == restores]
         smaller = np.mean([c["smaller"] for c in cells])
         said = [f"{mean:+.4f} ± {error:.4f}" for mean, error in (ours, rule)]
@@ -405,11 +418,11 @@ def _bits_used(cells: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{b} ({100 * used.count(b) / len(used):.0f} %)" for b in BITS if b in used)
 
 
-def _why(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
+def _explanation(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
     arm = "2 bit, small tables 8"
     if not any(cell["arm"] == arm for cell in found["cells"]):
         return []
-    shares = [100 * _harm(found, arm, n)[0] / _harm(found, "2 bit", n)[0] for n in counts]
+    shares = [100 * _loss_change(found, arm, n)[0] / _loss_change(found, "2 bit", n)[0] for n in counts]
     return [
         paragraph(
             "The budget rule gives every table the fewest bits by which the sum of its restores' relative squared",
@@ -435,14 +448,14 @@ def _placements(found: Mapping[str, Any], arms: Sequence[str]) -> list[str]:
 def _resolution(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
     """What the placebo and the standard errors say can be told apart."""
     floor = {
-        metric: max(abs(m) + 2 * e for m, e in (_harm(found, "placebo", n, metric) for n in counts))
+        metric: max(abs(m) + 2 * e for m, e in (_loss_change(found, "placebo", n, metric) for n in counts))
         for metric in ("progressive", "held_out", "auc")
     }
     blurred = [
         f"{arm} at {n}"
         for arm in dict.fromkeys(c["arm"] for c in found["cells"])
         for n in counts
-        if arm != "placebo" and 2 * _harm(found, arm, n, "held_out")[1] > BEARABLE
+        if arm != "placebo" and 2 * _loss_change(found, arm, n, "held_out")[1] > MAX_LOSS_PERCENT
     ]
     return [
         paragraph(
@@ -459,9 +472,9 @@ def plot(found: Mapping[str, Any], folder: Path) -> None:
     counts = sorted({cell["restores"] for cell in found["cells"]})
     with picture(folder / "accuracy.svg", figsize=(7, 4.2)) as axes:
         for arm in dict.fromkeys(cell["arm"] for cell in found["cells"]):
-            means, errors = zip(*(_harm(found, arm, n) for n in counts), strict=True)
+            means, errors = zip(*(_loss_change(found, arm, n) for n in counts), strict=True)
             axes.errorbar(counts, means, yerr=errors, marker="o", capsize=2, label=arm)
-        axes.axhline(BEARABLE, color="gray", linestyle=":", label="the paper's .01 %")
+        axes.axhline(MAX_LOSS_PERCENT, color="gray", linestyle=":", label="the paper's .01 %")
         axes.set(
             xscale="log",
             xticks=counts,

@@ -64,7 +64,7 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class TrainingTask:
     """What all runs of one seed share."""
 
     seed: int
@@ -72,7 +72,7 @@ class Task:
     """Rows [first, last) of each of `TABLES` in the weights."""
     samples: Samples
     held_out: Samples
-    first: Model
+    first: ShallowModel
 
     def steps_rows(self, start: int, stop: int, table: int | None = None) -> Rows:
         """The rows that steps [start, stop) look up, and so change: int64, with repeats.
@@ -92,7 +92,7 @@ class Task:
 
 
 @dataclass(slots=True, kw_only=True)
-class Model:
+class ShallowModel:
     """Weights of all tables one below the other, their AdaGrad accumulators, and the dense parameters likewise."""
 
     weights: F32
@@ -102,8 +102,8 @@ class Model:
     dense: F32
     dense_sums: F32
 
-    def copy(self) -> Model:
-        return Model(
+    def copy(self) -> ShallowModel:
+        return ShallowModel(
             weights=self.weights.copy(),
             sums=self.sums.copy(),
             dense=self.dense.copy(),
@@ -152,7 +152,7 @@ def _samples(batch: Any, pair_count: int, starts: Sequence[int]) -> Samples:
     )
 
 
-def task(seed: int, *, pair_count: int, steps: int = STEPS) -> Task:
+def task(seed: int, *, pair_count: int, steps: int = STEPS) -> TrainingTask:
     """The first `steps` steps of the pass of `seed`; `pair_count`: rows of `pairs`, a power of 2 up to 2^20."""
     import torch
 
@@ -172,13 +172,13 @@ def task(seed: int, *, pair_count: int, steps: int = STEPS) -> Task:
     dense[: 4 * COLUMNS] = rng.normal(0, 0.1, 4 * COLUMNS)
     dense[4 * COLUMNS : 4 * COLUMNS + 6] = 1
     dense[4 * COLUMNS + 6 : -1] = rng.normal(0, INITIAL_STD, 2 * COLUMNS)
-    first = Model(
+    first = ShallowModel(
         weights=rng.normal(0, INITIAL_STD, (starts[-1], COLUMNS)).astype(np.float32),
         sums=np.zeros(starts[-1], np.float32),
         dense=dense,
         dense_sums=np.zeros_like(dense),
     )
-    return Task(
+    return TrainingTask(
         seed=seed,
         bounds=tuple(pairwise(starts)),
         samples=_samples(batch, pair_count, starts),
@@ -187,18 +187,20 @@ def task(seed: int, *, pair_count: int, steps: int = STEPS) -> Task:
     )
 
 
-class Training:
+class BasketTraining:
     """One model on its way through a task's steps."""
 
-    def __init__(self, of: Task, model: Model, step: int = 0, losses: F64 | None = None) -> None:
+    def __init__(
+        self, of: TrainingTask, model: ShallowModel, step: int = 0, losses: F64 | None = None
+    ) -> None:
         """Goes on at `step` from `model`, which it changes; `losses` are those of the steps before."""
         self.task = of
         self.model = model
         self.step = step
         self.losses = np.zeros(len(of.samples.sizes) // BATCH) if losses is None else losses.copy()
 
-    def fork(self) -> Training:
-        return Training(self.task, self.model.copy(), self.step, self.losses)
+    def fork(self) -> BasketTraining:
+        return BasketTraining(self.task, self.model.copy(), self.step, self.losses)
 
     def run(self, until: int) -> None:
         """Train to the end of step `until` (exclusive of the step of that number)."""
@@ -229,7 +231,7 @@ class Training:
 def compile_kernels() -> None:
     """Before the threads, which would both do it."""
     small = task(0, pair_count=1 << 10, steps=1)
-    training = Training(small, small.first.copy())
+    training = BasketTraining(small, small.first.copy())
     training.run(1)
     training.quality()
 
@@ -238,7 +240,7 @@ def paragraph(*sentences: str) -> str:
     return " ".join(sentences)
 
 
-def at_once(jobs: Sequence[Callable[[], Found]], workers: int = WORKERS) -> list[Found]:
+def run_parallel(jobs: Sequence[Callable[[], Found]], workers: int = WORKERS) -> list[Found]:
     with ThreadPoolExecutor(workers) as pool:
         return [future.result() for future in [pool.submit(job) for job in jobs]]
 

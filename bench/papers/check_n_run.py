@@ -21,10 +21,10 @@ import reuse
 from check_n_run_claims import check, headlines, page, plot
 from deltashard_checkpoint.codecs.kernel_choice import active
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
-from demo_training import BATCH, DemoTraining, pairs_of
-from measuring import say
+from demo_training import BATCH, DemoTraining, pair_table_rows
+from measuring import log_progress
 from quantizers import LOW_BITS, errors, latencies, tuned
-from store_run import BITS, POLICIES, LiveTable, Saved, StoreRun, cost
+from store_run import BITS, POLICIES, LiveTable, SavedCheckpoint, StoreRun, cost
 
 __all__ = ["check", "measure", "page", "plot"]
 Found = dict[str, Any]
@@ -52,12 +52,12 @@ def measure(quick: bool) -> Found:
     widths = (64,) if quick else WIDTHS
     found["sweep"] = {}
     for columns in widths:
-        say(f"a trace at D = {columns}")
+        log_progress(f"a trace at D = {columns}")
         found["sweep"][str(columns)] = _sweep(columns, quick=quick)
-    say("baskets")
+    log_progress("baskets")
     with tempfile.TemporaryDirectory(prefix="deltashard-papers-") as folder:
         found["baskets"], trained = _baskets(Path(folder), quick=quick)
-    say("quantizers")
+    log_progress("quantizers")
     found["quantizers"] = _quantizers(trained, quick=quick)
     found["headlines"] = headlines(found)
     return found
@@ -158,7 +158,7 @@ def _costs(runs: Mapping[tuple[str, int], StoreRun]) -> Found:
     return {"full_bytes": full, "cells": cells}
 
 
-def _cost_of(saved: Sequence[Saved], full: float) -> Found:
+def _cost_of(saved: Sequence[SavedCheckpoint], full: float) -> Found:
     return {
         **asdict(cost(saved, full)),
         "written": [round(each.written_bytes / full, 5) for each in saved],
@@ -193,7 +193,7 @@ def _baskets(folder: Path, *, quick: bool) -> tuple[Found, np.ndarray]:
     from model import COLUMNS
 
     steps, count, rows = (6, 4, 1 << 15) if quick else (BASKET_STEPS, BASKET_CHECKPOINTS, PAIR_ROWS)
-    with pairs_of(rows):
+    with pair_table_rows(rows):
         retail = baskets.load()
         training = DemoTraining(retail, 1)
         model, optimizers = training.model, training.optimizers
@@ -220,7 +220,7 @@ def _baskets(folder: Path, *, quick: bool) -> tuple[Found, np.ndarray]:
                     continue
                 trained_s += time.perf_counter() - begun
                 if not live:
-                    live = [_living(names[id(p)], p, optimizers[0]) for p in model.tables()]
+                    live = [_live_table(names[id(p)], p, optimizers[0]) for p in model.tables()]
                     runs = stack.enter_context(_runs(live))
                 changed = [
                     np.flatnonzero((t.weights != w).any(axis=1) | (t.fields["sum"] != s))
@@ -252,7 +252,7 @@ def _baskets(folder: Path, *, quick: bool) -> tuple[Found, np.ndarray]:
         return out, live[-1].weights[changed[-1]].copy()
 
 
-def _living(name: str, parameter: Any, optimizer: Any) -> LiveTable:
+def _live_table(name: str, parameter: Any, optimizer: Any) -> LiveTable:
     """The table of a parameter: the very memory that is trained."""
     weights = parameter.detach().numpy()
     made = _table(name, weights)

@@ -56,7 +56,7 @@ def headlines(found: Found) -> list[Found]:
                     "paper": f"{paper[0]:g}-{paper[1]:g} x less",
                     "ours": said,
                     "met": all(a >= b for a, b in zip(ours, paper, strict=True)),
-                    "why": _why(source),
+                    "why": _explanation(source),
                 }
             )
     gaussian = found["quantizers"]["gaussian"]["2"]["errors"]
@@ -74,7 +74,7 @@ def headlines(found: Found) -> list[Found]:
     return rows
 
 
-def _why(source: str) -> str:
+def _explanation(source: str) -> str:
     if "baskets" in source:
         return "pairs of items repeat less than production's ids, so increments are larger; and D = 32"
     return {
@@ -160,7 +160,7 @@ def page(found: Found) -> str:
     return "\n\n".join(
         [
             "## Check-N-Run: bytes",
-            _how(found),
+            _method(found),
             "### The trace, by width of a row",
             (
                 f"`intermittent`, means over {one['checkpoints']} checkpoints: what full fp32 checkpoints of "
@@ -199,7 +199,7 @@ def page(found: Found) -> str:
     )
 
 
-def _how(found: Found) -> str:
+def _method(found: Found) -> str:
     trace = found["trace"]
     distances = "; ".join(
         f"{year}: {trace[year]['by_rows']:.5f} of the rows and {trace[year]['by_lookups']:.3f} of the "
@@ -216,7 +216,7 @@ def _how(found: Found) -> str:
         if same
         else "**policies restore different rows.**"
     )
-    return f"""{HOW}{said}
+    return f"""{METHOD}{said}
 
 - *S_i*: bytes of the i-th increment over those of its baseline. *Write*: bytes of full fp32 checkpoints over the bytes
   of as many of ours.
@@ -232,7 +232,7 @@ def _how(found: Found) -> str:
 - No dense parameters: they are a constant, and not what is compared."""
 
 
-HOW = """Every byte is counted that lands in the store: packs, indexes, entries of the log. They come of the product's
+METHOD = """Every byte is counted that lands in the store: packs, indexes, entries of the log. They come of the product's
 own write path (`bench/papers/store_run.py`: what a save holds is the word of `differential.decide`; then codecs, part
 writer, commit, retention and garbage collection) on a store in memory. The newest checkpoint of every run is read back
 from it: """
@@ -296,14 +296,14 @@ def _beyond(one: Found) -> str:
     return (
         f"`consecutive` at 32 bit holds {eleven:.1f} times the model after eleven intervals (the paper: 4 "
         "times). "
-        f"The predictor takes a new baseline at checkpoints {_listed(at['baselines'])}, at S = "
+        f"The predictor takes a new baseline at checkpoints {_joined(at['baselines'])}, at S = "
         f"{_s(at)[at['baselines'][1] - 1]:.2f} "
         if len(at["baselines"]) > 1
         else "The predictor takes no new baseline in so few checkpoints "
     ) + (
         "(the paper: around interval 8). Each increment says what came before it since its baseline, so retention may "
         "take older ones away: with the default `keep_last=3` the same trace at 8 bit has baselines at checkpoints "
-        f"{_listed(shipped['baselines'])}, and writes {shipped['write']:.2f} x less (with `keep_last=1`: "
+        f"{_joined(shipped['baselines'])}, and writes {shipped['write']:.2f} x less (with `keep_last=1`: "
         f"{one['cells']['intermittent']['8']['write']:.2f} x)."
     )
 
@@ -313,7 +313,7 @@ def _s(cell: Found) -> list[float]:
     return [written / cell["written"][0] for written in cell["written"]]
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _joined(numbers: Sequence[int]) -> str:
     return ", ".join(str(n) for n in numbers)
 
 
@@ -328,7 +328,7 @@ def _of_baskets(of: Found) -> str:
         f"Since the baseline it is {s}, ... of the rows: pairs of items repeat less than production's ids, "
         "so an increment soon is as large as "
         "a baseline, and `intermittent` has baselines at checkpoints "
-        f"{_listed(of['cells']['intermittent']['8']['baselines'])}. The same training was saved by "
+        f"{_joined(of['cells']['intermittent']['8']['baselines'])}. The same training was saved by "
         "`deltashard.Checkpointer` and its sidecar to a directory (8 bit, intermittent): "
         f"{said['row_bytes']:,} bytes beside "
         f"{sum(said['blob_bytes']):,} of dense parameters, loader and generators, against "

@@ -26,21 +26,21 @@ from typing import Any
 
 import data_order
 from checkfreq_claims import BUDGETS, check, headlines, page, plot
-from demo_training import BATCH, pairs_of
-from measuring import say
-from save_costs import Share, lost_steps, paired, timeline
-from trained_steps import Decisions, Machine, Track, Training, Victim, neighbour
+from demo_training import BATCH, pair_table_rows
+from measuring import log_progress
+from save_costs import SaveOverhead, lost_steps, paired, timeline
+from trained_steps import CpuUsage, DecisionLog, EndlessTraining, KilledTrainer, StepTrace, neighbour
 
 __all__ = ["check", "measure", "page", "plot"]
 Found = dict[str, Any]
 GOALS = {"1 %": "overhead=1%", "3.5 %": "overhead=3.5%"}
 TIMELINE = "3.5 %"
 """The budget under which a neighbour comes."""
-OFTEN = 4
+FREQUENT_STEPS = 4
 """Steps between saves that are too frequent."""
 FIRST_S = 0.7
 """Interval while the sidecar measures."""
-STARTED_S = 180.0
+START_TIMEOUT_S = 180.0
 """A trainer process may take so long to begin, or to come to an instant."""
 
 
@@ -61,48 +61,48 @@ class Size:
     quiet_s: float
     """The neighbour's three phases."""
     busy_s: float
-    again_s: float
+    second_quiet_s: float
     static_s: tuple[float, float]
     synchronous_s: float
 
 
 FULL = Size(
-    pair_rows=1 << 19, measuring_s=30, steady_s=40, blocks=5, block_s=2.0, quiet_s=25, busy_s=40, again_s=60,
+    pair_rows=1 << 19, measuring_s=30, steady_s=40, blocks=5, block_s=2.0, quiet_s=25, busy_s=40, second_quiet_s=60,
     static_s=(12, 20), every_steps=80, synchronous_s=10,
     instants=("at a cut", "just durable", "in between", "before the next"),
 )  # fmt: skip
 QUICK = Size(
-    pair_rows=1 << 14, measuring_s=4, steady_s=1, blocks=1, block_s=0.3, quiet_s=1, busy_s=1, again_s=1,
+    pair_rows=1 << 14, measuring_s=4, steady_s=1, blocks=1, block_s=0.3, quiet_s=1, busy_s=1, second_quiet_s=1,
     static_s=(0.5, 0.5), every_steps=20, synchronous_s=0.5, instants=("at a cut", "before the next"),
 )  # fmt: skip
 
 
 def measure(quick: bool) -> Found:
     size = QUICK if quick else FULL
-    machine = Machine()
-    found: Found = {"every_steps": size.every_steps, "often": OFTEN}
+    machine = CpuUsage()
+    found: Found = {"every_steps": size.every_steps, "often": FREQUENT_STEPS}
     with tempfile.TemporaryDirectory(prefix="deltashard-papers-") as name:
         folder = Path(name)
-        say("a training that is killed")
+        log_progress("a training that is killed")
         found["kills"] = _kills(folder, size)
-        with pairs_of(size.pair_rows):
-            training = Training()
+        with pair_table_rows(size.pair_rows):
+            training = EndlessTraining()
             for _ in range(20):
                 training.step()
             found["model"] = {"bytes": training.bytes, "pair_rows": size.pair_rows, "batch": BATCH,
                               "epoch_steps": training.epoch_steps}  # fmt: skip
-            say("overhead at a budget of 1 %")
+            log_progress("overhead at a budget of 1 %")
             found["overhead"] = {
                 "1 %": {"not_run": "in small"} if quick else _at_budget(folder, training, size, "1 %")
             }
-            say("a neighbour, and a budget of 3.5 %")
+            log_progress("a neighbour, and a budget of 3.5 %")
             found["neighbour"], found["overhead"]["3.5 %"] = _neighbours(folder, training, size)
-            say("too frequent saves")
+            log_progress("too frequent saves")
             found["overhead"]["fixed"] = _too_frequent(folder, training, size)
-            say("torch.save")
+            log_progress("torch.save")
             found["synchronous"] = _synchronous(folder, training, size, _steps_of(found["overhead"], size))
             del training
-        say("the order of the data")
+        log_progress("the order of the data")
         found["order"] = data_order.measure(folder, quick=quick)
     found["machine"] = machine.found()
     found["headlines"] = headlines(found)
@@ -115,63 +115,65 @@ def measure(quick: bool) -> Found:
 class Arm:
     """One training under one sidecar."""
 
-    def __init__(self, training: Training, ckpt: Any, track: Track, decisions: Decisions) -> None:
-        self.training, self.ckpt, self.track, self.decisions = training, ckpt, track, decisions
+    def __init__(
+        self, training: EndlessTraining, ckpt: Any, trace: StepTrace, decisions: DecisionLog
+    ) -> None:
+        self.training, self.ckpt, self.trace, self.decisions = training, ckpt, trace, decisions
 
-    def run(self, seconds: float, enough: Callable[[], bool] = lambda: False) -> tuple[int, int]:
-        return self.track.run(self.training, self.ckpt.step, seconds=seconds, enough=enough)
+    def run(self, seconds: float, stop_when: Callable[[], bool] = lambda: False) -> tuple[int, int]:
+        return self.trace.run(self.training, self.ckpt.step, seconds=seconds, stop_when=stop_when)
 
     def until_chosen(self, seconds: float) -> bool:
         """Train until the sidecar has chosen an interval and saved once more; whether it did."""
 
         def chosen() -> bool:
-            return len(self.track.seconds) % 16 == 0 and bool(self.decisions.read())
+            return len(self.trace.seconds) % 16 == 0 and bool(self.decisions.read())
 
         self.run(seconds, chosen)
         if not self.decisions.read():
             return False
-        commits = self.track.commits
-        self.run(seconds, lambda: self.track.commits > commits)
+        commits = self.trace.commits
+        self.run(seconds, lambda: self.trace.commits > commits)
         return True
 
     def share(self, begin: int, end: int) -> Found:
         """What saves cost between two steps, what a death there would lose, and how long they took."""
-        track = self.track
-        lost = lost_steps(len(track.seconds), track.saves)
-        inside = lost[-(len(track.seconds) - begin) :][: end - begin] if lost else []
-        return Share.of_span(track.seconds, track.saves, begin, end).found() | {
+        trace = self.trace
+        lost = lost_steps(len(trace.seconds), trace.saves)
+        inside = lost[-(len(trace.seconds) - begin) :][: end - begin] if lost else []
+        return SaveOverhead.of_span(trace.seconds, trace.saves, begin, end).found() | {
             "lost_steps": fmean(inside) if inside else None,
             "lost_most": max(inside, default=None),
-            "durable_s": median(track.durable_s) if track.durable_s else None,
-            "stall_s": median(track.stalls_s) if track.stalls_s else None,
-            "failures": track.failures,
+            "durable_s": median(trace.durable_s) if trace.durable_s else None,
+            "stall_s": median(trace.stalls_s) if trace.stalls_s else None,
+            "failures": trace.failures,
         }
 
 
 @contextlib.contextmanager
-def _arm(folder: Path, training: Training, run: str, **settings: object) -> Iterator[Arm]:
+def _arm(folder: Path, training: EndlessTraining, run: str, **settings: object) -> Iterator[Arm]:
     import deltashard
-    from ours import Sidecar
-    from peers import Place
+    from ours import SidecarServer
+    from peers import StoreLocation
 
-    place = Place(name="file", root=str(folder / "store"))
+    place = StoreLocation(name="file", root=str(folder / "store"))
     # What nobody needs is deleted while it runs: a hundred checkpoints would fill the disk.
     flags = {"maintenance_interval_s": 10, "gc_grace_s": 5, **settings}
-    track = Track()
-    with Sidecar(place, run, folder / run, **flags) as sidecar:
+    trace = StepTrace()
+    with SidecarServer(place, run, folder / run, **flags) as sidecar:
         ckpt = deltashard.Checkpointer(
-            training.model, training.optimizers, grace_s=None, on_event=track.heard
+            training.model, training.optimizers, grace_s=None, on_event=trace.on_event
         )
         with ckpt:
             ckpt.restore()
-            yield Arm(training, ckpt, track, Decisions(sidecar.log))
+            yield Arm(training, ckpt, trace, DecisionLog(sidecar.log))
     place.remove(run)
 
 
 # Overhead
 
 
-def _at_budget(folder: Path, training: Training, size: Size, budget: str) -> Found:
+def _at_budget(folder: Path, training: EndlessTraining, size: Size, budget: str) -> Found:
     with _arm(folder, training, f"budget-{budget[0]}", goal=GOALS[budget], every_s=FIRST_S) as arm:
         if not arm.until_chosen(size.measuring_s):
             return {"not_run": _unchosen(arm)}
@@ -179,22 +181,22 @@ def _at_budget(folder: Path, training: Training, size: Size, budget: str) -> Fou
 
 
 def _unchosen(arm: Arm) -> str:
-    return f"the sidecar chose no interval within {arm.track.commits} saves"
+    return f"the sidecar chose no interval within {arm.trace.commits} saves"
 
 
-def _too_frequent(folder: Path, training: Training, size: Size) -> Found:
+def _too_frequent(folder: Path, training: EndlessTraining, size: Size) -> Found:
     """Blocks of steps that the Checkpointer hears of, between blocks that it does not: those cannot be saved."""
-    with _arm(folder, training, "often", every_steps=OFTEN) as arm:
-        track, off, on = arm.track, [], []
-        arm.run(size.measuring_s, lambda: track.commits >= 2)
-        off.append(_unheard(arm, size))
-        first = len(track.seconds)
+    with _arm(folder, training, "often", every_steps=FREQUENT_STEPS) as arm:
+        trace, off, on = arm.trace, [], []
+        arm.run(size.measuring_s, lambda: trace.commits >= 2)
+        off.append(_unobserved_step_s(arm, size))
+        first = len(trace.seconds)
         for _ in range(size.blocks):
             begin, end = arm.run(size.block_s)
-            on.append(fmean(track.seconds[begin:end]))
-            off.append(_unheard(arm, size))
-        end = len(track.seconds)
-        track.step(arm.training, arm.ckpt.step)  # closing takes the last step, which must be one it heard of
+            on.append(fmean(trace.seconds[begin:end]))
+            off.append(_unobserved_step_s(arm, size))
+        end = len(trace.seconds)
+        trace.step(arm.training, arm.ckpt.step)  # closing takes the last step, which must be one it heard of
         overhead, error = paired(on, off)
         return arm.share(first, end) | {
             "overhead": overhead, "error": error, "blocks": size.blocks, "on_s": on, "off_s": off,
@@ -202,12 +204,12 @@ def _too_frequent(folder: Path, training: Training, size: Size) -> Found:
         }  # fmt: skip
 
 
-def _unheard(arm: Arm, size: Size) -> float:
+def _unobserved_step_s(arm: Arm, size: Size) -> float:
     """Seconds a step of steps beside which no save runs: those of the time that a save needs are left out."""
-    until = time.monotonic() + 2 * max(arm.track.durable_s, default=0.0)
+    until = time.monotonic() + 2 * max(arm.trace.durable_s, default=0.0)
     while time.monotonic() < until:
         arm.training.step()
-    apart = Track()
+    apart = StepTrace()
     apart.run(arm.training, lambda: None, seconds=size.block_s)
     return fmean(apart.seconds) if apart.seconds else apart.step(arm.training)
 
@@ -218,28 +220,28 @@ def _steps_of(overhead: Found, size: Size) -> int:
     return max(10, round(steps)) if steps else size.every_steps
 
 
-def _synchronous(folder: Path, training: Training, size: Size, every: int) -> Found:
+def _synchronous(folder: Path, training: EndlessTraining, size: Size, every: int) -> Found:
     """torch.save of everything, synced, every so many steps; and once an epoch, which follows from it."""
     import torch
 
-    track, path = Track(), folder / "state.pt"
+    trace, path = StepTrace(), folder / "state.pt"
 
     def save() -> None:
-        if (len(track.seconds) + 1) % every:
+        if (len(trace.seconds) + 1) % every:
             return
         begun = time.perf_counter()
         with path.open("wb") as out:
             torch.save(training.state(), out)
             out.flush()
             os.fsync(out.fileno())
-        track.saved(time.perf_counter() - begun)
+        trace.saved(time.perf_counter() - begun)
 
-    track.run(training, save, seconds=size.synchronous_s)
-    track.run(training, save, seconds=STARTED_S, enough=lambda: track.commits >= 2)
-    track.run(training, lambda: None, seconds=0.2)
-    share = Share.of_span(track.seconds, track.saves, 0, len(track.seconds))
-    lost = lost_steps(len(track.seconds), track.saves)
-    cost_s = share.cost_s if share.cost_s is not None else fmean(track.stalls_s)
+    trace.run(training, save, seconds=size.synchronous_s)
+    trace.run(training, save, seconds=START_TIMEOUT_S, stop_when=lambda: trace.commits >= 2)
+    trace.run(training, lambda: None, seconds=0.2)
+    share = SaveOverhead.of_span(trace.seconds, trace.saves, 0, len(trace.seconds))
+    lost = lost_steps(len(trace.seconds), trace.saves)
+    cost_s = share.cost_s if share.cost_s is not None else fmean(trace.stalls_s)
     epoch = training.epoch_steps
     return {
         "every": every, "bytes": path.stat().st_size, "lost_steps": fmean(lost), "lost_most": max(lost),
@@ -251,26 +253,26 @@ def _synchronous(folder: Path, training: Training, size: Size, every: int) -> Fo
 # A neighbour
 
 
-def _neighbours(folder: Path, training: Training, size: Size) -> tuple[Found, Found]:
+def _neighbours(folder: Path, training: EndlessTraining, size: Size) -> tuple[Found, Found]:
     """The same neighbour beside a chosen interval and beside a fixed one; and the quiet phase by itself."""
     with _arm(folder, training, "adaptive", goal=GOALS[TIMELINE], every_s=FIRST_S) as arm:
         if arm.until_chosen(size.measuring_s):
-            adaptive = _phases(arm, (size.quiet_s, size.busy_s, size.again_s))
+            adaptive = _phases(arm, (size.quiet_s, size.busy_s, size.second_quiet_s))
             alone = arm.share(*adaptive["phases"][0]["steps"]) | {"chosen": arm.decisions.read()[0]}
             every_s = adaptive["phases"][0]["interval_s"] or FIRST_S
         else:
             adaptive = alone = {"not_run": _unchosen(arm)}
             every_s = FIRST_S
     with _arm(folder, training, "static", every_s=every_s) as arm:
-        arm.run(size.measuring_s, lambda: arm.track.commits >= 2)
+        arm.run(size.measuring_s, lambda: arm.trace.commits >= 2)
         static = _phases(arm, (*size.static_s, 0.0)) | {"every_s": every_s}
     return {"adaptive": adaptive, "static": static, "budget": BUDGETS[TIMELINE]}, alone
 
 
 def _phases(arm: Arm, lasting_s: tuple[float, float, float]) -> Found:
     """Quiet, beside a neighbour, quiet again; each with what saves cost in all of it and in its second half."""
-    track, names = arm.track, ("quiet", "busy", "quiet again")
-    begin = len(track.seconds)
+    trace, names = arm.trace, ("quiet", "busy", "quiet again")
+    begin = len(trace.seconds)
     began_s = time.time()
     spans = []
     for name, seconds in zip(names, lasting_s, strict=True):
@@ -281,16 +283,16 @@ def _phases(arm: Arm, lasting_s: tuple[float, float, float]) -> Found:
     for name, first, end in spans:
         half = (first + end) // 2
         phases.append(
-            {"name": name, "steps": [first, end], "seconds": sum(track.seconds[first:end])}
+            {"name": name, "steps": [first, end], "seconds": sum(trace.seconds[first:end])}
             | arm.share(first, end)
             | {"later": arm.share(half, end)}
         )
-    cuts = [save.cut for save in track.saves if save.cut >= begin]
+    cuts = [save.cut for save in trace.saves if save.cut >= begin]
     return {
         "phases": phases,
-        "windows": timeline(track.seconds, track.saves, max(lasting_s) / 8, begin=begin),
+        "windows": timeline(trace.seconds, trace.saves, max(lasting_s) / 8, begin=begin),
         "gaps": [
-            {"at_s": track.ended_s[then] - began_s, "seconds": track.ended_s[then] - track.ended_s[now]}
+            {"at_s": trace.ended_s[then] - began_s, "seconds": trace.ended_s[then] - trace.ended_s[now]}
             for now, then in pairwise(cuts)
         ],
         "decisions": [each | {"at_s": each["at_s"] - began_s} for each in arm.decisions.read()],
@@ -302,29 +304,29 @@ def _phases(arm: Arm, lasting_s: tuple[float, float, float]) -> Found:
 
 def _kills(folder: Path, size: Size) -> Found:
     """Lives of one run, each ended by SIGKILL at an instant; the next one tells what was lost."""
-    from ours import Sidecar
-    from peers import Place
+    from ours import SidecarServer
+    from peers import StoreLocation
 
-    place, every = Place(name="file", root=str(folder / "store")), size.every_steps
+    place, every = StoreLocation(name="file", root=str(folder / "store")), size.every_steps
     flags = {"every_steps": every, "maintenance_interval_s": 10, "gc_grace_s": 5}
     lives: list[Found] = []
-    with Sidecar(place, "killed", folder / "killed", **flags):
+    with SidecarServer(place, "killed", folder / "killed", **flags):
         for instant in (*size.instants, ""):
-            with Victim(folder / "record", pair_rows=size.pair_rows) as victim:
-                victim.until(lambda _: True, seconds=STARTED_S)
+            with KilledTrainer(folder / "record", pair_rows=size.pair_rows) as victim:
+                victim.until(lambda _: True, seconds=START_TIMEOUT_S)
                 if lives:
                     lives[-1]["restored"] = victim.record.get("restored")
                 if instant:
-                    victim.until(lambda record: record.get("commits") >= 2, seconds=STARTED_S)
-                    came = victim.until(INSTANTS[instant](every), seconds=STARTED_S)
-                    lives.append({"instant": instant, "came": came} | life(victim.kill()))
+                    victim.until(lambda record: record.get("commits") >= 2, seconds=START_TIMEOUT_S)
+                    came = victim.until(INSTANTS[instant](every), seconds=START_TIMEOUT_S)
+                    lives.append({"instant": instant, "came": came} | summarize_kill(victim.kill()))
     place.remove("killed")
     for each in lives:
         each["lost"] = each["last"] - each["restored"]
     return {"every_steps": every, "lives": lives}
 
 
-def _since_cut(record: Any) -> int:
+def _steps_since_snapshot(record: Any) -> int:
     steps: int = record.get("step") - record.get("cut")
     return steps
 
@@ -332,15 +334,15 @@ def _since_cut(record: Any) -> int:
 INSTANTS: dict[str, Callable[[int], Callable[[Any], bool]]] = {
     "at a cut": lambda _: lambda record: record.get("cuts") > record.get("commits"),
     "just durable": lambda every: (
-        lambda record: record.get("cuts") == record.get("commits") and _since_cut(record) < every
+        lambda record: record.get("cuts") == record.get("commits") and _steps_since_snapshot(record) < every
     ),
-    "in between": lambda every: lambda record: _since_cut(record) >= every // 2,
-    "before the next": lambda every: lambda record: _since_cut(record) >= every - 3,
+    "in between": lambda every: lambda record: _steps_since_snapshot(record) >= every // 2,
+    "before the next": lambda every: lambda record: _steps_since_snapshot(record) >= every - 3,
 }
 """Of an interval of so many steps: whether a record shows it."""
 
 
-def life(record: dict[str, int]) -> Found:
+def summarize_kill(record: dict[str, int]) -> Found:
     """What a dead trainer's record says; steps. `promise`: the longest interval it had, and the longest flight.
 
     A save that was in flight, and the interval that had begun, count as they stood.

@@ -110,7 +110,7 @@ def page(found: Found) -> str:
     return "\n\n".join(
         [
             "## CheckFreq: how often to save",
-            _how(model, machine),
+            _method(model, machine),
             _overhead_table(found),
             _of_overhead(found),
             "## CheckFreq: a busy neighbour",
@@ -123,7 +123,7 @@ def page(found: Found) -> str:
     )
 
 
-def _how(model: Found, machine: Found) -> str:
+def _method(model: Found, machine: Found) -> str:
     return (
         f"The demo's training on real baskets (batches of {model['batch']}, {model['bytes'] / 1e6:.0f} MB "
         "of tables and optimizer state, one torch thread) under a real sidecar, q8, on a file store. "
@@ -319,7 +319,11 @@ def plot(found: Found, folder: Path) -> None:
 
 def _in_force(ax: Any, run: Found) -> None:
     total_s = sum(phase["seconds"] for phase in run["phases"])
-    chosen = [(each["at_s"], seconds) for each in run["decisions"] if (seconds := in_words(each["interval"]))]
+    chosen = [
+        (each["at_s"], seconds)
+        for each in run["decisions"]
+        if (seconds := parse_interval_s(each["interval"]))
+    ]
     if not chosen:
         return
     times = [max(0.0, at_s) for at_s, _ in chosen] + [total_s]
@@ -327,7 +331,7 @@ def _in_force(ax: Any, run: Found) -> None:
     ax.step(times, [*values, values[-1]], where="post", color="tab:blue", lw=1.2, label="adaptive, in force")
 
 
-def in_words(interval: str) -> float | None:
+def parse_interval_s(interval: str) -> float | None:
     """Seconds of a decision such as "every 1.5 s"; None: it says no seconds."""
     said = re.match(r"every ([0-9.e+-]+) s\b", interval)
     return float(said[1]) if said else None

@@ -140,7 +140,7 @@ def renewal(generator: np.random.Generator, failures: int) -> list[dict[str, Any
         ("full", 4 * full_s),
         ("partial", partial_s),
     ):
-        run = simulation.Run(interval_s=interval_s, save_s=base.save_s, recover_s=base.recover_s)
+        run = simulation.SimulatedRun(interval_s=interval_s, save_s=base.save_s, recover_s=base.recover_s)
         gaps = simulation.exponential_gaps(generator, MTBF_S, failures)
         if kind == "full":
             drawn = simulation.full_recovery(run, gaps)
@@ -167,7 +167,7 @@ def renewal(generator: np.random.Generator, failures: int) -> list[dict[str, Any
 def spread(generator: np.random.Generator, repeats: int) -> list[dict[str, Any]]:
     """How far full recovery's overhead of so many failures lies from its mean: what a measurement can show at all."""
     base = costs()
-    run = simulation.Run(
+    run = simulation.SimulatedRun(
         interval_s=young_interval_s(base.save_s, MTBF_S), save_s=base.save_s, recover_s=base.recover_s
     )
     found = []
@@ -194,7 +194,7 @@ def spread(generator: np.random.Generator, repeats: int) -> list[dict[str, Any]]
 
 
 def one_job(
-    generator: np.random.Generator, run: simulation.Run, *, hours: float, repeats: int
+    generator: np.random.Generator, run: simulation.SimulatedRun, *, hours: float, repeats: int
 ) -> tuple[float, float, float]:
     """5 %, 50 % and 95 % of the overhead of one job that trains for so long (useful time, saves and failures apart)."""
     work_s = hours * HOUR
@@ -218,7 +218,7 @@ def one_job(
 def other_gaps(generator: np.random.Generator, failures: int) -> list[dict[str, Any]]:
     """Full recovery where failures cluster or come regularly, at the same rate."""
     base = costs()
-    run = simulation.Run(
+    run = simulation.SimulatedRun(
         interval_s=young_interval_s(base.save_s, MTBF_S), save_s=base.save_s, recover_s=base.recover_s
     )
     found = []
@@ -396,7 +396,7 @@ forms, by {exact["failures"]:,} failures each; the paper's formula is their firs
                     f"{row['runs']:,}",
                     f"{row['drawn']:.6f} +- {row['error']:.6f}",
                     f"{row['exact']:.6f}",
-                    _met(_near(row["drawn"], row["exact"], row["error"])),
+                    _format_met(_near(row["drawn"], row["exact"], row["error"])),
                 ]
                 for row in found["pls"]
             ],
@@ -415,7 +415,7 @@ def _quality() -> ModuleType:
     return importlib.import_module("cpr_quality")
 
 
-def _met(met: bool) -> str:
+def _format_met(met: bool) -> str:
     return "met" if met else "**missed**"
 
 

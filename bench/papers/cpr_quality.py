@@ -24,14 +24,14 @@ from basket_training import (
     SHALLOW,
     STEPS,
     TABLES,
-    Model,
+    BasketTraining,
     Rows,
-    Task,
-    Training,
-    at_once,
+    ShallowModel,
+    TrainingTask,
     compile_kernels,
     mean_and_error,
     paragraph,
+    run_parallel,
     task,
 )
 from codecs_reference import through_codec
@@ -44,7 +44,7 @@ SHARDS = 8
 R = 0.125
 INTERVALS = (128, 256, 512, 1024)
 """T, in steps."""
-OFTEN = (8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 64)
+SHORT_INTERVALS = (8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 64)
 """Differential saves so many times in 8 T."""
 RAW_ROW = 4 * COLUMNS + 4
 """Bytes of a row and its accumulator in float32."""
@@ -61,7 +61,7 @@ QUANTIZED = (MFU_8, CHANGED_8)
 class Priority(Protocol):
     """Which rows of `pairs` a save takes."""
 
-    def steps(self, of: Task, start: int, stop: int) -> None:
+    def steps(self, of: TrainingTask, start: int, stop: int) -> None:
         """Steps [start, stop) were trained."""
 
     def choose(self, now: F32, saved: F32, k: int) -> Rows:
@@ -71,7 +71,7 @@ class Priority(Protocol):
 class ByDistance:
     """SCAR."""
 
-    def steps(self, of: Task, start: int, stop: int) -> None:
+    def steps(self, of: TrainingTask, start: int, stop: int) -> None:
         """Nothing: the weights tell."""
 
     def choose(self, now: F32, saved: F32, k: int) -> Rows:
@@ -84,7 +84,7 @@ class ByCounts:
     def __init__(self) -> None:
         self.counts = AccessCounts(PAIR_ROWS)
 
-    def steps(self, of: Task, start: int, stop: int) -> None:
+    def steps(self, of: TrainingTask, start: int, stop: int) -> None:
         self.counts.read(of.steps_rows(start, stop, PAIRS))
 
     def choose(self, now: F32, saved: F32, k: int) -> Rows:  # noqa: ARG002 (weights do not tell)
@@ -99,7 +99,7 @@ class BySample:
     def __init__(self, capacity: int, seed: int) -> None:
         self.sample = SampledReads(capacity, seed=seed)
 
-    def steps(self, of: Task, start: int, stop: int) -> None:
+    def steps(self, of: TrainingTask, start: int, stop: int) -> None:
         """Sample, step by step."""
         for step in range(start, stop):
             self.sample.read(of.steps_rows(step, step + 1, PAIRS))
@@ -113,7 +113,9 @@ def measure_quality(quick: bool) -> dict[str, Any]:
     began = time.perf_counter()
     steps, seeds, intervals = (384, 2, (64, 192)) if quick else (STEPS, SEEDS, INTERVALS)
     compile_kernels()
-    by_seed = at_once([lambda seed=seed: _one_seed(seed, steps, intervals) for seed in range(1, seeds + 1)])
+    by_seed = run_parallel(
+        [lambda seed=seed: _one_seed(seed, steps, intervals) for seed in range(1, seeds + 1)]
+    )
     cells = []
     for arm in ARMS:
         for every in intervals:
@@ -155,7 +157,7 @@ def measure_quality(quick: bool) -> dict[str, Any]:
 
 def _one_seed(seed: int, steps: int, intervals: Sequence[int]) -> dict[tuple[str, int], dict[str, Any]]:
     of = task(seed, pair_count=PAIR_ROWS, steps=steps)
-    twin = Training(of, of.first.copy())
+    twin = BasketTraining(of, of.first.copy())
     twin.run(steps)
     best = twin.quality()
     rng = np.random.default_rng((seed, SHARDS))
@@ -183,10 +185,10 @@ def _one_seed(seed: int, steps: int, intervals: Sequence[int]) -> dict[tuple[str
 class _Run:
     """One pass with saves and lost shards."""
 
-    def __init__(self, of: Task, arm: str, every: int, steps: int) -> None:
+    def __init__(self, of: TrainingTask, arm: str, every: int, steps: int) -> None:
         self.of, self.arm, self.stop = of, arm, steps
-        self.training = Training(of, of.first.copy())
-        self.saved: Model = of.first.copy()
+        self.training = BasketTraining(of, of.first.copy())
+        self.saved: ShallowModel = of.first.copy()
         self.first_pair = of.bounds[PAIRS][0]
         self.row_bytes = QUANTIZED_ROW if arm in QUANTIZED else RAW_ROW
         self.k = min(int(R * of.bounds[-1][1]) * RAW_ROW // self.row_bytes - self.first_pair, PAIR_ROWS)
@@ -218,7 +220,7 @@ class _Run:
             if step in saves:
                 self._save(step)
             if step in losses:
-                self._lose(losses[step], step)
+                self._lose_shard(losses[step], step)
 
     def _save(self, step: int) -> None:
         now, saved = self.training.model, self.saved
@@ -239,7 +241,7 @@ class _Run:
             self.bytes += _id_bytes(len(rows), len(now.weights))
         self.saved_at = step
 
-    def _lose(self, shard: int, step: int) -> None:
+    def _lose_shard(self, shard: int, step: int) -> None:
         now, saved = self.training.model, self.saved
         for first, last in self.of.bounds:
             begin, end = (first + (last - first) * s // SHARDS for s in (shard, shard + 1))
@@ -252,11 +254,11 @@ def _id_bytes(count: int | np.integer, rows: int) -> float:
     return min(rows / 8, 4 * count)
 
 
-def _plain_rate(of: Task, every: int) -> float:
+def _plain_rate(of: TrainingTask, every: int) -> float:
     return of.bounds[-1][1] * RAW_ROW / every
 
 
-def _affordable(of: Task, row_bytes: int, every: int, steps: int) -> int:
+def _affordable(of: TrainingTask, row_bytes: int, every: int, steps: int) -> int:
     """The shortest of some intervals up to T in which saves of all changed rows take no more bytes than plain's."""
     rows = of.bounds[-1][1]
 
@@ -270,7 +272,7 @@ def _affordable(of: Task, row_bytes: int, every: int, steps: int) -> int:
             spent += count * row_bytes + _id_bytes(count, rows)
         return spent / windows[-1][1] > _plain_rate(of, every)
 
-    intervals = [every * 8 // eighths for eighths in OFTEN]
+    intervals = [every * 8 // eighths for eighths in SHORT_INTERVALS]
     return intervals[max(0, bisect_left(intervals, True, key=too_much) - 1)]
 
 
@@ -287,10 +289,10 @@ def _cells(found: Mapping[str, Any], arm: str) -> list[Mapping[str, Any]]:
 
 
 def check_quality(found: Mapping[str, Any]) -> list[str]:
-    def harm(arm: str) -> list[float]:
+    def loss_changes(arm: str) -> list[float]:
         return [mean_and_error(cell["changes"]["progressive"])[0] for cell in _cells(found, arm)]
 
-    plain = harm(PLAIN)
+    plain = loss_changes(PLAIN)
     wrong = []
     if not plain[-1] > plain[0]:
         wrong.append(
@@ -298,9 +300,9 @@ def check_quality(found: Mapping[str, Any]) -> list[str]:
         )
     for arm in ARMS[1:]:
         # Saves of changed rows may come to the very same: where so many change that they are no more frequent.
-        if not harm(arm)[-1] <= plain[-1]:
+        if not loss_changes(arm)[-1] <= plain[-1]:
             wrong.append(
-                f"at the longest interval {arm} harms the progressive loss by {harm(arm)[-1]:.4f} %,"
+                f"at the longest interval {arm} harms the progressive loss by {loss_changes(arm)[-1]:.4f} %,"
                 f" more than saves of all rows, {plain[-1]:.4f} %"
             )
     return wrong
@@ -389,19 +391,21 @@ def _verdict(found: Mapping[str, Any], intervals: Sequence[int]) -> str:
     """Priority against differential saves, in the figures' own words."""
     sentences = []
     for i, every in enumerate(intervals):
-        harm = {arm: np.array(_cells(found, arm)[i]["changes"]["progressive"]) for arm in ARMS}
-        left = ", ".join(f"{arm} {100 * harm[arm].mean() / harm[PLAIN].mean():.0f} %" for arm in ARMS[1:])
-        best = min((SCAR, MFU, SSU), key=lambda arm: harm[arm].mean())
+        loss_changes = {arm: np.array(_cells(found, arm)[i]["changes"]["progressive"]) for arm in ARMS}
+        left = ", ".join(
+            f"{arm} {100 * loss_changes[arm].mean() / loss_changes[PLAIN].mean():.0f} %" for arm in ARMS[1:]
+        )
+        best = min((SCAR, MFU, SSU), key=lambda arm: loss_changes[arm].mean())
         sentences += [
             f"T = {every}: of plain recovery's harm to the progressive loss is left with {left}.",
-            f"{_compared(harm, CHANGED, best)} {_compared(harm, CHANGED_8, MFU_8)}",
+            f"{_compared(loss_changes, CHANGED, best)} {_compared(loss_changes, CHANGED_8, MFU_8)}",
         ]
     return paragraph(*sentences)
 
 
-def _compared(harm: Mapping[str, Any], one: str, other: str) -> str:
+def _compared(loss_changes: Mapping[str, Any], one: str, other: str) -> str:
     """Paired over seeds, two standard errors."""
-    mean, error = mean_and_error(harm[one] - harm[other])
+    mean, error = mean_and_error(loss_changes[one] - loss_changes[other])
     word = (
         "are worse than"
         if mean > 2 * error

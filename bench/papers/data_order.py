@@ -16,17 +16,17 @@ from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
-from demo_training import DemoTraining, pairs_of
+from demo_training import DemoTraining, pair_table_rows
 from report import table
 
 Found = dict[str, Any]
 BATCH = 256
 PAIR_ROWS = 1 << 16
-LATER = 10
+STEPS_AFTER_SAVE = 10
 """Steps between the last save and the death of a life: they are trained again."""
 
 
-class _Died(Exception):
+class _TrainingKilled(Exception):
     """What ends a life."""
 
 
@@ -41,7 +41,7 @@ def measure(folder: Path, *, quick: bool) -> Found:
     steps = len(data.train) // BATCH
     saves = [round(steps * place) for place in places]
     wholes, shuffled = [], []
-    with pairs_of(PAIR_ROWS):
+    with pair_table_rows(PAIR_ROWS):
         for seed in seeds:
             wholes.append(data.trained(seed, steps))
             shuffled.append(data.lives(folder / f"shuffled-{seed}", seed, steps, saves, resumes=False))
@@ -49,9 +49,9 @@ def measure(folder: Path, *, quick: bool) -> Found:
     return {
         "samples": len(data.train), "batch": BATCH, "steps": steps, "restarts": len(saves), "saved_at": saves,
         "pair_rows": PAIR_ROWS, "sampler": data.sampler, "held_out": data.held_out_samples,
-        "whole": [_said(each, steps) for each in wholes],
-        "shuffled": [_said(each, steps) for each in shuffled],
-        "resumed": _said(resumed, steps)
+        "whole": [_summary(each, steps) for each in wholes],
+        "shuffled": [_summary(each, steps) for each in shuffled],
+        "resumed": _summary(resumed, steps)
         | {
             "losses_equal": resumed["losses"] == wholes[0]["losses"],
             "samples_equal": resumed["samples"] == wholes[0]["samples"],
@@ -59,7 +59,7 @@ def measure(folder: Path, *, quick: bool) -> Found:
     }  # fmt: skip
 
 
-def _said(run: Found, steps: int) -> Found:
+def _summary(run: Found, steps: int) -> Found:
     return {"held_out": run["held_out"], "seed": run["seed"], "restored": run["restored"]} | seen(
         run["samples"], steps * BATCH
     )
@@ -130,10 +130,10 @@ class _Data:
         run = _run(seed)
         for number, save_at in enumerate([*saves, steps]):
             last = number == len(saves)
-            dies_at = None if last else min(save_at + LATER, steps - 1)
+            dies_at = None if last else min(save_at + STEPS_AFTER_SAVE, steps - 1)
             try:
                 loss = self._life(store, run, steps, number, save_at, dies_at, resumes=resumes)
-            except _Died:
+            except _TrainingKilled:
                 continue
             return run | {"held_out": loss}
         raise AssertionError("no life came to the end")
@@ -160,7 +160,7 @@ class _Data:
             for step in self._steps(training, loader, run):
                 ckpt.step()
                 if step == dies_at:
-                    raise _Died
+                    raise _TrainingKilled
                 if step == save_at and dies_at is not None:
                     ckpt.save().wait(120)
                 if step == steps:
@@ -237,7 +237,7 @@ def page(found: Found) -> str:
     equal = resumed["losses_equal"] and resumed["samples_equal"]
     said = (
         f"One pass over {found['samples']:,} samples of real baskets in {found['steps']:,} steps of "
-        f"{found['batch']} (order: {found['sampler']}), ended {LATER} steps after each of {found['restarts']} "
+        f"{found['batch']} (order: {found['sampler']}), ended {STEPS_AFTER_SAVE} steps after each of {found['restarts']} "
         f"saves. Resumed with the loader's position the pass {'is' if equal else '**is not**'} the uninterrupted "
         f"one: the same samples, and losses {'equal' if equal else 'unequal'} to the bit. Restored at the same "
         "steps into a loader that begins anew, as with a loader that knows no position, it trains on some "

@@ -10,7 +10,7 @@ BATCH = 128
 
 
 @contextlib.contextmanager
-def pairs_of(rows: int) -> Iterator[None]:
+def pair_table_rows(rows: int) -> Iterator[None]:
     """Meanwhile the largest table of all models of this process has so many rows, a power of two."""
     import model as demo
 

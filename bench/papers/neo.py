@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from demo_training import BATCH, DemoTraining, pairs_of
-from measuring import say
+from demo_training import BATCH, DemoTraining, pair_table_rows
+from measuring import log_progress
 from neo_ranks import BAGS, COLUMNS
 from report import picture, table
 
@@ -38,11 +38,11 @@ RESHARD_S = 900.0
 def measure(quick: bool) -> Found:
     with tempfile.TemporaryDirectory(prefix="deltashard-papers-") as folder:
         found: Found = {}
-        say("bytes of a row")
+        log_progress("bytes of a row")
         found["bytes"] = _bytes(Path(folder), quick=quick)
-        say("bit-exact resume")
+        log_progress("bit-exact resume")
         found["resume"] = _resume(Path(folder), quick=quick)
-        say("other shardings")
+        log_progress("other shardings")
         found["shardings"] = _shardings(Path(folder), quick=quick)
     found["headlines"] = _headlines(found)
     return found
@@ -126,7 +126,7 @@ def expected_bytes(optimizer: str, encoding: str, state: str) -> float:
 # Resume
 
 
-class _Died(Exception):
+class _TrainingInterrupted(Exception):
     """What ends the training in the middle."""
 
 
@@ -136,11 +136,11 @@ def _resume(folder: Path, *, quick: bool) -> Found:
 
     steps, save_at, dies_at = (12, 5, 8) if quick else (60, 25, 40)
     pairs = 1 << 14 if quick else 1 << 17
-    with pairs_of(pairs):
+    with pair_table_rows(pairs):
         whole = _trained(None, 5, steps)
         try:
             _trained(folder / "store", 5, steps, save_at=save_at, dies_at=dies_at)
-        except _Died:
+        except _TrainingInterrupted:
             pass
         else:
             raise AssertionError("the training did not end in the middle")
@@ -183,7 +183,7 @@ def _trained(
                 if step == save_at:
                     ckpt.save().wait(120)
             if step == dies_at:
-                raise _Died
+                raise _TrainingInterrupted
             if step == steps:
                 break
     finally:

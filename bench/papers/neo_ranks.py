@@ -24,7 +24,7 @@ import numpy as np
 COLUMNS = 32
 BAGS = {"t_users": 4001, "t_items": 1003, "t_shops": 96}
 BATCH, IDS = 64, 5
-PATIENCE_S = 120
+TIMEOUT_S = 120
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def _rank(
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / f'group-{number}'}", rank=rank, world_size=world,
-        timeout=timedelta(seconds=PATIENCE_S),
+        timeout=timedelta(seconds=TIMEOUT_S),
     )  # fmt: skip
     torch.manual_seed(1000 * number + rank)
     model, dense = _model(sharding, world)
@@ -85,7 +85,7 @@ def _rank(
             dense.step()
             ckpt.step()
             if step:
-                ckpt.save().wait(PATIENCE_S)
+                ckpt.save().wait(TIMEOUT_S)
     else:
         restored = ckpt.restore(from_run=source)
         assert restored is not None
@@ -109,11 +109,11 @@ def _model(sharding: str, world: int) -> tuple[Any, Any]:
     from torchrec.distributed.types import ShardingType
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-    class Sharder(EmbeddingBagCollectionSharder):
+    class NeoSharder(EmbeddingBagCollectionSharder):
         def sharding_types(self, compute_device_type: str) -> list[str]:  # noqa: ARG002
             return [kind.value for kind in ShardingType]
 
-    class Model(nn.Module):
+    class BagModel(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.bags = EmbeddingBagCollection(
@@ -130,9 +130,9 @@ def _model(sharding: str, world: int) -> tuple[Any, Any]:
         def forward(self, batch: Any) -> torch.Tensor:
             return (self.over(self.bags(batch).values()) - 1).square().mean()
 
-    model = Model()
+    model = BagModel()
     sharders: Any = [
-        Sharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1})
+        NeoSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1})
     ]
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=world, local_world_size=world, compute_device="cpu"),

@@ -21,7 +21,7 @@ measured. All of them are in [measured/papers.json](measured/papers.json).
 
 
 LINE = 150
-AS_IS = ("|", "#", "!", "    ")
+VERBATIM_PREFIXES = ("|", "#", "!", "    ")
 """How a block begins that is not wrapped."""
 
 
@@ -91,7 +91,7 @@ def wrapped(text: str) -> str:
     out, code = [], False
     for block in re.split(r"\n{2,}", text):
         fences = block.count("```")
-        if code or fences or block.startswith(AS_IS):
+        if code or fences or block.startswith(VERBATIM_PREFIXES):
             out.append(block)
             code ^= fences % 2 == 1
             continue

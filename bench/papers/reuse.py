@@ -112,7 +112,7 @@ def lookups_of(rows: int, locality: Locality, rng: np.random.Generator) -> npt.N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
+class IntervalLookups:
     """What one interval looks up."""
 
     ids: npt.NDArray[np.int64]
@@ -121,7 +121,7 @@ class Interval:
     """Lookups of each."""
 
 
-def intervals(rows: int, count: int, locality: Locality, seed: int = 0) -> Iterator[Interval]:
+def intervals(rows: int, count: int, locality: Locality, seed: int = 0) -> Iterator[IntervalLookups]:
     """`count` intervals of a table of `rows` rows. Rows that every interval touches are looked up most."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(rows)
@@ -131,7 +131,7 @@ def intervals(rows: int, count: int, locality: Locality, seed: int = 0) -> Itera
         touched = np.concatenate([hot, drawn])
         looked_up = lookups_of(len(touched), locality, rng)
         by_row = np.argsort(touched)
-        yield Interval(ids=touched[by_row].astype(np.int64), counts=looked_up[by_row])
+        yield IntervalLookups(ids=touched[by_row].astype(np.int64), counts=looked_up[by_row])
 
 
 def growth(rows: int, locality: Locality, most: int = 11) -> list[float]:

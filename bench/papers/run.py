@@ -59,7 +59,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     if args.page:
-        known = _before(args.out, quick=False)
+        known = _previous_results(args.out, quick=False)
         if not known:
             parser.error(f"{args.out} has no figures of a full run")
         print(_page(known))
@@ -71,7 +71,7 @@ def main() -> int:
     import torch
 
     torch.set_num_threads(1)  # a second core is the sidecar's
-    found = _before(args.out, quick=args.quick) if args.only else {}
+    found = _previous_results(args.out, quick=args.quick) if args.only else {}
     parts: dict[str, Any] = found.setdefault("parts", {})
     # Replaced at every run: what a part took from an older one says so by its own date.
     found |= {"machine": machine(), "command": _command(), "quick": args.quick}
@@ -97,7 +97,7 @@ def main() -> int:
         parts[name] = record
         print(f"{name}: {record['took_s']:.0f} s", flush=True)
         for row in record.get("found", {}).get("headlines", ()):
-            print(f"  {row['what']}: {row['ours']} ({row['paper']} in the paper){_said(row['met'])}")
+            print(f"  {row['what']}: {row['ours']} ({row['paper']} in the paper){_format_met(row['met'])}")
     del os.environ["XDG_CACHE_HOME"]
     os.environ |= {} if before is None else {"XDG_CACHE_HOME": before}
     caches.cleanup()
@@ -123,10 +123,10 @@ def module(name: str) -> ModuleType:
 
 
 def machine() -> dict[str, object]:
-    from measuring import processor  # found since the path knows bench/
+    from measuring import cpu_model  # found since the path knows bench/
 
     return {
-        "cpu": processor(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
@@ -134,7 +134,7 @@ def machine() -> dict[str, object]:
     }
 
 
-def _before(path: Path, *, quick: bool) -> dict[str, Any]:
+def _previous_results(path: Path, *, quick: bool) -> dict[str, Any]:
     if not path.exists():
         return {}
     found: dict[str, Any] = json.loads(path.read_text())
@@ -145,7 +145,7 @@ def _command() -> str:
     return " ".join(["bench/papers/run.py", *sys.argv[1:]])
 
 
-def _said(met: bool | None) -> str:
+def _format_met(met: bool | None) -> str:
     return {True: ": met", False: ": MISSED", None: ""}[met]
 
 

@@ -19,12 +19,12 @@ from typing import Any
 LEAD_S = 0.3
 """Before a cut, in which rows may be copied ahead of it; at most `LEAD_SHARE` of the quiet steps before it."""
 LEAD_SHARE = 0.5
-FEWEST_QUIET = 4
+MIN_QUIET_STEPS = 4
 """Steps beside a window, below which it has no cost that could be told."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Save:
+class TimedSave:
     """Indices of steps, from 0."""
 
     cut: int
@@ -34,7 +34,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class SaveOverhead:
     """What saves cost, as a share of training."""
 
     overhead: float | None
@@ -53,12 +53,14 @@ class Share:
     interval_steps: float | None
 
     @classmethod
-    def of_span(cls, seconds: Sequence[float], saves: Sequence[Save], begin: int, end: int) -> Share:
+    def of_span(
+        cls, seconds: Sequence[float], saves: Sequence[TimedSave], begin: int, end: int
+    ) -> SaveOverhead:
         """Of the saves that were cut in steps `begin` to `end`, which is exclusive."""
         told = costs(seconds, saves)
         inside = [number for number, save in enumerate(saves) if begin <= save.cut < end]
         known = [cost for number in inside if (cost := told[number]) is not None]
-        cuts = [saves[number].cut for number in inside]
+        snapshots = [saves[number].cut for number in inside]
         total_s = sum(seconds[begin:end])
         overhead = error = None
         if known:
@@ -67,7 +69,7 @@ class Share:
             overhead = cost_s / without_s
             if len(known) > 1:
                 error = stdev(known) / math.sqrt(len(known)) * len(inside) / without_s
-        gaps = len(cuts) - 1
+        gaps = len(snapshots) - 1
         calm = [seconds[at] for at in quiet(seconds, saves) if begin <= at < end]
         return cls(
             overhead=overhead,
@@ -76,15 +78,15 @@ class Share:
             saves=len(known),
             of=len(inside),
             step_s=fmean(calm) if calm else total_s / max(1, end - begin),
-            interval_s=sum(seconds[cuts[0] : cuts[-1]]) / gaps if gaps > 0 else None,
-            interval_steps=(cuts[-1] - cuts[0]) / gaps if gaps > 0 else None,
+            interval_s=sum(seconds[snapshots[0] : snapshots[-1]]) / gaps if gaps > 0 else None,
+            interval_steps=(snapshots[-1] - snapshots[0]) / gaps if gaps > 0 else None,
         )
 
     def found(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def windows(seconds: Sequence[float], saves: Sequence[Save]) -> list[tuple[int, int]]:
+def windows(seconds: Sequence[float], saves: Sequence[TimedSave]) -> list[tuple[int, int]]:
     """(first, last + 1) of each save's window, in order; one that was never durable has all that follows."""
     found = []
     free = 0
@@ -102,7 +104,7 @@ def windows(seconds: Sequence[float], saves: Sequence[Save]) -> list[tuple[int, 
     return found
 
 
-def quiet(seconds: Sequence[float], saves: Sequence[Save]) -> list[int]:
+def quiet(seconds: Sequence[float], saves: Sequence[TimedSave]) -> list[int]:
     found, at = [], 0
     for first, end in windows(seconds, saves):
         found += range(at, first)
@@ -110,26 +112,26 @@ def quiet(seconds: Sequence[float], saves: Sequence[Save]) -> list[int]:
     return [*found, *range(at, len(seconds))]
 
 
-def costs(seconds: Sequence[float], saves: Sequence[Save]) -> list[float | None]:
+def costs(seconds: Sequence[float], saves: Sequence[TimedSave]) -> list[float | None]:
     """Seconds that each save cost; None where too few steps beside it were quiet, or it was never durable."""
     spans = windows(seconds, saves)
     found: list[float | None] = []
     for number, (first, end) in enumerate(spans):
         after = spans[number + 1][0] if number + 1 < len(spans) else len(seconds)
         before = spans[number - 1][1] if number else 0
-        if saves[number].durable is None or first - before + after - end < FEWEST_QUIET:
+        if saves[number].durable is None or first - before + after - end < MIN_QUIET_STEPS:
             found.append(None)
             continue
         # As many on each side, so that a drift cancels out; where one side has next to none, the other.
         near = min(first - before, after - end)
-        if near < FEWEST_QUIET // 2:
+        if near < MIN_QUIET_STEPS // 2:
             near = max(first - before, after - end)
         quiet_s = fmean([*seconds[max(before, first - near) : first], *seconds[end : min(after, end + near)]])
         found.append(sum(seconds[first:end]) - (end - first) * quiet_s)
     return found
 
 
-def lost_steps(steps: int, saves: Sequence[Save]) -> list[int]:
+def lost_steps(steps: int, saves: Sequence[TimedSave]) -> list[int]:
     """Steps that a death right after each of `steps` steps would have lost; none before the first save is durable."""
     found = []
     known = sorted((save.durable, save.cut) for save in saves if save.durable is not None)
@@ -152,7 +154,7 @@ def paired(on: Sequence[float], off: Sequence[float]) -> tuple[float, float | No
 
 
 def timeline(
-    seconds: Sequence[float], saves: Sequence[Save], width_s: float, *, begin: int = 0
+    seconds: Sequence[float], saves: Sequence[TimedSave], width_s: float, *, begin: int = 0
 ) -> list[dict[str, Any]]:
     """Windows of `width_s` each from step `begin` on: when, the saves in it, what they cost, and a quiet step."""
     found: list[dict[str, Any]] = []
@@ -162,7 +164,7 @@ def timeline(
         while at < len(seconds) and now_s - begun_s < width_s:
             now_s += seconds[at]
             at += 1
-        share = Share.of_span(seconds, saves, first, at)
+        share = SaveOverhead.of_span(seconds, saves, first, at)
         quiet_of = share.overhead
         if not share.of:  # no save, no cost
             quiet_of = 0.0

@@ -29,7 +29,7 @@ Gaps: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class SimulatedRun:
     """What is simulated. Seconds."""
 
     interval_s: float
@@ -48,7 +48,7 @@ class Estimate:
     error: float
 
 
-def renewal_overhead(run: Run, mtbf_s: float) -> float:
+def renewal_overhead(run: SimulatedRun, mtbf_s: float) -> float:
     """Full recovery's overhead, exactly, for exponential gaps: a share of useful training. Infinite if none is left."""
     try:
         grown = math.expm1((run.interval_s + run.save_s) / mtbf_s)
@@ -57,7 +57,7 @@ def renewal_overhead(run: Run, mtbf_s: float) -> float:
     return mtbf_s * grown * (1 + run.recover_s / mtbf_s) / run.interval_s - 1
 
 
-def partial_renewal_overhead(run: Run, mtbf_s: float) -> float:
+def partial_renewal_overhead(run: SimulatedRun, mtbf_s: float) -> float:
     """Partial recovery's overhead, exactly, whatever the gaps' distribution."""
     return (1 + run.save_s / run.interval_s) * (1 + run.recover_s / mtbf_s) - 1
 
@@ -76,13 +76,13 @@ def weibull_gaps(generator: np.random.Generator, mean_s: float, shape: float, co
     return generator.weibull(shape, count) * (mean_s / math.gamma(1 + 1 / shape))
 
 
-def full_recovery(run: Run, gaps: Gaps) -> Estimate:
+def full_recovery(run: SimulatedRun, gaps: Gaps) -> Estimate:
     """Overhead of full recovery over these gaps; infinite where no checkpoint was ever reached."""
     reached = np.floor(gaps / (run.interval_s + run.save_s))
     return _ratio(gaps + run.recover_s, reached * run.interval_s)
 
 
-def partial_recovery(run: Run, gaps: Gaps) -> Estimate:
+def partial_recovery(run: SimulatedRun, gaps: Gaps) -> Estimate:
     """Overhead of partial recovery over these gaps: all that is trained counts, at the pace that saves leave."""
     return _ratio(gaps + run.recover_s, gaps * (run.interval_s / (run.interval_s + run.save_s)))
 

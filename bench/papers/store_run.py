@@ -45,7 +45,7 @@ FRAME_BYTES = 8 << 20
 """Of rows before encoding: a block of the arena, which is what a sidecar encodes into one frame."""
 
 
-class CountingStore(MemoryStore):
+class ByteCountingStore(MemoryStore):
     """Counts the bytes of every put that got through."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class LiveTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedCheckpoint:
     """One checkpoint."""
 
     baseline: bool
@@ -93,8 +93,8 @@ class StoreRun:
     bits: int
     keep_last: int = 1
     search: Search | None = None
-    saved: list[Saved] = field(default_factory=list)
-    store: CountingStore = field(default_factory=CountingStore)
+    saved: list[SavedCheckpoint] = field(default_factory=list)
+    store: ByteCountingStore = field(default_factory=ByteCountingStore)
 
     def __enter__(self) -> Self:
         self._stack = ExitStack()
@@ -109,7 +109,7 @@ class StoreRun:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def save(self, changed: Sequence[np.ndarray]) -> Saved:
+    def save(self, changed: Sequence[np.ndarray]) -> SavedCheckpoint:
         """Commit a checkpoint; `changed` are the rows (int64, ascending) of each table that changed since the last."""
         for marks, ids in zip(
             (*self._since_commit, *self._since_baseline), (*changed, *changed), strict=True
@@ -134,7 +134,7 @@ class StoreRun:
         append_retirement(self.log, Retention(keep_last=self.keep_last))
         collect(self.log, grace_s=0)
         self.saved.append(
-            Saved(
+            SavedCheckpoint(
                 baseline=covers is None,
                 rows=entry.rows,
                 written_bytes=self.store.put_bytes - before,
@@ -204,7 +204,7 @@ class StoreRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class StoreCost:
     """What a run's checkpoints cost against full fp32 ones of the same tables; means over all of them."""
 
     write: float
@@ -215,10 +215,10 @@ class Cost:
     """The same over the mean of `held_bytes`."""
 
 
-def cost(saved: Sequence[Saved], full_bytes: float) -> Cost:
+def cost(saved: Sequence[SavedCheckpoint], full_bytes: float) -> StoreCost:
     """Of a run, against a full fp32 checkpoint of `full_bytes`. Pure."""
     count = len(saved)
-    return Cost(
+    return StoreCost(
         write=full_bytes * count / sum(each.written_bytes for each in saved),
         capacity=full_bytes * count / sum(each.chain_bytes for each in saved),
         held=full_bytes * count / sum(each.held_bytes for each in saved),

@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from demo_training import BATCH, DemoTraining, pairs_of
-from save_costs import Save
+from demo_training import BATCH, DemoTraining, pair_table_rows
+from save_costs import TimedSave
 
 FIELDS = ("restored", "step", "cut", "committed", "cuts", "commits", "longest_gap", "longest_flight")
 """Of a killed trainer's record, int64 each: steps, and counts of this life."""
 NEVER = -1
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["torch", "deltashard", "baskets", "model", "trained_steps"])
+_forkserver = multiprocessing.get_context("forkserver")
+_forkserver.set_forkserver_preload(["torch", "deltashard", "baskets", "model", "trained_steps"])
 
 
-class Training(DemoTraining):
+class EndlessTraining(DemoTraining):
     """The demo's model and optimizers on its real data, epoch after epoch."""
 
     def __init__(self, seed: int = 5) -> None:
@@ -64,24 +64,24 @@ class Training(DemoTraining):
         return sum(tensor.nbytes for tensor in tensors)
 
 
-class Track:
+class StepTrace:
     """Steps of a training and its saves, as its own thread sees them."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.ended_s: list[float] = []
         """Unix seconds at each step's end."""
-        self.saves: list[Save] = []
+        self.saves: list[TimedSave] = []
         self.durable_s: list[float] = []
         self.stalls_s: list[float] = []
         self.failures = 0
-        self._by_step: dict[int, Save] = {}
+        self._by_step: dict[int, TimedSave] = {}
 
-    def heard(self, name: str, facts: Any) -> None:
+    def on_event(self, name: str, facts: Any) -> None:
         """`Checkpointer(on_event=)`; called within the step that is timed."""
         at = len(self.seconds)
-        if name == "cut":
-            self._by_step[facts["step"]] = save = Save(cut=at)
+        if name == "snapshot":
+            self._by_step[facts["step"]] = save = TimedSave(cut=at)
             self.saves.append(save)
             self.stalls_s.append(facts["stall_s"])
         elif name == "committed" and (found := self._by_step.get(facts["commit"].step)) is not None:
@@ -93,7 +93,7 @@ class Track:
     def saved(self, seconds: float) -> None:
         """A save that held training until it was durable, in the step that is timed."""
         at = len(self.seconds)
-        self.saves.append(Save(cut=at, durable=at))
+        self.saves.append(TimedSave(cut=at, durable=at))
         self.stalls_s.append(seconds)
         self.durable_s.append(seconds)
 
@@ -101,7 +101,7 @@ class Track:
     def commits(self) -> int:
         return len(self.durable_s)
 
-    def step(self, training: Training, end: Callable[[], object] = lambda: None) -> float:
+    def step(self, training: EndlessTraining, end: Callable[[], object] = lambda: None) -> float:
         begun = time.perf_counter()
         training.step()
         end()
@@ -111,20 +111,20 @@ class Track:
 
     def run(
         self,
-        training: Training,
+        training: EndlessTraining,
         end: Callable[[], object],
         *,
         seconds: float,
-        enough: Callable[[], bool] = lambda: False,
+        stop_when: Callable[[], bool] = lambda: False,
     ) -> tuple[int, int]:
-        """Steps for so long or until it is `enough`; the first and the last + 1."""
+        """Steps for so long or until it is `stop_when`; the first and the last + 1."""
         first, until = len(self.seconds), time.monotonic() + seconds
-        while time.monotonic() < until and not enough():
+        while time.monotonic() < until and not stop_when():
             self.step(training, end)
         return first, len(self.seconds)
 
 
-class Decisions:
+class DecisionLog:
     """What a sidecar chose, from its log; the log is read on as it grows."""
 
     def __init__(self, log: Path) -> None:
@@ -140,20 +140,20 @@ class Decisions:
             text = self._rest + log.read()
             self._at = log.tell()
         *lines, self._rest = text.split("\n")
-        self.found += [found for line in lines if (found := decided(line)) is not None]
+        self.found += [found for line in lines if (found := parse_decision(line)) is not None]
         return self.found
 
 
-def decided(line: str) -> dict[str, Any] | None:
+def parse_decision(line: str) -> dict[str, Any] | None:
     """A decision about the interval of a line of a sidecar's log; None: it is about something else."""
     if '"interval.decided"' not in line:
         return None
     try:
-        said = json.loads(line)
-        if said["event"] != "interval.decided":
+        entry = json.loads(line)
+        if entry["event"] != "interval.decided":
             return None
-        at = datetime.fromisoformat(said["timestamp"])
-        return {"at_s": at.timestamp()} | {key: str(said[key]) for key in ("interval", "cause", "why")}
+        at = datetime.fromisoformat(entry["timestamp"])
+        return {"at_s": at.timestamp()} | {key: str(entry[key]) for key in ("interval", "cause", "why")}
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -172,7 +172,7 @@ def neighbour() -> Iterator[None]:
             loop.wait()
 
 
-class Machine:
+class CpuUsage:
     """Whose processor time it was, since this was made: ours (with ended children), and that of everybody else."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class Machine:
 # A training that is killed
 
 
-class Record:
+class TrainerRecord:
     """How far a trainer came, in a file that both see; it outlives the trainer."""
 
     def __init__(self, path: Path) -> None:
@@ -206,7 +206,7 @@ class Record:
             path.write_bytes(np.full(len(FIELDS), NEVER, np.int64).tobytes())
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 8 * len(FIELDS))
-        self._words = np.frombuffer(self._map, np.int64)
+        self._values = np.frombuffer(self._map, np.int64)
 
     def begin(self, restored: int) -> None:
         """A life begins after step `restored`; 0: at the beginning."""
@@ -216,19 +216,19 @@ class Record:
 
     def set(self, name: str, value: int) -> None:
         """One word; whole, whenever this process dies."""
-        self._words[FIELDS.index(name)] = value
+        self._values[FIELDS.index(name)] = value
 
     def get(self, name: str) -> int:
-        return int(self._words[FIELDS.index(name)])
+        return int(self._values[FIELDS.index(name)])
 
     def all(self) -> dict[str, int]:
         return {name: self.get(name) for name in FIELDS}
 
     # Heard by the trainer.
 
-    def heard(self, name: str, facts: Any) -> None:
+    def on_event(self, name: str, facts: Any) -> None:
         """`Checkpointer(on_event=)`."""
-        if name == "cut":
+        if name == "snapshot":
             self.set("longest_gap", max(self.get("longest_gap"), facts["step"] - self.get("cut")))
             self.set("cut", facts["step"])
             self.set("cuts", self.get("cuts") + 1)
@@ -239,7 +239,7 @@ class Record:
             self.set("commits", self.get("commits") + 1)
 
 
-class Victim:
+class KilledTrainer:
     """A trainer process that is killed, under the sidecar of `DELTASHARD_SOCKET`; a context manager."""
 
     def __init__(self, record: Path, *, pair_rows: int) -> None:
@@ -248,15 +248,15 @@ class Victim:
 
     def __enter__(self) -> Self:
         self._path.unlink(missing_ok=True)
-        self.record = Record(self._path)
+        self.record = TrainerRecord(self._path)
         # The server's environment is that of its own start.
-        self.process = _forks.Process(
+        self.process = _forkserver.Process(
             target=train, args=(os.environ["DELTASHARD_SOCKET"], self._path, self._pair_rows), daemon=True
         )
         self.process.start()
         return self
 
-    def until(self, what: Callable[[Record], bool], *, seconds: float) -> bool:
+    def until(self, what: Callable[[TrainerRecord], bool], *, seconds: float) -> bool:
         """Wait for it, at most so long; whether it came. Raises `RuntimeError` if the trainer ended."""
         end = time.monotonic() + seconds
         while not (self.record.get("restored") != NEVER and what(self.record)):
@@ -283,10 +283,10 @@ def train(socket: str, path: Path, pair_rows: int) -> None:
 
     os.environ["DELTASHARD_SOCKET"] = socket
     torch.set_num_threads(1)
-    record = Record(path)
-    with pairs_of(pair_rows):
-        training = Training()
-        ckpt = deltashard.Checkpointer(training.model, training.optimizers, on_event=record.heard)
+    record = TrainerRecord(path)
+    with pair_table_rows(pair_rows):
+        training = EndlessTraining()
+        ckpt = deltashard.Checkpointer(training.model, training.optimizers, on_event=record.on_event)
         resumed = ckpt.restore()
         step = resumed.step if resumed else 0
         record.begin(step)

@@ -151,7 +151,7 @@ class TableSummary:
     columns: int
     dtype: str
     fields: tuple[str, ...]
-    held_rows: int
+    stalled_rows: int
     frames: int
     stored_bytes: int
     encodings: tuple[str, ...]
@@ -204,7 +204,7 @@ def inspection_of(state: RunState, entry: Checkpoint, indexes: Mapping[str, Inde
                 columns=schema.columns,
                 dtype=schema.dtype,
                 fields=tuple(f"{spec.name}: {spec.kind} {spec.dtype}" for spec in schema.fields),
-                held_rows=sum(p.rows for p in places if p.info.kind is FrameKind.ROWS),
+                stalled_rows=sum(p.rows for p in places if p.info.kind is FrameKind.ROWS),
                 frames=len(places),
                 stored_bytes=sum(p.info.stored_bytes for p in places),
                 encodings=tuple(sorted({p.info.encoding for p in places if p.info.encoding})),

@@ -50,7 +50,7 @@ class Retail:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class BasketBatch:
     """B samples with 1 + N candidates each; candidate 0 is the true one."""
 
     context: torch.Tensor
@@ -98,7 +98,7 @@ class HeldOutItems(Dataset[int]):
     def __len__(self) -> int:
         return len(self.baskets.items)
 
-    def __getitems__(self, samples: list[int]) -> Batch:
+    def __getitems__(self, samples: list[int]) -> BasketBatch:
         """A whole batch at once; draws from torch's default generator."""
         sample = np.asarray(samples)
         basket = self.basket_of[sample]
@@ -112,7 +112,7 @@ class HeldOutItems(Dataset[int]):
         context = self.baskets.items[start[:, None] + others % length[:, None]]
         drawn = torch.randint(len(self.popularity), (len(sample), NEGATIVES)).numpy()
         candidates = np.concatenate([self.baskets.items[sample][:, None], self.popularity[drawn]], axis=1)
-        return Batch(
+        return BasketBatch(
             context=torch.from_numpy(context),
             sizes=torch.from_numpy(size),
             candidates=torch.from_numpy(candidates),
@@ -120,11 +120,11 @@ class HeldOutItems(Dataset[int]):
         )
 
 
-def _as_is(batch: Batch) -> Batch:
+def _as_is(batch: BasketBatch) -> BasketBatch:
     return batch
 
 
-def training_loader(retail: Retail, *, batch_size: int, seed: int) -> DataLoader[Batch]:
+def training_loader(retail: Retail, *, batch_size: int, seed: int) -> DataLoader[BasketBatch]:
     """An ordinary shuffling DataLoader over the training baskets."""
     return DataLoader(
         HeldOutItems(retail.train, retail.train.items),  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ def training_loader(retail: Retail, *, batch_size: int, seed: int) -> DataLoader
     )
 
 
-def held_out_batches(retail: Retail, *, batch_size: int, seed: int) -> list[Batch]:
+def held_out_batches(retail: Retail, *, batch_size: int, seed: int) -> list[BasketBatch]:
     """The same held-out samples for everyone; leaves torch's default generator as it was."""
     data = HeldOutItems(retail.held_out, retail.train.items)
     with torch.random.fork_rng(devices=[]):

@@ -25,7 +25,7 @@ _CHUNK_ROWS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class CopyComparison:
     """The outcome of comparing one restored state with what was cut."""
 
     rows: int
@@ -44,7 +44,7 @@ class Comparison:
 
 def compare(
     cut: Path, restored: dict[str, np.ndarray], *, encoding: str, search: Search | None = None
-) -> Comparison:
+) -> CopyComparison:
     """Compare `restored` (by the names of the copies) with the copy in folder `cut`."""
     names = sorted(path.name.removesuffix(".npy") for path in cut.glob("*.npy"))
     wrong = [name for name in restored if name not in names]
@@ -62,7 +62,7 @@ def compare(
             worst = max(worst, error)
         elif was.tobytes() != now.tobytes():
             wrong.append(name)
-    return Comparison(rows=rows, wrong_rows=wrong_rows, wrong_names=tuple(wrong), worst=worst)
+    return CopyComparison(rows=rows, wrong_rows=wrong_rows, wrong_names=tuple(wrong), worst=worst)
 
 
 def load_copy(folder: Path) -> dict[str, np.ndarray]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from baskets import Batch
+from baskets import BasketBatch
 from torch import nn
 
 KEPT_DUMPS = 4
@@ -36,20 +36,20 @@ class StepLog:
         folder.mkdir(parents=True, exist_ok=True)
         self._lines = (folder / f"steps-{time.time_ns()}-{os.getpid()}.jsonl").open("w", buffering=1)
 
-    def write(self, step: int, loss: float, *, held_s: float, candidates: torch.Tensor, cut: bool) -> None:
+    def write(self, step: int, loss: float, *, stall_s: float, candidates: torch.Tensor, cut: bool) -> None:
         """Add a step; `candidates` are those of its batch, int64 [B, K]."""
         crc = zlib.crc32(candidates.numpy().tobytes())
-        self._lines.write(json.dumps([time.time(), step, loss, held_s, crc, cut]) + "\n")
+        self._lines.write(json.dumps([time.time(), step, loss, stall_s, crc, cut]) + "\n")
 
 
-class Evidence:
+class DemoRecorder:
     """Writes into `folder`, or does nothing when it is None."""
 
     def __init__(self, folder: str | None, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self.folder = Path(folder) if folder else None
         self.model = model
         self.optimizers = optimizers
-        self._cuts = 0
+        self._snapshots = 0
         if self.folder:
             self._log = StepLog(self.folder)
 
@@ -67,21 +67,21 @@ class Evidence:
             "seconds": resumed.seconds,
             "dump": name,
         }
-        write_whole(self.folder / f"{name}.json", report)
+        write_atomic(self.folder / f"{name}.json", report)
 
     @contextlib.contextmanager
-    def watching(self, step: int, loss: float, batch: Batch, ckpt: Any) -> Iterator[None]:
+    def record_step(self, step: int, loss: float, batch: BasketBatch, ckpt: Any) -> Iterator[None]:
         """Time the body, which is `ckpt.step()`, and write this step's line; if it cut a checkpoint, keep a copy."""
         if not self.folder:
             yield
             return
         before = time.perf_counter()
         yield
-        held_s = time.perf_counter() - before
-        cut = ckpt is not None and ckpt.stats.cuts != self._cuts
-        self._log.write(step, loss, held_s=held_s, candidates=batch.candidates, cut=cut)
+        stall_s = time.perf_counter() - before
+        cut = ckpt is not None and ckpt.stats.snapshots != self._snapshots
+        self._log.write(step, loss, stall_s=stall_s, candidates=batch.candidates, cut=cut)
         if cut:
-            self._cuts = ckpt.stats.cuts
+            self._snapshots = ckpt.stats.snapshots
             self._dump(f"cut-{step}")
             for old in self._dumps("cut-*")[:-KEPT_DUMPS]:
                 shutil.rmtree(old)
@@ -89,7 +89,7 @@ class Evidence:
     def finished(self, step: int, auc: float) -> None:
         """The result, and how large this state is in the ordinary format."""
         if self.folder:
-            write_whole(
+            write_atomic(
                 self.folder / "result.json", {"step": step, "auc": auc, "full_bytes": self._full_bytes()}
             )
         print(f"step {step}: AUC on held-out baskets {auc:.4f}")
@@ -135,7 +135,7 @@ class _Counter:
         """Nothing is held back."""
 
 
-def write_whole(path: Path, value: object) -> None:
+def write_atomic(path: Path, value: object) -> None:
     """A JSON file that is there whole or not at all."""
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(value))

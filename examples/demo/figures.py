@@ -9,10 +9,10 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from records import Seen, Step
+from records import SeenCheckpoint, StepRecord
 
 INK, FAINT, GRID = "#1d2733", "#7a8794", "#e6eaee"
-LIVES = ("#2563a8", "#c2571a", "#2c7a4b", "#7a4fa3", "#a83a5b")
+PROCESS_COLOURS = ("#2563a8", "#c2571a", "#2c7a4b", "#7a4fa3", "#a83a5b")
 KILL = "#c22f2f"
 STYLE = {
     "svg.fonttype": "none",
@@ -34,7 +34,7 @@ STYLE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class EventMark:
     """Something that happened to the run."""
 
     text: str
@@ -44,26 +44,26 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class RunHistory:
     """How a run went, as the figures draw it."""
 
     started_s: float
-    steps: list[Step]
-    reference: list[Step]
+    steps: list[StepRecord]
+    reference: list[StepRecord]
     """Of the run that nothing happened to."""
-    seen: list[Seen]
-    marks: list[Mark]
+    seen: list[SeenCheckpoint]
+    marks: list[EventMark]
     lives: list[str]
     """What each training process, or group of them, is called that has steps."""
     full_bytes: int
     """One ordinary checkpoint."""
 
 
-def figures(course: Course) -> dict[str, str]:
+def figures(history: RunHistory) -> dict[str, str]:
     """Drawings by name, as SVG: progress, loss, bytes, stall, age."""
     drawn = {"progress": _progress, "loss": _loss, "bytes": _bytes, "stall": _stall, "age": _age}
     with mpl.rc_context(STYLE):
-        return {name: svg(draw(course)) for name, draw in drawn.items()}
+        return {name: svg(draw(history)) for name, draw in drawn.items()}
 
 
 def canvas(height: float = 3.1, width: float = 9.2) -> tuple[Figure, Axes]:
@@ -78,7 +78,7 @@ def svg(figure: Figure) -> str:
     return text[text.index("<svg") :]
 
 
-def _processes(steps: list[Step]) -> list[list[Step]]:
+def _processes(steps: list[StepRecord]) -> list[list[StepRecord]]:
     """The steps of each process that came so far as to have any."""
     return [[s for s in steps if s.process == process] for process in sorted({s.process for s in steps})]
 
@@ -97,26 +97,26 @@ def _mark(axes: Axes, text: str, at: float, *, top: float) -> None:
     )
 
 
-def _progress(course: Course) -> Figure:
+def _progress(history: RunHistory) -> Figure:
     figure, axes = canvas(3.6)
-    lives = _processes(course.steps)
+    lives = _processes(history.steps)
     for number, life in enumerate(lives):
-        color = LIVES[number % len(LIVES)]
-        t = [s.at_s - course.started_s for s in life]
-        axes.plot(t, [s.step for s in life], color=color, linewidth=2.2, label=course.lives[number])
+        color = PROCESS_COLOURS[number % len(PROCESS_COLOURS)]
+        t = [s.at_s - history.started_s for s in life]
+        axes.plot(t, [s.step for s in life], color=color, linewidth=2.2, label=history.lives[number])
         if number:
             last = lives[number - 1][-1]
             axes.plot(
-                [last.at_s - course.started_s, t[0]],
+                [last.at_s - history.started_s, t[0]],
                 [last.step, life[0].step - 1],
                 color=FAINT,
                 linewidth=1.2,
                 linestyle=(0, (1, 1.5)),
             )
-    cut_at = _cut_times(course)
-    committed = [s for s in course.seen if s.checkpoint.step in cut_at]
+    snapshot_times = _snapshot_times(history)
+    committed = [s for s in history.seen if s.checkpoint.step in snapshot_times]
     axes.plot(
-        [s.at_s - course.started_s for s in committed],
+        [s.at_s - history.started_s for s in committed],
         [s.checkpoint.step for s in committed],
         "o",
         markersize=5.5,
@@ -124,10 +124,10 @@ def _progress(course: Course) -> Figure:
         markeredgecolor=INK,
         label="checkpoint committed",
     )
-    top = max(s.step for s in course.steps)
+    top = max(s.step for s in history.steps)
     axes.set(xlabel="seconds since the start", ylabel="training step", ylim=(0, top * 1.12), xlim=(0, None))
-    for mark in course.marks:
-        _mark(axes, mark.text, mark.at_s - course.started_s, top=top * 1.1)
+    for mark in history.marks:
+        _mark(axes, mark.text, mark.at_s - history.started_s, top=top * 1.1)
     axes.legend(loc="lower right")
     return figure
 
@@ -140,19 +140,19 @@ def _smooth(values: list[float], width: int = 100) -> np.ndarray:
     return (total[at] - total[start]) / (at - start)
 
 
-def _loss(course: Course) -> Figure:
+def _loss(history: RunHistory) -> Figure:
     figure, axes = canvas(3.4)
-    steps = [s.step for s in course.reference]
+    steps = [s.step for s in history.reference]
     axes.plot(
         steps,
-        _smooth([s.loss for s in course.reference]),
+        _smooth([s.loss for s in history.reference]),
         color="#b7c0c9",
         linewidth=5,
         label="never interrupted",
         zorder=2,
     )
     # Each process draws only what the final model went through: up to where the next one took over.
-    lives = _processes(course.steps)
+    lives = _processes(history.steps)
     final: dict[int, float] = {}
     for life in lives:
         final.update({s.step: s.loss for s in life})
@@ -163,9 +163,9 @@ def _loss(course: Course) -> Figure:
         axes.plot(
             kept,
             [smooth[s] for s in kept],
-            color=LIVES[number % len(LIVES)],
+            color=PROCESS_COLOURS[number % len(PROCESS_COLOURS)],
             linewidth=1.6,
-            label=course.lives[number],
+            label=history.lives[number],
             zorder=3,
         )
     values = np.array(list(smooth.values()))[20:]
@@ -176,17 +176,17 @@ def _loss(course: Course) -> Figure:
         ylim=(low - 0.02, high + 0.03),
         xlim=(0, max(steps)),
     )
-    for mark in course.marks:
+    for mark in history.marks:
         _mark(axes, mark.text, mark.last_step, top=high + 0.03)
     axes.legend(loc="lower left", ncols=2)
     return figure
 
 
-def _bytes(course: Course) -> Figure:
+def _bytes(history: RunHistory) -> Figure:
     figure, axes = canvas(3.0)
-    checkpoints = [s.checkpoint for s in course.seen]
+    checkpoints = [s.checkpoint for s in history.seen]
     x = np.arange(len(checkpoints))
-    full = course.full_bytes / 1e6
+    full = history.full_bytes / 1e6
     axes.bar(
         x,
         [full] * len(x),
@@ -195,8 +195,8 @@ def _bytes(course: Course) -> Figure:
         label="an ordinary full checkpoint (torch.save, fp32)",
     )
     for baseline, color, label in (
-        (True, LIVES[0], "ours: all rows (a baseline)"),
-        (False, LIVES[2], "ours: the rows that changed"),
+        (True, PROCESS_COLOURS[0], "ours: all rows (a baseline)"),
+        (False, PROCESS_COLOURS[2], "ours: the rows that changed"),
     ):
         of_kind = [i for i in x if checkpoints[i].baseline is baseline]
         sizes = [checkpoints[i].stored_bytes / 1e6 for i in of_kind]
@@ -212,11 +212,11 @@ def _bytes(course: Course) -> Figure:
     return figure
 
 
-def _stall(course: Course) -> Figure:
+def _stall(history: RunHistory) -> Figure:
     figure, axes = canvas(2.8, 4.5)
-    cuts = [s for s in course.steps if s.cut]
-    times = np.array([s.held_s for s in cuts]) * 1e3
-    axes.bar(np.arange(len(cuts)), times, color=LIVES[0], width=0.72)
+    snapshots = [s for s in history.steps if s.cut]
+    times = np.array([s.stall_s for s in snapshots]) * 1e3
+    axes.bar(np.arange(len(snapshots)), times, color=PROCESS_COLOURS[0], width=0.72)
     p50 = float(np.median(times))
     axes.axhline(p50, color=KILL, linewidth=1.2)
     axes.annotate(
@@ -234,30 +234,30 @@ def _stall(course: Course) -> Figure:
     return figure
 
 
-def _cut_times(course: Course) -> dict[int, float]:
-    return {s.step: s.at_s for s in course.steps if s.cut}
+def _snapshot_times(history: RunHistory) -> dict[int, float]:
+    return {s.step: s.at_s for s in history.steps if s.cut}
 
 
-def _age(course: Course) -> Figure:
+def _age(history: RunHistory) -> Figure:
     figure, axes = canvas(2.8, 4.5)
-    cut_at = _cut_times(course)
+    snapshot_times = _snapshot_times(history)
     t, age = [], []
     newest: float | None = None
-    for seen in course.seen:
-        cut = cut_at.get(seen.checkpoint.step)
+    for seen in history.seen:
+        cut = snapshot_times.get(seen.checkpoint.step)
         if cut is None:  # cut by close(), after the last step line
             continue
-        at = seen.at_s - course.started_s
+        at = seen.at_s - history.started_s
         if newest is not None:
             t.append(at)
             age.append(seen.at_s - newest)
         t.append(at)
         age.append(seen.at_s - cut)
         newest = cut
-    axes.plot(t, age, color=LIVES[0], linewidth=1.6)
-    axes.fill_between(t, age, color=LIVES[0], alpha=0.1)
-    for mark in course.marks:
-        axes.axvline(mark.at_s - course.started_s, color=KILL, linewidth=1, linestyle=(0, (2, 2)))
+    axes.plot(t, age, color=PROCESS_COLOURS[0], linewidth=1.6)
+    axes.fill_between(t, age, color=PROCESS_COLOURS[0], alpha=0.1)
+    for mark in history.marks:
+        axes.axvline(mark.at_s - history.started_s, color=KILL, linewidth=1, linestyle=(0, (2, 2)))
     axes.set(
         xlabel="seconds since the start",
         ylabel="seconds",

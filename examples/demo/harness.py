@@ -40,24 +40,24 @@ def until(
     what: str,
     found: Callable[[], T | None],
     *,
-    reached: Callable[[], Hashable],
-    over: Callable[[], bool],
+    progress: Callable[[], Hashable],
+    is_finished: Callable[[], bool],
     logs: Callable[[], str],
     poll_s: float = 0.02,
     deadline_s: float = DEADLINE_S,
 ) -> T:
-    """Wait for `found()`, as long as `reached()` changes every `deadline_s` at least and the run is not `over()`.
+    """Wait for `found()`, as long as `progress()` changes every `deadline_s` at least and the run is not `is_finished()`.
 
     Raises:
         DemoFailed: with `logs()`.
     """
     at, deadline = None, 0.0
     while True:
-        ended = over()
+        ended = is_finished()
         value = found()
         if value:
             return value
-        now_at = reached()
+        now_at = progress()
         if now_at != at:
             at, deadline = now_at, time.monotonic() + deadline_s
         if ended or time.monotonic() > deadline:
@@ -76,7 +76,7 @@ def frozen(pid: int) -> Iterator[int]:
             os.kill(pid, signal.SIGCONT)
 
 
-def table_of(title: str, columns: dict[str, bool], rows: Iterable[tuple[str, ...]]) -> Table:
+def make_table(title: str, columns: dict[str, bool], rows: Iterable[tuple[str, ...]]) -> Table:
     table = Table(title=title)
     for name, number in columns.items():
         table.add_column(name, justify="right" if number else "left")

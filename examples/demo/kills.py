@@ -26,8 +26,8 @@ from deltashard_checkpoint.format import typed_tree
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
 from harness import DemoFailed, until
-from pods import Pod
-from records import StepLines, Watch
+from pods import LocalPod
+from records import LogWatcher, StepLines
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Kill:
     restore_s: float
     back_s: float
     """From the kill to the next finished step."""
-    comparison: checks.Comparison
+    comparison: checks.CopyComparison
     same_batches: bool
     """The steps trained from the restored state on saw the batches of the uninterrupted run."""
     process: int
@@ -61,11 +61,11 @@ class Kill:
 
 
 @dataclass(slots=True, kw_only=True)
-class Scene:
+class KillContext:
     """All that a kill needs to know of the run."""
 
-    pod: Pod
-    watch: Watch
+    pod: LocalPod
+    watch: LogWatcher
     lines: StepLines
     evidence: Path
     url: str
@@ -77,8 +77,8 @@ class Scene:
         return until(
             what,
             found,
-            reached=lambda: (self.lines.last, len(self.watch.seen)),
-            over=self.pod.finished.is_set,
+            progress=lambda: (self.lines.last, len(self.watch.seen)),
+            is_finished=self.pod.finished.is_set,
             logs=lambda: "\n".join(
                 f"--- {name}\n{self.pod.log_tail(name)}" for name in ("trainer", "sidecar")
             ),
@@ -100,55 +100,55 @@ class Scene:
         shutil.copytree(self.evidence / name, kept, copy_function=os.link)
         return kept
 
-    def compare(self, cut_step: int, restored: dict[str, np.ndarray]) -> checks.Comparison:
-        """What came back against what was cut at `cut_step`."""
-        cut = self.keep(f"cut-{cut_step}")
+    def compare(self, snapshot_step: int, restored: dict[str, np.ndarray]) -> checks.CopyComparison:
+        """What came back against what was cut at `snapshot_step`."""
+        cut = self.keep(f"cut-{snapshot_step}")
         try:
             return checks.compare(cut, restored, encoding=self.encoding)
         finally:
             shutil.rmtree(cut)
 
 
-def kill_trainer(scene: Scene, *, steps_after_commit: int) -> Kill:
+def kill_trainer(context: KillContext, *, steps_after_commit: int) -> Kill:
     """SIGKILL the trainer some steps after a checkpoint, so that there is something to lose."""
-    _wait_past_commit(scene, steps_after_commit)
-    return _restart(scene, "trainer", lambda: scene.pod.kill("trainer"))
+    _wait_past_commit(context, steps_after_commit)
+    return _restart(context, "trainer", lambda: context.pod.kill("trainer"))
 
 
-def kill_node(scene: Scene, *, steps_after_commit: int) -> Kill:
+def kill_node(context: KillContext, *, steps_after_commit: int) -> Kill:
     """SIGKILL both, wipe memory and cache."""
-    _wait_past_commit(scene, steps_after_commit)
-    return _restart(scene, "both, memory and cache wiped", scene.pod.kill_all_and_wipe)
+    _wait_past_commit(context, steps_after_commit)
+    return _restart(context, "both, memory and cache wiped", context.pod.kill_all_and_wipe)
 
 
-def kill_sidecar(scene: Scene) -> Kill:
+def kill_sidecar(context: KillContext) -> Kill:
     """SIGKILL the sidecar while it uploads; the trainer must neither stop nor restart."""
-    trainer = scene.pod.pid("trainer")
-    process = scene.lines.read()[-1].process
+    trainer = context.pod.pid("trainer")
+    process = context.lines.read()[-1].process
     while True:
-        scene.until("an upload to interrupt", scene.watch.uploading, poll_s=0.001)
-        with scene.pod.frozen("sidecar"):
-            scene.watch.poll()
-            if scene.watch.uploading() is None:
+        context.until("an upload to interrupt", context.watch.uploading, poll_s=0.001)
+        with context.pod.frozen("sidecar"):
+            context.watch.poll()
+            if context.watch.uploading() is None:
                 continue  # it committed before it stood still: the next one, then
-            last_step = scene.lines.last
-            before = scene.watch.newest()
+            last_step = context.lines.last
+            before = context.watch.newest()
             assert before is not None
-            at_s = scene.pod.kill("sidecar")
+            at_s = context.pod.kill("sidecar")
         break
-    following = scene.until(
+    following = context.until(
         "the next checkpoint after the sidecar's death",
-        lambda: next((s.checkpoint for s in scene.watch.seen if s.checkpoint.seq > before.seq), None),
+        lambda: next((s.checkpoint for s in context.watch.seen if s.checkpoint.seq > before.seq), None),
     )
-    cut = scene.keep(f"cut-{following.step}")
+    cut = context.keep(f"cut-{following.step}")
     begun = time.perf_counter()
-    restored = _read_from_store(scene, following.seq)
+    restored = _read_from_store(context, following.seq)
     restore_s = time.perf_counter() - begun
-    if scene.pod.pid("trainer") != trainer:
-        raise DemoFailed(f"the trainer did not survive its sidecar\n{scene.pod.log_tail('trainer')}")
-    comparison = checks.compare(cut, restored, encoding=scene.encoding)
+    if context.pod.pid("trainer") != trainer:
+        raise DemoFailed(f"the trainer did not survive its sidecar\n{context.pod.log_tail('trainer')}")
+    comparison = checks.compare(cut, restored, encoding=context.encoding)
     shutil.rmtree(cut)
-    next_step = next(s for s in scene.lines.read() if s.at_s > at_s and s.process == process)
+    next_step = next(s for s in context.lines.read() if s.at_s > at_s and s.process == process)
     return Kill(
         what="sidecar mid-upload",
         source="none: training went on",
@@ -165,41 +165,45 @@ def kill_sidecar(scene: Scene) -> Kill:
     )
 
 
-def judge_batches(kill: Kill, lines: StepLines, reference: StepLines) -> Kill:
+def check_batches(kill: Kill, lines: StepLines, reference: StepLines) -> Kill:
     """Fill in `same_batches` once both runs are over."""
     expected = {s.step: s.crc for s in reference.read()}
     seen = [s for s in lines.read() if s.process == kill.process and s.at_s > kill.at_s]
     return replace(kill, same_batches=bool(seen) and all(expected.get(s.step) == s.crc for s in seen))
 
 
-def _wait_past_commit(scene: Scene, steps: int) -> None:
+def _wait_past_commit(context: KillContext, steps: int) -> None:
     def past() -> bool:
-        newest = scene.watch.newest()
+        newest = context.watch.newest()
         return (
-            newest is not None and scene.lines.last >= newest.step + steps and scene.watch.uploading() is None
+            newest is not None
+            and context.lines.last >= newest.step + steps
+            and context.watch.uploading() is None
         )
 
-    scene.until(f"{steps} steps after a checkpoint", past)
+    context.until(f"{steps} steps after a checkpoint", past)
 
 
-def _restart(scene: Scene, what: str, kill: Callable[[], float]) -> Kill:
-    known = set(scene.evidence.glob("restored-*.json"))
-    attempts = set(scene.watch.attempts)
+def _restart(context: KillContext, what: str, kill: Callable[[], float]) -> Kill:
+    known = set(context.evidence.glob("restored-*.json"))
+    attempts = set(context.watch.attempts)
     at_s = kill()
-    last = scene.lines.read()[-1]
-    report_path = scene.until(
-        "the restored state", lambda: next(iter(set(scene.evidence.glob("restored-*.json")) - known), None)
+    last = context.lines.read()[-1]
+    report_path = context.until(
+        "the restored state", lambda: next(iter(set(context.evidence.glob("restored-*.json")) - known), None)
     )
     report = json.loads(report_path.read_text())
-    opened = scene.until("the new attempt", lambda: next(iter(set(scene.watch.attempts) - attempts), None))
-    committed = scene.watch.newest(before_seq=opened)
-    assert committed is not None
-    comparison = scene.compare(report["step"], checks.load_copy(scene.evidence / report["dump"]))
-    first = scene.until(
-        "the first step after the restart",
-        lambda: next((s for s in scene.lines.read() if s.process > last.process), None),
+    opened = context.until(
+        "the new attempt", lambda: next(iter(set(context.watch.attempts) - attempts), None)
     )
-    shutil.rmtree(scene.evidence / report["dump"])
+    committed = context.watch.newest(before_seq=opened)
+    assert committed is not None
+    comparison = context.compare(report["step"], checks.load_copy(context.evidence / report["dump"]))
+    first = context.until(
+        "the first step after the restart",
+        lambda: next((s for s in context.lines.read() if s.process > last.process), None),
+    )
+    shutil.rmtree(context.evidence / report["dump"])
     return Kill(
         what=what,
         source=report["source"],
@@ -216,10 +220,10 @@ def _restart(scene: Scene, what: str, kill: Callable[[], float]) -> Kill:
     )
 
 
-def _read_from_store(scene: Scene, seq: int) -> dict[str, np.ndarray]:
+def _read_from_store(context: KillContext, seq: int) -> dict[str, np.ndarray]:
     """The checkpoint as a third process reads it: this one, from nothing but the store."""
-    state = RunLog(scene.watch.store, scene.run).refresh()
-    checkpoint = OpenCheckpoint.of(scene.watch.store, state, state.checkpoints[seq])
+    state = RunLog(context.watch.store, context.run).refresh()
+    checkpoint = OpenCheckpoint.of(context.watch.store, state, state.checkpoints[seq])
     found: dict[str, np.ndarray] = {}
     for table in checkpoint.tables():
         found[table.schema.fqn] = table.weights

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from baskets import CONTEXT, Batch
+from baskets import CONTEXT, BasketBatch
 from torch import Tensor, nn
 
 COLUMNS = 32
@@ -25,18 +25,18 @@ def pair_rows(candidates: Tensor, context: Tensor) -> Tensor:
     return ((low * 65_537 + high + 1) * _MIX >> 40) & (PAIR_ROWS - 1)
 
 
-def present(batch: Batch) -> Tensor:
+def present(batch: BasketBatch) -> Tensor:
     """Which of `batch.context` are items: bool [B, CONTEXT]."""
     return torch.arange(CONTEXT)[None, :] < batch.sizes[:, None]
 
 
-def repeated(batch: Batch) -> Tensor:
+def repeated(batch: BasketBatch) -> Tensor:
     """The sample of each (sample, candidate): int64 [B * K]."""
     samples, choices = batch.candidates.shape
     return torch.arange(samples).repeat_interleave(choices)
 
 
-def pairs(batch: Batch) -> Tensor:
+def pairs(batch: BasketBatch) -> Tensor:
     """The rows of all pairs, those of one (sample, candidate) after the other: int64 [sum of sizes * K]."""
     rows = pair_rows(batch.candidates, batch.context)
     return rows[present(batch)[:, None, :].expand_as(rows)]
@@ -60,7 +60,7 @@ class Scorer(nn.Module):
         self.register_buffer("one", torch.from_numpy(one), persistent=False)
         self.register_buffer("two", torch.from_numpy(two), persistent=False)
 
-    def forward(self, batch: Batch, basket: Tensor, candidate: Tensor, pair: Tensor) -> Tensor:
+    def forward(self, batch: BasketBatch, basket: Tensor, candidate: Tensor, pair: Tensor) -> Tensor:
         """Logits, float32 [B, K]; `basket`, `candidate`, `pair` are [B * K, COLUMNS], a sample's choices in a row."""
         samples, choices = batch.candidates.shape
         size = self.bottom(batch.basket_sizes.log()[:, None])
@@ -89,7 +89,7 @@ class BasketModel(nn.Module):
         """All the others."""
         return list(self.scorer.parameters())
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: BasketBatch) -> Tensor:
         """Logits, float32 [B, 1 + N]."""
         offsets = nn.functional.pad(batch.sizes.cumsum(0), (1, 0))
         basket = self.items(batch.context[present(batch)], offsets)[repeated(batch)]
@@ -106,7 +106,7 @@ def loss_of(logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def auc(model: nn.Module, batches: list[Batch]) -> float:
+def auc(model: nn.Module, batches: list[BasketBatch]) -> float:
     """Area under the ROC curve over all (sample, candidate) scores; ties count half."""
     was_training = model.training
     model.eval()

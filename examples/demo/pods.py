@@ -26,7 +26,7 @@ _CREDENTIALS = ("AWS_", "MINIO_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class ContainerRun:
     """One process of the pod, from start to end."""
 
     container: str
@@ -43,10 +43,10 @@ class _Container:
     environment: dict[str, str]
     process: subprocess.Popen[bytes] | None = None
     started_s: float = 0.0
-    lives: list[Life] = field(default_factory=list)
+    lives: list[ContainerRun] = field(default_factory=list)
 
 
-class Pod:
+class LocalPod:
     """Runs until the trainer exits with 0; `close` ends whatever still runs."""
 
     def __init__(
@@ -104,9 +104,9 @@ class Pod:
         while not self._closing.wait(0.05):
             with self._lock:
                 for container in (self._sidecar, self._trainer):
-                    self._look_after(container)
+                    self._restart_if_exited(container)
 
-    def _look_after(self, container: _Container) -> None:
+    def _restart_if_exited(self, container: _Container) -> None:
         process = container.process
         if process is None:
             due = container.lives[-1].ended_s + RESTART_S
@@ -120,7 +120,7 @@ class Pod:
     def _record_end(self, container: _Container, code: int) -> None:
         assert container.process is not None
         container.lives.append(
-            Life(
+            ContainerRun(
                 container=container.name,
                 pid=container.process.pid,
                 started_s=container.started_s,
@@ -150,7 +150,7 @@ class Pod:
     # Looking and killing
 
     @property
-    def lives(self) -> list[Life]:
+    def lives(self) -> list[ContainerRun]:
         """Processes that have ended, oldest first."""
         with self._lock:
             return sorted((*self._sidecar.lives, *self._trainer.lives), key=lambda life: life.ended_s)

@@ -11,12 +11,12 @@ from typing import Self
 from records import StepLines
 from rich.console import Console
 
-LOOK_S = 0.5
-LINE_S = 5.0
+POLL_S = 0.5
+LINE_INTERVAL_S = 5.0
 """Where lines cannot be rewritten."""
 
 
-class Progress:
+class ProgressLine:
     """Follows the step lines of a folder inside its block."""
 
     def __init__(self, console: Console, folder: Path, steps: int) -> None:
@@ -42,11 +42,11 @@ class Progress:
             self._status.stop()
 
     def _follow(self) -> None:
-        began_s = said_s = time.monotonic()
-        while not self._over.wait(LOOK_S):
+        began_s = printed_s = time.monotonic()
+        while not self._over.wait(POLL_S):
             text = f"    step {self._lines.last:,} of {self._steps:,}, {time.monotonic() - began_s:.0f} s"
             if self._status is not None:
                 self._status.update(text)
-            elif time.monotonic() - said_s >= LINE_S:
-                said_s = time.monotonic()
+            elif time.monotonic() - printed_s >= LINE_INTERVAL_S:
+                printed_s = time.monotonic()
                 self._console.print(text, style="dim")

@@ -1,6 +1,6 @@
 """What the harness knows about a run: the training process's step lines, and the store's own commit log.
 
-`Watch` polls the log as any reader of the store would, in a thread of its own, and remembers when it first saw each
+`LogWatcher` polls the log as any reader of the store would, in a thread of its own, and remembers when it first saw each
 checkpoint. Nothing here asks the trainer or the sidecar what was committed.
 """
 
@@ -22,13 +22,13 @@ POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepRecord:
     """One training step of one process."""
 
     at_s: float
     step: int
     loss: float
-    held_s: float
+    stall_s: float
     """Inside `ckpt.step()`."""
     crc: int
     """Of the batch's candidates: which samples, which random draws."""
@@ -42,10 +42,10 @@ class StepLines:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.steps: list[Step] = []
+        self.steps: list[StepRecord] = []
         self._offsets: dict[Path, int] = {}
 
-    def read(self) -> list[Step]:
+    def read(self) -> list[StepRecord]:
         for path in sorted(self.folder.glob("steps-*.jsonl")):
             process = list(self._offsets).index(path) if path in self._offsets else len(self._offsets)
             offset = self._offsets.setdefault(path, 0)
@@ -55,9 +55,11 @@ class StepLines:
             whole = data[: data.rfind(b"\n") + 1]  # a killed process may leave half a line
             self._offsets[path] = offset + len(whole)
             for line in whole.splitlines():
-                at_s, step, loss, held_s, crc, cut = json.loads(line)
+                at_s, step, loss, stall_s, crc, cut = json.loads(line)
                 self.steps.append(
-                    Step(at_s=at_s, step=step, loss=loss, held_s=held_s, crc=crc, cut=cut, process=process)
+                    StepRecord(
+                        at_s=at_s, step=step, loss=loss, stall_s=stall_s, crc=crc, cut=cut, process=process
+                    )
                 )
         return self.steps
 
@@ -69,21 +71,21 @@ class StepLines:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class SeenCheckpoint:
     """A checkpoint of the log, and when the harness first saw it there."""
 
     at_s: float
     checkpoint: Checkpoint
 
 
-class Watch:
+class LogWatcher:
     """Follows the commit log of a run until `close`."""
 
     def __init__(self, url: str, run: str) -> None:
         self.store = open_store(url)
         self.log = RunLog(self.store, run)
         self.run = run
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, SeenCheckpoint] = {}
         self._attempts: list[int] = []
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -100,11 +102,11 @@ class Watch:
             state = self.log.refresh(deadline_s=10)
             now = time.time()
             for seq, checkpoint in state.checkpoints.items():
-                self._seen.setdefault(seq, Seen(at_s=now, checkpoint=checkpoint))
+                self._seen.setdefault(seq, SeenCheckpoint(at_s=now, checkpoint=checkpoint))
             self._attempts = sorted(state.attempts)
 
     @property
-    def seen(self) -> list[Seen]:
+    def seen(self) -> list[SeenCheckpoint]:
         """All checkpoints so far, oldest first, those retired since included."""
         with self._lock:
             return [self._seen[seq] for seq in sorted(self._seen)]

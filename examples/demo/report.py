@@ -7,7 +7,7 @@ import html
 from dataclasses import dataclass
 from typing import Protocol
 
-from figures import Course, Mark, figures
+from figures import EventMark, RunHistory, figures
 from kills import Kill
 
 DATA = """<p>Data: <a href="https://doi.org/10.24432/C5BW33">Online Retail</a> by Daqing Chen, UCI Machine Learning Repository,
@@ -15,7 +15,7 @@ DATA = """<p>Data: <a href="https://doi.org/10.24432/C5BW33">Online Retail</a> b
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Story:
+class DemoReport:
     """Everything the page shows."""
 
     summary: dict[str, object]
@@ -25,17 +25,19 @@ class Story:
     policy: str
     item_count: int
     tables: dict[str, tuple[int, int]]
-    course: Course
+    history: RunHistory
     kills: list[Kill]
     took_s: float
 
 
-def marks_of(happened: list[Kill]) -> list[Mark]:
-    return [Mark(text=f"kill {_short(kill)}", at_s=kill.at_s, last_step=kill.last_step) for kill in happened]
+def marks_of(happened: list[Kill]) -> list[EventMark]:
+    return [
+        EventMark(text=f"kill {_short(kill)}", at_s=kill.at_s, last_step=kill.last_step) for kill in happened
+    ]
 
 
-def render(story: Story) -> str:
-    return _page(story, figures(story.course))
+def render(demo_report: DemoReport) -> str:
+    return _page(demo_report, figures(demo_report.history))
 
 
 def _short(kill: Kill) -> str:
@@ -75,21 +77,21 @@ a { color: #2563a8; }
 """
 
 
-def _page(story: Story, figures: dict[str, str]) -> str:
-    summary = story.summary
+def _page(demo_report: DemoReport, figures: dict[str, str]) -> str:
+    summary = demo_report.summary
     quality, stall = summary["quality"], summary["stall_ms"]
     assert isinstance(quality, dict)
     assert isinstance(stall, dict)
-    lost = sum(kill.lost_steps for kill in story.kills)
-    exact = all(kill.exact for kill in story.kills)
+    lost = sum(kill.lost_steps for kill in demo_report.kills)
+    exact = all(kill.exact for kill in demo_report.kills)
     headline = (
-        f"Killed {count(len(story.kills))} times, {lost} of {summary['steps']:,} steps done twice, nothing lost"
+        f"Killed {count(len(demo_report.kills))} times, {lost} of {summary['steps']:,} steps done twice, nothing lost"
         if exact
         else "Something did not come back as it was saved"
     )
     tiles = [
         (
-            f"{len(story.course.seen)}",
+            f"{len(demo_report.history.seen)}",
             f"checkpoints in {summary['steps']:,} steps, every one committed whole",
         ),
         (f"{summary['reduction']:.1f} &times;", "fewer bytes than the same checkpoints written in full"),
@@ -102,15 +104,15 @@ def _page(story: Story, figures: dict[str, str]) -> str:
             f"AUC on held-out baskets; {quality['uninterrupted']:.4f} when nothing is saved or killed",
         ),
     ]
-    rows = sum(rows for rows, _ in story.tables.values())
-    columns = max(columns for _, columns in story.tables.values())
+    rows = sum(rows for rows, _ in demo_report.tables.values())
+    columns = max(columns for _, columns in demo_report.tables.values())
     body = f"""
 <h1>{headline}</h1>
-<p class="lead">A recommendation model learns from {story.item_count:,} articles in real shopping baskets which one belongs
+<p class="lead">A recommendation model learns from {demo_report.item_count:,} articles in real shopping baskets which one belongs
 into a basket: {rows:,} embedding rows of {columns} numbers, {summary["steps"]:,} steps. While it trains, its processes are
 killed with <code>SIGKILL</code>, and a small supervisor restarts them, as Kubernetes would. Nobody tells the training script.</p>
-{tiled(tiles)}
-{cards([_kill_card(kill) for kill in story.kills])}
+{render_tiles(tiles)}
+{cards([_kill_card(kill) for kill in demo_report.kills])}
 <section><h2>The run, second by second</h2>
 <p>A line falls back where a process died and its successor took over from the newest committed checkpoint; the steps in
 between are trained once more. The sidecar's death leaves no trace in the line: the trainer goes on, and the next checkpoint
@@ -118,11 +120,11 @@ covers the one that was lost.</p>{figures["progress"]}</section>
 <section><h2>Loss across the kills</h2>
 <p>In grey the same training without checkpoints and without kills. After each restart the model sees the very same batches,
 in the same order, with the same random draws; what remains between the curves is the rounding of rows that came back
-from {html.escape(_encoding_name(story.encoding))}.</p>{figures["loss"]}</section>
+from {html.escape(_encoding_name(demo_report.encoding))}.</p>{figures["loss"]}</section>
 <section><h2>Bytes per checkpoint</h2>
-<p>A full checkpoint of this state is {story.course.full_bytes / 1e6:.0f} MB. Here rows are stored in
-{html.escape(_encoding_name(story.encoding))}, their optimizer state and everything else exactly, and most checkpoints hold only the
-rows that changed since the last baseline (policy: {html.escape(story.policy)}).</p>{figures["bytes"]}</section>
+<p>A full checkpoint of this state is {demo_report.history.full_bytes / 1e6:.0f} MB. Here rows are stored in
+{html.escape(_encoding_name(demo_report.encoding))}, their optimizer state and everything else exactly, and most checkpoints hold only the
+rows that changed since the last baseline (policy: {html.escape(demo_report.policy)}).</p>{figures["bytes"]}</section>
 <div class="pair">
 <section><h2>How long training stood still</h2><p>Changed rows are copied into shared memory; encoding and upload happen beside
 the training.</p>{figures["stall"]}</section>
@@ -134,7 +136,7 @@ tensors to plain files, past deltashard. Optimizer state and dense parameters mu
 be, bit for bit, what the encoding makes of the row that was cut; and every step after a restart must see the batch that the
 uninterrupted run saw. &ldquo;Last committed&rdquo; is read from the log in the store, not asked of the processes. After the sidecar's
 death the next checkpoint is read back from the store alone, by a third process.</p>
-<p>Store: {html.escape(story.store)}. The whole demo took {story.took_s:.0f} s. Numbers: <code>out/demo.json</code>. Again:
+<p>Store: {html.escape(demo_report.store)}. The whole demo took {demo_report.took_s:.0f} s. Numbers: <code>out/demo.json</code>. Again:
 <code>make demo</code>, or <code>make demo STORE=minio</code> with a real MinIO server.</p>
 {DATA}
 </footer>"""
@@ -149,7 +151,7 @@ def document(title: str, body: str) -> str:
 """
 
 
-def tiled(tiles: list[tuple[str, str]]) -> str:
+def render_tiles(tiles: list[tuple[str, str]]) -> str:
     return f"""<div class="tiles">{"".join(f'<div class="tile"><b>{b}</b><span>{s}</span></div>' for b, s in tiles)}</div>"""
 
 
@@ -164,7 +166,7 @@ def card(title: str, came_back: str, facts: list[tuple[str, str]], *, exact: boo
     return f'<div class="kill"><h3>{html.escape(title)}</h3><p class="from">{came_back}</p><dl>{items}</dl>{said}</div>'
 
 
-class Happened(Protocol):
+class ReportedEvent(Protocol):
     """A kill, or another event."""
 
     @property
@@ -180,7 +182,7 @@ class Happened(Protocol):
 
 
 def facts_of(
-    event: Happened, *, committed: int, restored: str, seconds: str, back: str
+    event: ReportedEvent, *, committed: int, restored: str, seconds: str, back: str
 ) -> list[tuple[str, str]]:
     """The numbers of a card; `restored`, `seconds` and `back` are what three of them are called."""
     return [

@@ -25,11 +25,11 @@ import baskets
 import kills
 import numpy as np
 import report
-from figures import Course
-from harness import STORES, VERDICT, DemoFailed, empty_store, table_of
-from pods import Pod
-from progress import Progress
-from records import StepLines, Watch
+from figures import RunHistory
+from harness import STORES, VERDICT, DemoFailed, empty_store, make_table
+from pods import LocalPod
+from progress import ProgressLine
+from records import LogWatcher, StepLines
 from rich.console import Console
 
 HERE = Path(__file__).resolve().parent
@@ -47,12 +47,12 @@ STEPS_TO_LOSE = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class KillDemoResult:
     """The run with kills."""
 
     lines: StepLines
-    watch: Watch
-    pod: Pod
+    watch: LogWatcher
+    pod: LocalPod
     kills: list[kills.Kill]
     result: dict[str, float]
     started_s: float
@@ -76,23 +76,25 @@ def main() -> int:
             url, store = empty_store(args.store, folder, stack)
             console.print(f"[bold]deltashard demo[/] on {store}; working in {folder}")
             console.print(f"1/2 training {args.steps:,} steps, nothing saved, nothing killed ...")
-            with Progress(console, folder / "uninterrupted", args.steps):
+            with ProgressLine(console, folder / "uninterrupted", args.steps):
                 reference, uninterrupted = _reference(folder, args.steps)
             console.print(f"    AUC {uninterrupted['auc']:.4f}")
             console.print("2/2 the same with checkpoints and kills ...")
-            with Progress(console, folder / "evidence", args.steps):
-                played = _play(folder, url, args.steps, stack, console)
-        played = _judged(played, reference)
-        summary = _summary(played, uninterrupted, args.steps)
-        story = _story(played, reference, summary, store, uninterrupted, time.monotonic() - began)
+            with ProgressLine(console, folder / "evidence", args.steps):
+                outcome = _train_with_kills(folder, url, args.steps, stack, console)
+        outcome = _with_checked_batches(outcome, reference)
+        summary = _summary(outcome, uninterrupted, args.steps)
+        demo_report = _demo_report(
+            outcome, reference, summary, store, uninterrupted, time.monotonic() - began
+        )
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "demo.json").write_text(json.dumps(summary, indent=2) + "\n")
-    (args.out / "demo.html").write_text(report.render(story))
+    (args.out / "demo.html").write_text(report.render(demo_report))
     _print(console, summary, args.out, time.monotonic() - began)
-    return 0 if all(kill.exact for kill in played.kills) else 1
+    return 0 if all(kill.exact for kill in outcome.kills) else 1
 
 
 def _reference(folder: Path, steps: int) -> tuple[StepLines, dict[str, float]]:
@@ -106,61 +108,65 @@ def _reference(folder: Path, steps: int) -> tuple[StepLines, dict[str, float]]:
     return StepLines(evidence), json.loads((evidence / "result.json").read_text())
 
 
-def _play(folder: Path, url: str, steps: int, stack: contextlib.ExitStack, console: Console) -> Played:
+def _train_with_kills(
+    folder: Path, url: str, steps: int, stack: contextlib.ExitStack, console: Console
+) -> KillDemoResult:
     evidence = folder / "evidence"
     memory = Path(tempfile.mkdtemp(prefix="deltashard-demo-", dir="/dev/shm"))
     sidecar = ["--encoding", ENCODING, "--differential", DIFFERENTIAL, "--every-steps", str(EVERY_STEPS)]
     sidecar += ["--pack-bytes", "8MiB"]
     trainer = ["--steps", str(steps), "--evidence", str(evidence)]
-    pod = Pod(folder, memory=memory, url=url, run=RUN, sidecar=sidecar, trainer=trainer)
+    pod = LocalPod(folder, memory=memory, url=url, run=RUN, sidecar=sidecar, trainer=trainer)
     stack.callback(pod.close)
     started_s = time.time()
     pod.start()
-    watch = Watch(url, RUN)
+    watch = LogWatcher(url, RUN)
     stack.callback(watch.close)
     lines = StepLines(evidence)
-    scene = kills.Scene(
+    context = kills.KillContext(
         pod=pod, watch=watch, lines=lines, evidence=evidence, url=url, run=RUN, encoding=ENCODING
     )
     happened = []
-    acts = (
-        ("SIGKILL the trainer", lambda: kills.kill_trainer(scene, steps_after_commit=STEPS_TO_LOSE)),
-        ("SIGKILL the sidecar in the middle of an upload", lambda: kills.kill_sidecar(scene)),
+    kill_plan = (
+        ("SIGKILL the trainer", lambda: kills.kill_trainer(context, steps_after_commit=STEPS_TO_LOSE)),
+        ("SIGKILL the sidecar in the middle of an upload", lambda: kills.kill_sidecar(context)),
         (
             "SIGKILL both, wipe shared memory and the local cache",
-            lambda: kills.kill_node(scene, steps_after_commit=STEPS_TO_LOSE),
+            lambda: kills.kill_node(context, steps_after_commit=STEPS_TO_LOSE),
         ),
     )
-    for share, (what, act) in zip(KILL_AT, acts, strict=True):
-        scene.ready(step=round(steps * share), commits=2)
-        kill = act()
+    for share, (what, action) in zip(KILL_AT, kill_plan, strict=True):
+        context.ready(step=round(steps * share), commits=2)
+        kill = action()
         console.print(
             f"    {what}: committed {kill.last_committed_step}, back at {kill.restored_step}; source: {kill.source}"
         )
         happened.append(kill)
-    scene.until("the end of training", pod.finished.is_set)
+    context.until("the end of training", pod.finished.is_set)
     watch.poll()
     result = json.loads((evidence / "result.json").read_text())
-    return Played(lines=lines, watch=watch, pod=pod, kills=happened, result=result, started_s=started_s)
-
-
-def _judged(played: Played, reference: StepLines) -> Played:
-    judged = [kills.judge_batches(kill, played.lines, reference) for kill in played.kills]
-    return Played(
-        lines=played.lines,
-        watch=played.watch,
-        pod=played.pod,
-        kills=judged,
-        result=played.result,
-        started_s=played.started_s,
+    return KillDemoResult(
+        lines=lines, watch=watch, pod=pod, kills=happened, result=result, started_s=started_s
     )
 
 
-def _summary(played: Played, uninterrupted: dict[str, float], steps: int) -> dict[str, object]:
-    seen = played.watch.seen
+def _with_checked_batches(outcome: KillDemoResult, reference: StepLines) -> KillDemoResult:
+    checked = [kills.check_batches(kill, outcome.lines, reference) for kill in outcome.kills]
+    return KillDemoResult(
+        lines=outcome.lines,
+        watch=outcome.watch,
+        pod=outcome.pod,
+        kills=checked,
+        result=outcome.result,
+        started_s=outcome.started_s,
+    )
+
+
+def _summary(outcome: KillDemoResult, uninterrupted: dict[str, float], steps: int) -> dict[str, object]:
+    seen = outcome.watch.seen
     full = int(uninterrupted["full_bytes"])
     stored = sum(s.checkpoint.stored_bytes for s in seen)
-    held_ms = [s.held_s * 1e3 for s in played.lines.read() if s.cut]
+    stalls_ms = [s.stall_s * 1e3 for s in outcome.lines.read() if s.cut]
     newest = seen[-1].checkpoint
     return {
         "dataset": baskets.NAME,
@@ -170,7 +176,7 @@ def _summary(played: Played, uninterrupted: dict[str, float], steps: int) -> dic
         "full_bytes": full * len(seen),
         "stored_bytes": stored,
         "reduction": full * len(seen) / stored,
-        "stall_ms": {"p50": float(np.median(held_ms)), "max": max(held_ms)},
+        "stall_ms": {"p50": float(np.median(stalls_ms)), "max": max(stalls_ms)},
         "kills": [
             {
                 "what": kill.what,
@@ -181,44 +187,44 @@ def _summary(played: Played, uninterrupted: dict[str, float], steps: int) -> dic
                 "restore_s": kill.restore_s,
                 "exact": kill.exact,
             }
-            for kill in played.kills
+            for kill in outcome.kills
         ],
-        "quality": {"uninterrupted": uninterrupted["auc"], "with_kills": played.result["auc"]},
+        "quality": {"uninterrupted": uninterrupted["auc"], "with_kills": outcome.result["auc"]},
     }
 
 
-def _story(
-    played: Played,
+def _demo_report(
+    outcome: KillDemoResult,
     reference: StepLines,
     summary: dict[str, object],
     store: str,
     uninterrupted: dict[str, float],
     took_s: float,
-) -> report.Story:
-    newest = played.watch.seen[-1].checkpoint
-    return report.Story(
+) -> report.DemoReport:
+    newest = outcome.watch.seen[-1].checkpoint
+    return report.DemoReport(
         summary=summary,
         store=store,
         encoding=ENCODING,
         policy=DIFFERENTIAL,
         item_count=next(table.rows for table in newest.tables if table.fqn.startswith("items")),
         tables={table.fqn: (table.rows, table.columns) for table in newest.tables},
-        course=Course(
-            started_s=played.started_s,
-            steps=(steps := played.lines.read()),
+        history=RunHistory(
+            started_s=outcome.started_s,
+            steps=(steps := outcome.lines.read()),
             reference=reference.read(),
-            seen=played.watch.seen,
-            marks=report.marks_of(played.kills),
+            seen=outcome.watch.seen,
+            marks=report.marks_of(outcome.kills),
             lives=[f"training process {number + 1}" for number in sorted({s.process for s in steps})],
             full_bytes=int(uninterrupted["full_bytes"]),
         ),
-        kills=played.kills,
+        kills=outcome.kills,
         took_s=took_s,
     )
 
 
 def _print(console: Console, summary: dict[str, object], out: Path, took_s: float) -> None:
-    table = table_of(
+    table = make_table(
         "What was killed, and what came back",
         {
             "killed": False,

@@ -4,7 +4,7 @@
     python examples/demo/train.py --plain                                    the same training without deltashard
 
 The lines that deltashard asks for end in "# <-". In a pod (DELTASHARD_SOCKET is set) --url and --run are left out:
-they belong to the sidecar. Everything about `Evidence` serves the demo's report and its checks, not the training.
+they belong to the sidecar. Everything about `DemoRecorder` serves the demo's report and its checks, not the training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import baskets
 import deltashard
 import torch
 from deltashard.optim import RowWiseAdagrad
-from evidence import Evidence
+from evidence import DemoRecorder
 from model import BasketModel, auc, loss_of
 
 BATCH_SIZE = 128
@@ -49,7 +49,7 @@ def main() -> None:
     for_tables = RowWiseAdagrad(model.tables(), lr=0.05)
     for_dense = torch.optim.Adam(model.dense(), lr=1e-3)
     loader = baskets.training_loader(retail, batch_size=BATCH_SIZE, seed=SEED)
-    evidence = Evidence(args.evidence, model, [for_tables, for_dense])
+    evidence = DemoRecorder(args.evidence, model, [for_tables, for_dense])
 
     ckpt, step = None, 0
     if not args.plain:
@@ -71,7 +71,7 @@ def main() -> None:
                 for_tables.step()
                 for_dense.step()
                 step += 1
-                with evidence.watching(step, loss.item(), batch, ckpt):
+                with evidence.record_step(step, loss.item(), batch, ckpt):
                     if ckpt:
                         ckpt.step()  # <- the last statement of the loop body
                 if step == args.steps:

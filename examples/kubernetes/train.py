@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def say(resumed: deltashard.Restored | None) -> int:
+def log_start(resumed: deltashard.Restored | None) -> int:
     """Log where training begins; returns the step."""
     if resumed is None:
         log.info("begins at step 0: the run has no checkpoint yet")
@@ -69,7 +69,7 @@ def main() -> None:
 
     ckpt = deltashard.Checkpointer(model, [for_tables, for_dense], url=args.url, run=args.run)  # <-
     with ckpt:  # <- at its end the last step is durable, or this raises
-        step = say(ckpt.restore())  # <-
+        step = log_start(ckpt.restore())  # <-
         loader = ckpt.wrap(loader)  # <-
         while step < args.steps:
             for batch in loader:

@@ -160,7 +160,7 @@ class MaintenanceLoop:
         newest = self._newest(log, attempt)
         if newest is None:
             return None
-        found = self._run.synthetic.between_cuts(log.state, newest.seq, self._policy())
+        found = self._run.synthetic.between_snapshots(log.state, newest.seq, self._policy())
         if found is None:
             return None
         seq, verdict = found

@@ -22,11 +22,11 @@ from deltashard_sidecar.maintenance import MaintenanceLoop
 from deltashard_sidecar.parts import Parts
 from deltashard_sidecar.policy import chooses_bits, format_directive
 from deltashard_sidecar.run.bit_choice import VisibleRanks
-from deltashard_sidecar.run.cut_content import CutContent
+from deltashard_sidecar.run.snapshot_content import SnapshotContent
 from deltashard_sidecar.save.joint_commit import JointCommits
 from deltashard_sidecar.save.preparation import Preparation
 from deltashard_sidecar.save.save import Save
-from deltashard_sidecar.save.sink import PERIODIC, Cut, PartSink, decline
+from deltashard_sidecar.save.sink import PERIODIC, PartSink, SavePlan, decline
 from deltashard_sidecar.save_orders import SaveOrders
 from deltashard_sidecar.session.attachment import Attachment
 from deltashard_sidecar.session.session import Session
@@ -177,7 +177,7 @@ class SaveService:
             )
         return save
 
-    def _plan(self, session: Session, attempt: int, begin: pb.SaveRequest.Begin) -> Cut:
+    def _plan(self, session: Session, attempt: int, begin: pb.SaveRequest.Begin) -> SavePlan:
         """What the cut holds and how long it may hold training, by the policy in force. No store is asked."""
         parts, active_policy, attachment = self._parts, self._control.active_policy, session.attachment
         ranks = self._ranks(session)
@@ -195,7 +195,7 @@ class SaveService:
             content.covers is None and attachment.raw_bytes > parts.settings.blocks * parts.keeper.block_bytes
         )
         closing = begin.urgent or begin.reason == "close"
-        return Cut(
+        return SavePlan(
             attempt=attempt,
             cut=begin.cut,
             step=begin.step,
@@ -216,16 +216,18 @@ class SaveService:
 
     def _content(
         self, session: Session, attempt: int, begin: pb.SaveRequest.Begin, ranks: VisibleRanks
-    ) -> CutContent:
+    ) -> SnapshotContent:
         attachment, policy, expected = (
             session.attachment,
             self._control.active_policy.policy,
             self._parts.decider.expected(),
         )
-        return self._run.cuts.decide(self._run.state(), attachment, attempt, begin, policy, expected, ranks)
+        return self._run.snapshot_contents.decide(
+            self._run.state(), attachment, attempt, begin, policy, expected, ranks
+        )
 
     def _since(
-        self, session: Session, attempt: int, begin: pb.SaveRequest.Begin, content: CutContent
+        self, session: Session, attempt: int, begin: pb.SaveRequest.Begin, content: SnapshotContent
     ) -> int | None:
         """The trainer's newest commit, if the cut says which of its rows changed since; None: it does not."""
         commit = begin.since_commit_seq if begin.HasField("since_commit_seq") else None
@@ -244,7 +246,7 @@ class SaveService:
             tables=tuple(tables.values()), is_complete=len(found) == session.attachment.world_size
         )
 
-    def _expected(self, cut: Cut) -> set[int]:
+    def _expected(self, cut: SavePlan) -> set[int]:
         """Ranks of this pod that bring, or brought, a part to the cut: they train under its attempt, or save it."""
         trains = {s.attachment.rank for s in self._parts.sessions.all() if s.attempt == cut.attempt}
         saves = {

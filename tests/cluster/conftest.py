@@ -17,24 +17,24 @@ import pytest
 
 from tests.cluster.kubernetes import cluster
 from tests.cluster.kubernetes.host import HOST, HOST_ADDRESS
-from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.bench import ScenarioBench
 from tests.cluster.scenario.reference import Reference
 from tests.cluster.scenario.report import sections
-from tests.cluster.scenario.stage import Stage, turn
-from tests.cluster.scenario.witness import Witness
+from tests.cluster.scenario.stage import ClusterStage, hold_stage
+from tests.cluster.scenario.witness import WitnessServer
 from tests.support.machine import limit_s
 from tests.support.server.minio_server import MinioServer
 
 CI = os.environ.get("CI", "").lower() in {"1", "true"}
-_STAGE = pytest.StashKey[Stage]()
-_WHY = pytest.StashKey[str]()
+_STAGE = pytest.StashKey[ClusterStage]()
+_SKIP_REASON = pytest.StashKey[str]()
 
 
 def _is_full() -> bool:
     return os.environ.get("DELTASHARD_TEST_CLUSTER") == "full"
 
 
-def _why_not() -> str:
+def _skip_reason() -> str:
     """Why these tests do not run; empty when they do."""
     if os.environ.get("DELTASHARD_TEST_CLUSTER") not in {"1", "full"}:
         return "it changes the host while it runs, so ask for it: `make test-cluster`"
@@ -44,17 +44,17 @@ def _why_not() -> str:
 
 def _build(config: pytest.Config) -> str:
     """Build the stage if nobody has; returns why it cannot be."""
-    if _WHY not in config.stash:
-        config.stash[_WHY] = _why_not()
-        if not config.stash[_WHY]:
-            stage = Stage()
+    if _SKIP_REASON not in config.stash:
+        config.stash[_SKIP_REASON] = _skip_reason()
+        if not config.stash[_SKIP_REASON]:
+            stage = ClusterStage()
             try:
                 stage.build()
             except BaseException:
-                stage.strike()  # a session that cannot start does not finish either
+                stage.tear_down()  # a session that cannot start does not finish either
                 raise
             config.stash[_STAGE] = stage
-    return config.stash[_WHY]
+    return config.stash[_SKIP_REASON]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -71,7 +71,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     timings = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in stage.cluster.timings_s.items())
     print(f"\ncluster: {timings}")
-    if left := stage.strike():
+    if left := stage.tear_down():
         print(f"the host is not as it was: {left}")
         # Not that of a failed test, which one that passes alone would excuse.
         session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
@@ -83,7 +83,7 @@ ROUNDS = 3
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """In the long variant, every scenario that leaves the stage as it was happens several times."""
-    alone = any(mark.name == "alone" for mark in metafunc.definition.iter_markers())
+    alone = any(mark.name == "exclusive" for mark in metafunc.definition.iter_markers())
     if _is_full() and "bench" in metafunc.fixturenames and not alone:
         metafunc.fixturenames.append("again")
         metafunc.parametrize("again", range(ROUNDS))
@@ -108,7 +108,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(limit_s(limit.args[0]), **limit.kwargs), append=False)
 
     def rank(item: pytest.Item) -> int:
-        if item.get_closest_marker("alone") is not None:
+        if item.get_closest_marker("exclusive") is not None:
             return len(_ORDER) + 1
         return _ORDER.index(item.path.stem) if item.path.stem in _ORDER else len(_ORDER)
 
@@ -126,7 +126,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def stage(pytestconfig: pytest.Config) -> Stage:
+def stage(pytestconfig: pytest.Config) -> ClusterStage:
     """The cluster with its system, up."""
     workerinput = getattr(pytestconfig, "workerinput", None)
     why = (
@@ -138,15 +138,15 @@ def stage(pytestconfig: pytest.Config) -> Stage:
         pytest.skip(f"no test cluster: {why}")
     if workerinput is None:
         return pytestconfig.stash[_STAGE]
-    attached = Stage()
+    attached = ClusterStage()
     attached.attach()
     return attached
 
 
 @pytest.fixture(scope="session")
-def witness(stage: Stage) -> Iterator[Witness]:
+def witness(stage: ClusterStage) -> Iterator[WitnessServer]:
     """Hears every trainer of this process' scenarios."""
-    heard = Witness(HOST_ADDRESS)
+    heard = WitnessServer(HOST_ADDRESS)
     yield heard
     heard.close()
 
@@ -164,20 +164,20 @@ def full() -> bool:
 
 
 @pytest.fixture
-def stage_turn(request: pytest.FixtureRequest, stage: Stage) -> Iterator[None]:
-    """The stage together with others; alone with the mark `alone`."""
-    with turn(exclusive=request.node.get_closest_marker("alone") is not None):
+def stage_lock(request: pytest.FixtureRequest, stage: ClusterStage) -> Iterator[None]:
+    """The stage together with others; alone with the mark `exclusive`."""
+    with hold_stage(exclusive=request.node.get_closest_marker("exclusive") is not None):
         yield
 
 
 @pytest.fixture
 def own_bridge_minio(
-    stage: Stage, stage_turn: None, tmp_path_factory: pytest.TempPathFactory
+    stage: ClusterStage, stage_lock: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MinioServer]:
     """A MinIO of this scenario's own, where pods reach it; stop it, start it, fill it."""
     server = MinioServer(tmp_path_factory.mktemp("own-minio"), host=HOST)
     server.start()
-    stage.cluster.remember("own-minio", server.pid)
+    stage.cluster.register_process("own-minio", server.pid)
     yield server
     server.stop()
 
@@ -185,20 +185,20 @@ def own_bridge_minio(
 @pytest.fixture
 def bench(
     request: pytest.FixtureRequest,
-    stage: Stage,
-    stage_turn: None,
-    witness: Witness,
+    stage: ClusterStage,
+    stage_lock: None,
+    witness: WitnessServer,
     reference: Reference,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-) -> Iterator[Bench]:
+) -> Iterator[ScenarioBench]:
     """A namespace and a bucket of the scenario's own; with `own_bridge_minio` among its fixtures, a server too."""
     own = "own_bridge_minio" in request.fixturenames
     minio: MinioServer = request.getfixturevalue("own_bridge_minio") if own else stage.minio
     for name, value in minio.environment.items():
         monkeypatch.setenv(name, value)
     name = re.sub("[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower())[:40].strip("-")
-    made = Bench(stage, witness, reference, name=name, minio=minio, folder=tmp_path)
+    made = ScenarioBench(stage, witness, reference, name=name, minio=minio, folder=tmp_path)
     try:
         yield made
     finally:
@@ -212,6 +212,6 @@ def pytest_runtest_makereport(
     """A failed scenario shows its events and what its pods said, before they are deleted."""
     report = yield
     bench = getattr(item, "funcargs", {}).get("bench")
-    if call.when == "call" and call.excinfo is not None and isinstance(bench, Bench):
+    if call.when == "call" and call.excinfo is not None and isinstance(bench, ScenarioBench):
         report.sections += sections(bench)
     return report

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.kubernetes.api import Object
 from tests.cluster.kubernetes.image import TAG, TRAINER
-from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.bench import ScenarioBench
 from tests.cluster.scenario.job import RESTRICTED, SIDECAR
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
@@ -23,7 +23,7 @@ _SLEEPER: Object = {
 }
 
 
-def test_strict_cluster(bench: Bench) -> None:
+def test_strict_cluster(bench: ScenarioBench) -> None:
     """One pod has it all: PodSecurity restricted, quota, LimitRange, Guaranteed, a UID from nowhere, a mesh, inits."""
     api, namespace = bench.cluster.api, bench.namespace
     hard = {f"{what}.cpu": "2" for what in ("requests", "limits")}
@@ -60,7 +60,7 @@ def test_strict_cluster(bench: Bench) -> None:
         container={"securityContext": whoever, "resources": {"limits": {"cpu": "400m", "memory": "2Gi"}}},
         pod={"initContainers": copy.deepcopy(inits)},
     )
-    life = bench.began(job, 0)
+    life = bench.start_event(job, 0)
     pod = job.pod(life["pod"])
     assert pod is not None
     assert [each["name"] for each in pod["spec"]["initContainers"]] == ["istio-proxy", SIDECAR, "fetch"]
@@ -68,7 +68,7 @@ def test_strict_cluster(bench: Bench) -> None:
     committed = bench.wait_commits(job)
     trainer = job.wait_container(life["pod"], "trainer")["containerID"]
     os.kill(bench.cluster.nodes[life["node"]].container_pid(trainer), signal.SIGKILL)
-    bench.assert_resumed(bench.began(job, 1), at_least=committed)
+    bench.assert_resumed(bench.start_event(job, 1), at_least=committed)
     job.wait_complete()
     assert bench.newest(job) == 300
     bench.assert_store_whole(job)

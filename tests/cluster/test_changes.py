@@ -10,7 +10,7 @@ import pytest
 from deltashard_operator.tls import authority, issuance
 
 from tests.cluster.kubernetes.process import wait_until
-from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.bench import ScenarioBench
 from tests.cluster.scenario.load import AdmissionLoad
 from tests.cluster.scenario.system import NAMESPACE
 
@@ -20,7 +20,7 @@ DAY_S = 86400.0
 SECRET = f"/api/v1/namespaces/{NAMESPACE}/secrets/{authority.SECRET}"
 
 
-def test_rolling_upgrade(bench: Bench) -> None:
+def test_rolling_upgrade(bench: ScenarioBench) -> None:
     """A change of the chart's values replaces every replica of the webhook under a load of admissions."""
     system = bench.stage.system
     old = {pod["metadata"]["uid"] for pod in system.webhooks()}
@@ -45,7 +45,7 @@ def served(pod: dict[str, dict[str, str]]) -> bytes:
         return b""
 
 
-def test_rotated_certificate(bench: Bench) -> None:
+def test_rotated_certificate(bench: ScenarioBench) -> None:
     """A certificate near its end is renewed by the controller and taken up by every replica, under a load of admissions."""
     api, system = bench.cluster.api, bench.stage.system
 

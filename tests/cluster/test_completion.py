@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.cluster.kubernetes.process import wait_until
-from tests.cluster.scenario.bench import NO_TIMER, Bench
+from tests.cluster.scenario.bench import NO_TIMER, ScenarioBench
 from tests.cluster.scenario.job import SIDECAR
 from tests.cluster.scenario.reference import checkpoints
 from tests.support.machine import limit_s
@@ -15,13 +15,13 @@ from tests.support.machine import limit_s
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
-def test_job_completes(bench: Bench) -> None:
+def test_job_completes(bench: ScenarioBench) -> None:
     """Its last step is durable, the native sidecar is gone, `kubectl get checkpointruns` and Events tell the story."""
     job = bench.job("completes", steps=300, pace_s=0.1)  # long enough to be seen while it trains
-    began = bench.began(job, 0)
-    assert began["step"] == 0
-    assert began["library"].startswith("/opt/deltashard/"), "what runs must be the wheel"
-    assert not began["secrets"], "the store's credentials reach the sidecar only"
+    start_event = bench.start_event(job, 0)
+    assert start_event["step"] == 0
+    assert start_event["library"].startswith("/opt/deltashard/"), "what runs must be the wheel"
+    assert not start_event["secrets"], "the store's credentials reach the sidecar only"
     (pod,) = job.pods()
     assert [each["name"] for each in pod["spec"]["initContainers"]] == [SIDECAR]
     job.wait_phase("Training", timeout_s=90)
@@ -47,10 +47,10 @@ def test_job_completes(bench: Bench) -> None:
     wait_until(lambda: row() == ("Finished", "300"), timeout_s=60, what=lambda: f"the table says it: {row()}")
 
 
-def test_a_request_makes_a_pinned_checkpoint(bench: Bench) -> None:
+def test_request_makes_pinned_checkpoint(bench: ScenarioBench) -> None:
     """`kubectl apply` of a CheckpointRequest: no timer would save, and the checkpoint has the name that was asked for."""
     job = bench.job("asked", notes=NO_TIMER)
-    bench.began(job, 0)
+    bench.start_event(job, 0)
     job.wait_phase("Training")
     file = bench.folder / "request.json"
     request = {
@@ -71,15 +71,15 @@ def test_a_request_makes_a_pinned_checkpoint(bench: Bench) -> None:
     bench.assert_store_whole(job)
 
 
-def test_a_run_goes_back_by_kubectl(bench: Bench) -> None:
+def test_kubectl_rewinds_run(bench: ScenarioBench) -> None:
     """Suspended, rewound by the plugin's Job with the sidecar's own keys, and resumed: from just that checkpoint."""
     job = bench.job("goes-back", notes=NO_TIMER)
-    life = bench.began(job, 0)
+    life = bench.start_event(job, 0)
     for number in (1, 2):  # each leaves a checkpoint of its last step behind
         bench.witness.wait_step(life["life"], life["step"] + 20, timeout_s=60)
         pod = life["pod"]
         job.delete_pod(pod)
-        life = bench.began(job, number)
+        life = bench.start_event(job, number)
     older, newer = (each for each in checkpoints(bench.url, job.run)[-2:])
     assert older.step < newer.step == life["step"]
     back_to = ("rewind", job.name, "-c", f"seq:{older.seq}")
@@ -91,6 +91,6 @@ def test_a_run_goes_back_by_kubectl(bench: Bench) -> None:
     bench.plugin(*back_to)
     bench.note(f"rewound to step {older.step}")
     job.patch({"spec": {"suspend": False}})
-    back = bench.began(job, 3)
+    back = bench.start_event(job, 3)
     assert back["step"] == older.step
     bench.assert_resumed(back)

@@ -7,28 +7,28 @@ import signal
 
 import pytest
 
-from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.bench import ScenarioBench
 from tests.cluster.scenario.job import SIDECAR
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
-def test_killed_containers(bench: Bench) -> None:
+def test_killed_containers(bench: ScenarioBench) -> None:
     """A killed or starved trainer resumes from its pod's cache; a killed sidecar does not stop training."""
     limits = {"requests": {"cpu": "10m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}}
     job = bench.job("killed", container={"resources": limits})
-    began = bench.began(job, 0)
-    node, pod = bench.cluster.nodes[began["node"]], began["pod"]
+    start_event = bench.start_event(job, 0)
+    node, pod = bench.cluster.nodes[start_event["node"]], start_event["pod"]
 
     def strike(container: str, number: signal.Signals) -> None:
         os.kill(node.container_pid(job.wait_container(pod, container)["containerID"]), number)
 
     bench.wait_commits(job, count=2)
     strike("trainer", signal.SIGKILL)
-    again = bench.began(job, 1)
+    again = bench.start_event(job, 1)
     assert again["pod"] == pod
     assert again["source"] == "cache"
-    bench.assert_resumed(again, at_least=began["step"] + 1)
+    bench.assert_resumed(again, at_least=start_event["step"] + 1)
     job.wait_container(pod, "trainer", restartCount=1)
 
     bench.wait_commits(job, beyond=again["step"])
@@ -42,7 +42,7 @@ def test_killed_containers(bench: Bench) -> None:
 
     committed = bench.newest(job)
     strike("trainer", signal.SIGUSR1)  # which makes it eat memory
-    third = bench.began(job, 2)
+    third = bench.start_event(job, 2)
     assert third["pod"] == pod
     told = job.wait_container(pod, "trainer", restartCount=2)
     assert told["lastState"]["terminated"]["reason"] == "OOMKilled"

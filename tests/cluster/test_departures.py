@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.kubernetes.api import Api, Object
+from tests.cluster.kubernetes.api import KubeApi, Object
 from tests.cluster.kubernetes.image import TAG, TRAINER
 from tests.cluster.kubernetes.process import wait_until
-from tests.cluster.scenario.bench import NO_TIMER, Bench
+from tests.cluster.scenario.bench import NO_TIMER, ScenarioBench
 from tests.cluster.scenario.job import RESTRICTED
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
@@ -17,7 +17,7 @@ SLOT = "deltashard.test/slot"
 
 
 @pytest.fixture
-def slots(bench: Bench) -> None:
+def slots(bench: ScenarioBench) -> None:
     """Every common node offers one slot."""
     for name, node in bench.cluster.nodes.items():
         if not node.pool:
@@ -33,20 +33,20 @@ def slots(bench: Bench) -> None:
             )
 
 
-def test_preempted(bench: Bench, slots: None) -> None:
+def test_preempted(bench: ScenarioBench, slots: None) -> None:
     """It commits an urgent cut within the grace period. Pods that are evicted and deleted have groups to tell (test_groups)."""
     wants = {"cpu": "10m", "memory": "512Mi", SLOT: "1"}
     limits = {"memory": "2Gi", SLOT: "1"}
     job = bench.job("departs", notes=NO_TIMER, container={"resources": {"requests": wants, "limits": limits}})
-    life = bench.began(job, 0)
-    heir = bench.assert_left_well(
+    life = bench.start_event(job, 0)
+    heir = bench.assert_graceful_exit(
         job, life, 1, lambda: preempt(bench.cluster.api, bench.namespace, life["node"])
     )
     assert heir["node"] != life["node"]
     bench.assert_store_whole(job)
 
 
-def preempt(api: Api, namespace: str, node: str) -> None:
+def preempt(api: KubeApi, namespace: str, node: str) -> None:
     """A pod that matters more wants the node's only slot."""
     classes = "/apis/scheduling.k8s.io/v1/priorityclasses"
     if api.find(f"{classes}/matters-more") is None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.kubernetes.process import wait_until
-from tests.cluster.scenario.bench import NO_TIMER, Bench
+from tests.cluster.scenario.bench import NO_TIMER, ScenarioBench
 from tests.cluster.scenario.group import TrainingGroup, indexed_job
 
 pytestmark = pytest.mark.timeout(900, func_only=True)
 
 
-def test_a_group_of_pods(bench: Bench) -> None:
+def test_pod_group_recovers(bench: ScenarioBench) -> None:
     """One is deleted, one evicted, all are suspended and come back as two: each time one step of all, to the bit.
 
     Nothing commits but the notices: a pod that is told to go has the whole group save. So at most one step is lost.
@@ -19,9 +19,9 @@ def test_a_group_of_pods(bench: Bench) -> None:
     group = indexed_job(bench, "four", pods=4, nodes="2:4", notes=NO_TIMER)
     first = group.wait_round(world_size=4)
     group.job.wait_status("all are there", lambda status: status.get("ranks") == "4/4")
-    second = leaves(group, first.attempt, lambda: group.job.delete_pod(first.pods[2]))
+    second = remove_pod(group, first.attempt, lambda: group.job.delete_pod(first.pods[2]))
     # Pod 0 is where torchrun's ranks meet: without it they all begin anew.
-    third = leaves(group, second, lambda: group.job.evict(group.rounds()[-1].pods[0]))
+    third = remove_pod(group, second, lambda: group.job.evict(group.rounds()[-1].pods[0]))
 
     group.wait_step(group.rounds()[-1].step + 30, attempt=third)
     group.job.patch({"spec": {"suspend": True}})
@@ -42,7 +42,7 @@ def test_a_group_of_pods(bench: Bench) -> None:
     assert {each["cause"] for each in status["losses"]} >= {"Deleted", "Evicted", "Suspended"}
 
 
-def leaves(group: TrainingGroup, attempt: int, leave: object) -> int:
+def remove_pod(group: TrainingGroup, attempt: int, leave: object) -> int:
     """A pod goes; the whole group saves within its grace period, and comes back. Returns the next attempt."""
     assert callable(leave)
     began = next(each for each in group.rounds() if each.attempt == attempt)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.scenario import jobset, kubeflow
-from tests.cluster.scenario.bench import NO_TIMER, Bench
+from tests.cluster.scenario.bench import NO_TIMER, ScenarioBench
 from tests.cluster.scenario.group import TrainingGroup
 from tests.cluster.scenario.group import jobset as group_of_jobset
 from tests.cluster.scenario.kubeflow_group import train_job
@@ -15,28 +15,28 @@ from tests.cluster.scenario.kubeflow_group import train_job
 pytestmark = pytest.mark.timeout(900, func_only=True)
 
 
-def test_a_jobset_that_restarts_keeps_its_run(bench: Bench, tmp_path: Path) -> None:
+def test_restarted_jobset_keeps_run(bench: ScenarioBench, tmp_path: Path) -> None:
     """A pod is evicted, so its Job fails, and the JobSet makes another one, with another UID, of all of its pods."""
     jobset.install(bench.cluster, tmp_path)
     bench.note("the JobSet controller answers")
     group = group_of_jobset(bench, "pair", pods=2, notes=NO_TIMER)
-    before, after, pods = loses_a_pod(group, f"{group.name}-workers-0")
+    before, after, pods = recover_evicted_pod(group, f"{group.name}-workers-0")
     assert before != after, "the JobSet restarted"
     assert pods == 0, "none stayed"
 
 
-def test_a_train_job_loses_a_pod(bench: Bench, tmp_path: Path) -> None:
+def test_train_job_recovers_evicted_pod(bench: ScenarioBench, tmp_path: Path) -> None:
     """The line stands on its runtime; the run is that of the JobSet that its controller makes, whose Job stays."""
     jobset.install(bench.cluster, tmp_path)
     kubeflow.trainer(bench.cluster, tmp_path)
     bench.note("the Trainer's controller answers")
     group = train_job(bench, "night", nodes=2, notes=NO_TIMER)
-    before, after, pods = loses_a_pod(group, f"{group.name}-node-0")
+    before, after, pods = recover_evicted_pod(group, f"{group.name}-node-0")
     assert before == after
     assert pods == 1, "the other one"
 
 
-def loses_a_pod(group: TrainingGroup, job: str) -> tuple[str, str, int]:
+def recover_evicted_pod(group: TrainingGroup, job: str) -> tuple[str, str, int]:
     """The second of two is evicted, and all goes on: UIDs of the Job before and after, and how many pods are the same."""
     bench = group.bench
     path = f"/apis/batch/v1/namespaces/{bench.namespace}/jobs/{job}"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.kubernetes.cluster import HARMED
-from tests.cluster.scenario.bench import Bench
+from tests.cluster.kubernetes.cluster import DIRTY
+from tests.cluster.scenario.bench import ScenarioBench
 from tests.cluster.scenario.job import TrainingJob
 from tests.cluster.scenario.reference import checkpoints
 from tests.cluster.scenario.witness import Event
@@ -16,7 +16,7 @@ from tests.cluster.scenario.witness import Event
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
-def wait_fenced(bench: Bench, job: TrainingJob, zombie: Event) -> None:
+def wait_fenced(bench: ScenarioBench, job: TrainingJob, zombie: Event) -> None:
     """The zombie is told that it is one, by deltashard."""
     fenced = bench.witness.wait(
         job.key,
@@ -28,16 +28,16 @@ def wait_fenced(bench: Bench, job: TrainingJob, zombie: Event) -> None:
     bench.note(f"{zombie['pod']} is fenced at step {fenced['step']}")
 
 
-def assert_heir_rules(bench: Bench, job: TrainingJob, heir: Event) -> None:
+def assert_successor_owns_run(bench: ScenarioBench, job: TrainingJob, replacement: Event) -> None:
     """Whoever came last writes the run, whatever the zombie does."""
-    bench.wait_commits(job, beyond=heir["step"])
-    assert checkpoints(bench.url, job.run)[-1].attempt == heir["attempt"]
-    bench.witness.wait_step(heir["life"], heir["step"] + 1, timeout_s=60)
+    bench.wait_commits(job, beyond=replacement["step"])
+    assert checkpoints(bench.url, job.run)[-1].attempt == replacement["attempt"]
+    bench.witness.wait_step(replacement["life"], replacement["step"] + 1, timeout_s=60)
     bench.assert_store_whole(job)
 
 
 @contextlib.contextmanager
-def cordoned(bench: Bench, node: str) -> Iterator[None]:
+def cordoned(bench: ScenarioBench, node: str) -> Iterator[None]:
     """No new pod gets onto this node meanwhile."""
     bench.cluster.kubectl("cordon", node)
     try:
@@ -46,17 +46,17 @@ def cordoned(bench: Bench, node: str) -> Iterator[None]:
         bench.cluster.kubectl("uncordon", node)
 
 
-def test_lost_node(bench: Bench) -> None:
+def test_lost_node(bench: ScenarioBench) -> None:
     """The other node goes on from the last commit, also with a Job whose lost pod is not replaced until it is helped.
 
     That Job is named, with both remedies; one is applied. The zombies, back again, are fenced.
     """
     spare = bench.cluster.nodes["m2"]
     with cordoned(bench, spare.name):
-        job = bench.job("orphaned", pool=HARMED)
+        job = bench.job("orphaned", pool=DIRTY)
         # Replaced only when its pod is seen to have failed, which nobody sees of a pod on a lost node.
-        stuck = bench.job("stuck", pool=HARMED, spec={"podReplacementPolicy": "Failed"})
-        zombie, stuck_zombie = bench.began(job, 0), bench.began(stuck, 0)
+        stuck = bench.job("stuck", pool=DIRTY, spec={"podReplacementPolicy": "Failed"})
+        zombie, stuck_zombie = bench.start_event(job, 0), bench.start_event(stuck, 0)
     lost = bench.cluster.nodes[zombie["node"]]
     assert stuck_zombie["node"] == lost.name != spare.name
     bench.wait_commits(job, count=2)
@@ -66,10 +66,10 @@ def test_lost_node(bench: Bench) -> None:
         bench.note(f"{lost.name} is frozen")
         # What was on its way to the store at that instant may still arrive after this look.
         committed, stuck_committed = bench.newest(job), bench.newest(stuck)
-        heir = bench.began(job, 1)
-        assert heir["node"] == spare.name
-        assert heir["source"] == "store"
-        bench.assert_resumed(heir, at_least=committed)
+        replacement = bench.start_event(job, 1)
+        assert replacement["node"] == spare.name
+        assert replacement["source"] == "store"
+        bench.assert_resumed(replacement, at_least=committed)
 
         condition = stuck.wait_condition("StuckOnLostNode", timeout_s=120)
         event = stuck.wait_event("StuckOnLostNode")
@@ -79,15 +79,15 @@ def test_lost_node(bench: Bench) -> None:
             assert f"kubectl delete node {lost.name}" in told
         bench.note("the run is named as stuck")
         bench.cluster.kubectl(*remedy.split()[1:])
-        stuck_heir = bench.began(stuck, 1)
+        stuck_heir = bench.start_event(stuck, 1)
         assert stuck_heir["node"] == spare.name
         bench.assert_resumed(stuck_heir, at_least=stuck_committed)
         stuck.wait_condition("StuckOnLostNode", "False")
 
         lost.thaw_containers()  # and nobody there yet who would end them
-        for each, back, successor in ((job, zombie, heir), (stuck, stuck_zombie, stuck_heir)):
+        for each, back, successor in ((job, zombie, replacement), (stuck, stuck_zombie, stuck_heir)):
             wait_fenced(bench, each, back)
-            assert_heir_rules(bench, each, successor)
+            assert_successor_owns_run(bench, each, successor)
     finally:
         lost.thaw()
         bench.cluster.kubectl("taint", "node", lost.name, "node.kubernetes.io/out-of-service-", check=False)
@@ -95,23 +95,23 @@ def test_lost_node(bench: Bench) -> None:
     job.wait_gone(zombie["pod"], timeout_s=120)
 
 
-def test_lost_kubelet(bench: Bench) -> None:
+def test_lost_kubelet(bench: ScenarioBench) -> None:
     """Only the kubelet dies: two live trainers of one Job at once, and one of them writes."""
-    job = bench.job("doubled", pool=HARMED)
-    zombie = bench.began(job, 0)
+    job = bench.job("doubled", pool=DIRTY)
+    zombie = bench.start_event(job, 0)
     node = bench.cluster.nodes[zombie["node"]]
     bench.wait_commits(job, count=2)
     node.kubelet.kill()
     bench.note(f"the kubelet of {node.name} is killed")
     try:
-        heir = bench.began(job, 1)
-        assert heir["node"] != zombie["node"]
-        bench.assert_resumed(heir)
+        replacement = bench.start_event(job, 1)
+        assert replacement["node"] != zombie["node"]
+        bench.assert_resumed(replacement)
         wait_fenced(bench, job, zombie)
         fence = job.wait_event("Fenced")
         assert f"pod {zombie['pod']}, which was replaced" in fence["message"], fence
         bench.note(f"Fenced: {fence['message']}")
-        assert_heir_rules(bench, job, heir)
+        assert_successor_owns_run(bench, job, replacement)
     finally:
         node.kubelet.start()
     bench.cluster.wait_node(node.name)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.cluster.kubernetes.process import wait_until
 from tests.cluster.scenario import kubeflow
-from tests.cluster.scenario.bench import NO_TIMER, Bench
+from tests.cluster.scenario.bench import NO_TIMER, ScenarioBench
 from tests.cluster.scenario.group import TrainingGroup
 from tests.cluster.scenario.kubeflow_group import pytorch_job
 
@@ -18,7 +18,7 @@ STEPS, PACE_S = 330, 0.2
 """Beyond the end of the first epoch of three ranks; slow, since what ended training is told apart half a minute later."""
 
 
-def test_a_pytorch_job_loses_a_worker_and_its_master(bench: Bench, tmp_path: Path) -> None:
+def test_pytorch_job_recovers_lost_worker_and_master(bench: ScenarioBench, tmp_path: Path) -> None:
     """The worker is evicted, after a save of all; the master is gone without a word, and all go back to that save.
 
     In the end the PyTorchJob has succeeded, the run is finished, and every sample of the epoch was trained once.

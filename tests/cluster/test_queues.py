@@ -16,7 +16,7 @@ from deltashard_operator.kube import quantity
 from tests.cluster.kubernetes.api import Object
 from tests.cluster.kubernetes.process import wait_until
 from tests.cluster.scenario import kueue
-from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.bench import ScenarioBench
 from tests.cluster.scenario.group import jobset
 from tests.cluster.scenario.job import POLICY, SIDECAR
 from tests.cluster.scenario.kubeflow_group import pytorch_job, train_job
@@ -30,7 +30,7 @@ NOWHERE = {"nodeSelector": {"deltashard.test/nowhere": "x"}}
 """Of pods that are only looked at."""
 
 
-def asked(containers: list[Object]) -> dict[str, Fraction]:
+def resource_requests(containers: list[Object]) -> dict[str, Fraction]:
     """What containers request, together."""
     requests = [(each.get("resources") or {}).get("requests") or {} for each in containers]
     return {
@@ -38,13 +38,13 @@ def asked(containers: list[Object]) -> dict[str, Fraction]:
     }
 
 
-def of_pods(specs: list[Object]) -> dict[str, Fraction]:
+def pod_requests(specs: list[Object]) -> dict[str, Fraction]:
     """What pods request, each of them with a sidecar."""
     assert all(SIDECAR in {each["name"] for each in spec["initContainers"]} for spec in specs)
     sidecars = [
         each for spec in specs for each in spec["initContainers"] if each.get("restartPolicy") == "Always"
     ]
-    return asked([*sidecars, *(each for spec in specs for each in spec["containers"])])
+    return resource_requests([*sidecars, *(each for spec in specs for each in spec["containers"])])
 
 
 def read(usage: Object) -> dict[str, Fraction]:
@@ -52,7 +52,7 @@ def read(usage: Object) -> dict[str, Fraction]:
     return {what: quantity.parse(much) for what, much in usage.items()}
 
 
-def test_a_queued_job_is_admitted_with_its_sidecar_and_comes_back(bench: Bench, tmp_path: Path) -> None:
+def test_queued_job_counts_sidecar_and_resumes(bench: ScenarioBench, tmp_path: Path) -> None:
     """The queue has room for one Job and for another's training container, but not for its sidecar: so that one waits.
 
     The first loses its pod, goes on, and ends; then the other trains.
@@ -62,7 +62,7 @@ def test_a_queued_job_is_admitted_with_its_sidecar_and_comes_back(bench: Bench, 
     manifest = bench.manifest("first", steps=STEPS, labels=QUEUED)
     path = f"/apis/batch/v1/namespaces/{bench.namespace}/jobs?dryRun=All"
     template = bench.cluster.api.create(path, manifest)["spec"]["template"]["spec"]
-    alone, whole = asked(template["containers"]), of_pods([template])
+    alone, whole = resource_requests(template["containers"]), pod_requests([template])
     quota = {what: f"{int((alone[what] + whole[what]) * 1000)}m" for what in COUNTED}
     kueue.queue(bench, **quota)
     first = bench.job("first", steps=STEPS, labels=QUEUED)
@@ -73,20 +73,20 @@ def test_a_queued_job_is_admitted_with_its_sidecar_and_comes_back(bench: Bench, 
     assert "insufficient unused quota" in told["message"], told
     bench.note(told["message"])
 
-    life = bench.began(first, 0)
+    life = bench.start_event(first, 0)
     committed = bench.wait_commits(first)
-    first.delete_pod(life["pod"], hard=True)
-    back = bench.began(first, 1)
+    first.delete_pod(life["pod"], force=True)
+    back = bench.start_event(first, 1)
     assert back["pod"] != life["pod"]
     bench.assert_resumed(back, at_least=committed)
     assert second.get()["spec"]["suspend"]
     assert not second.pods(), "neither a trainer nor a sidecar"
     first.wait_complete()
     assert bench.newest(first) == STEPS
-    bench.began(second, 0)
+    bench.start_event(second, 0)
 
 
-def rendered(bench: Bench, runtime: Object) -> Object:
+def rendered(bench: ScenarioBench, runtime: Object) -> Object:
     """A runtime with the sidecar in it, as its administrator makes it: Kueue counts TrainJobs by what their runtime says."""
     file = bench.folder / "runtime.yaml"
     file.write_text(yaml.safe_dump(runtime))
@@ -94,7 +94,7 @@ def rendered(bench: Bench, runtime: Object) -> Object:
     return made
 
 
-def test_a_queue_counts_the_sidecars_of_groups(bench: Bench, tmp_path: Path) -> None:
+def test_queue_counts_group_sidecars(bench: ScenarioBench, tmp_path: Path) -> None:
     """What it holds for an admitted JobSet, TrainJob or PyTorchJob is what its pods request, sidecars and all."""
     kueue.install(bench.cluster, tmp_path)
     kueue.queue(bench, cpu="4", memory="8Gi")
@@ -119,4 +119,4 @@ def test_a_queue_counts_the_sidecars_of_groups(bench: Bench, tmp_path: Path) -> 
             every_s=0.3,
         )
         taken = {what: sum((read(usage)[what] for _, usage in counted), Fraction()) for what in COUNTED}
-        assert taken == of_pods([each["spec"] for each in job.pods()]), job.name
+        assert taken == pod_requests([each["spec"] for each in job.pods()]), job.name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.bench import ScenarioBench
 from tests.cluster.scenario.job import TrainingJob
 from tests.cluster.scenario.reference import command_line
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(600, func_only=True)
 POLICY = "/apis/deltashard.io/v1alpha1/namespaces/{}/checkpointpolicies/training"
 
 
-def test_the_bytes_of_a_finished_run_go_and_a_pinned_run_s_stay(bench: Bench) -> None:
+def test_finished_run_is_deleted_and_pinned_run_kept(bench: ScenarioBench) -> None:
     """By Jobs that the controller makes as itself, under PodSecurity restricted, with the namespace's own Secret."""
     goes, stays = (bench.job(name, steps=60) for name in ("goes", "stays"))
     for job in (goes, stays):
@@ -37,6 +37,6 @@ def test_the_bytes_of_a_finished_run_go_and_a_pinned_run_s_stay(bench: Bench) ->
     assert len(removals) == 2
 
 
-def objects(bench: Bench, job: TrainingJob) -> list[str]:
+def objects(bench: ScenarioBench, job: TrainingJob) -> list[str]:
     found = bench.minio.client().list_objects(bench.bucket, prefix=f"{job.run}/", recursive=True)
     return [str(each.object_name) for each in found]

@@ -11,7 +11,7 @@ from deltashard_operator.kube.cluster_name import USER_ID
 
 from tests.cluster.kubernetes.api import Object
 from tests.cluster.kubernetes.process import wait_until
-from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.bench import ScenarioBench
 from tests.cluster.scenario.job import TrainingJob, credentials
 from tests.cluster.scenario.tenant import Tenant
 from tests.cluster.scenario.witness import Event
@@ -21,8 +21,8 @@ from tests.support.server.minio_user import admin_of
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
-def assert_trouble(
-    bench: Bench,
+def assert_store_problem(
+    bench: ScenarioBench,
     job: TrainingJob,
     life: Event,
     *,
@@ -49,20 +49,20 @@ def assert_trouble(
     bench.note(f"{condition} is over")
 
 
-def test_store_troubles(bench: Bench, own_bridge_minio: MinioServer, full: bool) -> None:
+def test_store_problems(bench: ScenarioBench, own_bridge_minio: MinioServer, full: bool) -> None:
     """The server is down for 30 s, keys are changed, then gone, the bucket is full: told, survived, over by itself."""
     minio, namespace = own_bridge_minio, f"{bench.namespace}-tenant"
     old, new = Tenant(minio, bench.bucket), Tenant(minio, bench.bucket)
     bench.namespace_with_store(namespace, keys=old.environment)
     job = bench.job("troubled", namespace=namespace)
-    life = bench.began(job, 0)
+    life = bench.start_event(job, 0)
     bench.wait_commits(job, count=2)
 
     def back() -> None:
         minio.start()
-        bench.cluster.remember("own-minio", minio.pid)
+        bench.cluster.register_process("own-minio", minio.pid)
 
-    assert_trouble(
+    assert_store_problem(
         bench, job, life, condition="StoreUnavailable", says=minio.endpoint.removeprefix("http://"),
         begin=minio.stop, end=back, hold_s=120.0 if full else 30.0,
     )  # fmt: skip
@@ -74,36 +74,36 @@ def test_store_troubles(bench: Bench, own_bridge_minio: MinioServer, full: bool)
     def rotate() -> None:
         put(credentials(new.environment))
 
-    assert_trouble(
+    assert_store_problem(
         bench,
         job,
         life,
         condition="StoreUnavailable",
         says="InvalidAccessKeyId",
-        begin=old.dismiss,
+        begin=old.revoke_keys,
         end=rotate,
     )
     refused = job.wait_event("SaveFailed")
     assert life["pod"] in refused["message"], refused
     bench.note(f"SaveFailed: {refused['message']}")
-    assert_trouble(
+    assert_store_problem(
         bench, job, life, condition="CredentialsMissing", says="create the Secret",
         begin=lambda: put({"credentials": ""}), end=rotate,
     )  # fmt: skip
     admin = admin_of(minio)
-    assert_trouble(
+    assert_store_problem(
         bench, job, life, condition="StoreUnavailable", says="quota",
         begin=lambda: admin.bucket_quota_set(bench.bucket, 1),
         end=lambda: admin.bucket_quota_clear(bench.bucket),
     )  # fmt: skip
     assert job.container(life["pod"], "trainer")["restartCount"] == 0
     job.delete_pod(life["pod"])
-    successor = bench.began(job, 1)
+    successor = bench.start_event(job, 1)
     bench.assert_resumed(successor, at_least=bench.witness.last_step(life["life"]) - 1)
     bench.assert_store_whole(job)
 
 
-def test_missing_bucket(bench: Bench) -> None:
+def test_missing_bucket(bench: ScenarioBench) -> None:
     """A policy names a bucket that is not there: told, of the run and of the policy; and once it is there, all is well."""
     bucket = f"{bench.bucket}-later"
     bench.policy(bench.namespace, "later", bucket=bucket)
@@ -125,7 +125,7 @@ def test_missing_bucket(bench: Bench) -> None:
     client = bench.minio.client()
     client.make_bucket(bucket)
     url = bench.minio.url(bucket)
-    bench.began(job, 0)
+    bench.start_event(job, 0)
     bench.wait_commits(job, count=1, url=url)
     job.wait_condition("StoreUnavailable", "False")
     wait_until(
@@ -134,7 +134,7 @@ def test_missing_bucket(bench: Bench) -> None:
     bench.assert_store_whole(job, url=url)
 
 
-def test_a_store_on_a_claim(bench: Bench) -> None:
+def test_store_on_volume_claim(bench: ScenarioBench) -> None:
     """A volume that all nodes share, the sidecar's user's own: a run goes on in its next pod, and its bytes are removed."""
     folder, api, name = bench.folder / "volume", bench.cluster.api, bench.namespace
     folder.mkdir(mode=0o700)
@@ -158,10 +158,10 @@ def test_a_store_on_a_claim(bench: Bench) -> None:
         store = {"url": "file:///mnt/shared/training", "claim": "checkpoints"}
         bench.policy(name, "claimed", store=store, reclaim={"policy": "Delete", "after": "0s"})
         job = bench.job("claimed", steps=400, notes={"deltashard.io/policy": "claimed"})
-        life = bench.began(job, 0)
+        life = bench.start_event(job, 0)
         bench.wait_commits(job, count=2, url=f"file://{folder}/training")
         job.delete_pod(life["pod"])
-        successor = bench.began(job, 1)
+        successor = bench.start_event(job, 1)
         bench.assert_resumed(successor, at_least=bench.witness.last_step(life["life"]) - 1)
         job.wait_complete()
         bench.reclaimed(job, "Removed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.scenario.bench import NO_TIMER, Bench
+from tests.cluster.scenario.bench import NO_TIMER, ScenarioBench
 from tests.cluster.scenario.group import TABLE_ROWS, Round, TrainingGroup, indexed_job
 
 pytestmark = pytest.mark.timeout(900, func_only=True)
@@ -16,7 +16,7 @@ LAST_SAVE = 150
 VOLUME = "/kept"
 
 
-def test_survivors_of_a_lost_pod_keep_their_rows(bench: Bench) -> None:
+def test_survivors_keep_rows_after_pod_loss(bench: ScenarioBench) -> None:
     """First pod 2, whose ranks' launchers stay; then pod 0, where they meet: the others' containers end, and start anew.
 
     What a survivor held lies in a volume of its pod. The lost ranks' rows are those of the newest checkpoint. What that
@@ -32,11 +32,11 @@ def test_survivors_of_a_lost_pod_keep_their_rows(bench: Bench) -> None:
             "DELTASHARD_STAGED_DIR": VOLUME,
             "PLANNED_STEPS": f"{PLANNED}",
             "SAVE_AT": f"{FIRST[0]} {SECOND[0]} {LAST_SAVE}",
-            "STANDS": f"{FIRST[1]}:{FIRST[2]} {SECOND[1]}:{SECOND[2]}",
+            "PAUSE_AT": f"{FIRST[1]}:{FIRST[2]} {SECOND[1]}:{SECOND[2]}",
         },
     )
     begun = group.wait_round(world_size=WORLD)
-    second = loses(group, begun, *FIRST)
+    second = lose_pod_at(group, begun, *FIRST)
     lost = portion(*FIRST)
     assert second.ranks[0]["pls"] == pytest.approx(lost)
     assert [group.job.container(pod, "trainer")["restartCount"] for pod in second.pods] == [0] * WORLD
@@ -49,7 +49,7 @@ def test_survivors_of_a_lost_pod_keep_their_rows(bench: Bench) -> None:
     assert len(cuts) == WORLD
     assert 0 < float(status["stallSeconds"]) <= max(cuts) * 1.01
 
-    third = loses(group, second, *SECOND)
+    third = lose_pod_at(group, second, *SECOND)
     assert [group.job.container(pod, "trainer")["restartCount"] > 0 for pod in third.pods] == [
         False,
         True,
@@ -63,7 +63,7 @@ def test_survivors_of_a_lost_pod_keep_their_rows(bench: Bench) -> None:
     group.assert_every_sample_once()
 
 
-def loses(group: TrainingGroup, before: Round, saved: int, at: int, rank: int) -> Round:
+def lose_pod_at(group: TrainingGroup, before: Round, saved: int, at: int, rank: int) -> Round:
     """A pod is lost after step `at`, where all stand still; the next round, in which all others kept their rows."""
     job, pod = group.job, before.pods[rank]
     group.bench.wait_commits(job, beyond=saved - 1)

@@ -13,19 +13,19 @@ import pytest
 
 from tests.cluster.kubernetes import image
 from tests.cluster.kubernetes.api import ApiError, Object
-from tests.cluster.kubernetes.cluster import HARMED
+from tests.cluster.kubernetes.cluster import DIRTY
 from tests.cluster.kubernetes.image import OLD_TAG, OLD_VERSION, TAG, TRAINER
 from tests.cluster.kubernetes.node import POOL
 from tests.cluster.kubernetes.process import wait_until
-from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.bench import ScenarioBench
 from tests.cluster.scenario.job import POLICY, RESTRICTED, SIDECAR
 from tests.cluster.scenario.reference import checkpoints, command_line
-from tests.cluster.scenario.stage import Stage
+from tests.cluster.scenario.stage import ClusterStage
 from tests.cluster.scenario.system import CHART, CONTROLLER, NAMESPACE, RELEASE, WEBHOOK
 from tests.load.simulation import audit
 from tests.support.machine import limit_s
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(600, func_only=True)]
+pytestmark = [pytest.mark.exclusive, pytest.mark.timeout(600, func_only=True)]
 
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{CONTROLLER}"
 SERVED_S = 30.0
@@ -33,12 +33,12 @@ SERVED_S = 30.0
 
 
 @pytest.fixture(autouse=True)
-def installed(stage: Stage, stage_turn: None) -> None:
+def installed(stage: ClusterStage, stage_lock: None) -> None:
     """This tree's deltashard is there, also after a scenario that broke off."""
     stage.system.install()
 
 
-def strangers(bench: Bench) -> list[tuple[str, Object]]:
+def unrelated_objects(bench: ScenarioBench) -> list[tuple[str, Object]]:
     """Path and object of work that has nothing to do with deltashard: without annotations at all, or with others' only."""
     container = {"name": "c", "image": f"{TRAINER}:{TAG}", "args": ["-c", "0"], "securityContext": RESTRICTED}
     spec = {
@@ -62,18 +62,18 @@ def strangers(bench: Bench) -> list[tuple[str, Object]]:
     return found
 
 
-def test_the_installation_tests_itself(bench: Bench) -> None:
+def test_helm_test_passes(bench: ScenarioBench) -> None:
     """`helm test`: a pod with rights for nothing else asks the webhook, in dry runs, and says what it answered."""
     said = bench.stage.system.helm("test", RELEASE, "--logs", f"--timeout={limit_s(180):.0f}s")
     assert "Phase:          Succeeded" in said, said
     bench.note(said[said.index("POD LOGS") :])
 
 
-def test_nobody_there(bench: Bench) -> None:
+def test_training_continues_without_operator(bench: ScenarioBench) -> None:
     """Controller and webhook are deleted: saves and restores go on, strangers work, annotated Jobs wait for their return."""
     cluster, system = bench.cluster, bench.stage.system
     job = bench.job("alone")
-    life = bench.began(job, 0)
+    life = bench.start_event(job, 0)
     bench.wait_commits(job)
     cluster.kubectl(
         "delete", "deployment", WEBHOOK, CONTROLLER, "-n", NAMESPACE, "--cascade=foreground", "--wait"
@@ -84,9 +84,9 @@ def test_nobody_there(bench: Bench) -> None:
     before = bench.newest(job)
     bench.wait_commits(job, beyond=before, count=2)
     job.delete_pod(life["pod"])
-    successor = bench.began(job, 1)
+    successor = bench.start_event(job, 1)
     bench.assert_resumed(successor, at_least=bench.witness.last_step(life["life"]) - 1)
-    for path, document in strangers(bench):
+    for path, document in unrelated_objects(bench):
         cluster.api.create(path, document)
     wait_until(
         lambda: (
@@ -122,15 +122,15 @@ def test_nobody_there(bench: Bench) -> None:
     bench.assert_store_whole(job)
 
 
-def test_the_leaders_node_is_lost(bench: Bench) -> None:
+def test_leader_node_loss_fails_over(bench: ScenarioBench) -> None:
     """The replica on another node serves within 30 s: a changed policy reaches a pod, and a new Job gets its run."""
     cluster, system = bench.cluster, bench.stage.system
     selector = {"matchLabels": {"app.kubernetes.io/component": "controller"}}
     apart = [{"topologyKey": "kubernetes.io/hostname", "labelSelector": selector}]
     system.install(
         values={
-            "controller.nodeSelector": {POOL: HARMED},
-            "controller.tolerations": [{"key": POOL, "value": HARMED, "effect": "NoSchedule"}],
+            "controller.nodeSelector": {POOL: DIRTY},
+            "controller.tolerations": [{"key": POOL, "value": DIRTY, "effect": "NoSchedule"}],
             "controller.affinity": {
                 "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": apart}
             },
@@ -138,7 +138,7 @@ def test_the_leaders_node_is_lost(bench: Bench) -> None:
     )
     bench.policy(bench.namespace, "patient", interval={"every": "1h"})
     job = bench.job("follows", notes={POLICY: "patient"})
-    bench.began(job, 0)
+    bench.start_event(job, 0)
     job.wait_phase("Training")
     assert not checkpoints(bench.url, job.run), "no timer yet"
     replicas = {
@@ -172,20 +172,20 @@ def test_the_leaders_node_is_lost(bench: Bench) -> None:
     bench.assert_store_whole(job)
 
 
-def test_what_the_controller_wrote(stage: Stage, stage_turn: None) -> None:
+def test_controller_writes_no_user_objects(stage: ClusterStage, stage_lock: None) -> None:
     """In all that happened so far, nothing of any user's: the API server's own record of every write says so."""
     asked = list(audit.requests(stage.cluster.audit_log, f"system:serviceaccount:{NAMESPACE}:{CONTROLLER}"))
     statuses = [each for each in asked if each.resource == "checkpointruns/status" and each.status == 200]
     assert statuses, "it was at work"
     # A namespace that is being deleted refuses the Event that tells of it: refusals are no findings here.
-    assert not audit.findings(each for each in asked if each.status < 400)
+    assert not audit.violations(each for each in asked if each.status < 400)
 
 
-def test_uninstall_and_upgrade(bench: Bench, tmp_path: Path) -> None:
+def test_uninstall_and_upgrade(bench: ScenarioBench, tmp_path: Path) -> None:
     """Uninstalled, Jobs train on and checkpoints are readable. A run of an older version's resumes under the newer."""
     cluster, system = bench.cluster, bench.stage.system
     job = bench.job("survivor")
-    life = bench.began(job, 0)
+    life = bench.start_event(job, 0)
     bench.wait_commits(job)
     system.uninstall()
     bench.note("uninstalled")
@@ -214,7 +214,7 @@ def test_uninstall_and_upgrade(bench: Bench, tmp_path: Path) -> None:
     system.install(tag=OLD_TAG, chart=chart)
     bench.note("the older version is installed")
     old = bench.job("upgraded")
-    first = bench.began(old, 0)
+    first = bench.start_event(old, 0)
     bench.wait_commits(old)
     assert image_of_sidecar(bench, first["pod"]).endswith(f":{OLD_TAG}")
     system.install()
@@ -223,13 +223,13 @@ def test_uninstall_and_upgrade(bench: Bench, tmp_path: Path) -> None:
     old.delete()
     # Templates are immutable: a Job keeps the sidecar it was given. The next one goes on with its run.
     newer = bench.job("upgraded", notes={"deltashard.io/run-id": old.run_id})
-    second = bench.began(newer, 1)
+    second = bench.start_event(newer, 1)
     assert image_of_sidecar(bench, second["pod"]).endswith(f":{TAG}")
     bench.assert_resumed(second, at_least=bench.witness.last_step(first["life"]) - 1)
     bench.wait_commits(old, beyond=second["step"])
     bench.assert_store_whole(old)
 
 
-def image_of_sidecar(bench: Bench, pod: str) -> str:
+def image_of_sidecar(bench: ScenarioBench, pod: str) -> str:
     found = bench.cluster.api.get(f"/api/v1/namespaces/{bench.namespace}/pods/{pod}")
     return str(next(each["image"] for each in found["spec"]["initContainers"] if each["name"] == SIDECAR))

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.scenario import page
-from tests.cluster.scenario.stage import Stage
+from tests.cluster.scenario.stage import ClusterStage
 from tests.cluster.scenario.system import NAMESPACE
 from tests.support import published
-from tests.support.tool import ROOT, built
+from tests.support.tool import ROOT, require_tool
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(1200, func_only=True)]
+pytestmark = [pytest.mark.exclusive, pytest.mark.timeout(1200, func_only=True)]
 
 
 @pytest.fixture
-def empty_cluster(stage: Stage, stage_turn: None, tmp_path: Path) -> Iterator[Stage]:
+def empty_cluster(stage: ClusterStage, stage_lock: None, tmp_path: Path) -> Iterator[ClusterStage]:
     """The cluster without deltashard, its nodes with the images that users name; who needs deltashard afterwards installs it."""
-    archive = published.build(tmp_path / "published.tar", built("minio"))
+    archive = published.build(tmp_path / "published.tar", require_tool("minio"))
     for node in stage.cluster.nodes.values():
         node.ctr("images", "import", archive)
     archive.unlink()
@@ -32,19 +32,19 @@ def empty_cluster(stage: Stage, stage_turn: None, tmp_path: Path) -> Iterator[St
         _empty(stage)  # a page that broke off left something
 
 
-def _empty(stage: Stage) -> None:
+def _empty(stage: ClusterStage) -> None:
     stage.system.uninstall()
     stage.cluster.kubectl(
         "delete", "namespace", "recommender", NAMESPACE, "--ignore-not-found", timeout_s=240
     )
 
 
-def test_every_command_of_the_page_does_what_it_says(empty_cluster: Stage, tmp_path: Path) -> None:
+def test_every_page_command_works(empty_cluster: ClusterStage, tmp_path: Path) -> None:
     """Nothing is replaced in a command; each prints what the page shows."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("helm", "kubectl"):
-        (programs / name).symlink_to(built(name))
+        (programs / name).symlink_to(require_tool(name))
     kubeconfig = tmp_path / "kubeconfig"
     shutil.copy(empty_cluster.cluster.kubeconfig, kubeconfig)
     steps = page.read((ROOT / "docs" / "kubernetes" / "ten-minutes.md").read_text())

@@ -7,13 +7,13 @@ import secrets
 import pytest
 
 from tests.cluster.kubernetes.process import wait_until
-from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.bench import ScenarioBench
 from tests.cluster.scenario.tenant import Tenant
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
-def test_two_tenants(bench: Bench) -> None:
+def test_two_tenants(bench: ScenarioBench) -> None:
     """Different policies, buckets and credentials at once: each run is saved and restored from its own store alone."""
     other_bucket = bench.minio.new_bucket()
     tenants = [Tenant(bench.minio, bucket) for bucket in (bench.bucket, other_bucket)]
@@ -26,7 +26,7 @@ def test_two_tenants(bench: Bench) -> None:
         bench.namespace_with_store(name, bucket=tenant.bucket, keys=tenant.environment, **spec)
     jobs = [bench.job("train", namespace=name) for name in names]
     urls = [bench.minio.url(tenant.bucket) for tenant in tenants]
-    lives = [bench.began(job, 0) for job in jobs]
+    lives = [bench.start_event(job, 0) for job in jobs]
     for job, url in zip(jobs, urls, strict=True):
         bench.wait_commits(job, count=2, url=url)
     statuses = [job.wait_status("how it saves", lambda run: "lastCommittedStep" in run) for job in jobs]
@@ -35,7 +35,7 @@ def test_two_tenants(bench: Bench) -> None:
     for job, life in zip(jobs, lives, strict=True):
         job.delete_pod(life["pod"])
     for job, url, life in zip(jobs, urls, lives, strict=True):
-        successor = bench.began(job, 1)
+        successor = bench.start_event(job, 1)
         assert successor["source"] == "store"
         bench.assert_resumed(successor, at_least=bench.witness.last_step(life["life"]) - 1)
         bench.assert_store_whole(job, url=url)
@@ -46,19 +46,19 @@ def test_two_tenants(bench: Bench) -> None:
         assert all(job.namespace in name for name in objects), "a stranger's object"
 
 
-def test_suspended_and_created_again(bench: Bench) -> None:
+def test_suspend_and_recreate_job(bench: ScenarioBench) -> None:
     """`suspend` and back resumes; the same name again is a new run, unless `run-id` names the old one."""
     name = f"train-{secrets.token_hex(2)}"
     job = bench.job(name, spec={"suspend": True})
     job.patch({"spec": {"suspend": False}})
-    life = bench.began(job, 0)
+    life = bench.start_event(job, 0)
     bench.wait_commits(job, count=1)
     job.patch({"spec": {"suspend": True}})
     job.wait_gone(life["pod"], timeout_s=60)
     done = bench.witness.last_step(life["life"])
     assert bench.newest(job) >= done - 1
     job.patch({"spec": {"suspend": False}})
-    second = bench.began(job, 1)
+    second = bench.start_event(job, 1)
     bench.assert_resumed(second, at_least=done - 1)
     assert str(second["step"]) in job.wait_event("Restored")["message"]
 
@@ -67,13 +67,13 @@ def test_suspended_and_created_again(bench: Bench) -> None:
     assert bench.newest(job) >= done - 1
     again = bench.job(name)
     assert again.uid != job.uid
-    third = bench.began(again, 2)
+    third = bench.start_event(again, 2)
     assert third["step"] == 0, "a new run"
     assert job.run_id in again.wait_event("RunReplaced")["message"]
     again.delete()
 
     continued = bench.job(name, notes={"deltashard.io/run-id": job.run_id})
-    fourth = bench.began(continued, 3)
+    fourth = bench.start_event(continued, 3)
     bench.assert_resumed(fourth, at_least=done - 1)
     wait_until(lambda: bench.newest(job) > fourth["step"], timeout_s=60, what="the old run goes on")
     bench.assert_store_whole(job)

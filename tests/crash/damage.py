@@ -55,7 +55,7 @@ DAMAGES: dict[str, Callable[[bytes, bytes], bytes | None]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class StoredRun:
     """A run as it lies in a store."""
 
     name: str
@@ -66,7 +66,7 @@ class Story:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DamageOutcome:
     """What one damage did. Checkpoints are slots; None: none."""
 
     story: str
@@ -104,7 +104,7 @@ def kind_of(key: str) -> str:
     return "report" if "/part/" in key else key.rpartition(".")[2]
 
 
-def stories(directory: Path) -> Iterator[Story]:
+def stored_runs(directory: Path) -> Iterator[StoredRun]:
     """A run of one rank in which everything happens, ending in each kind of entry; and one of two ranks."""
     store, expected, step = MemoryStore(), dict[int, np.ndarray](), 0
     log, weights = _log(store), np.zeros((ROWS, log_victim.COLUMNS), np.float32)
@@ -116,29 +116,29 @@ def stories(directory: Path) -> Iterator[Story]:
             rows = np.arange(ROWS) if cut == 1 else np.arange(step % 8, ROWS, 8)
             weights[rows] = log_victim.values(step, rows)
             if life == 2 and cut == 1:
-                yield Story("ends in an attempt", _objects(store), dict(expected))
+                yield StoredRun("ends in an attempt", _objects(store), dict(expected))
             covers = log_victim.save(directory, log, opened.attempt, cut, step, rows, covers)
             expected[covers] = weights.copy()
             if cut == 4:
                 if life == 2:
-                    yield Story("ends in a checkpoint", _objects(store), dict(expected))
+                    yield StoredRun("ends in a checkpoint", _objects(store), dict(expected))
                 with PackCache(directory / f"compaction-{step}", budget_bytes=64 << 20) as cache:
                     compaction.compact(log, covers, row_mover.mover(cache))
                 if life == 2:
-                    yield Story("ends in a compaction", _objects(store), dict(expected))
+                    yield StoredRun("ends in a compaction", _objects(store), dict(expected))
                 retention.append_retirement(log, retention.Retention(keep_last=2))
                 if life == 2:
-                    yield Story("ends in a retirement", _objects(store), dict(expected))
+                    yield StoredRun("ends in a retirement", _objects(store), dict(expected))
                 garbage_collection.collect(log, grace_s=0.0, min_reclaim_prefixes=1)
         user_entry.pin(log, "kept", f"{covers}")
-    yield Story("ends in a pin", _objects(store), dict(expected))
+    yield StoredRun("ends in a pin", _objects(store), dict(expected))
     store = MemoryStore()
     log = _log(store)
     expected = {
         log_victim.save_two_ranks(directory, log, step): log_victim.values(step, np.arange(ROWS))
         for step in (5, 6)
     }
-    yield Story("two ranks", _objects(store), expected, ranks=2)
+    yield StoredRun("two ranks", _objects(store), expected, ranks=2)
 
 
 def _log(store: MemoryStore) -> RunLog:
@@ -156,7 +156,7 @@ def _objects(store: MemoryStore) -> Objects:
     return {info.key: store.get(info.key) for info in store.list("")}
 
 
-def restored(store: MemoryStore, story: Story, seq: int) -> int:
+def restored(store: MemoryStore, story: StoredRun, seq: int) -> int:
     """Restore a checkpoint, and compare every bit; its slot. Raises `InvalidCheckpoint`, and `AssertionError`."""
     state = _log(store).refresh(deadline_s=0.0)  # no other process writes: what is missing stays so
     found = read_checkpoint(store, RUN, f"seq:{seq}", state=state).tables[TABLE.fqn].weights
@@ -164,7 +164,7 @@ def restored(store: MemoryStore, story: Story, seq: int) -> int:
     return seq
 
 
-def restart(store: MemoryStore, story: Story) -> tuple[int, bool]:
+def restart(store: MemoryStore, story: StoredRun) -> tuple[int, bool]:
     """(checkpoint, whether damage was reported) of a process that begins anew on this store."""
     excluded: set[int] = set()
     reported = False
@@ -183,8 +183,8 @@ def restart(store: MemoryStore, story: Story) -> tuple[int, bool]:
 
 
 def outcomes(
-    story: Story, *, chosen: Callable[[str], bool] = lambda _key: True, every: int = 1
-) -> Iterator[Outcome]:
+    story: StoredRun, *, chosen: Callable[[str], bool] = lambda _key: True, every: int = 1
+) -> Iterator[DamageOutcome]:
     """Every object of a `chosen` key with every damage, one at a time; `every`: of that many cases the first."""
     newest = _log(_store(story.objects)).refresh().newest()
     assert newest is not None
@@ -208,7 +208,9 @@ def outcomes(
         yield _outcome(story, objects, kind, damage, key.removeprefix(f"{RUN}/"), newest.seq)
 
 
-def _outcome(story: Story, objects: Objects, kind: str, damage: str, key: str, newest: int) -> Outcome:
+def _outcome(
+    story: StoredRun, objects: Objects, kind: str, damage: str, key: str, newest: int
+) -> DamageOutcome:
     repair: int | None = None
     with suppress(NothingToRepair):
         repair = _restorable(story, objects, salvage(_log(_store(objects)), deadline_s=0.0).state.checkpoints)
@@ -218,10 +220,10 @@ def _outcome(story: Story, objects: Objects, kind: str, damage: str, key: str, n
     except (DeltashardError, AssertionError) as raised:
         error = f"{type(raised).__name__}: {raised}"[:300]
     possible = _possible(story, objects, key)
-    return Outcome(story.name, kind, damage, key, newest, possible, repair, back, reported, error)
+    return DamageOutcome(story.name, kind, damage, key, newest, possible, repair, back, reported, error)
 
 
-def _possible(story: Story, objects: Objects, key: str) -> int | None:
+def _possible(story: StoredRun, objects: Objects, key: str) -> int | None:
     """The newest checkpoint that the undamaged log restores with the objects that are left.
 
     Without the newest entry, where that is the damaged one: nothing else says what it said. A layout is with the ranks
@@ -233,7 +235,7 @@ def _possible(story: Story, objects: Objects, key: str) -> int | None:
     return _restorable(story, {**objects, **whole}, live)
 
 
-def _restorable(story: Story, objects: Objects, seqs: Iterable[int]) -> int | None:
+def _restorable(story: StoredRun, objects: Objects, seqs: Iterable[int]) -> int | None:
     """The newest of these checkpoints that these objects restore."""
     store = _store(objects)
     for seq in sorted(seqs, reverse=True):
@@ -242,9 +244,9 @@ def _restorable(story: Story, objects: Objects, seqs: Iterable[int]) -> int | No
     return None
 
 
-def table(found: Iterable[Outcome]) -> str:
+def table(found: Iterable[DamageOutcome]) -> str:
     """Markdown: a row for each kind of object."""
-    kinds: dict[str, list[Outcome]] = {}
+    kinds: dict[str, list[DamageOutcome]] = {}
     for each in found:
         kinds.setdefault(each.kind, []).append(each)
     lines = [
@@ -260,9 +262,9 @@ def table(found: Iterable[Outcome]) -> str:
 
 def main() -> None:
     """Run all, write the figures and the table."""
-    found: list[Outcome] = []
+    found: list[DamageOutcome] = []
     with tempfile.TemporaryDirectory() as name:
-        for story in stories(Path(name)):
+        for story in stored_runs(Path(name)):
             folder = "" if story.name in {"ends in a pin", "two ranks"} else "/log/"
             found += outcomes(story, chosen=lambda key, folder=folder: folder in key)
             print(f"{story.name}: {len(story.objects)} objects, {len(found)} cases so far")

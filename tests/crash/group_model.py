@@ -29,31 +29,31 @@ from deltashard.attach.attachment import Listener, RunMember, SidecarAttachment
 from deltashard.attach.lifecycle import AttachEvent, TrainingAttempt
 from deltashard.attach.rank import Rank
 from deltashard.attach.session import Attached, Lost
-from deltashard.cut.save_stream import CutFailed
 from deltashard.errors import SaveFailed, WaitError
-from deltashard.group import conductor as conductors
-from deltashard.group import meeting as meetings
-from deltashard.group.conductor import HOLD_S, Conductor
-from deltashard.group.meeting import Meeting
-from deltashard.group.order import Orders, RoundVerdict
+from deltashard.group import coordinator_thread as conductors
+from deltashard.group import rendezvous as meetings
+from deltashard.group.coordinator_thread import HOLD_S, CoordinatorThread
+from deltashard.group.rendezvous import Rendezvous
+from deltashard.group.snapshot_round import RoundVerdict, SnapshotRounds
 from deltashard.loader.registry import LoaderRegistry
 from deltashard.program import Program, TrainingLoop
-from deltashard.save import closing, coordinator, outcome, save_loop, setback, taker
+from deltashard.save import closing, coordinator, failure_tracker, outcome, save_loop, taker
 from deltashard.save.closing import LastSnapshot
-from deltashard.save.coordinator import EXACT_S, SnapshotCoordinator
+from deltashard.save.coordinator import EXACT_TIMEOUT_S, SnapshotCoordinator
+from deltashard.save.failure_tracker import SaveFailureTracker
 from deltashard.save.handle import SaveHandle, Stats
-from deltashard.save.head_start import HeadStart
 from deltashard.save.outcome import SnapshotOutcomes
+from deltashard.save.precopy_scheduler import PrecopyScheduler
 from deltashard.save.records import SaveRecords
 from deltashard.save.request import Requests
 from deltashard.save.save_loop import SaveLoop
-from deltashard.save.setback import Setbacks
+from deltashard.save.snapshot_gate import MESSAGE
 from deltashard.save.taker import SnapshotRows, SnapshotTaker
-from deltashard.save.wait import MESSAGE
 from deltashard.save.watchdog import Watchdog
+from deltashard.snapshot.save_stream import SnapshotFailed
 from deltashard.tracking import step_clock
-from deltashard.tracking.cut_base import CutBase
-from deltashard.tracking.stance import Stance
+from deltashard.tracking.snapshot_base import SnapshotBase
+from deltashard.tracking.step_boundary import StepBoundaryMonitor
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP, URGENT
@@ -71,11 +71,11 @@ LIMIT_S = 600.0
 """Virtual seconds: a life that lasts so long has somebody in it who waits for ever."""
 
 
-class Violation(AssertionError):
+class GroupViolation(AssertionError):
     """Something that must hold does not."""
 
 
-class Over(BaseException):
+class RankKilled(BaseException):
     """The process is gone: not an Exception, so nothing in it can go on."""
 
 
@@ -83,10 +83,10 @@ class Over(BaseException):
 class Thread:
     """A greenlet of one rank's."""
 
-    process: Process
+    process: SimProcess
     run: Callable[[], None]
     until_s: float = 0.0
-    awaits: Signal | None = None
+    awaits: SimEvent | None = None
     let: greenlet.greenlet | None = None
     failure: BaseException | None = None
 
@@ -94,7 +94,7 @@ class Thread:
         return self.let is None or not self.let.dead
 
 
-class Signal:
+class SimEvent:
     """`threading.Event`."""
 
     def __init__(self, sim: Sim) -> None:
@@ -102,11 +102,11 @@ class Signal:
         self.on = False
 
     def set(self) -> None:
-        self.sim.look()
+        self.sim.switch()
         self.on = True
 
     def clear(self) -> None:
-        self.sim.look()
+        self.sim.switch()
         self.on = False
 
     def is_set(self) -> bool:
@@ -118,7 +118,7 @@ class Signal:
 
 
 @dataclass(eq=False)
-class Process:
+class SimProcess:
     """A rank's threads, which die together."""
 
     dead: bool = False
@@ -137,18 +137,18 @@ class Sim:
         self.switches = 0
         self.main = greenlet.getcurrent()
 
-    def start(self, process: Process, run: Callable[[], None]) -> Thread:
+    def start(self, process: SimProcess, run: Callable[[], None]) -> Thread:
         thread = Thread(process, run)
 
         def body() -> None:
-            with contextlib.suppress(Over, greenlet.GreenletExit):
+            with contextlib.suppress(RankKilled, greenlet.GreenletExit):
                 run()
 
         thread.let = greenlet.greenlet(body, parent=self.main)
         self.threads.append(thread)
         return thread
 
-    def look(self) -> None:
+    def switch(self) -> None:
         """Another thread may have its turn here."""
         if self.running is not None and self.chance.random() < 0.2:
             self._yield()
@@ -156,7 +156,7 @@ class Sim:
     def sleep(self, seconds: float) -> None:
         self.wait(None, seconds)
 
-    def wait(self, signal: Signal | None, seconds: float) -> None:
+    def wait(self, signal: SimEvent | None, seconds: float) -> None:
         thread = self.running
         if thread is None:
             return
@@ -169,9 +169,9 @@ class Sim:
         assert thread is not None
         self.main.switch()
         if thread.process.dead:
-            raise Over
+            raise RankKilled
 
-    def turn(self) -> bool:
+    def run_next(self) -> bool:
         """One thread goes on to its next stop; False: all wait for ever."""
         self.threads = [thread for thread in self.threads if thread.is_alive()]
         going = [thread for thread in self.threads if not thread.process.frozen]
@@ -195,13 +195,13 @@ class Sim:
             self.running = None
         return True
 
-    def end(self, process: Process) -> None:
+    def end(self, process: SimProcess) -> None:
         """Kill it: each of its threads ends where it stands."""
         process.dead, process.frozen = True, False
         for thread in [t for t in self.threads if t.process is process]:
             self.running = thread
             if thread.let:  # it has begun
-                thread.let.throw(Over)
+                thread.let.throw(RankKilled)
             self.running = None
         self.threads = [t for t in self.threads if t.process is not process]
 
@@ -231,7 +231,7 @@ class Sim:
         def current() -> Any:
             return SimpleNamespace() if sim.running is None else sim.running
 
-        return SimpleNamespace(Event=lambda: Signal(sim), Thread=Started, current_thread=current)
+        return SimpleNamespace(Event=lambda: SimEvent(sim), Thread=Started, current_thread=current)
 
 
 def watched(sim: Sim, name: str) -> Any:
@@ -239,17 +239,17 @@ def watched(sim: Sim, name: str) -> Any:
     held = f"_watched_{name.strip('_')}"
 
     def get(self: Any) -> Any:
-        sim.look()
+        sim.switch()
         return getattr(self, held)
 
     def put(self: Any, value: Any) -> None:
-        sim.look()
+        sim.switch()
         setattr(self, held, value)
 
     return property(get, put)
 
 
-class GroupStore:
+class SimGroupStore:
     """`group_store.GroupStore` over a dict; each call takes a while before and after it happens."""
 
     def __init__(self, sim: Sim, held: dict[str, bytes], prefix: str) -> None:
@@ -276,18 +276,18 @@ class GroupStore:
         self._call()
         return None if None in found else found  # type: ignore[return-value]
 
-    def agree(self, key: str, value: bytes) -> bytes:
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
         self._call()
         found = self.held.setdefault(self.prefix + key, value)
         self._call()
         return found
 
-    def forget(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         self._call()
         self.held.pop(self.prefix + key, None)
 
 
-class Link:
+class SimLink:
     """What a rank sees of its sidecar."""
 
     def __init__(self, epoch: int, tables: Any) -> None:
@@ -298,53 +298,53 @@ class Link:
         self.session = "sim"
         self.arena = None
 
-    def answers(self, _within_s: float) -> bool:
+    def is_alive(self, _within_s: float) -> bool:
         return True
 
 
-class Session:
+class SimSession:
     """The stand-in for a session thread: news comes when the world says so."""
 
-    def __init__(self, link: Link) -> None:
-        self.link: Link | None = link
+    def __init__(self, link: SimLink) -> None:
+        self.link: SimLink | None = link
         self.events: list[Any] = []
         self.fenced = None
-        self.away_s = 0.0
+        self.disconnected_s = 0.0
 
     def next_event(self) -> Any:
         return self.events.pop(0) if self.events else None
 
-    def doubt(self, link: Link, why: str) -> None:
-        raise Violation(f"the sidecar is doubted: {why}")
+    def suspect(self, link: SimLink, why: str) -> None:
+        raise GroupViolation(f"the sidecar is doubted: {why}")
 
     @contextlib.contextmanager
-    def copying(self, link: Link) -> Iterator[None]:
+    def hold_link(self, link: SimLink) -> Iterator[None]:
         yield
 
 
-class Parts(SnapshotTaker):
+class SimParts(SnapshotTaker):
     """The real one, but for the bytes: a cut's part goes to the world."""
 
-    member: Member
+    member: GroupMember
 
     def _send(self, link: Any, flight: Any, counts: Any, began_s: float, **_: Any) -> SnapshotRows:
         self.member.part(flight.cut, flight.step)
-        flight.left()
+        flight.mark_staged()
         return SnapshotRows(mode="all")
 
 
 @dataclass
-class Cut:
+class CutRecord:
     """A cut, as the pods see it."""
 
     parts: dict[int, int] = field(default_factory=dict)
     """Step by rank."""
     declined: dict[int, str] = field(default_factory=dict)
-    told: set[int] = field(default_factory=set)
+    notified: set[int] = field(default_factory=set)
     """Ranks that hear, or will hear, how their part ended."""
 
 
-class World:
+class GroupWorld:
     """One schedule."""
 
     def __init__(self, seed: int, *, faults: bool = True) -> None:
@@ -355,7 +355,7 @@ class World:
         self.counts = Counter(schedules=1)
         self.seqs = itertools.count(2)
         self.attempt = 0
-        self.zombies: list[Member] = []
+        self.zombies: list[GroupMember] = []
 
     def run(self) -> Counter[str]:
         with self._patched():
@@ -369,16 +369,25 @@ class World:
 
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:
-        sim, orders = self.sim, type("WatchedOrders", (Orders,), {})
+        sim, orders = self.sim, type("WatchedOrders", (SnapshotRounds,), {})
         for name in ("limit", "due", "missed", "number"):
             setattr(orders, name, watched(sim, name))
 
-        def store(prefix: str) -> GroupStore:
-            return GroupStore(sim, self.held, prefix)
+        def store(prefix: str) -> SimGroupStore:
+            return SimGroupStore(sim, self.held, prefix)
 
         tokens = (f"{n:016x}" for n in itertools.count(1))
         with contextlib.ExitStack() as stack:
-            for module in (conductors, meetings, closing, coordinator, outcome, save_loop, setback, taker):
+            for module in (
+                conductors,
+                meetings,
+                closing,
+                coordinator,
+                outcome,
+                save_loop,
+                failure_tracker,
+                taker,
+            ):
                 stack.enter_context(mock.patch.object(module, "time", sim.time))
             for module in (conductors, meetings, save_loop):
                 stack.enter_context(mock.patch.object(module, "threading", sim.threading))
@@ -386,7 +395,7 @@ class World:
                 (conductors, "GroupStore", store),
                 (meetings, "GroupStore", store),
                 (step_clock, "_time_ns", lambda: 0),  # no looks of the watchdog
-                (conductors, "Orders", orders),
+                (conductors, "SnapshotRounds", orders),
                 (conductors, "_live", set()),
                 (meetings, "_numbers", itertools.repeat(1)),
                 (meetings, "secrets", SimpleNamespace(token_hex=lambda _: next(tokens))),
@@ -397,13 +406,13 @@ class World:
     def _life(self, *, dies: bool) -> None:
         self.attempt += 1
         self.counts["lives"] += 1
-        life = Life(self, self.attempt)
+        life = GroupLife(self, self.attempt)
         began_s = self.sim.now_s
         dies_at = self.chance.randrange(STEPS) if dies else None
         how_long = self.chance.randrange(4000)
         while any(not member.done for member in life.members):
-            if not self.sim.turn() or self.sim.now_s - began_s > LIMIT_S:
-                raise Violation(f"somebody waits for ever: {[m.stands for m in life.members]}")
+            if not self.sim.run_next() or self.sim.now_s - began_s > LIMIT_S:
+                raise GroupViolation(f"somebody waits for ever: {[m.stands for m in life.members]}")
             for thread in self.sim.threads:
                 if thread.failure is not None:
                     raise thread.failure
@@ -418,14 +427,14 @@ class World:
         for member in life.members:
             self.sim.end(member.process)
 
-    def _end(self, life: Life) -> None:
+    def _end(self, life: GroupLife) -> None:
         """One rank has died; the others come to nothing more, and are killed, but for one that was stopped."""
         self.counts["deaths"] += 1
         victim = self.chance.choice(life.members)
         self.sim.end(victim.process)
         life.gone.add(victim.rank)
         for _ in range(self.chance.randrange(3000)):
-            if not self.sim.turn():
+            if not self.sim.run_next():
                 break
         zombie = self.chance.choice(life.members) if self.chance.random() < 0.5 else None
         for member in life.members:
@@ -438,23 +447,23 @@ class World:
         life.check(everyone=False)
 
 
-class Life:
+class GroupLife:
     """The ranks of one attempt, and the pods that they save to."""
 
-    def __init__(self, world: World, attempt: int) -> None:
+    def __init__(self, world: GroupWorld, attempt: int) -> None:
         self.world, self.sim, self.attempt = world, world.sim, attempt
         self.counts = world.counts
         self.gone: set[int] = set()
-        self.cuts: defaultdict[int, Cut] = defaultdict(Cut)
+        self.snapshots: defaultdict[int, CutRecord] = defaultdict(CutRecord)
         self.arrived: defaultdict[int, set[int]] = defaultdict(set)
         self.prefix = ""
         self.script = script(world.chance)
-        self.members = [Member(self, rank) for rank in range(RANKS)]
+        self.members = [GroupMember(self, rank) for rank in range(RANKS)]
         if world.faults and world.chance.random() < 0.4:
             slow = world.chance.choice(self.members)
             slow.process.weight, slow.slow = 0.1, 10.0
             self.counts["slow"] += 1
-        self.pods = Process()
+        self.pods = SimProcess()
 
     def collective(self, rank: int, step: int) -> None:
         """What every step of data-parallel training waits for."""
@@ -464,43 +473,43 @@ class Life:
             self.sim.sleep(0.002)
 
     def part(self, rank: int, number: int, step: int) -> None:
-        cut = self.cuts[number]
+        cut = self.snapshots[number]
         if rank in cut.parts:
-            raise Violation(f"rank {rank} took cut {number} twice")
+            raise GroupViolation(f"rank {rank} took cut {number} twice")
         cut.parts[rank] = step
         if len(set(cut.parts.values())) > 1:
-            raise Violation(f"cut {number} is of steps {cut.parts}")
+            raise GroupViolation(f"cut {number} is of steps {cut.parts}")
         self.counts["cuts"] += rank == 0
-        self.settle(number)
+        self.resolve(number)
 
         def overdue() -> None:
             self.sim.sleep(PART_S)
-            if rank not in cut.told:
+            if rank not in cut.notified:
                 self.counts["overdue"] += 1
                 cut.declined.setdefault(rank, "the others' parts did not come")
-                self.settle(number)
+                self.resolve(number)
 
         self.sim.start(self.pods, overdue)
 
     def decline(self, rank: int, number: int, why: str) -> None:
         self.counts["declined"] += 1
-        self.cuts[number].declined[rank] = why
-        self.settle(number)
+        self.snapshots[number].declined[rank] = why
+        self.resolve(number)
 
-    def settle(self, number: int) -> None:
+    def resolve(self, number: int) -> None:
         """Tell of the commit, or of the failure, each rank at a time of its own."""
-        cut = self.cuts[number]
+        cut = self.snapshots[number]
         if self.gone:
             return
         if cut.declined:
-            for rank in cut.parts.keys() - cut.told:
-                cut.told.add(rank)
+            for rank in cut.parts.keys() - cut.notified:
+                cut.notified.add(rank)
                 notice = pb.Notice()
                 notice.save_failed.cut, notice.save_failed.cause = number, "abandoned"
                 notice.save_failed.message = f"declined: {cut.declined}"
                 self._later(rank, notice)
-        elif len(cut.parts) == RANKS and not cut.told:
-            cut.told |= cut.parts.keys()
+        elif len(cut.parts) == RANKS and not cut.notified:
+            cut.notified |= cut.parts.keys()
             self.counts["commits"] += 1
             seq = next(self.world.seqs)
             for rank, step in cut.parts.items():
@@ -523,17 +532,17 @@ class Life:
             if not self.prefix or not key.startswith(f"{self.prefix}verdict/"):
                 continue
             number, at = int(key.rpartition("/")[2]), RoundVerdict.of(text).at
-            cut = self.cuts.get(number, Cut())
+            cut = self.snapshots.get(number, CutRecord())
             if at is None:
                 self.counts["off"] += 1
                 if cut.parts:
-                    raise Violation(f"cut {number} was off, and taken: {cut}")
+                    raise GroupViolation(f"cut {number} was off, and taken: {cut}")
                 continue
             if any(step < at for step in cut.parts.values()):
-                raise Violation(f"cut {number} was granted at {at}, and is {cut}")
+                raise GroupViolation(f"cut {number} was granted at {at}, and is {cut}")
             missing = set(range(RANKS)) - cut.parts.keys() - cut.declined.keys()
             if everyone and cut.parts and missing and not cut.declined:
-                raise Violation(
+                raise GroupViolation(
                     f"cut {number} was granted at {at}: ranks {missing} neither took nor declined it: {cut}"
                 )
 
@@ -547,13 +556,13 @@ def script(chance: random.Random) -> dict[int, tuple[str, str]]:
     return found
 
 
-class Member:
+class GroupMember:
     """A rank: its process, its parts, its program."""
 
-    def __init__(self, life: Life, rank: int) -> None:
+    def __init__(self, life: GroupLife, rank: int) -> None:
         self.life, self.rank, self.sim = life, rank, life.sim
         self.chance = random.Random(life.sim.chance.random())
-        self.process = Process()
+        self.process = SimProcess()
         self.slow = 1.0
         self.done = False
         self.stands = "begins"
@@ -569,47 +578,54 @@ class Member:
         program = Program(tracking, {})
         clock_type = type("WatchedClock", (StepClock,), {"step": watched(sim, "step")})
         self.clock = clock_type(tracking)
-        self.clock._wake = Signal(sim)
-        self.link = Link(1, program.schemas)
-        self.session: Any = Session(self.link)
+        self.clock._wake = SimEvent(sim)
+        self.link = SimLink(1, program.schemas)
+        self.session: Any = SimSession(self.link)
         self.session.post = self.post
         attachment = SidecarAttachment(self.session, self.link, self.clock)  # type: ignore[arg-type]
         self.attempt = TrainingAttempt()
-        self.attempt.happen(AttachEvent.ATTACH)
+        self.attempt.transition(AttachEvent.ATTACH)
         listener = Listener(None, lambda: 0)
-        self.setbacks = Setbacks(self.clock, stats := Stats(), listener)
+        self.failure_tracker = SaveFailureTracker(self.clock, stats := Stats(), listener)
         records = SaveRecords(
-            requests=Requests(self.setbacks), setbacks=self.setbacks, stats=stats,
+            requests=Requests(self.failure_tracker), failure_tracker=self.failure_tracker, stats=stats,
             watchdog=Watchdog(self.clock, listener, timer=lambda: (0.0, 0), now_s=lambda: 0.0),
         )  # fmt: skip
         shelf = LoaderRegistry(lambda: self.clock.step)
         loop = TrainingLoop(
-            program=program, loaders=shelf, clock=self.clock, stance=Stance(tracking, self.clock)
+            program=program,
+            loaders=shelf,
+            clock=self.clock,
+            step_boundary=StepBoundaryMonitor(tracking, self.clock),
         )
         member = RunMember(
             rank=Rank(number=rank, local=rank, world_size=RANKS), attempt=self.attempt,
             attachment=attachment, listener=listener,
         )  # fmt: skip
-        base = CutBase()
-        precopy = HeadStart(loop, member, records, base=base, enabled=True)
+        base = SnapshotBase()
+        precopy = PrecopyScheduler(loop, member, records, base=base, enabled=True)
         precopy.streams = self  # type: ignore[assignment]  # `open`, `take`
         self.outcomes = SnapshotOutcomes(loop, member, records, base=base, precopy=precopy)
-        parts = Parts(loop, member, records, self.outcomes, base=base, contents=None, validate=self._validate)
+        parts = SimParts(
+            loop, member, records, self.outcomes, base=base, contents=None, validate=self._validate
+        )
         parts.member = self
 
-        def why_not(urgent: bool) -> str:
+        def not_ready_reason(urgent: bool) -> str:
             if self.outcomes.in_flight:
                 return MESSAGE[BlockReason.IN_FLIGHT]
             if attachment.link is None:
                 return MESSAGE[BlockReason.SIDECAR_DISCONNECTED]
-            return MESSAGE[BlockReason.BACK_OFF] if self.setbacks.backing_off and not urgent else ""
+            return MESSAGE[BlockReason.BACK_OFF] if self.failure_tracker.backing_off and not urgent else ""
 
         conductor_type = type(
-            "WatchedConductor", (Conductor,), {n: watched(sim, n) for n in ("_wish", "_stays")}
+            "WatchedConductor", (CoordinatorThread,), {n: watched(sim, n) for n in ("_request", "_held_step")}
         )
         with mock.patch.object(sim, "running", None):
-            self.conductor = conductor_type(rank, RANKS, clock=self.clock, why_not=why_not)
-        book = SnapshotCoordinator(self.conductor, loop, member, records, self.outcomes, parts)
+            self.coordinator_thread = conductor_type(
+                rank, RANKS, clock=self.clock, not_ready_reason=not_ready_reason
+            )
+        book = SnapshotCoordinator(self.coordinator_thread, loop, member, records, self.outcomes, parts)
         self.loop_of = lambda: SaveLoop(
             loop, member, records, self.outcomes, parts, opener=SimpleNamespace(), coordinator=book
         )
@@ -620,10 +636,10 @@ class Member:
     # For the taker: what the sidecar is to it.
 
     def open(self) -> None:
-        """See `StreamAhead`."""
+        """See `PreopenedStream`."""
 
     def take(self, link: Any) -> Any:
-        """See `StreamAhead`; only a cut without a part comes here."""
+        """See `PreopenedStream`; only a cut without a part comes here."""
         said: list[int] = []
 
         def abort(why: str) -> None:
@@ -637,7 +653,7 @@ class Member:
             self.fails = False
             self.life.counts["failed_parts"] += 1
             self.life.decline(self.rank, cut, "failed")
-            raise CutFailed("error", "made to fail")
+            raise SnapshotFailed("error", "made to fail")
         if self.link.line[URGENT]:
             self.link.line[URGENT] = 0
         self.link.line[SAVE_AT_STEP] = NEVER
@@ -652,7 +668,7 @@ class Member:
 
     def post(self, event: Any) -> None:
         self.session.events.append(event)
-        self.clock.alert()
+        self.clock.wake()
 
     # The program.
 
@@ -660,7 +676,7 @@ class Member:
         try:
             self._train()
             self.done = True
-        except Over:
+        except RankKilled:
             raise
         except BaseException as error:
             self.thread.failure = error
@@ -668,18 +684,18 @@ class Member:
     def _train(self) -> None:
         life = self.life
         self.sim.sleep(self.chance.random())
-        met = Meeting(self.rank, RANKS, b"")
+        met = Rendezvous(self.rank, RANKS, b"")
         life.prefix = f"{met.prefix}1/"
         self.attempt.grant(life.attempt, "")
         self.attempt.begin(life.attempt, resumed_step=None)
         self.loop = self.loop_of()
-        self.conductor.begin(life.prefix)
+        self.coordinator_thread.begin(life.prefix)
         later: SaveHandle | None = None
         for step in range(1, STEPS + 1):
             self.stands = f"collective of step {step}"
             self.sim.sleep(self.pace_s * self.slow * self.chance.random())
             life.collective(self.rank, step)
-            self._trouble(step)
+            self._inject_fault(step)
             self.stands = f"step {step}"
             self._step()
             life.counts["steps"] += self.rank == 0
@@ -690,31 +706,31 @@ class Member:
             if what:
                 later = self._save(what, wait, step)
             if self.chance.random() < 0.04:
-                self.loop.ask(SaveHandle(reason="own", pin=None, metadata={}, waiter=self.loop.wait))
+                self.loop.submit(SaveHandle(reason="own", pin=None, metadata={}, waiter=self.loop.wait))
         self.stands = "close"
         self.last_of().finish(self.sim.now_s + 100.0)
         if self.outcomes.committed_step != STEPS:
-            raise Violation(f"rank {self.rank} closed, and step {STEPS} is not committed")
-        self.conductor.close()
+            raise GroupViolation(f"rank {self.rank} closed, and step {STEPS} is not committed")
+        self.coordinator_thread.close()
         self.outcomes.close(until_s=self.sim.now_s)
-        life.counts["held"] += self.conductor.held_s > 0
+        life.counts["held"] += self.coordinator_thread.held_s > 0
 
     def _step(self) -> None:
         began_s = self.sim.now_s
-        if self.clock.tick():
+        if self.clock.begin_step():
             self.loop.boundary(at_step=True)
-        self.clock.tock()
+        self.clock.end_step()
         took_s = self.sim.now_s - began_s
-        if took_s > HOLD_S + EXACT_S + HOLD_S + 5:
-            raise Violation(f"rank {self.rank}: step {self.clock.step} was held for {took_s:.0f} s")
+        if took_s > HOLD_S + EXACT_TIMEOUT_S + HOLD_S + 5:
+            raise GroupViolation(f"rank {self.rank}: step {self.clock.step} was held for {took_s:.0f} s")
 
-    def _trouble(self, step: int) -> None:
+    def _inject_fault(self, step: int) -> None:
         """What a pod does, or suffers, while training goes on."""
         if self.rank == 0 and self.chance.random() < 0.06:
             self.link.line[SAVE_AT_STEP] = step + self.chance.randrange(6)
         if self.chance.random() < 0.01:
             self.link.line[URGENT] = 1
-            self.clock.notice()
+            self.clock.request_boundary()
         if not self.life.world.faults or step > STEPS - CALM:
             self.vetoes = self.fails = False
             return
@@ -728,7 +744,7 @@ class Member:
 
             def back() -> None:
                 self.sim.sleep(wait_s)
-                self.link = Link(self.link.reply.epoch + 1, self.link.tables)
+                self.link = SimLink(self.link.reply.epoch + 1, self.link.tables)
                 self.session.link = self.link
                 self.post(Attached(link=self.link))
 
@@ -739,7 +755,7 @@ class Member:
         self.life.counts["pins"] += pin is not None
         handle = SaveHandle(reason="user", pin=pin, metadata={}, waiter=self.loop.wait)
         self.stands = f"{what} {wait} at step {step}"
-        self.loop.ask(handle)
+        self.loop.submit(handle)
         if wait == "wait":
             self._wait(handle, step)
         return handle if wait == "later" else None
@@ -751,7 +767,7 @@ class Member:
         try:
             handle.wait()
         except WaitError as error:
-            raise Violation(
+            raise GroupViolation(
                 f"rank {self.rank}, step {step}, after {self.sim.now_s - began_s:.0f} s: {error}"
             ) from error
         except SaveFailed:
@@ -762,6 +778,6 @@ class Member:
 def run_schedule(seed: int, *, faults: bool = True) -> Counter[str]:
     """One schedule; raises `Violation`."""
     try:
-        return World(seed, faults=faults).run()
-    except Violation as error:
-        raise Violation(f"schedule {seed}: {error}") from error
+        return GroupWorld(seed, faults=faults).run()
+    except GroupViolation as error:
+        raise GroupViolation(f"schedule {seed}: {error}") from error

@@ -5,11 +5,11 @@ call; a seeded scheduler decides who goes on, who is killed there, who becomes a
 schedule is one number, and repeats exactly. Data objects are light stand-ins (JSON: cell -> value; a pack and an index
 per part). A cell is one (row, column) of one table; its value is the number of the write, so no two are equal.
 
-What must hold, whatever happened (`World.check`): the log is dense, its entries never change, none breaks a rule; zombies
+What must hold, whatever happened (`LogWorld.check`): the log is dense, its entries never change, none breaks a rule; zombies
 never commit; every live checkpoint restores exactly what was in the model at its cut; an acknowledged commit is in the
 log; the newest checkpoint, or that of a rewind, and what is pinned is never retired; an attempt resumes from the newest
 valid checkpoint, and loads exactly that. After all that a new trainer opens, restores, trains, saves; a last round of
-housekeeping leaves no object that nobody needs, and no memory of what is gone (`World.finish`).
+housekeeping leaves no object that nobody needs, and no memory of what is gone (`LogWorld.finish`).
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from deltashard_checkpoint.log.entry import (
     Retired,
     Rewound,
     Sealed,
-    cut_of,
     entry_key,
     seq_of,
+    snapshot_of,
 )
 from deltashard_checkpoint.log.entry_codec import parse
 from deltashard_checkpoint.log.listing import Hint
@@ -65,9 +65,9 @@ from deltashard_checkpoint.stores.abc import ObjectExists, ObjectInfo, ObjectNot
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write import attempt as attempts
 from deltashard_checkpoint.write.commit import commit_parts
-from deltashard_checkpoint.write.cut_reports import CutAbandoned
 from deltashard_checkpoint.write.fencing import FencedError
 from deltashard_checkpoint.write.report import PartReport
+from deltashard_checkpoint.write.snapshot_reports import SnapshotAbandoned
 
 from tests.support.checkpoint.faulty_store import Fault, FaultyStore
 
@@ -76,12 +76,12 @@ TABLE = TableSchema(fqn="t", rows=6, columns=2, dtype="float32")
 WHOLE = Box(table="t", row_start=0, row_stop=TABLE.rows, col_start=0, col_stop=TABLE.columns)
 Cell = tuple[int, int]
 FAULTS = {
-    Fault.UNAVAILABLE: 0.04, Fault.LOST_ACK: 0.05, Fault.LANDS_LATE: 0.03, Fault.FLIPPED: 0.01,
+    Fault.UNAVAILABLE: 0.04, Fault.LOST_ACK: 0.05, Fault.DELAYED: 0.03, Fault.FLIPPED: 0.01,
     Fault.TRUNCATED: 0.01, Fault.STALE_LIST: 0.02,
 }  # fmt: skip
 
 
-class Violation(AssertionError):
+class LogViolation(AssertionError):
     """Something that must hold does not."""
 
 
@@ -133,7 +133,7 @@ def _stepped(name: str) -> Callable[..., Any]:
 class SteppedStore(Store):
     """Hands control to the scheduler before every call a process makes."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: LogWorld) -> None:
         self.world = world
         self.url = "model://"
 
@@ -153,12 +153,12 @@ class SteppedStore(Store):
 
 
 @dataclass(eq=False)
-class Task:
+class SimTask:
     """One process (or one thread of it) at work."""
 
     name: str
     run: greenlet.greenlet
-    rank: Rank | None = None
+    rank: ModelRank | None = None
 
     @property
     def done(self) -> bool:
@@ -169,7 +169,7 @@ class Task:
 
 
 @dataclass(eq=False)
-class Job:
+class CutJob:
     """One rank's part of one cut, on its way."""
 
     cut: int
@@ -181,7 +181,7 @@ class Job:
     acknowledged: bool = False
 
 
-class Rank:
+class ModelRank:
     """One rank: its trainer's marks, and the sidecar that uploads. The marks are the format page's rules, one by one."""
 
     def __init__(self, gang: Gang, rank: int, boxes: tuple[Box, ...]) -> None:
@@ -194,14 +194,14 @@ class Rank:
         self.base_pending: set[Cell] = set()
         self.known_commit: int | None = None
         self.known_base: int | None = None
-        self.jobs: list[Job] = []
+        self.jobs: list[CutJob] = []
         self.state: RunState | None = None
 
     def touch(self, cell: Cell) -> None:
         self.fresh.add(cell)
         self.base.add(cell)
 
-    def cut(self, cut: int, step: int, mode: str) -> Job:
+    def cut(self, cut: int, step: int, mode: str) -> CutJob:
         """What this cut holds, and what it covers; the marks it leaves behind."""
         if mode == "rebased":
             # The newest commit takes the baseline's place: later deltas build on it, whether or not it gets compacted.
@@ -214,7 +214,7 @@ class Rank:
         else:
             rows, covers = self.since_commit(), self.known_commit
         weights = self.gang.weights
-        job = Job(cut, step, covers is None, covers, {cell: weights[cell] for cell in rows})
+        job = CutJob(cut, step, covers is None, covers, {cell: weights[cell] for cell in rows})
         # Marks of a cut whose commit is not known stay, as pending: the next cut holds those rows again.
         self.fresh_pending |= self.fresh
         self.fresh = set()
@@ -228,7 +228,7 @@ class Rank:
         """A cut taken while another is in flight holds that one's rows too."""
         return self.fresh | self.fresh_pending
 
-    def acknowledge(self, job: Job) -> None:
+    def acknowledge(self, job: CutJob) -> None:
         """The trainer hears that its part is committed: now, late, or never."""
         job.acknowledged = True
         assert job.committed is not None
@@ -239,7 +239,7 @@ class Rank:
             self.base_pending = set()
             self.known_base = job.committed
 
-    def staged(self, job: Job) -> None:
+    def staged(self, job: CutJob) -> None:
         """The sidecar has the bytes. Nothing follows from that for the marks."""
 
     def reseed(
@@ -264,18 +264,18 @@ class Gang:
     """The trainer processes of one attempt."""
 
     def __init__(
-        self, world: World, opened: attempts.OpenedAttempt, weights: dict[Cell, int], split: str, size: int, layout: Layout | None
+        self, world: LogWorld, opened: attempts.OpenedAttempt, weights: dict[Cell, int], split: str, size: int, layout: Layout | None
     ) -> None:  # fmt: skip
         self.world = world
         self.attempt = opened.attempt
         self.step = opened.resume.step if opened.resume else 0
-        self.cuts = 0
+        self.snapshots = 0
         self.weights = weights
         self.split = split
         self.layout = "" if layout is None else layout.digest
         self.fenced = False
         self.alive = True
-        self.ranks = [Rank(self, rank, boxes) for rank, boxes in enumerate(shards(split, size))]
+        self.ranks = [ModelRank(self, rank, boxes) for rank, boxes in enumerate(shards(split, size))]
 
     @property
     def busy(self) -> bool:
@@ -307,7 +307,7 @@ def layout_of(split: str, size: int) -> Layout:
 # The world
 
 
-class World:
+class LogWorld:
     """One run, its store, its processes, and what is known to be true of it."""
 
     def __init__(self, seed: int, *, faults: bool = True) -> None:
@@ -321,7 +321,7 @@ class World:
         if self.random.random() < 0.9:
             probe._probed.add(self.store)
         self.main = greenlet.getcurrent()
-        self.tasks: list[Task] = []
+        self.tasks: list[SimTask] = []
         self.gangs: list[Gang] = []
         self.logs: list[tuple[greenlet.greenlet, commit_log.RunLog]] = []
         self.writes = 0
@@ -363,7 +363,7 @@ class World:
         self.logs.append((greenlet.getcurrent(), log))
         return log
 
-    def spawn(self, name: str, work: Callable[[], None], rank: Rank | None = None) -> Task:
+    def spawn(self, name: str, work: Callable[[], None], rank: ModelRank | None = None) -> SimTask:
         def body() -> None:
             try:
                 work()
@@ -376,11 +376,11 @@ class World:
             except (DeltashardError, ObjectExists, ObjectNotFound):
                 self.counts["failures"] += 1
 
-        task = Task(name, greenlet.greenlet(body, parent=self.main), rank)
+        task = SimTask(name, greenlet.greenlet(body, parent=self.main), rank)
         self.tasks.append(task)
         return task
 
-    def advance(self, task: Task, steps: int = 1) -> None:
+    def advance(self, task: SimTask, steps: int = 1) -> None:
         for _ in range(steps):
             if task.done:
                 break
@@ -389,7 +389,7 @@ class World:
         if task.done and task in self.tasks:
             self.tasks.remove(task)
 
-    def kill(self, task: Task) -> None:
+    def kill(self, task: SimTask) -> None:
         if task.run:  # begun, and not at its end
             task.run.throw(Killed())
         if task in self.tasks:
@@ -476,7 +476,7 @@ class World:
         except InvalidCheckpoint:
             return ()
 
-    def patient_get(self, key: str) -> bytes:
+    def get_with_retries(self, key: str) -> bytes:
         for _ in range(40):
             try:
                 return self.store.get(key)
@@ -488,7 +488,7 @@ class World:
 
     def move_open(
         self, *, split: str, size: int, which: str = "latest", laid_out: bool = False, late: bool = False
-    ) -> Task:
+    ) -> SimTask:
         """A job (re)starts: rank 0 opens the attempt, all load, and fall back past what turns out to be broken.
 
         `late`: one rank that loads before, as from a store that took no entry then, and opens once it has.
@@ -505,7 +505,7 @@ class World:
                         log, owner="me", which=which, exclude=excluded
                     )
                     try:
-                        before = chosen and self.restore(state, chosen.seq, self.patient_get)
+                        before = chosen and self.restore(state, chosen.seq, self.get_with_retries)
                     except (CorruptObject, ObjectNotFound):
                         basis = None  # what is not whole is found again below
                 # One that is opened late is asked for again with the same basis when its answer was lost.
@@ -526,11 +526,11 @@ class World:
                 if basis is not None:
                     self.counts["late"] += 1
                     if (opened.resume and opened.resume.seq) != (chosen and chosen.seq):
-                        raise Violation(f"attempt {opened.attempt} was opened late on what was not loaded")
+                        raise LogViolation(f"attempt {opened.attempt} was opened late on what was not loaded")
                     if before is not None and chosen is not None:
                         wanted = self.expected[chosen.attempt, chosen.cut]
                         if before[0] != wanted:
-                            raise Violation(f"attempt {opened.attempt} was opened late on another state")
+                            raise LogViolation(f"attempt {opened.attempt} was opened late on another state")
                 self.counts["attempts"] += 1
                 if which == "latest":
                     self.excluding[opened.attempt] = frozenset(excluded)
@@ -539,11 +539,11 @@ class World:
                     break
                 seq = opened.resume.seq
                 try:
-                    weights, links, read = self.restore(opened.state, seq, self.patient_get)
+                    weights, links, read = self.restore(opened.state, seq, self.get_with_retries)
                 except (CorruptObject, ObjectNotFound) as error:
                     reread = lineages.closure(opened.state, [seq])
                     if not self.tainted(opened.state, reread) and self.is_newest(opened.attempt):
-                        raise Violation(f"attempt {opened.attempt} cannot load {seq}: {error}") from error
+                        raise LogViolation(f"attempt {opened.attempt} cannot load {seq}: {error}") from error
                     if not self.is_newest(opened.attempt):
                         return
                     excluded.add(seq)
@@ -551,7 +551,7 @@ class World:
                     continue
                 wanted = self.expected[opened.resume.attempt, opened.resume.cut]
                 if weights != wanted:
-                    raise Violation(
+                    raise LogViolation(
                         f"attempt {opened.attempt} loaded {weights} instead of {wanted} from {seq}"
                     )
                 gang = Gang(self, opened, dict(weights), split, size, layout)
@@ -582,10 +582,10 @@ class World:
                 gang.weights[cell] = self.writes
                 rank.touch(cell)
 
-    def move_cut(self, gang: Gang, mode: str, *, mixed: bool = False) -> None:
+    def move_snapshot(self, gang: Gang, mode: str, *, mixed: bool = False) -> None:
         """All ranks copy at one step (`mixed`: the last a step later); each sidecar uploads and commits on its own."""
-        gang.cuts += 1
-        cut = gang.cuts
+        gang.snapshots += 1
+        cut = gang.snapshots
         self.expected[gang.attempt, cut] = dict(gang.weights)
         for rank in gang.ranks:
             if mixed and rank is gang.ranks[-1] and len(gang.ranks) > 1:
@@ -595,7 +595,7 @@ class World:
             job = rank.cut(cut, gang.step, self.random.choice([mode, mode, mode, "full"]))
             self.upload(rank, job)
 
-    def upload(self, rank: Rank, job: Job) -> Task:
+    def upload(self, rank: ModelRank, job: CutJob) -> SimTask:
         """A sidecar's save. A second one of the same job (a restarted sidecar) has another token."""
         gang, token = rank.gang, f"{self.random.getrandbits(64):016x}"
         world_size = len(gang.ranks)
@@ -621,7 +621,7 @@ class World:
                 gang.fenced = True
                 self.counts["fenced"] += 1
                 return
-            except CutAbandoned as error:
+            except SnapshotAbandoned as error:
                 self.counts["abandoned"] += 1
                 if "covers" in str(error):
                     rank.forget()
@@ -645,7 +645,7 @@ class World:
             rank, job = self.random.choice(waiting)
             rank.acknowledge(job)
 
-    def move_retire(self, *, patience_s: float | None = None) -> Task:
+    def move_retire(self, *, patience_s: float | None = None) -> SimTask:
         state = self.last_state() if self.random.random() < 0.5 else None
         retention = retentions.Retention(keep_last=self.random.choice([1, 1, 2]))
         if patience_s is None:
@@ -661,7 +661,7 @@ class World:
 
         return self.spawn("retire", work)
 
-    def move_gc(self) -> Task:
+    def move_gc(self) -> SimTask:
         state = self.last_state() if self.random.random() < 0.5 else None
         grace_s = self.random.choice([0.0, 0.0, 1.0])
 
@@ -673,7 +673,7 @@ class World:
 
         return self.spawn("gc", work)
 
-    def move_compact(self) -> Task | None:
+    def move_compact(self) -> SimTask | None:
         state = self.truth()
         if not state.checkpoints:
             return None
@@ -682,7 +682,7 @@ class World:
         def mover(
             _log: commit_log.RunLog, state: RunState, seq: int, _links: Any, token: str
         ) -> compaction.MovedRows:
-            cells, _, _ = self.restore(state, seq, self.patient_get)
+            cells, _, _ = self.restore(state, seq, self.get_with_retries)
 
             def names(what: str, n: int) -> str:
                 if n < 0:
@@ -710,13 +710,13 @@ class World:
             self.advance(task)
         for tidy in (functools.partial(self.move_retire, patience_s=0.0), self.move_gc):
             self.advance(tidy(), 80)
-            self.look()
+            self.check_new_entries()
 
     def compacted(self) -> int:
         """Objects of compactions that lie in the store."""
         return sum(1 for _ in self.memory.list(f"{RUN}/data/compact-"))
 
-    def move_pin(self) -> Task | None:
+    def move_pin(self) -> SimTask | None:
         """A person pins a checkpoint, or takes the name away."""
         live = sorted(self.truth().checkpoints)
         if not live:
@@ -729,7 +729,7 @@ class World:
 
         return self.spawn("pin", work)
 
-    def move_rewind(self) -> Task | None:
+    def move_rewind(self) -> SimTask | None:
         """A person has the run go on from an older, whole checkpoint, in the belief that its trainer has ended."""
         truth = self.truth()
         live = [
@@ -771,14 +771,14 @@ class World:
             self.hidden = (seq, self.memory.get(key))
             self.memory.delete([key])
 
-    def move_show(self) -> None:
+    def move_unhide(self) -> None:
         if self.hidden is None:
             return
         seq, data = self.hidden
         try:
             self.memory.put_if_absent(f"{RUN}/{entry_key(seq)}", data)
         except ObjectExists:
-            raise Violation(f"log entry {seq} was written anew while it was missing") from None
+            raise LogViolation(f"log entry {seq} was written anew while it was missing") from None
         self.hidden = None
 
     def move_break(self) -> None:
@@ -816,14 +816,14 @@ class World:
 
     def truth(self) -> RunState:
         """The state that the log as it lies there means, folded by a reader without faults."""
-        self.look()
+        self.check_new_entries()
         return self.state
 
     def last_state(self) -> RunState | None:
         states = [rank.state for gang in self.gangs for rank in gang.ranks if rank.state is not None]
         return self.random.choice(states) if states else None
 
-    def look(self) -> None:
+    def check_new_entries(self) -> None:
         """New entries are checked as soon as they are there, before gc can hide what was wrong with them."""
         changes, deletions = self.memory.log_changes, self.memory.deletions
         if (changes, deletions) == self.looked:
@@ -832,9 +832,9 @@ class World:
             raw = self.raw()
             for seq, data in self.seen.items():
                 if raw.get(seq) != data:
-                    raise Violation(f"log entry {seq} changed or vanished")
+                    raise LogViolation(f"log entry {seq} changed or vanished")
             if len(raw) and max(raw) != len(raw) - 1:
-                raise Violation(f"the log has a gap: {sorted(raw)}")
+                raise LogViolation(f"the log has a gap: {sorted(raw)}")
             for seq in range(len(self.seen), len(raw)):
                 self.seen[seq] = raw[seq]
                 self._check_entry(_parse_once(raw[seq], seq))
@@ -851,25 +851,27 @@ class World:
         if isinstance(entry, Checkpoint):
             attempt = max(s.entry.seq for s in self.sealed if isinstance(s.entry, (AttemptOpened, Rewound)))
             if entry.attempt != attempt:
-                raise Violation(
+                raise LogViolation(
                     f"zombie: {entry.seq} of attempt {entry.attempt} was committed under {attempt}"
                 )
             opened = state.attempts[entry.attempt]
-            if opened.last_cut is not None and entry.cut <= opened.last_cut:
-                raise Violation(
-                    f"cut {entry.cut} was committed after cut {opened.last_cut}: the run went backwards"
+            if opened.last_snapshot is not None and entry.cut <= opened.last_snapshot:
+                raise LogViolation(
+                    f"cut {entry.cut} was committed after cut {opened.last_snapshot}: the run went backwards"
                 )
         newest = state.newest()
-        self._follow(entry)
+        self._track_entry(entry)
         self.state = state = commit_log.fold(state, [sealed])
         self.sealed.append(sealed)
         if state.stopped is not None:
-            raise Violation(f"the log breaks its own rules: {state.stopped.error}")
+            raise LogViolation(f"the log breaks its own rules: {state.stopped.error}")
         if newest is not None and newest.seq not in state.checkpoints:
-            raise Violation(f"the newest checkpoint {newest.seq} was retired")
+            raise LogViolation(f"the newest checkpoint {newest.seq} was retired")
         now = state.newest()
         if (None if now is None else now.seq) != self.head:
-            raise Violation(f"the newest is {now and now.seq}, {self.head} was committed or rewound to last")
+            raise LogViolation(
+                f"the newest is {now and now.seq}, {self.head} was committed or rewound to last"
+            )
         if isinstance(entry, Checkpoint):
             self.counts["checkpoints"] += 1
             self.counts["deltas"] += not entry.baseline
@@ -881,7 +883,7 @@ class World:
         elif not isinstance(entry, AttemptOpened):
             self._check_contents()
 
-    def _follow(self, entry: object) -> None:
+    def _track_entry(self, entry: object) -> None:
         """What entries say of the newest checkpoint and of pinned names, in the order in which they say it."""
         match entry:
             case Checkpoint():
@@ -895,7 +897,7 @@ class World:
                 self.counts["pinned"] += 1
             case Retired():
                 if gone := set(self.pins.values()) & set(entry.checkpoints):
-                    raise Violation(f"{gone} was retired, and is pinned: {self.pins}")
+                    raise LogViolation(f"{gone} was retired, and is pinned: {self.pins}")
 
     def _check_contents(self) -> None:
         for seq in self.state.checkpoints:
@@ -903,27 +905,27 @@ class World:
 
     def check(self) -> None:
         """Everything, from what lies in the store and nothing else."""
-        self.look()
+        self.check_new_entries()
         for seq, attempt, cut in self.acknowledged:
             entry = self.sealed[seq].entry if seq < len(self.sealed) else None
             if not isinstance(entry, Checkpoint) or (entry.attempt, entry.cut) != (attempt, cut):
-                raise Violation(f"commit {seq} of {attempt}/{cut} was acknowledged, and is not in the log")
+                raise LogViolation(f"commit {seq} of {attempt}/{cut} was acknowledged, and is not in the log")
         fresh = commit_log.fold(RunState(run=RUN), [parse(data, seq) for seq, data in self.raw().items()])
         if fresh != self.state:
-            raise Violation("folding anew gives another state")
+            raise LogViolation("folding anew gives another state")
         self._check_contents()
 
     def _check_attempt(self, state: RunState, entry: AttemptOpened) -> None:
         newest = state.newest()
         said = entry.resumes_from
         if said is None and newest is not None:
-            raise Violation(f"attempt {entry.seq} starts from nothing, {newest.seq} was there")
+            raise LogViolation(f"attempt {entry.seq} starts from nothing, {newest.seq} was there")
         excluded = self.excluding.get(entry.seq, frozenset())
         for seq in sorted(state.checkpoints.keys() - state.detached, reverse=True):
             if seq == said:
                 return
             if not lineages.closure(state, [seq]) & excluded and entry.seq in self.excluding:
-                raise Violation(f"attempt {entry.seq} resumes from {said}, newer {seq} was valid")
+                raise LogViolation(f"attempt {entry.seq} resumes from {said}, newer {seq} was valid")
 
     def _check_content(self, state: RunState, seq: int) -> None:
         entry = state.checkpoints[seq]
@@ -933,37 +935,37 @@ class World:
         try:
             found, _, _ = self.restore(state, seq, self.memory.get)
         except (DeltashardError, ObjectNotFound) as error:
-            raise Violation(f"live checkpoint {seq} does not restore: {error}") from error
+            raise LogViolation(f"live checkpoint {seq} does not restore: {error}") from error
         wanted = self.expected[entry.attempt, entry.cut]
         if found != wanted:
-            raise Violation(f"checkpoint {seq} restores {found} instead of {wanted}")
+            raise LogViolation(f"checkpoint {seq} restores {found} instead of {wanted}")
 
     def finish(self) -> None:
         """The storm is over: late puts land or never do, half the processes die, then one more save must succeed."""
-        self.move_show()
+        self.move_unhide()
         self.faulty.rates = {}
         for task in list(self.tasks):
             if self.random.random() < 0.5:
                 self.kill(task)
-        self.faulty.settle(land=self.random.random() < 0.7)
-        self.look()
+        self.faulty.flush_delayed(apply=self.random.random() < 0.7)
+        self.check_new_entries()
         self.drain()
         self.check()
         task = self.move_open(split="rows", size=2, laid_out=self.random.random() < 0.5)
         self.advance(task, 10_000)
         if not task.done or not self.gangs or not self.gangs[-1].alive:
-            raise Violation("a new trainer could not open the run")
-        self.look()
+            raise LogViolation("a new trainer could not open the run")
+        self.check_new_entries()
         gang = self.gangs[-1]
         self.move_train(gang, 2)
         for mode in ("since_commit", "rebased", "since_baseline", "full"):
-            self.move_cut(gang, mode)
+            self.move_snapshot(gang, mode)
             self.drain()
-            self.look()
+            self.check_new_entries()
             state = self.truth()
-            last = state.commit_of(gang.attempt, gang.cuts)
+            last = state.commit_of(gang.attempt, gang.snapshots)
             if last is None and mode == "full":
-                raise Violation("the next save did not succeed")
+                raise LogViolation("the next save did not succeed")
             self.move_train(gang, 1)
         self.tidy()
         self.check()
@@ -977,18 +979,18 @@ class World:
         state = self.truth()
         live = lineages.live_prefixes(state)
         for prefix, _ in garbage_collection.data_objects(log):
-            place = cut_of(prefix)
+            place = snapshot_of(prefix)
             if is_protected(state, prefix):
                 continue  # an entry may name it that the attempt before this one gave up
             if prefix not in live and (place is None or is_uncommittable(state, *place)):
-                raise Violation(f"{prefix} lies there for ever: nobody needs it, nobody deletes it")
+                raise LogViolation(f"{prefix} lies there for ever: nobody needs it, nobody deletes it")
         if state.retired:
-            raise Violation(f"{min(state.retired)} is gone, and remembered all the same")
+            raise LogViolation(f"{min(state.retired)} is gone, and remembered all the same")
 
     def drain(self) -> None:
         while self.tasks:
             self.advance(self.random.choice(self.tasks), 5)
-            self.look()
+            self.check_new_entries()
 
 
 # Schedules
@@ -1001,7 +1003,7 @@ MOVES = {
 MODES = ("full", "rebased", *["since_baseline"] * 3, *["since_commit"] * 2)
 
 
-def act(world: World, move: str) -> None:
+def act(world: LogWorld, move: str) -> None:
     """One move, chosen by name; what it needs it draws from the world's random."""
     rnd = world.random
     gangs = [gang for gang in world.live_gangs() if not gang.fenced]
@@ -1015,7 +1017,7 @@ def act(world: World, move: str) -> None:
             gang = rnd.choice(gangs)
             # Only one save is in flight, as a rule; the exceptions (urgent, aborted by the trainer) are what is tested.
             if not gang.busy or rnd.random() < 0.3:
-                world.move_cut(gang, rnd.choice(MODES), mixed=rnd.random() < 0.06)
+                world.move_snapshot(gang, rnd.choice(MODES), mixed=rnd.random() < 0.06)
         case "open" if not any(task.name == "open" for task in world.tasks) or rnd.random() < 0.2:
             which = "latest"
             if rnd.random() < 0.25 and (live := sorted(world.truth().checkpoints)):
@@ -1062,10 +1064,10 @@ def act(world: World, move: str) -> None:
                 task = tidy() if rnd.random() < 0.6 else None
                 if task is not None:
                     world.advance(task, 60)
-                    world.look()
+                    world.check_new_entries()
         case "late":
-            world.faulty.settle(land=rnd.random() < 0.8)
-    world.look()
+            world.faulty.flush_delayed(apply=rnd.random() < 0.8)
+    world.check_new_entries()
 
 
 def run_schedule(seed: int, *, moves: int = 90, faults: bool = True) -> Counter[str]:
@@ -1077,7 +1079,7 @@ def run_schedule(seed: int, *, moves: int = 90, faults: bool = True) -> Counter[
         mock.patch.object(commit_log, "parse", _parse_once),
         mock.patch.object(secrets, "token_hex", lambda n: f"{tokens.getrandbits(8 * n):0{2 * n}x}"),
     ):
-        world = World(seed, faults=faults)
+        world = LogWorld(seed, faults=faults)
         names, weights = list(MOVES), list(MOVES.values())
         act(world, "open")
         for _ in range(moves):

@@ -20,9 +20,9 @@ from deltashard_checkpoint.log.manifest import Manifest
 from deltashard_checkpoint.maintenance import garbage_collection, retention
 from deltashard_checkpoint.stores.abc import ObjectExists, StoreUnavailable
 from deltashard_checkpoint.write import attempt as attempts
-from deltashard_checkpoint.write import commit, cut_reports, fencing
+from deltashard_checkpoint.write import commit, fencing, snapshot_reports
 
-from tests.crash.log_model import MOVES, Rank, cells_of, run_schedule
+from tests.crash.log_model import MOVES, ModelRank, cells_of, run_schedule
 
 BOUND = 3000
 """Schedules within which each must be found."""
@@ -152,28 +152,28 @@ def _no_check(*_: Any) -> None:
     pass
 
 
-def _drop_at_upload(self: Rank, job: Any) -> None:
+def _drop_at_upload(self: ModelRank, job: Any) -> None:
     if job is self.jobs[-1]:
         self.fresh_pending = set()
 
 
-_acknowledge = Rank.acknowledge
+_acknowledge = ModelRank.acknowledge
 
 
-def _drop_base_at_any_commit(self: Rank, job: Any) -> None:
+def _drop_base_at_any_commit(self: ModelRank, job: Any) -> None:
     _acknowledge(self, job)
     if job is self.jobs[-1]:
         self.base_pending = set()
         self.base = set(self.fresh)
 
 
-def _no_reseed(self: Rank, seq: int, links: Any, cells: Any) -> None:
+def _no_reseed(self: ModelRank, seq: int, links: Any, cells: Any) -> None:
     mine = set(cells_of(self.boxes))
     roots = {link.seq for link in links if link.part.covers is None and mine & set(cells_of(link.boxes))}
     self.known_commit, self.known_base = seq, roots.pop() if len(roots) == 1 else None
 
 
-def _late_acknowledge(self: Rank, job: Any) -> None:
+def _late_acknowledge(self: ModelRank, job: Any) -> None:
     """Any acknowledgement counts, also one that comes after the next cut was taken."""
     job.acknowledged = True
     self.fresh_pending = set()
@@ -183,20 +183,20 @@ def _late_acknowledge(self: Rank, job: Any) -> None:
         self.known_base = job.committed
 
 
-_cut = Rank.cut
+_original_cut = ModelRank.cut
 
 
-def _rebase_own_marks_only(self: Rank, cut: int, step: int, mode: str) -> Any:
+def _rebase_own_marks_only(self: ModelRank, cut: int, step: int, mode: str) -> Any:
     """A cut in flight is taken for committed when the newest commit becomes the baseline."""
     if mode == "rebased":
         self.known_base, mode = self.known_commit, "since_commit"
         self.base, self.base_pending = set(self.fresh), set()
-    return _cut(self, cut, step, mode)
+    return _original_cut(self, cut, step, mode)
 
 
-def _covers_of_rank_0(self: Rank, cut: int, step: int, mode: str) -> Any:
+def _covers_of_rank_0(self: ModelRank, cut: int, step: int, mode: str) -> Any:
     """One `covers` for the whole cut, as rank 0 knows it; rows by each rank's own marks."""
-    job = _cut(self, cut, step, mode)
+    job = _original_cut(self, cut, step, mode)
     first = self.gang.ranks[0].jobs[-1]
     if job.covers is not None and first.covers is not None:
         job.covers = first.covers
@@ -225,7 +225,7 @@ def _settled_in_any_order(cut: Any, state: run_state.RunState) -> Any:
 
 
 def _judge_in_any_order(state: run_state.RunState, entry: Any) -> None:
-    opened = replace(state.attempts[entry.attempt], last_cut=None, last_step=None)
+    opened = replace(state.attempts[entry.attempt], last_snapshot=None, last_step=None)
     _validate_checkpoint(replace(state, attempts={**state.attempts, entry.attempt: opened}), entry)
 
 
@@ -294,7 +294,7 @@ class _AnyStep(int):
         return False
 
 
-_report_named = cut_reports.parse_report_name
+_report_named = snapshot_reports.parse_report_name
 _object_put = commit.put_idempotent
 _manifest_listed: Any = Manifest.listed
 _layout_boxes_of = Layout.boxes_of
@@ -341,28 +341,28 @@ MUTANTS = (
         (replay, "_validate_covers", _no_check),
     ),
     Mutant(
-        "a consecutive delta drops its bits when its own commit is known", (Rank, "staged", _drop_at_upload)
+        "a consecutive delta drops its bits when its own commit is known", (ModelRank, "staged", _drop_at_upload)
     ),
     Mutant(
         "one-shot and intermittent drop theirs only when a baseline's commit is known",
-        (Rank, "acknowledge", _drop_base_at_any_commit),
+        (ModelRank, "acknowledge", _drop_base_at_any_commit),
     ),
     Mutant(
         "a cut taken while another is in flight includes that one's bits",
-        (Rank, "since_commit", lambda self: set(self.fresh)),
+        (ModelRank, "since_commit", lambda self: set(self.fresh)),
     ),
-    Mutant("a restore re-seeds bits from the delta frames it used", (Rank, "reseed", _no_reseed)),
+    Mutant("a restore re-seeds bits from the delta frames it used", (ModelRank, "reseed", _no_reseed)),
     Mutant(
         "ranks may learn of a commit at different times, or never (a late word drops newer bits)",
-        (Rank, "acknowledge", _late_acknowledge),
+        (ModelRank, "acknowledge", _late_acknowledge),
     ),
     Mutant(
         "what changed since the newest commit takes the place of what changed since the baseline, all of it",
-        (Rank, "cut", _rebase_own_marks_only),
+        (ModelRank, "cut", _rebase_own_marks_only),
     ),
     Mutant(
         "ranks may learn of a commit at different times, or never (covers is each rank's own)",
-        (Rank, "cut", _covers_of_rank_0), late=6,
+        (ModelRank, "cut", _covers_of_rank_0), late=6,
     ),
     Mutant(
         "an older attempt that tries to commit gets FencedError",
@@ -423,7 +423,7 @@ MUTANTS = (
     ),
     Mutant(
         "ranks that cut at different steps make no checkpoint",
-        (cut_reports, "parse_report_name", _named_at_any_step), cut=20, open=6,
+        (snapshot_reports, "parse_report_name", _named_at_any_step), cut=20, open=6,
     ),
     Mutant(
         "the boxes of all ranks tile every table, checked before the attempt's entry",

@@ -5,7 +5,7 @@ incidents, its orders). Between them are a network that loses calls, delivers th
 an API that fails before or after a write, or answers late; and up to two controllers that both believe that they lead.
 Controllers and sidecars end and start again at any moment. A schedule is its seed, and repeats exactly.
 
-What must hold (`World.look`, `World.finish`): no restore is counted twice, at any time; a late report changes nothing;
+What must hold (`ReportWorld.look`, `ReportWorld.finish`): no restore is counted twice, at any time; a late report changes nothing;
 no ordered save is made twice; and once the faults end, every restore and its lost steps are counted, every incident is
 told by one Event for each object, no sidecar keeps one any more, every sidecar follows the newest policy, and every
 request is completed.
@@ -49,14 +49,14 @@ MOVES = {
 }  # fmt: skip
 
 
-class Violation(AssertionError):
+class ReportViolation(AssertionError):
     """Something that must hold does not."""
 
 
-class Api:
+class VersionedApi:
     """Objects by their path, each with a version."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: ReportWorld) -> None:
         self.world = world
         self.objects: dict[str, dict[str, Any]] = {}
         self.versions = itertools.count(1)
@@ -105,10 +105,10 @@ class Api:
         return ApiResponse(status=200, document=copy.deepcopy(document))
 
 
-class Sidecar:
+class ModelSidecar:
     """A process of one pod's sidecar: the real parts that report, and a stand-in for the others."""
 
-    def __init__(self, world: World, rank: int) -> None:
+    def __init__(self, world: ReportWorld, rank: int) -> None:
         self.world, self.rank, self.is_reporter = world, rank, rank == 0
         self.log = self.metrics = mock.MagicMock()
         self.incidents = Incidents(self.metrics)
@@ -153,19 +153,19 @@ class Sidecar:
         self.orders.poll()
 
 
-class World:
+class ReportWorld:
     """Everything, and what is true of it."""
 
     def __init__(self, seed: int, defaults: Path) -> None:
         self.random = random.Random(seed)
         self.faulty, self.wall_s, self._defaults = True, 1.8e9, defaults
-        self.api, self.late = Api(self), list[bytes]()
+        self.api, self.late = VersionedApi(self), list[bytes]()
         """Calls that are still in the network."""
         self.attempt, self.lost, self.said, self.every_s = 1, dict[int, int](), list[str](), 1
         """Lost steps by restored attempt; texts of incidents that have to be told."""
         self.checkpoints: dict[int, Any] = {}
         self.controllers: list[Controller] = []
-        self.sidecars = [Sidecar(self, rank) for rank in range(2)]
+        self.sidecars = [ModelSidecar(self, rank) for rank in range(2)]
 
     # What happens.
 
@@ -201,12 +201,12 @@ class World:
         fault = self.random.choices(("", "lost", "late", "answer"), (7, 1, 2, 2))[0] if self.faulty else ""
         if fault == "late":
             self.late.append(body)
-        reply = self.delivered(body) if fault in ("", "answer") else b""
+        reply = self.deliver(body) if fault in ("", "answer") else b""
         if fault:
             raise TimeoutError(fault)
         return 200, 0.0, reply
 
-    def delivered(self, body: bytes) -> bytes:
+    def deliver(self, body: bytes) -> bytes:
         """A call reaches one of the controllers, which answers."""
         controller = self.random.choice(self.controllers)
         said = reports.parse_report(fleet.ReportRequest.FromString(body))
@@ -216,7 +216,7 @@ class World:
         newest = known.report if known is not None and known.report.process == said.process else None
         stale = newest is not None and said.sequence <= newest.sequence
         if stale and entry.run is not before:
-            raise Violation("a report that is late changed something")
+            raise ReportViolation("a report that is late changed something")
         return reply.SerializeToString()
 
     async def move(self, name: str) -> None:
@@ -265,11 +265,11 @@ class World:
                 body = self.random.choice(self.late)
                 if self.random.random() < 0.5:  # else it comes once more
                     self.late.remove(body)
-                self.delivered(body)
+                self.deliver(body)
             case "restart_sidecar" if not side.incidents.pending():  # what it did not tell is lost with it
                 if self.random.random() < 0.5:
                     self.commit(ends=side)
-                self.sidecars[side.rank] = Sidecar(self, side.rank)
+                self.sidecars[side.rank] = ModelSidecar(self, side.rank)
             case "restart_controller":
                 self.end(self.random.randrange(len(self.controllers)))
                 await self.start()
@@ -277,9 +277,9 @@ class World:
                 await self.start()
             case "one_controller" if len(self.controllers) > 1:
                 self.end(0)
-        await settled()
+        await converged()
 
-    def commit(self, *, ends: Sidecar | None = None) -> None:
+    def commit(self, *, ends: ModelSidecar | None = None) -> None:
         """The cut in flight becomes a checkpoint, of which a sidecar that `ends` just then does not hear."""
         saves = [(each, save) for each in self.sidecars for save in each.in_flight]
         if len(saves) < len(self.sidecars):  # one of them began anew meanwhile
@@ -299,19 +299,19 @@ class World:
         status = self.api.objects.get(RUN, {}).get("status", {})
         counted = status.get("restores", 0), status.get("lostSteps", 0)
         if counted[0] > len(self.lost) or counted[1] > sum(self.lost.values()):
-            raise Violation(f"{counted} restores and steps are counted, there were {self.lost}")
+            raise ReportViolation(f"{counted} restores and steps are counted, there were {self.lost}")
         done = " ".join(each.metadata[ORDERS_KEY] for each in self.checkpoints.values()).split()
         if len(set(done)) < len(done):
-            raise Violation(f"saves were made twice: {done}")
+            raise ReportViolation(f"saves were made twice: {done}")
 
     async def finish(self) -> None:
         """The faults end, one controller stays, and after some minutes all is as it should be."""
         self.faulty = False
         while len(self.controllers) > 1:
             self.end(0)
-        wrong = {"nothing": "happened yet"}
+        mismatches = {"nothing": "happened yet"}
         for _ in range(40):
-            if not (wrong := self.wrong()):
+            if not (mismatches := self.mismatches()):
                 return
             self.wall_s += 61.0
             for answer in self.api.late:
@@ -320,9 +320,9 @@ class World:
             for name in ("tick", "report", "report", "report", "cut", "commit"):
                 await self.move(name)
             self.look()
-        raise Violation(f"{wrong}")
+        raise ReportViolation(f"{mismatches}")
 
-    def wrong(self) -> dict[str, Any]:
+    def mismatches(self) -> dict[str, Any]:
         """What is not yet as it should be."""
         status, objects = self.api.objects[RUN].get("status", {}), self.api.objects
         told = [
@@ -342,7 +342,7 @@ class World:
         return {name: both for name, both in found.items() if both[0] != both[1]}
 
 
-async def settled() -> None:
+async def converged() -> None:
     """All that can go on without the world has."""
     for _ in range(12):
         await asyncio.sleep(0)
@@ -355,7 +355,7 @@ def run_schedule(seed: int, steps: int = 250) -> None:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             yaml.safe_dump(sample.DEFAULTS, file)
             file.flush()
-            world = World(seed, Path(file.name))
+            world = ReportWorld(seed, Path(file.name))
             await world.start()
             for _ in range(steps):
                 await world.move(world.random.choices([*MOVES], [*MOVES.values()])[0])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from deltashard.errors import RestoreFailed
 
-from tests.incidents.toys import Run
+from tests.incidents.toys import ToyRun
 
 POINTS = (
     "serve.owned", "serve.before_ready", "attach.admitted", "attempt.before_open", "attempt.after_open",
@@ -15,24 +15,24 @@ POINTS = (
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+def started_store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
     """A store with a checkpoint, and the state that it holds."""
     root = tmp_path_factory.mktemp("begun")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
-        with Run(root / "store") as run:
+        with ToyRun(root / "store") as run:
             run.train(3)
             run.save()
             return root / "store", run.state()
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_the_sidecar_is_killed_at(point, begun, tmp_path, monkeypatch):
+def test_killed_sidecar_is_restarted(point, started_store, tmp_path, monkeypatch):
     """The next one is started, and whatever was under way begins again; nothing is raised, and the next save works."""
-    store, state = begun
+    store, state = started_store
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("DELTASHARD_CRASH_AT", point)
-    with Run(store, sidecar={"linger_s": 0.0}) as run:
+    with ToyRun(store, sidecar={"linger_s": 0.0}) as run:
         assert run.ckpt._launcher._spawned == 2
         assert run.resumed is not None
         assert run.resumed.exact
@@ -43,11 +43,11 @@ def test_the_sidecar_is_killed_at(point, begun, tmp_path, monkeypatch):
             run.save()
 
 
-def test_a_deadline_ends_the_tries_with_the_reasons(begun, tmp_path, monkeypatch):
+def test_deadline_stops_retries_with_reasons(started_store, tmp_path, monkeypatch):
     """restore(deadline_s=0) is not begun again; it may be called again, and finds the next sidecar."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("DELTASHARD_CRASH_AT", "restore.planned")
-    with Run(begun[0], restore=False) as run:
+    with ToyRun(started_store[0], restore=False) as run:
         with pytest.raises(
             RestoreFailed, match=r"no sidecar that stays, within 0 s: UNAVAILABLE: .*restore\(\)"
         ):

@@ -51,7 +51,7 @@ def files(directory: Path) -> dict[str, bytes]:
     ("action", "point"),
     [*(("cp", point) for point in COPY_POINTS), *(("cp one", point) for point in COPY_POINTS[1:])],
 )
-def test_a_copy_that_was_killed_is_no_run_and_goes_on(prepared, tmp_path, action, point):
+def test_killed_copy_is_not_a_run_and_resumes(prepared, tmp_path, action, point):
     directory = tmp_path / "run"
     shutil.copytree(prepared, directory)
     source = log_of(directory)
@@ -94,7 +94,7 @@ def test_a_copy_that_was_killed_is_no_run_and_goes_on(prepared, tmp_path, action
 
 
 @pytest.mark.parametrize("point", REMOVAL_POINTS)
-def test_a_removal_that_was_killed_leaves_nothing_that_restores_and_goes_on(prepared, tmp_path, point):
+def test_killed_removal_is_unrestorable_and_resumes(prepared, tmp_path, point):
     directory = tmp_path / "run"
     shutil.copytree(prepared, directory)
     inner = files(directory / "store/job/inner")

@@ -9,13 +9,13 @@ from tests.crash import damage
 
 
 @pytest.fixture(scope="module")
-def stories(tmp_path_factory):
-    return list(damage.stories(tmp_path_factory.mktemp("stories")))
+def stored_runs(tmp_path_factory):
+    return list(damage.stored_runs(tmp_path_factory.mktemp("stories")))
 
 
-def test_nothing_is_lost_that_need_not_be(stories):
+def test_newest_intact_checkpoint_is_restored(stored_runs):
     """Every eleventh case: eleven is prime to the kinds of damage, so every kind of each kind of object is among them."""
-    found = [case for story in stories for case in damage.outcomes(story, every=11)]
+    found = [case for story in stored_runs for case in damage.outcomes(story, every=11)]
     assert [case for case in found if not case.good] == []
     kinds = Counter(case.kind for case in found)
     assert kinds.keys() >= {
@@ -30,9 +30,9 @@ def test_nothing_is_lost_that_need_not_be(stories):
     }
 
 
-def test_a_housekeeping_entry_at_the_end_costs_its_own_effect_only(stories):
+def test_damaged_maintenance_entry_keeps_newest_commit(stored_runs):
     """The newest commit comes back, whatever becomes of the compaction, retirement or pin behind it."""
-    for story in stories:
+    for story in stored_runs:
         newest = max(story.expected)
         if story.ranks == 1 and story.name != "ends in a checkpoint":
             tip = max(key for key in story.objects if "/log/0" in key)
@@ -41,7 +41,7 @@ def test_a_housekeeping_entry_at_the_end_costs_its_own_effect_only(stories):
             assert {case.back for case in cases} == {newest}, story.name
 
 
-def test_the_page_is_what_was_measured():
+def test_page_matches_measurements():
     rows = json.loads(damage.MEASURED.read_text())
     assert all(row["good"] for row in rows)
     page = damage.PAGE.read_text()

@@ -30,22 +30,22 @@ def counts_of(chunk: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_all_ranks_cut_at_one_step_or_none_and_nobody_waits_for_ever(chunk: int) -> None:
+def test_ranks_cut_at_same_step_without_deadlock(chunk: int) -> None:
     assert counts_of(chunk)["schedules"] == CHUNK
 
 
-def test_everything_happens_in_these_schedules() -> None:
+def test_schedules_cover_all_events() -> None:
     counts = sum(map(counts_of, range(CHUNKS)), Counter())
     assert counts.keys() >= set(COUNTED.split())
     assert counts["commits"] > counts["lives"]
 
 
-def test_without_faults_every_save_is_had() -> None:
+def test_every_save_commits_without_faults() -> None:
     """Nobody dies, is away, or vetoes: only pins can fail, where the save before is not durable yet."""
     counts = sum((run_schedule(seed, faults=False) for seed in range(15)), Counter())
     assert counts["waits_failed"] == counts["pins_failed"]
     assert counts["commits"] == counts["cuts"]
 
 
-def test_a_schedule_is_its_seed() -> None:
+def test_schedule_is_deterministic() -> None:
     assert run_schedule(5) == run_schedule(5) != run_schedule(6)

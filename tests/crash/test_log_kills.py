@@ -58,7 +58,7 @@ def restored(directory: Path, which: str = "latest") -> tuple[int, np.ndarray]:
 @pytest.mark.parametrize(
     ("point", "action", "step"), POINTS, ids=[f"{action}-{point}" for point, action, _ in POINTS]
 )
-def test_killed_at(prepared, tmp_path, point, action, step):
+def test_log_recovers_from_kill(prepared, tmp_path, point, action, step):
     directory = tmp_path / "run"
     shutil.copytree(prepared, directory)
     killed("log_victim", directory, action, point)

@@ -35,11 +35,11 @@ def counts_of(chunk: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_the_newest_commit_always_restores_and_zombies_never_commit(chunk):
+def test_newest_commit_restores_and_zombies_never_commit(chunk):
     assert counts_of(chunk)["schedules"] == CHUNK
 
 
-def test_everything_happens_in_these_schedules():
+def test_schedules_cover_all_events():
     """Of all chunks together: in one, what is rare may be absent."""
     counts = sum(map(counts_of, range(CHUNKS)), Counter())
     assert counts.keys() >= set(COUNTED.split())
@@ -47,15 +47,15 @@ def test_everything_happens_in_these_schedules():
     assert counts["multi_rank"] > counts["checkpoints"] / 5
 
 
-def test_without_faults_everything_that_is_not_fenced_succeeds():
+def test_unfenced_operations_succeed_without_faults():
     """The same moves on a store that never fails: nothing is lost either, and nothing needs a retry."""
     for seed in range(30):
         run_schedule(seed, faults=False)
 
 
-def test_a_schedule_is_its_seed():
+def test_schedule_is_deterministic():
     assert run_schedule(5) == run_schedule(5) != run_schedule(6)
 
 
-def test_every_fault_of_the_store_is_among_the_moves():
+def test_moves_include_every_store_fault():
     assert set(log_model.FAULTS) == set(Fault)

@@ -6,7 +6,7 @@ from tests.crash.log_mutants import BOUND, MUTANTS, hunt
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.rule)
-def test_the_model_notices_that_the_rule_is_gone(mutant):
+def test_model_detects_removed_rule(mutant):
     found = hunt(mutant)
     assert found is not None, f"no violation in {BOUND} schedules without: {mutant.rule}"
     print(f"{mutant.rule}: found after {found[0]} schedules: {found[1]}")

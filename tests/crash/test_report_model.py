@@ -16,7 +16,7 @@ from deltashard_operator.controller import status, writer
 from deltashard_operator.run import directive, ledger, report_change
 from deltashard_sidecar import save_orders
 
-from tests.crash.report_model import Violation, run_schedule
+from tests.crash.report_model import ReportViolation, run_schedule
 
 CHUNKS, CHUNK = 4, 25
 BOUND = 150
@@ -24,7 +24,7 @@ BOUND = 150
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_everything_is_counted_told_and_done_once(chunk: int) -> None:
+def test_events_are_counted_and_handled_once(chunk: int) -> None:
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
         try:
             run_schedule(seed)
@@ -32,11 +32,11 @@ def test_everything_is_counted_told_and_done_once(chunk: int) -> None:
             raise AssertionError(f"schedule {seed}: {error}") from error
 
 
-def _all_told(_durable: Any, _recorded: Any, report: Any, _part: str) -> int:
+def _acknowledge_all(_durable: Any, _recorded: Any, report: Any, _part: str) -> int:
     return max((each.id for each in report.incidents), default=0)
 
 
-def _told_with_gaps(durable: Any, recorded: Any, report: Any, part: str) -> int:
+def _acknowledge_with_gaps(durable: Any, recorded: Any, report: Any, part: str) -> int:
     kept = [_told(durable, recorded, replace(report, incidents=(each,)), part) for each in report.incidents]
     return max(kept, default=0)
 
@@ -67,8 +67,8 @@ def _due_once() -> Callable[..., Any]:
 _told, _due, _event = ledger.acknowledged_id, directive.due, writer.event
 _write, _with_incident = status.write, report_change._with_incident
 MUTANTS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
-    "told before it is durable": (ledger, "acknowledged_id", lambda: _all_told),
-    "told past one that is not durable": (ledger, "acknowledged_id", lambda: _told_with_gaps),
+    "told before it is durable": (ledger, "acknowledged_id", lambda: _acknowledge_all),
+    "told past one that is not durable": (ledger, "acknowledged_id", lambda: _acknowledge_with_gaps),
     "a status is patched in any version": (status, "write", lambda: _write_over),
     "a restore is counted by process, not by attempt": (
         report_change,
@@ -83,13 +83,13 @@ MUTANTS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_model_notices_that_a_rule_is_gone(name: str) -> None:
+def test_model_detects_removed_rule(name: str) -> None:
     where, attribute, make = MUTANTS[name]
     for seed in range(BOUND):
         with mock.patch.object(where, attribute, make()):
             try:
                 run_schedule(seed)
-            except Violation as found:
+            except ReportViolation as found:
                 print(f"{name}: found after {seed + 1} schedules: {found}")
                 return
     pytest.fail(f"no violation in {BOUND} schedules: {name}")

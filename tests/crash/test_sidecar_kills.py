@@ -24,8 +24,8 @@ from deltashard_checkpoint.whole_run import removal
 
 from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model, same
-from tests.support.fake_trainer import SaveRefused, Trainer, lock_is_free
+from tests.support.fake_model import FakeModel, same
+from tests.support.fake_trainer import SaveStreamFailed, Trainer, lock_is_free
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
 States = dict[tuple[int, int], list[np.ndarray]]
@@ -40,14 +40,14 @@ AFTER_ENTRY = ["commit.after_log_put", "ack.before_send", "ack.after_send"]
 SAVE_POINTS = {**dict.fromkeys(BEFORE_ENTRY, False), **dict.fromkeys(AFTER_ENTRY, True)}
 
 
-class Story:
+class KillScenario:
     """A run with one committed baseline and one committed delta, and the memory of every cut's content."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.url = f"file://{root}/store"
         self.states: States = {}
-        self.model = Model()
+        self.model = FakeModel()
 
     def sidecar(self, **flags: object) -> SidecarProcess:
         return SidecarProcess(self.root, self.url, encoding="fp32", **flags)  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ class Story:
                 got = [table.weights, table.fields["sum"], table.fields["exp_avg"]]
                 assert same(got, cut[2 + 3 * i : 5 + 3 * i])
 
-    def comes_back(self, process: SidecarProcess) -> None:
+    def assert_recovers(self, process: SidecarProcess) -> None:
         """A new trainer restores the newest checkpoint, exactly, and its next save commits and restores."""
         expected = self.newest()
         self.check()
@@ -91,7 +91,7 @@ class Story:
             assert not opened.HasField("resume_seq")
         else:
             assert (opened.resume_attempt, opened.cut) == expected
-            trainer.restores(opened.resume_seq, self.states[expected])
+            trainer.assert_restores(opened.resume_seq, self.states[expected])
         commit = trainer.committed(self.cut(trainer))
         self.model.wipe()
         trainer.restore(commit.seq)
@@ -104,99 +104,99 @@ class Story:
         interrupted(process)
         trainer.close()
         with sidecar(self.root, self.url, encoding="fp32", **flags) as again:
-            self.comes_back(again)
+            self.assert_recovers(again)
 
-    def cuts_until_killed(self, process: SidecarProcess, trainer: Trainer, count: int = 6) -> None:
+    def save_until_killed(self, process: SidecarProcess, trainer: Trainer, count: int = 6) -> None:
         """A slow machine may keep house only after the last of them."""
-        with pytest.raises((SaveRefused, grpc.RpcError)):  # noqa: PT012 - whichever notices first
+        with pytest.raises((SaveStreamFailed, grpc.RpcError)):  # noqa: PT012 - whichever notices first
             for _ in range(count):
                 trainer.committed(self.cut(trainer))
                 if any(event["event"] == "save.content_overridden" for event in process.events()):
                     break  # more cuts, while a slow machine compacts, would end with a full one
             eventually(lambda: process.poll() is not None)
-            raise SaveRefused("gone", "killed between saves")
+            raise SaveStreamFailed("gone", "killed between saves")
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Story:
+def begun(tmp_path_factory: pytest.TempPathFactory) -> KillScenario:
     """A run with a baseline and a delta; tests work on copies."""
-    story = Story(tmp_path_factory.mktemp("begun"))
-    with sidecar(story.root, story.url, encoding="fp32") as process:
-        trainer = Trainer(process.socket, story.model)
+    scenario = KillScenario(tmp_path_factory.mktemp("begun"))
+    with sidecar(scenario.root, scenario.url, encoding="fp32") as process:
+        trainer = Trainer(process.socket, scenario.model)
         trainer.open()
         for _ in range(2):
-            trainer.committed(story.cut(trainer))
+            trainer.committed(scenario.cut(trainer))
         trainer.close()
         assert process.terminate() == 0
-    return story
+    return scenario
 
 
 @pytest.fixture
-def story(begun: Story, tmp_path: Path) -> Story:
+def scenario(begun: KillScenario, tmp_path: Path) -> KillScenario:
     """A copy of the begun run, at the same model."""
     shutil.copytree(begun.root / "store", tmp_path / "store")
     shutil.copytree(begun.root / "cache", tmp_path / "cache")
-    copy = Story(tmp_path)
+    copy = KillScenario(tmp_path)
     copy.states = dict(begun.states)
     return copy
 
 
 def interrupted(process: SidecarProcess) -> None:
-    assert process.died() == -signal.SIGKILL, process.log()[-2000:]
+    assert process.wait_exit() == -signal.SIGKILL, process.log()[-2000:]
 
 
 @pytest.mark.parametrize(("point", "committed"), SAVE_POINTS.items(), ids=list(SAVE_POINTS))
-def test_sidecar_killed_during_a_save(story: Story, point: str, committed: bool) -> None:
+def test_sidecar_killed_during_a_save(scenario: KillScenario, point: str, committed: bool) -> None:
     """At every instant between the first grant and the acknowledgement."""
-    before = story.newest()
-    process = story.sidecar(crash_at=point)
-    trainer = Trainer(process.socket, story.model)
+    before = scenario.newest()
+    process = scenario.sidecar(crash_at=point)
+    trainer = Trainer(process.socket, scenario.model)
     opened = trainer.open()
     trainer.restore(opened.resume_seq)
-    with pytest.raises((SaveRefused, grpc.RpcError)):  # noqa: PT012 - whichever notices first
-        trainer.committed(story.cut(trainer))
+    with pytest.raises((SaveStreamFailed, grpc.RpcError)):  # noqa: PT012 - whichever notices first
+        trainer.committed(scenario.cut(trainer))
         # The acknowledgement itself arrived: the death is what is left to see.
         assert point == "ack.after_send"
-        raise SaveRefused("gone", "acknowledged, then killed")
+        raise SaveStreamFailed("gone", "acknowledged, then killed")
     interrupted(process)
-    assert story.newest() == ((trainer.attempt, 1) if committed else before)
-    story.killed(process, trainer)
+    assert scenario.newest() == ((trainer.attempt, 1) if committed else before)
+    scenario.killed(process, trainer)
 
 
-def test_sidecar_killed_while_a_cut_larger_than_the_arena_waits_for_blocks(tmp_path: Path) -> None:
+def test_sidecar_killed_while_cut_waits_for_blocks(tmp_path: Path) -> None:
     """Encoding goes on beside the copy then, and the trainer waits for the next block of a process that is dead."""
-    story = Story(tmp_path)
-    story.model = Model(rows=100_000, columns=32)
-    process = story.sidecar(crash_at="encode.first:2", arena_bytes="32MiB")
-    trainer = Trainer(process.socket, story.model)
+    scenario = KillScenario(tmp_path)
+    scenario.model = FakeModel(rows=100_000, columns=32)
+    process = scenario.sidecar(crash_at="encode.first:2", arena_bytes="32MiB")
+    trainer = Trainer(process.socket, scenario.model)
     trainer.open()
-    with pytest.raises((SaveRefused, grpc.RpcError)):
-        story.cut(trainer)
+    with pytest.raises((SaveStreamFailed, grpc.RpcError)):
+        scenario.cut(trainer)
     interrupted(process)
-    assert story.newest() is None
-    story.killed(process, trainer, arena_bytes="32MiB")
+    assert scenario.newest() is None
+    scenario.killed(process, trainer, arena_bytes="32MiB")
 
 
 @pytest.mark.parametrize("point", ["stage.batch_received", "index.after_put", "commit.after_log_put"])
-def test_the_trainer_lives_through_a_killed_sidecar(story: Story, point: str) -> None:
+def test_trainer_survives_killed_sidecar(scenario: KillScenario, point: str) -> None:
     """It attaches to the next sidecar under its own attempt; the next save covers the rows of the lost one."""
-    process = story.sidecar(crash_at=point)
-    trainer = Trainer(process.socket, story.model)
+    process = scenario.sidecar(crash_at=point)
+    trainer = Trainer(process.socket, scenario.model)
     opened = trainer.open()
     trainer.restore(opened.resume_seq)
     epoch = trainer.reply.epoch
-    with pytest.raises((SaveRefused, grpc.RpcError)):
-        trainer.committed(story.cut(trainer))
+    with pytest.raises((SaveStreamFailed, grpc.RpcError)):
+        trainer.committed(scenario.cut(trainer))
     interrupted(process)
-    with sidecar(story.root, story.url, encoding="fp32"):
+    with sidecar(scenario.root, scenario.url, encoding="fp32"):
         reply = trainer.attach()
         assert reply.epoch != epoch
         known = reply.last_commit.cut if reply.HasField("last_commit") else 0
         assert known == (1 if point == "commit.after_log_put" else 0)
-        commit = trainer.committed(story.cut(trainer))
-        story.check()
+        commit = trainer.committed(scenario.cut(trainer))
+        scenario.check()
         assert commit.attempt == trainer.attempt
-        trainer.restores(commit.seq, story.states[commit.attempt, commit.cut])
+        trainer.assert_restores(commit.seq, scenario.states[commit.attempt, commit.cut])
     trainer.close()
 
 
@@ -207,34 +207,34 @@ COPY_POINTS = [
 
 
 @pytest.mark.parametrize("point", COPY_POINTS)
-def test_sidecar_killed_while_a_run_begins_with_another_runs_checkpoint(story: Story, point: str) -> None:
+def test_sidecar_killed_during_warm_start(scenario: KillScenario, point: str) -> None:
     """Never at step 0: it begins with that checkpoint, although the other run has gone on meanwhile."""
-    newest = story.newest()
+    newest = scenario.newest()
     assert newest is not None
     names = {"run": "warm", "restore_from": "run", "owner": "warm"}
-    process = story.sidecar(crash_at=point, **names)
-    trainer = Trainer(process.socket, Model())
+    process = scenario.sidecar(crash_at=point, **names)
+    trainer = Trainer(process.socket, FakeModel())
     with pytest.raises(grpc.RpcError):
         trainer.open()
     interrupted(process)
     trainer.close()
     begun = point not in {"pack.during_put", "index.after_put", "cp.after_data", "cp.after_hint"}
-    with sidecar(story.root, story.url, encoding="fp32") as source:
-        trainer = Trainer(source.socket, story.model)
+    with sidecar(scenario.root, scenario.url, encoding="fp32") as source:
+        trainer = Trainer(source.socket, scenario.model)
         trainer.restore(trainer.open().resume_seq)
-        trainer.committed(story.cut(trainer))
-        story.check()
+        trainer.committed(scenario.cut(trainer))
+        scenario.check()
         trainer.close()
     if not begun:
-        newest = story.newest()
+        newest = scenario.newest()
         assert newest is not None
-    process = story.sidecar(**names)
+    process = scenario.sidecar(**names)
     for again in range(2):
-        trainer = Trainer(process.socket, Model())
+        trainer = Trainer(process.socket, FakeModel())
         opened = trainer.open()
         assert opened.resume_seq == 2
         trainer.restore(opened.resume_seq)
-        assert same(trainer.model.state(), story.states[newest])
+        assert same(trainer.model.state(), scenario.states[newest])
         if again:
             trainer.committed(trainer.save())
         trainer.close()
@@ -242,107 +242,107 @@ def test_sidecar_killed_while_a_run_begins_with_another_runs_checkpoint(story: S
     assert process.log().count("restore_from.ignored") == (point in COPY_POINTS[-3:])
 
 
-def test_a_copy_whose_source_is_gone_is_told_and_its_remedy_helps(story: Story) -> None:
+def test_missing_copy_source_is_reported_with_fix(scenario: KillScenario) -> None:
     """Cut short in its log, it cannot go on with another checkpoint, and is no run that begins at step 0."""
     names = {"run": "warm", "restore_from": "run", "owner": "warm"}
-    process = story.sidecar(crash_at="cp.after_first_entry", **names)
-    trainer = Trainer(process.socket, Model())
+    process = scenario.sidecar(crash_at="cp.after_first_entry", **names)
+    trainer = Trainer(process.socket, FakeModel())
     with pytest.raises(grpc.RpcError):
         trainer.open()
     interrupted(process)
     trainer.close()
-    shutil.rmtree(story.root / "store/run")
-    other = Story(story.root)
-    with sidecar(story.root, story.url, encoding="fp32") as source:
+    shutil.rmtree(scenario.root / "store/run")
+    other = KillScenario(scenario.root)
+    with sidecar(scenario.root, scenario.url, encoding="fp32") as source:
         trainer = Trainer(source.socket, other.model)
         trainer.open()
         trainer.committed(other.cut(trainer))
         trainer.close()
-    with sidecar(story.root, story.url, encoding="fp32", **names) as process:
-        trainer = Trainer(process.socket, Model())
+    with sidecar(scenario.root, scenario.url, encoding="fp32", **names) as process:
+        trainer = Trainer(process.socket, FakeModel())
         with pytest.raises(grpc.RpcError, match="was cut short, and does not go on"):
             trainer.open()
-        removal.remove(RunLog(open_store(story.url), "warm"))
+        removal.remove(RunLog(open_store(scenario.url), "warm"))
         trainer.restore(trainer.open().resume_seq)
         assert same(trainer.model.state(), other.model.state())
         trainer.close()
 
 
 @pytest.mark.parametrize("point", ["attempt.before_genesis", "attempt.after_genesis"])
-def test_sidecar_killed_while_a_run_is_created(tmp_path: Path, point: str) -> None:
+def test_sidecar_killed_during_run_creation(tmp_path: Path, point: str) -> None:
     """Nothing was committed: the next attempt starts from nothing, and saves."""
-    story = Story(tmp_path)
-    process = story.sidecar(crash_at=point)
-    trainer = Trainer(process.socket, story.model)
+    scenario = KillScenario(tmp_path)
+    process = scenario.sidecar(crash_at=point)
+    trainer = Trainer(process.socket, scenario.model)
     with pytest.raises(grpc.RpcError):
         trainer.open()
-    story.killed(process, trainer)
+    scenario.killed(process, trainer)
 
 
 @pytest.mark.parametrize(
     "point", ["attempt.before_open", "attempt.after_open", "restore.planned", "restore.first_filled"]
 )
-def test_sidecar_killed_while_a_trainer_comes_back(story: Story, point: str) -> None:
+def test_sidecar_killed_during_trainer_restart(scenario: KillScenario, point: str) -> None:
     """Opening or restoring: the next sidecar does both from the start."""
-    process = story.sidecar(crash_at=point)
-    trainer = Trainer(process.socket, story.model)
-    with pytest.raises((SaveRefused, grpc.RpcError)):
+    process = scenario.sidecar(crash_at=point)
+    trainer = Trainer(process.socket, scenario.model)
+    with pytest.raises((SaveStreamFailed, grpc.RpcError)):
         trainer.restore(trainer.open().resume_seq)
-    story.killed(process, trainer)
+    scenario.killed(process, trainer)
 
 
 @pytest.mark.parametrize(
     "point", ["retire.before_put", "retire.after_put", "gc.during_delete", "gc.after_delete"]
 )
-def test_sidecar_killed_while_it_keeps_house(story: Story, point: str) -> None:
+def test_sidecar_killed_during_maintenance(scenario: KillScenario, point: str) -> None:
     """Retention and gc after every commit, with no grace: whatever they were doing, what is live is whole."""
     flags = {"maintenance-interval-s": 0, "keep-last": 1, "gc-grace-s": 0, "differential": "full"}
-    process = story.sidecar(crash_at=point, **flags)
-    trainer = Trainer(process.socket, story.model)
+    process = scenario.sidecar(crash_at=point, **flags)
+    trainer = Trainer(process.socket, scenario.model)
     trainer.restore(trainer.open().resume_seq)
-    story.cuts_until_killed(process, trainer)
-    story.killed(process, trainer, **flags)
+    scenario.save_until_killed(process, trainer)
+    scenario.killed(process, trainer, **flags)
 
 
 @pytest.mark.parametrize("point", ["compact.after_packs", "compact.after_index", "compact.after_log_put"])
-def test_sidecar_killed_while_it_compacts(story: Story, point: str) -> None:
+def test_sidecar_killed_during_compaction(scenario: KillScenario, point: str) -> None:
     """A chain grew too long and is being moved into one part: half a compaction is nobody's, a whole one reads the same."""
     flags = {"maintenance-interval-s": 0, "compact-after": 2, "differential": "consecutive", "keep-last": 20}
-    process = story.sidecar(crash_at=point, **flags)
-    trainer = Trainer(process.socket, story.model, consecutive=True)
+    process = scenario.sidecar(crash_at=point, **flags)
+    trainer = Trainer(process.socket, scenario.model, consecutive=True)
     trainer.restore(trainer.open().resume_seq)
-    story.cuts_until_killed(process, trainer)
+    scenario.save_until_killed(process, trainer)
     interrupted(process)
-    compactions = RunLog(open_store(story.url), "run").refresh().compactions
+    compactions = RunLog(open_store(scenario.url), "run").refresh().compactions
     assert bool(compactions) == (point == "compact.after_log_put")
-    story.killed(process, trainer, **flags)
+    scenario.killed(process, trainer, **flags)
 
 
 @pytest.mark.parametrize("point", ["after_packs", "after_index", "before_log_put", "after_log_put"])
-def test_sidecar_killed_while_it_makes_a_synthetic_baseline(story: Story, point: str) -> None:
+def test_sidecar_killed_during_synthetic_baseline(scenario: KillScenario, point: str) -> None:
     """A cut built on what was to be compacted, and it is not, or just was. Its trainer goes on building on that."""
     flags = {"maintenance-interval-s": 0, "keep-last": 20}
-    process = story.sidecar(crash_at=f"compact.{point}", **flags)
-    trainer = Trainer(process.socket, story.model, rebases=True)
+    process = scenario.sidecar(crash_at=f"compact.{point}", **flags)
+    trainer = Trainer(process.socket, scenario.model, rebases=True)
     trainer.restore(trainer.open().resume_seq)
-    story.cuts_until_killed(process, trainer, 12)
+    scenario.save_until_killed(process, trainer, 12)
     interrupted(process)
-    state = RunLog(open_store(story.url), "run").refresh()
+    state = RunLog(open_store(scenario.url), "run").refresh()
     (rebased,) = {
         event["covers"] for event in process.events() if event["event"] == "save.content_overridden"
     }
     assert (rebased in state.compactions) == (point == "after_log_put")
     assert any(rebased in entry.covered for entry in state.checkpoints.values())
-    story.check()
-    with sidecar(story.root, story.url, encoding="fp32", **flags):
+    scenario.check()
+    with sidecar(scenario.root, scenario.url, encoding="fp32", **flags):
         trainer.attach()
-        commit = trainer.committed(story.cut(trainer))
-        state = RunLog(open_store(story.url), "run").refresh()
+        commit = trainer.committed(scenario.cut(trainer))
+        state = RunLog(open_store(scenario.url), "run").refresh()
         assert state.checkpoints[commit.seq].covered == (rebased,)
-        made = lambda: rebased in RunLog(open_store(story.url), "run").refresh().compactions  # noqa: E731
+        made = lambda: rebased in RunLog(open_store(scenario.url), "run").refresh().compactions  # noqa: E731
         eventually(made, what="what was owed is made")
-        story.check()
-    story.killed(process, trainer, **flags)
+        scenario.check()
+    scenario.killed(process, trainer, **flags)
 
 
 # The trainer dies.
@@ -352,7 +352,7 @@ import os, signal, sys
 from pathlib import Path
 import numpy as np
 sys.path.insert(0, {tests!r})
-from tests.support.fake_model import Model
+from tests.support.fake_model import FakeModel
 from tests.support.fake_trainer import Trainer
 
 stage = sys.argv[2]
@@ -360,7 +360,7 @@ def die(at):
     if stage == at:
         os.kill(os.getpid(), signal.SIGKILL)
 
-model = Model()
+model = FakeModel()
 trainer = Trainer(Path(sys.argv[1]), model)
 die("attached")
 opened = trainer.open()
@@ -387,11 +387,11 @@ STAGES = {**dict.fromkeys(BEFORE_SEAL, False), "staged": True, "committed": True
 
 
 @pytest.mark.parametrize(("stage", "commits"), STAGES.items(), ids=list(STAGES))
-def test_trainer_killed(story: Story, stage: str, commits: bool) -> None:
+def test_trainer_killed(scenario: KillScenario, stage: str, commits: bool) -> None:
     """Before the seal nothing of the cut is in the log; after it the sidecar finishes and commits alone."""
-    before = story.newest()
-    saved = story.root / "cut.npz"
-    with sidecar(story.root, story.url, encoding="fp32") as process:
+    before = scenario.newest()
+    saved = scenario.root / "cut.npz"
+    with sidecar(scenario.root, scenario.url, encoding="fp32") as process:
         code = TRAINER.format(tests=str(Path(__file__).parents[2]))
         child = subprocess.run(
             [sys.executable, "-c", code, str(process.socket), stage, str(saved)], capture_output=True, text=True,
@@ -400,13 +400,13 @@ def test_trainer_killed(story: Story, stage: str, commits: bool) -> None:
         assert child.returncode == -signal.SIGKILL, child.stderr
         assert lock_is_free(process.dir / "arena", 0), "a lock dies with its process"
         if commits:
-            eventually(lambda: story.newest() != before, what="the sidecar commits alone")
-            newest = story.newest()
+            eventually(lambda: scenario.newest() != before, what="the sidecar commits alone")
+            newest = scenario.newest()
             assert newest is not None
             with np.load(saved) as arrays:
-                story.states[newest] = [arrays[name] for name in arrays.files]
-        story.comes_back(process)
-        assert (story.newest() != before) or not commits
+                scenario.states[newest] = [arrays[name] for name in arrays.files]
+        scenario.assert_recovers(process)
+        assert (scenario.newest() != before) or not commits
         events = [event["event"] for event in process.events()]
         assert "save.unexpected" not in events
         assert "restore.unexpected" not in events

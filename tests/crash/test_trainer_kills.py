@@ -13,8 +13,8 @@ from deltashard_checkpoint.stores.url import open_store
 
 FIRST, SECOND = 6, 10
 POINTS = (
-    "precopy.prepared", "precopy.first_batch", "cut.begun", "cut.first_batch", "cut.before_seal",
-    "cut.after_seal", "restore.first_applied", "restore.before_dense",
+    "precopy.prepared", "precopy.first_batch", "snapshot.begun", "snapshot.first_batch", "snapshot.before_seal",
+    "snapshot.after_seal", "restore.first_applied", "restore.before_dense",
 )  # fmt: skip
 
 
@@ -34,13 +34,13 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # the first one waits for all of the processes
 @pytest.mark.parametrize("point", POINTS)
-def test_killed_at(point: str, lives: tuple[Path, dict[str, Any], str]) -> None:
+def test_trainer_recovers_from_kill(point: str, lives: tuple[Path, dict[str, Any], str]) -> None:
     """Nothing before the seal becomes a checkpoint; what is sealed is the sidecar's to finish; the next save works."""
     work, told, said = lives
     assert point in told, said
     life = told[point]
     # Once it is sealed the sidecar commits alone, unless the seal itself was lost with the process.
-    assert life["step"] in ((FIRST, SECOND) if point == "cut.after_seal" else (FIRST,))
+    assert life["step"] in ((FIRST, SECOND) if point == "snapshot.after_seal" else (FIRST,))
     assert life["exact"] is True
     assert (life["next"], life["closed"]) == (3, 5)
     if point.startswith("cut."):

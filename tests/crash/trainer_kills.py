@@ -17,8 +17,8 @@ from pathlib import Path
 import deltashard
 import torch
 import torch._dynamo  # what every child's first optimizer would import
-from deltashard.cut import precopy
-from deltashard.save import head_start
+from deltashard.save import precopy_scheduler
+from deltashard.snapshot import precopy
 from deltashard_checkpoint import crash_point
 from torch import nn
 
@@ -30,7 +30,7 @@ def arm(point: str) -> None:
     crash_point._armed, crash_point._left = point, 1
 
 
-class Trained:
+class CheckpointedModel:
     """A model under a Checkpointer."""
 
     def __init__(self, work: Path, run: str) -> None:
@@ -61,7 +61,7 @@ class Trained:
 
 
 def first_life(work: Path, run: str) -> None:
-    trained = Trained(work, run)
+    trained = CheckpointedModel(work, run)
     assert trained.ckpt.restore() is None
     trained.train(FIRST)
     trained.ckpt.save().wait(60)
@@ -79,13 +79,13 @@ def first_life(work: Path, run: str) -> None:
 
 
 def dying_restore(work: Path, run: str) -> None:
-    trained = Trained(work, run)
+    trained = CheckpointedModel(work, run)
     arm(run)
     trained.ckpt.restore()
 
 
 def last_life(work: Path, run: str) -> None:
-    trained = Trained(work, run)
+    trained = CheckpointedModel(work, run)
     restored = trained.ckpt.restore()
     assert restored is not None
     exact = (
@@ -121,7 +121,7 @@ def forked(life: Callable[[Path, str], None], work: Path, run: str) -> int:
 
 def main() -> int:
     warnings.filterwarnings("ignore", "Sparse invariant checks")
-    precopy.SMALLEST_TABLE_BYTES = head_start.SMALLEST_BYTES = 0
+    precopy.MIN_PRECOPY_TABLE_BYTES = precopy_scheduler.MIN_PRECOPY_BYTES = 0
     torch.set_num_threads(1)
     work = Path(sys.argv[1])
     for point in sys.argv[2:]:

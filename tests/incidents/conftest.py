@@ -11,7 +11,7 @@ from tests.support.forked_sidecar import forked_sidecars  # noqa: F401 - for all
 
 
 @pytest.fixture(autouse=True)
-def _own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _isolated_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
 
@@ -23,4 +23,4 @@ def _no_unknown_events(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(bug: lifecycle.IllegalEvent) -> None:
         raise bug
 
-    monkeypatch.setattr(lifecycle, "unknown", refuse)
+    monkeypatch.setattr(lifecycle, "log_illegal_event", refuse)

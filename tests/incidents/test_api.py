@@ -13,7 +13,7 @@ import torch
 from deltashard.attach.launcher import ChildLauncher, SidecarOptions, environment_hash
 from deltashard.errors import AnotherTrainer, CheckpointMismatch, UserError
 
-from tests.incidents.toys import ROWS, Run, Toy, checkpointer
+from tests.incidents.toys import ROWS, Toy, ToyRun, checkpointer
 
 SECRET = "the-corrected-secret"
 
@@ -32,13 +32,13 @@ def launcher(root: Path, **flags: object) -> ChildLauncher:
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
     """A store with one checkpoint of a toy."""
-    with Run(tmp_path / "store") as run:
+    with ToyRun(tmp_path / "store") as run:
         run.train(2)
         run.save()
     return tmp_path / "store"
 
 
-def test_a_corrected_environment_replaces_the_lingering_sidecar(
+def test_changed_environment_replaces_lingering_sidecar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script that ended without close(), restarted with other credentials, must not meet the sidecar with the old."""
@@ -62,13 +62,13 @@ def test_a_corrected_environment_replaces_the_lingering_sidecar(
             each.close()
 
 
-def test_a_sidecar_that_was_not_ready_yet_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sidecar_still_starting_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that died had just started it: the next one sees none, and starts another in vain."""
     first = launcher(tmp_path)
     first.ensure()
     again = launcher(tmp_path)
-    living, looks = again._living, iter([None])
-    monkeypatch.setattr(again, "_living", lambda: next(looks, living()))
+    living, looks = again._running_pid, iter([None])
+    monkeypatch.setattr(again, "_running_pid", lambda: next(looks, living()))
     again.ensure()
     try:
         assert again.pid == first.pid
@@ -79,7 +79,7 @@ def test_a_sidecar_that_was_not_ready_yet_is_used(tmp_path: Path, monkeypatch: p
             each.close()
 
 
-def test_only_what_a_sidecar_reads_counts_as_another_environment() -> None:
+def test_environment_hash_covers_only_sidecar_variables() -> None:
     """Variables of the trainer, and anybody else's, replace nothing; the hash differs with its salt."""
     was = {"AWS_REGION": "eu", "MINIO_ACCESS_KEY": "a", "DELTASHARD_EVERY_S": "3", "PATH": "/bin"}
     for same in ({"PATH": "/usr/bin"}, {"DELTASHARD_CONTENT_HASH": "1"}, {"DELTASHARD_SOCKET": "/x"}):
@@ -89,9 +89,9 @@ def test_only_what_a_sidecar_reads_counts_as_another_environment() -> None:
     assert environment_hash(was, "s") != environment_hash(was, "t")
 
 
-def test_a_closed_checkpointer_says_so_at_once(stored: Path) -> None:
+def test_closed_checkpointer_raises_immediately(stored: Path) -> None:
     """Not a restore that looks for a sidecar for minutes, nor steps and saves that nobody will ever write."""
-    run = Run(stored)
+    run = ToyRun(stored)
     run.ckpt.close()
     began_s = time.monotonic()
     for call in (run.ckpt.restore, run.ckpt.save, run.ckpt.step, run.ckpt.step):
@@ -101,9 +101,9 @@ def test_a_closed_checkpointer_says_so_at_once(stored: Path) -> None:
     run.ckpt.close()
 
 
-def test_a_second_restore_and_a_second_wrap_are_told(stored: Path) -> None:
+def test_second_restore_and_second_wrap_are_refused(stored: Path) -> None:
     """The first would read "after training began", which it did not; the second would resume the position twice."""
-    with Run(stored) as run:
+    with ToyRun(stored) as run:
         with pytest.raises(UserError, match="the model is restored already, to step 2"):
             run.ckpt.restore(which="step:2")
         loader = run.ckpt.wrap([1, 2, 3])
@@ -114,15 +114,15 @@ def test_a_second_restore_and_a_second_wrap_are_told(stored: Path) -> None:
             run.ckpt.restore()
 
 
-def test_wrong_settings_are_the_users_error_in_the_sidecars_own_words(tmp_path: Path) -> None:
+def test_invalid_settings_raise_user_error_with_remedy(tmp_path: Path) -> None:
     """Before and after the sidecar has its log: what, where and remedy, no JSON, no "read its log"."""
     with pytest.raises(UserError) as caught:
-        Run(tmp_path / "store", encoding="q9")
+        ToyRun(tmp_path / "store", encoding="q9")
     assert caught.value.what == "encoding is 'q9'"
     assert caught.value.where == "--encoding or DELTASHARD_ENCODING"
     assert caught.value.remedy.startswith("one of fp32")
     with pytest.raises(UserError) as caught:
-        Run("gopher://store", restore=False)
+        ToyRun("gopher://store", restore=False)
     assert "gopher" in str(caught.value)
     assert "{" not in str(caught.value)
 
@@ -143,9 +143,7 @@ def resized(stored: Path, *, rows: int = ROWS, width: int = 16, dtype: torch.dty
         ({"dtype": torch.float64}, f"float64 [{ROWS}, 16]"),
     ],
 )
-def test_a_table_that_changed_is_refused_with_both_shapes(
-    stored: Path, change: dict[str, Any], now: str
-) -> None:
+def test_changed_table_error_names_both_shapes(stored: Path, change: dict[str, Any], now: str) -> None:
     """The table, what is stored, what the model has, one remedy; nothing of what would have been done otherwise."""
     _, ckpt = resized(stored, **change)
     try:
@@ -153,10 +151,10 @@ def test_a_table_that_changed_is_refused_with_both_shapes(
             ckpt.restore(weights_only=True)
     finally:
         ckpt.close()
-    said = caught.value.what
+    message = caught.value.what
     for part in ("items.weight", f"[{ROWS}, 16]", now):
-        assert part in said
-    assert not re.search("keep|converted|left out", said)
+        assert part in message
+    assert not re.search("keep|converted|left out", message)
     assert "restore(strict=False)" in caught.value.remedy
 
 
@@ -171,14 +169,14 @@ def _other_groups(model: Toy) -> list[torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize(
-    ("optimizers_of", "changed", "said", "note"),
+    ("optimizers_of", "changed", "message", "note"),
     [
         (_another_class, 0, r"optimizer 0 was a .*Adagrad and is a .*SparseAdam now", "SparseAdam.*no state"),
         (_other_groups, 1, "optimizer 1 had 1 parameter groups and has 2 now", "parameter groups"),
     ],
 )
-def test_another_optimizer_takes_no_state_of_the_old_one(
-    stored: Path, optimizers_of: Any, changed: int, said: str, note: str
+def test_changed_optimizer_receives_no_old_state(
+    stored: Path, optimizers_of: Any, changed: int, message: str, note: str
 ) -> None:
     """Strict refuses by name and the model is as it was built; strict=False leaves the state out, and all can step."""
     model = Toy()
@@ -187,7 +185,7 @@ def test_another_optimizer_takes_no_state_of_the_old_one(
     groups = [dict(group) for group in optimizers[changed].param_groups]
     ckpt = checkpointer(model, optimizers, stored)
     try:
-        with pytest.raises(CheckpointMismatch, match=said):
+        with pytest.raises(CheckpointMismatch, match=message):
             ckpt.restore()
         assert torch.equal(model.items.weight, built)
         restored = ckpt.restore(strict=False)
@@ -204,13 +202,13 @@ def test_another_optimizer_takes_no_state_of_the_old_one(
         ckpt.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
 
-def test_a_second_checkpointer_of_a_run_in_one_process_is_told_at_once(stored: Path) -> None:
+def test_second_checkpointer_of_run_in_process_is_refused(stored: Path) -> None:
     """Re-running a notebook's cell: the two would replace each other's session for ever; after close() it is fine."""
-    with Run(stored) as first:
+    with ToyRun(stored) as first:
         with pytest.raises(AnotherTrainer, match="another Checkpointer of this process") as caught:
-            Run(stored)
+            ToyRun(stored)
         assert "close()" in caught.value.remedy
         first.train(1)
         assert first.save().step == 3, "the first one is not disturbed"
-    with Run(stored) as again:
+    with ToyRun(stored) as again:
         assert again.ckpt.steps == 3

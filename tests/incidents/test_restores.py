@@ -18,12 +18,12 @@ from deltashard_checkpoint.maintenance.retention import Retention, append_retire
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.attempt import open_attempt
 
-from tests.incidents.toys import Run, newest_step
+from tests.incidents.toys import ToyRun, newest_step
 
 
-def test_recsys_examples_477_a_fenced_trainer_never_commits(tmp_path: Path) -> None:
+def test_recsys_examples_477_fenced_trainer_never_commits(tmp_path: Path) -> None:
     """The first trainer of a run goes on after a second one took over: its save is refused, its step raises."""
-    first = Run(tmp_path / "store")
+    first = ToyRun(tmp_path / "store")
     first.train(3)
     first.save()
     newest = RunLog(open_store(f"file://{tmp_path}/store"), "run")
@@ -38,13 +38,11 @@ def test_recsys_examples_477_a_fenced_trainer_never_commits(tmp_path: Path) -> N
     first.__exit__()
 
 
-def test_another_run_that_goes_on_while_it_is_read_is_read_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_source_run_advancing_during_read_is_reread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was chosen there is retired and deleted before its first byte came: no damage, its newest is taken."""
     with (
-        Run(tmp_path / "store", "source", differential="full", keep_last=9) as source,
-        Run(tmp_path / "store", "target", restore=False) as target,
+        ToyRun(tmp_path / "store", "source", differential="full", keep_last=9) as source,
+        ToyRun(tmp_path / "store", "target", restore=False) as target,
     ):
         source.train(3)
         source.save()
@@ -72,28 +70,28 @@ def test_another_run_that_goes_on_while_it_is_read_is_read_anew(
             assert np.array_equal(target.state()[name], values)
 
 
-def test_a_run_that_begins_with_another_runs_checkpoint_never_trains_without_it(tmp_path: Path) -> None:
+def test_run_started_from_another_never_trains_without_it(tmp_path: Path) -> None:
     """Its script says nothing of that run; one that does not call `restore()`, or a run that is not there, is told."""
-    with Run(tmp_path / "store", "source", encoding="fp32") as source:
+    with ToyRun(tmp_path / "store", "source", encoding="fp32") as source:
         source.train(3)
         source.save()
         at_three = source.state()
     options = {"encoding": "fp32", "sidecar": {"restore_from": "source"}}
     with (
-        Run(tmp_path / "store", "warm", restore=False, **options) as silent,
+        ToyRun(tmp_path / "store", "warm", restore=False, **options) as silent,
         pytest.raises(deltashard.DeltashardError, match="the newest is of step 3"),
     ):
         silent.train(1)
-    with Run(tmp_path / "store", "warm", **options) as warm:
+    with ToyRun(tmp_path / "store", "warm", **options) as warm:
         assert (warm.resumed.step, warm.resumed.exact) == (3, True)
         assert all(np.array_equal(warm.state()[name], values) for name, values in at_three.items())
     with pytest.raises(deltashard.DeltashardError, match="there is no such run in the store"):
-        Run(tmp_path / "store", "third", sidecar={"restore_from": "nobody"})
+        ToyRun(tmp_path / "store", "third", sidecar={"restore_from": "nobody"})
 
 
-def test_a_frame_of_another_place_is_refused_and_the_older_checkpoint_restores_loudly(tmp_path: Path) -> None:
+def test_misplaced_frame_falls_back_with_warning(tmp_path: Path) -> None:
     """The newest checkpoint's pack is overwritten by the older one's: never loaded; fallback is told, steps counted."""
-    with Run(tmp_path / "store", differential="full", keep_last=5) as run:
+    with ToyRun(tmp_path / "store", differential="full", keep_last=5) as run:
         run.train(3)
         run.save()
         old = run.state()
@@ -105,7 +103,7 @@ def test_a_frame_of_another_place_is_refused_and_the_older_checkpoint_restores_l
     for cached in (tmp_path / "caches").rglob("*"):
         if cached.is_file():
             cached.unlink()
-    with Run(tmp_path / "store") as again:
+    with ToyRun(tmp_path / "store") as again:
         assert again.resumed.fell_back
         assert again.resumed.step == 3
         assert again.kinds("fell_back")
@@ -117,11 +115,11 @@ def test_a_frame_of_another_place_is_refused_and_the_older_checkpoint_restores_l
     assert newest_step(tmp_path / "store") == 4
 
 
-def test_a_damaged_newest_log_entry_falls_back_loudly(
+def test_damaged_newest_log_entry_falls_back_with_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The commit of the newest checkpoint cannot be read: the older one restores, and every channel says so."""
-    with Run(tmp_path / "store", keep_last=5) as run:
+    with ToyRun(tmp_path / "store", keep_last=5) as run:
         run.train(3)
         run.save()
         old = run.state()
@@ -130,30 +128,30 @@ def test_a_damaged_newest_log_entry_falls_back_loudly(
     store = open_store(f"file://{tmp_path}/store")
     key = f"run/{entry_key(newest)}"
     store.put(key, store.get(key)[:-9])
-    with Run(tmp_path / "store") as again:
+    with ToyRun(tmp_path / "store") as again:
         assert (again.resumed.step, again.resumed.fell_back) == (3, True)
-        said = f"the log cannot be followed past entry {newest}: "
-        assert again.resumed.notes[0].startswith(said)
+        message = f"the log cannot be followed past entry {newest}: "
+        assert again.resumed.notes[0].startswith(message)
         assert [
-            record for record in caplog.records if record.levelname == "WARNING" and said in record.message
+            record for record in caplog.records if record.levelname == "WARNING" and message in record.message
         ]
-        assert again.kinds("fell_back")[0]["why"].startswith(said)
+        assert again.kinds("fell_back")[0]["why"].startswith(message)
         assert np.array_equal(again.state()["weights"], old["weights"])
         again.train(1)
         again.save()
-    with Run(tmp_path / "store") as healthy:
+    with ToyRun(tmp_path / "store") as healthy:
         assert (healthy.resumed.step, healthy.resumed.fell_back, healthy.resumed.notes) == (4, False, ())
 
 
-def test_a_warm_start_from_a_damaged_run_is_told(tmp_path: Path) -> None:
+def test_warm_start_from_damaged_run_is_reported(tmp_path: Path) -> None:
     """`from_run` reads the other run's log: its damage is in the notes too, and in the sidecar's metrics."""
-    with Run(tmp_path / "store", "other", keep_last=5) as other:
+    with ToyRun(tmp_path / "store", "other", keep_last=5) as other:
         other.train(3)
         other.save()
         other.train(1)
         newest = other.save().seq
     open_store(f"file://{tmp_path}/store").put(f"other/{entry_key(newest)}", b"")
-    with Run(tmp_path / "store", restore=False, metrics_port=0) as warm:
+    with ToyRun(tmp_path / "store", restore=False, metrics_port=0) as warm:
         restored = warm.ckpt.restore(from_run="other")
         assert (restored.step, restored.fell_back) == (3, True)
         assert f"past entry {newest}: " in restored.notes[0]
@@ -163,44 +161,42 @@ def test_a_warm_start_from_a_damaged_run_is_told(tmp_path: Path) -> None:
             assert b"\ndeltashard_log_damaged_total 1.0\n" in answer.read()
 
 
-def test_a_run_whose_only_commit_is_unreadable_is_not_begun_anew(tmp_path: Path) -> None:
+def test_run_with_unreadable_only_commit_is_not_restarted(tmp_path: Path) -> None:
     """`restore()` must not answer "nothing was ever committed"; the refusal is one error, without gRPC's trace."""
-    with Run(tmp_path / "store") as run:
+    with ToyRun(tmp_path / "store") as run:
         run.train(3)
         newest = run.save().seq
     open_store(f"file://{tmp_path}/store").put(f"run/{entry_key(newest)}", b"")
-    refused = Run(tmp_path / "store", restore=False)
+    refused = ToyRun(tmp_path / "store", restore=False)
     with pytest.raises(deltashard.errors.RestoreFailed, match="cannot be followed past entry") as raised:
         refused.ckpt.restore()
     trace = "".join(traceback.format_exception(raised.value))
     assert "grpc" not in trace.lower().replace(str(Path(deltashard.__file__).parent).lower(), "")
     refused.__exit__()
-    with Run(tmp_path / "store", restore=False, fresh=True) as anew:
+    with ToyRun(tmp_path / "store", restore=False, fresh=True) as anew:
         anew.train(1)
         assert anew.save().baseline
 
 
-def test_a_run_with_checkpoints_is_not_continued_from_initial_values(tmp_path: Path) -> None:
+def test_run_with_checkpoints_requires_restore(tmp_path: Path) -> None:
     """Forgetting `restore()` on a run that has checkpoints is refused at the first step."""
-    with Run(tmp_path / "store") as run:
+    with ToyRun(tmp_path / "store") as run:
         run.train(2)
         run.save()
-    with Run(tmp_path / "store", restore=False) as forgetful, pytest.raises(deltashard.errors.NotRestored):
+    with ToyRun(tmp_path / "store", restore=False) as forgetful, pytest.raises(deltashard.errors.NotRestored):
         forgetful.train(1)
 
 
-def test_a_model_that_a_failed_restore_wrote_into_is_not_trained_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partially_restored_model_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A warm start that fails after its rows came: a program that catches the error does not commit what is there."""
-    with Run(tmp_path / "store", "source") as source:
+    with ToyRun(tmp_path / "store", "source") as source:
         source.train(3)
         source.save()
 
     def lost(*_: object) -> None:
         raise deltashard.errors.RestoreFailed("the store is gone", where="test", remedy="")
 
-    with Run(tmp_path / "store", "target", restore=False) as target:
+    with ToyRun(tmp_path / "store", "target", restore=False) as target:
         with monkeypatch.context() as patched:
             patched.setattr(target.ckpt._restorer, "_apply", lost)
             with pytest.raises(deltashard.errors.RestoreFailed):

@@ -12,7 +12,7 @@ from deltashard.attach.launcher import runtime_dir
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_sidecar.main import notify
 
-from tests.incidents.toys import Run, assert_holds, stored
+from tests.incidents.toys import ToyRun, assert_holds, stored
 from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
 from tests.support.server.faulty_proxy import FaultyProxy
@@ -20,12 +20,12 @@ from tests.support.server.minio_server import MinioServer
 
 
 @pytest.mark.minio
-def test_dlrover_1585_a_save_begun_while_one_uploads_never_touches_its_blocks(own_minio: MinioServer) -> None:
+def test_dlrover_1585_overlapping_save_keeps_uploading_blocks(own_minio: MinioServer) -> None:
     """A spot notice during a hanging upload: steps stay fast, no save is refused; its cut follows the upload."""
     with FaultyProxy(own_minio.port) as proxy:
         url = own_minio.url(own_minio.new_bucket(), port=proxy.port)
         direct = open_store(url.replace(str(proxy.port), str(own_minio.port)))
-        with Run(url) as run:
+        with ToyRun(url) as run:
             run.train(3)
             run.save()
             proxy.hang = True
@@ -49,10 +49,10 @@ def test_dlrover_1585_a_save_begun_while_one_uploads_never_touches_its_blocks(ow
                 assert commit.step == step
                 assert_holds(read_checkpoint(direct, "run", f"seq:{commit.seq}"), state)
             run.train(1)
-            assert "eviction" in [facts["reason"] for facts in run.kinds("cut")]
+            assert "eviction" in [facts["reason"] for facts in run.kinds("snapshot")]
 
 
-def test_megatron_1435_sidecar_gone_is_survived_and_counted(
+def test_megatron_1435_sidecar_death_is_survived_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sidecar dies with a save in flight: training goes on, a new one comes, the next save covers everything.
@@ -60,7 +60,7 @@ def test_megatron_1435_sidecar_gone_is_survived_and_counted(
     Consecutive deltas: rows of the lost save that nobody touches again are in no other.
     """
     monkeypatch.setenv("DELTASHARD_CRASH_AT", "commit.before_log_put:2")
-    with Run(tmp_path / "store", differential="consecutive") as run:
+    with ToyRun(tmp_path / "store", differential="consecutive") as run:
         run.train(2)
         run.save()
         first = run.ckpt.sidecar_pid
@@ -82,17 +82,17 @@ def test_megatron_1435_sidecar_gone_is_survived_and_counted(
 
 
 @pytest.mark.minio
-def test_nvrx_373_a_stalled_store_never_makes_training_wait(own_minio: MinioServer) -> None:
+def test_nvrx_373_stalled_store_never_blocks_training(own_minio: MinioServer) -> None:
     """The store accepts connections and never answers: steps stay fast, nothing hangs, close() ends by its deadline."""
     with FaultyProxy(own_minio.port) as proxy:
         url = own_minio.url(own_minio.new_bucket(), port=proxy.port)
-        run = Run(url, every_steps=2)
+        run = ToyRun(url, every_steps=2)
         run.train(3)
         run.save()
         proxy.hang = True
         run.train(60)
         assert run.ckpt.steps == 63
-        assert len(run.kinds("cut")) >= 1
+        assert len(run.kinds("snapshot")) >= 1
         began = time.monotonic()
         with pytest.raises(deltashard.SaveFailed):
             run.ckpt.close(deadline_s=3)
@@ -107,7 +107,7 @@ def test_xtuner_1859_file_descriptors_are_constant_over_many_saves(tmp_path: Pat
     def open_files(pid: int | None) -> int:
         return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
-    with Run(tmp_path / "store", encoding="q8", keep_last=2) as run:
+    with ToyRun(tmp_path / "store", encoding="q8", keep_last=2) as run:
         run.train(1)
         for _ in range(20):
             run.train(1)

@@ -36,7 +36,7 @@ class Toy(nn.Module):
         return self.head(self.items(ids))
 
 
-class Run:
+class ToyRun:
     """A training process in miniature: the model, its optimizers, a Checkpointer."""
 
     def __init__(self, url: str | Path, name: str = "run", *, restore: bool = True, **options: Any) -> None:
@@ -47,9 +47,9 @@ class Run:
         self.generator = torch.Generator().manual_seed(5)
         self.url, self.name = str(url), name
         self.events: list[tuple[str, Mapping[str, Any]]] = []
-        heard = {"on_event": lambda kind, facts: self.events.append((kind, facts))}
-        told = {"run": name, "content_hash": True, **heard, **options}
-        self.ckpt = checkpointer(self.model, [self.tables, self.dense], url, **told)
+        on_event_option = {"on_event": lambda kind, facts: self.events.append((kind, facts))}
+        all_options = {"run": name, "content_hash": True, **on_event_option, **options}
+        self.ckpt = checkpointer(self.model, [self.tables, self.dense], url, **all_options)
         self.resumed = self.ckpt.restore() if restore else None
 
     def __enter__(self) -> Self:

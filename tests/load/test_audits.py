@@ -9,7 +9,7 @@ import pytest
 from tests.load.simulation import audit, control_plane
 from tests.load.simulation.control_plane import CONTROLLER, SYSTEM
 
-ITS_OWN = audit.Request(
+ALLOWED_REQUEST = audit.AuditedRequest(
     user=control_plane.account(CONTROLLER),
     verb="update",
     group="",
@@ -30,7 +30,7 @@ ITS_OWN = audit.Request(
         ({"verb": "create", "group": "batch", "resource": "jobs", "name": "train"}, ["not allowed"]),
     ],
 )
-def test_a_name_or_a_namespace_more_is_a_finding(changes: dict[str, str], found: list[str]) -> None:
+def test_write_outside_allowed_names_is_a_violation(changes: dict[str, str], found: list[str]) -> None:
     """Its own Secrets by name, in its own namespace, by update: nothing beside."""
-    findings = audit.findings([dataclasses.replace(ITS_OWN, **changes)])
-    assert [each.partition(":")[0] for each in findings] == found
+    violations = audit.violations([dataclasses.replace(ALLOWED_REQUEST, **changes)])
+    assert [each.partition(":")[0] for each in violations] == found

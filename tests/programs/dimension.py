@@ -62,7 +62,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     # the loop
     "loop": (
         "for", "next", "enumerate", "epochs", "next_iter", "islice", "break", "break_used", "cycle", "kept",
-        "two_steps", "filter", "pipelined", "pipelined_unsaid", "zip", "nested", "alternate", "generator",
+        "two_steps", "filter", "pipelined", "pipelined_undeclared", "zip", "nested", "alternate", "generator",
     ),
     "between": ("none", "spare", "peek", "evaluate", "train_pass"),
     "loop_draws": ("none", "torch", "numpy"),
@@ -98,7 +98,7 @@ def draw(seed: int) -> Spec:
     return consistent(spec)
 
 
-def completed(differences: Spec) -> Spec:
+def with_defaults(differences: Spec) -> Spec:
     """The program that differs from the plain one in these dimensions."""
     if unknown := differences.keys() - DIMENSIONS.keys():
         raise ValueError(f"no such dimension: {sorted(unknown)}")
@@ -138,7 +138,7 @@ def consistent(spec: Spec) -> Spec:
         s["augment"] = "none"
     if s["loader"] not in ("map", "stateful"):
         s["shuffle"], s["generator"] = True, False
-    if s["loader"] == "batch_sampler" or s["loop"] in ("pipelined", "pipelined_unsaid"):
+    if s["loader"] == "batch_sampler" or s["loop"] in ("pipelined", "pipelined_undeclared"):
         s["between"] = s["between"] if s["between"] == "evaluate" else "none"
     if s["kill_where"] == "optimizers" and s["optimizers"] == "one":
         s["kill_where"] = "backward"

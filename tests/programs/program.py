@@ -49,7 +49,7 @@ RULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Lookahead(optim.Optimizer):
+class LookaheadOptimizer(optim.Optimizer):
     """As packages on PyPI write it: it shares the groups of the optimizer inside, and keeps slow weights of its own."""
 
     def __init__(self, inner: Any) -> None:
@@ -73,7 +73,7 @@ class Lookahead(optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
 
-class Net(nn.Module):
+class ProgramNet(nn.Module):
     """Embedding tables under one linear layer."""
 
     def __init__(self, s: SimpleNamespace) -> None:
@@ -121,7 +121,7 @@ class Sample(SimpleNamespace):
     """A batch of a class of the program's own."""
 
 
-class Items(Dataset):
+class ProgramDataset(Dataset):
     """Sample `i` has three ids and a target."""
 
     def __init__(self, s: SimpleNamespace, samples: int) -> None:
@@ -136,10 +136,10 @@ class Items(Dataset):
         return {"ids": ids, "y": y} if self.s.batch == "dict" else (ids, y)
 
 
-class Stream(IterableDataset):
+class ProgramStream(IterableDataset):
     """The samples in their order; or through a shuffle buffer that draws from Python's generator."""
 
-    def __init__(self, items: Items, *, buffer: int) -> None:
+    def __init__(self, items: ProgramDataset, *, buffer: int) -> None:
         self.items, self.buffer = items, buffer
 
     def __iter__(self) -> Iterator[Any]:
@@ -165,7 +165,7 @@ class OwnSampler(Sampler):
         return iter((self.own or np.random).permutation(self.samples).tolist())
 
 
-class Counting:
+class CountingBatches:
     """Batches whose position is an attribute, as TorchRec's random dataset has them; every `iter()` sets it to 0."""
 
     def __init__(self, batches: list[Any]) -> None:
@@ -182,10 +182,10 @@ class Counting:
         return self.batches[self.position - 1]
 
 
-class Holder(IterableDataset):
+class BatchDataset(IterableDataset):
     """A dataset of such batches."""
 
-    def __init__(self, batches: Counting) -> None:
+    def __init__(self, batches: CountingBatches) -> None:
         self.batches = batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -198,7 +198,7 @@ def _in_object(samples: list[Any]) -> Sample:
 
 def _loader(s: SimpleNamespace, restarted: bool, samples: int = SAMPLES) -> Any:
     change = s.restart if restarted else "same"
-    items = Items(s, samples + (8 if change == "longer" else 0))
+    items = ProgramDataset(s, samples + (8 if change == "longer" else 0))
     n, batch = len(items), 5 if change == "batch_size" else BATCH
     options: dict[str, Any] = {"collate_fn": _in_object if s.batch == "object" else None}
     if s.workers or change == "workers":
@@ -211,10 +211,10 @@ def _loader(s: SimpleNamespace, restarted: bool, samples: int = SAMPLES) -> Any:
     batches = list(DataLoader(items, BATCH, collate_fn=options["collate_fn"]))
     make: dict[str, Callable[[], Any]] = {
         "map": lambda: DataLoader(items, shuffle=shuffle, **whole),
-        "iterable": lambda: DataLoader(Stream(items, buffer=0), **whole),
-        "buffer": lambda: DataLoader(Stream(items, buffer=6), **whole),
+        "iterable": lambda: DataLoader(ProgramStream(items, buffer=0), **whole),
+        "buffer": lambda: DataLoader(ProgramStream(items, buffer=6), **whole),
         "stateful": lambda: StatefulDataLoader(items, shuffle=shuffle, **whole),
-        "stateful_iterable": lambda: StatefulDataLoader(Stream(items, buffer=0), **whole),
+        "stateful_iterable": lambda: StatefulDataLoader(ProgramStream(items, buffer=0), **whole),
         "stateful_numpy": lambda: StatefulDataLoader(items, sampler=OwnSampler(n, None), **whole),
         "resumable": lambda: DataLoader(items, sampler=deltashard.ResumableSampler(items, seed=3), **whole),
         "weighted": lambda: DataLoader(items, sampler=WeightedRandomSampler(torch.linspace(0.1, 1, n), n), **whole),
@@ -225,7 +225,7 @@ def _loader(s: SimpleNamespace, restarted: bool, samples: int = SAMPLES) -> Any:
         ),
         "distributed": lambda: DataLoader(items, sampler=DistributedSampler(items, 1, 0, seed=4), **whole),
         "factory": lambda: lambda epoch, start: iter(batches[(epoch + k) % len(batches)] for k in range(start, len(batches))),
-        "counting": lambda: Holder(Counting(batches)),
+        "counting": lambda: BatchDataset(CountingBatches(batches)),
         "list": lambda: batches,
     }  # fmt: skip
     return make[s.loader]()
@@ -237,15 +237,15 @@ def _parts(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return (batch["ids"], batch["y"]) if isinstance(batch, dict) else (batch[0], batch[1])
 
 
-class Program:
+class UserProgram:
     """One life of the program: `run()` trains to `STEPS`, or dies on the way."""
 
-    def __init__(self, spec: Spec, *, kill: int = 0, restarted: bool = False, told: list[str]) -> None:
+    def __init__(self, spec: Spec, *, kill: int = 0, restarted: bool = False, reported: list[str]) -> None:
         """`kill`: the step at which it ends itself, 0 for none; counted from the restored one if `second_kill`."""
         self.s = s = SimpleNamespace(**spec)
-        self.kill, self.restarted, self.told = kill, restarted, told
+        self.kill, self.restarted, self.reported = kill, restarted, reported
         torch.manual_seed(11), np.random.seed(11), random.seed(11)
-        self.net = Net(s)
+        self.net = ProgramNet(s)
         if s.freeze == "unfreeze":
             self.net.tables[0].weight.requires_grad_(False)
         self.tables = list(dict.fromkeys(table.weight for table in self.net.tables))
@@ -283,7 +283,7 @@ class Program:
         if self.restarted and s.restart == "rate":
             for group in made[-1].param_groups:
                 group["lr"] *= 3
-        return [*made[:-1], Lookahead(made[-1])] if s.wrapper == "lookahead" else made
+        return [*made[:-1], LookaheadOptimizer(made[-1])] if s.wrapper == "lookahead" else made
 
     def _scheduler(self, optimizer: Any) -> Any:
         rates = optim.lr_scheduler
@@ -301,7 +301,7 @@ class Program:
     def run(self) -> None:
         s = self.s
         options: dict[str, Any] = {"content_hash": s.content_hash, "precopy": s.precopy}
-        event = lambda kind, facts: self.told.append(f"event {kind}: {dict(facts)}")  # noqa: E731
+        event = lambda kind, facts: self.reported.append(f"event {kind}: {dict(facts)}")  # noqa: E731
         self.ckpt = deltashard.Checkpointer(
             self.net, self.optimizers, state=self.state, on_event=event, **options
         )
@@ -316,7 +316,7 @@ class Program:
         if resumed is not None:
             self.n = resumed.step
             for note in resumed.notes:
-                self.told.append(f"note: {note}")
+                self.reported.append(f"note: {note}")
         if not s.wrap_first:
             loader = self.ckpt.wrap(bare, name="first", **wrap)
             second = None if second is None else self.ckpt.wrap(second, name="second")
@@ -331,7 +331,7 @@ class Program:
             next(iter(loader), None)  # restored at the end of an epoch there is none, as the page says
         self.loader = loader
         self.between_epochs = getattr(loader, "delivered", 0) % -(-SAMPLES // BATCH) == 0
-        self.held = DataLoader(Items(SimpleNamespace(augment="none", batch="tuple"), 8), 4)
+        self.held = DataLoader(ProgramDataset(SimpleNamespace(augment="none", batch="tuple"), 8), 4)
         self._loop(loader, second, getattr(bare, "sampler", None))
         self.ckpt.close()
 
@@ -341,14 +341,14 @@ class Program:
             "epochs": lambda: self._epochs(loader, sampler),
             "next_iter": lambda: (next(iter(loader)) for _ in itertools.count()),
             "islice": lambda: self._passes(lambda: itertools.islice(loader, 3)),
-            "break": lambda: self._broken(loader, used=False),
-            "break_used": lambda: self._broken(loader, used=True),
+            "break": lambda: self._early_break(loader, used=False),
+            "break_used": lambda: self._early_break(loader, used=True),
             "cycle": lambda: itertools.cycle(loader),
-            "kept": lambda: self._kept(list(loader)),
+            "kept": lambda: self._cached(list(loader)),
             "two_steps": lambda: (batch for batch in self._passes(lambda: loader) for _ in range(2)),
             "filter": lambda: (b for b in self._passes(lambda: loader) if int(_parts(b)[0][0, 0]) % 3),
-            "pipelined": lambda: self._ahead(loader),
-            "pipelined_unsaid": lambda: self._ahead(loader),
+            "pipelined": lambda: self._prefetched(loader),
+            "pipelined_undeclared": lambda: self._prefetched(loader),
             "zip": lambda: self._passes(lambda: zip(loader, second, strict=False)),
             "nested": lambda: ((x, y) for x in self._passes(lambda: loader) for y in second),
             "alternate": lambda: self._alternate(loader, second),
@@ -388,7 +388,7 @@ class Program:
                 sampler.set_epoch(epoch)
             yield from loader
 
-    def _broken(self, loader: Any, *, used: bool) -> Iterator[Any]:
+    def _early_break(self, loader: Any, *, used: bool) -> Iterator[Any]:
         while True:
             for i, batch in enumerate(loader):
                 if i == 3 and not used:
@@ -397,11 +397,11 @@ class Program:
                 if i == 2 and used:
                     break
 
-    def _kept(self, batches: list[Any]) -> Iterator[Any]:
+    def _cached(self, batches: list[Any]) -> Iterator[Any]:
         while batches:
             yield batches[self.n % len(batches)]
 
-    def _ahead(self, loader: Any) -> Iterator[Any]:
+    def _prefetched(self, loader: Any) -> Iterator[Any]:
         while True:
             source, queue = iter(loader), collections.deque()
             while True:
@@ -451,7 +451,7 @@ class Program:
         else:
             loss = self._loss(batch)
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            self._die_here("backward")
+            self._maybe_kill("backward")
             if (n + 1) % s.accumulate == 0:
                 self._step_optimizers()
         if (n + 1) % s.accumulate == 0:
@@ -466,7 +466,7 @@ class Program:
         self.ckpt.step()
         if s.save in ("wait", "pin") and self.n % 3 == 0 and self.n % s.accumulate == 0:
             self.ckpt.save("user", **({"pin": f"at-{self.n}"} if s.save == "pin" else {})).wait(WAIT_S)
-        self._die_here("step")
+        self._maybe_kill("step")
         if self.n == self.kill and s.kill_where == "sigterm":
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -486,7 +486,7 @@ class Program:
             nn.utils.clip_grad_value_(clipped, 0.2)
         for number, optimizer in enumerate(self.optimizers):
             if number:
-                self._die_here("optimizers")
+                self._maybe_kill("optimizers")
             _ = optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
         if self.scaler is not None:
             self.scaler.update()
@@ -554,7 +554,7 @@ class Program:
                         optimizer.state[come] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(come)}
         self.dense = [next((c for g, c in zip(old, new, strict=True) if p is g), p) for p in self.dense]
 
-    def _die_here(self, where: str) -> None:
+    def _maybe_kill(self, where: str) -> None:
         if self.kill and where == self.s.kill_where and self.n >= self.kill - (where != "step"):
             os.kill(os.getpid(), signal.SIGKILL)
 

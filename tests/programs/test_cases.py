@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.programs.dimension import DIMENSIONS, Spec, completed
-from tests.programs.judge import Judge
+from tests.programs.dimension import DIMENSIONS, Spec, with_defaults
+from tests.programs.program_runner import ProgramRunner
 
 WAIT = {"save": "wait"}  # its newest checkpoint is of step 6 when it is killed after step 8
 
@@ -39,7 +39,7 @@ EXACT: dict[str, Spec] = {
     **{f"a table under {rule}": {"table_rule": rule, "sparse": rule == "sparse_adam"} | _TRAINED for rule in _RULES},
     **{f"a sparse table under {rule}": {"table_rule": rule} | _TRAINED for rule in ("sgd", "momentum", "adagrad", "rowwise")},
 }  # fmt: skip
-TOLD: dict[str, tuple[Spec, str]] = {
+REPORTED: dict[str, tuple[Spec, str]] = {
     "batches that are kept and given again": ({"loop": "cycle"}, "without a new batch"),
     "batches in a list": ({"loop": "kept"}, "without a new batch"),
     "another batch size in mid-epoch": ({"restart": "batch_size"}, "batch_size"),
@@ -61,30 +61,30 @@ WARNED: dict[str, tuple[Spec, str]] = {
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    with Judge() as judge:
-        yield judge
+def runner() -> Iterator[ProgramRunner]:
+    with ProgramRunner() as runner:
+        yield runner
 
 
-def _verdict(judge: Judge, spec: Spec) -> dict[str, Any]:
-    verdict = judge.verdict(completed(WAIT | spec))
-    assert verdict["outcome"] in ("exact", "told"), verdict
+def _verdict(runner: ProgramRunner, spec: Spec) -> dict[str, Any]:
+    verdict = runner.verdict(with_defaults(WAIT | spec))
+    assert verdict["outcome"] in ("exact", "reported"), verdict
     return verdict
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
-def test_exact(judge: Judge, name: str) -> None:
-    verdict = _verdict(judge, EXACT[name])
+def test_exact(runner: ProgramRunner, name: str) -> None:
+    verdict = _verdict(runner, EXACT[name])
     assert verdict["outcome"] == "exact", verdict
     assert verdict["restored"] > 0
-    assert verdict["told"] == [], "a false alarm"
+    assert verdict["reported"] == [], "a false alarm"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*TOLD, *WARNED])
-def test_told(judge: Judge, name: str) -> None:
-    spec, words = (TOLD | WARNED)[name]
-    verdict = _verdict(judge, spec)
-    assert verdict["outcome"] == ("exact" if name in WARNED else "told"), verdict
-    assert any(words in word for word in verdict["told"]), verdict["told"]
+@pytest.mark.parametrize("name", [*REPORTED, *WARNED])
+def test_reported(runner: ProgramRunner, name: str) -> None:
+    spec, words = (REPORTED | WARNED)[name]
+    verdict = _verdict(runner, spec)
+    assert verdict["outcome"] == ("exact" if name in WARNED else "reported"), verdict
+    assert any(words in word for word in verdict["reported"]), verdict["reported"]

@@ -1,10 +1,10 @@
 """Runs programs: whole, and killed and resumed; run as a module, it reads specs as lines of JSON and answers verdicts.
 
 All processes are forked from this one, which has imported everything and has no threads: sidecars, and the lives of a
-program. A verdict is `{"outcome", "told", "differs", "restored"}`, the outcome one of
+program. A verdict is `{"outcome", "reported", "differs", "restored"}`, the outcome one of
 
 - exact: the resumed run ends with the bits of the uninterrupted one;
-- told: it does not, or cannot, and a warning, a note of the restore, an event or an error of deltashard says why;
+- reported: it does not, or cannot, and a warning, a note of the restore, an event or an error of deltashard says why;
 - silent, crash, hung: what must not be. `broken`: the program itself is at fault.
 """
 
@@ -24,11 +24,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tests.programs.dimension import Spec, completed
+from tests.programs.dimension import Spec, with_defaults
 from tests.support.sidecar_zygote import child
-from tests.support.trainer.verdict import Words, differing, explaining, telling
+from tests.support.trainer.verdict import CapturedLog, differing, explanations, reported_lines
 
-LIFE_S = 120
+PROCESS_TIMEOUT_S = 120
 CHANGES = ("batch_size", "longer", "unshuffled", "workers")
 """Restarts with another loader."""
 SIDECAR = "main", "grpc_server", "sidecar", "arena.arena", "run.run", "telemetry.structured_logging"
@@ -49,7 +49,7 @@ def _sidecar(root: Path, spec: Spec) -> int:
     if pid == 0:
         log = str(root / "sidecar.log")
         child({"argv": argv, "env": dict(os.environ), "cwd": str(root), "log": log, "constants": {}})
-    until = time.monotonic() + LIFE_S
+    until = time.monotonic() + PROCESS_TIMEOUT_S
     while not (directory / "ready.json").exists():
         if os.waitpid(pid, os.WNOHANG)[0] or time.monotonic() > until:
             raise RuntimeError((root / "sidecar.log").read_text())
@@ -57,12 +57,12 @@ def _sidecar(root: Path, spec: Spec) -> int:
     return pid
 
 
-def _life(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool) -> int | None:
+def _run_process(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool) -> int | None:
     """Its exit code; None: it did not end."""
     pid = os.fork()
     if pid == 0:
-        _lived(root, spec, out, kill=kill, restarted=restarted)
-    until = time.monotonic() + LIFE_S
+        _run_child(root, spec, out, kill=kill, restarted=restarted)
+    until = time.monotonic() + PROCESS_TIMEOUT_S
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
@@ -74,23 +74,23 @@ def _life(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool) -> i
         time.sleep(0.005)
 
 
-def _lived(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool) -> None:
+def _run_child(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool) -> None:
     """In the child: does not return."""
     log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    told = Told(out.with_suffix(".told"))
-    found: dict[str, Any] = {"error": None, "told": told, "bits": None, "restored": 0}
+    reported = MessageLog(out.with_suffix(".reported"))
+    found: dict[str, Any] = {"error": None, "reported": reported, "bits": None, "restored": 0}
     try:
         from deltashard.errors import DeltashardError
 
-        from tests.programs.program import Program
+        from tests.programs.program import UserProgram
 
         os.environ["DELTASHARD_SOCKET"] = str(root / "run" / "sidecar.sock")
-        Words(found["told"])
+        CapturedLog(found["reported"])
         program = None
         try:
-            program = Program(spec, kill=kill, restarted=restarted, told=found["told"])
+            program = UserProgram(spec, kill=kill, restarted=restarted, reported=found["reported"])
             program.run()
             found["bits"] = program.bits()
         except DeltashardError as error:
@@ -101,12 +101,12 @@ def _lived(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool) -> 
             found["error"] = f"crash: {type(error).__name__}: {error}"
         found["restored"] = getattr(program, "restored", 0)
         found["between_epochs"] = getattr(program, "between_epochs", False)
-        out.write_bytes(pickle.dumps(found | {"told": [*told]}))
+        out.write_bytes(pickle.dumps(found | {"reported": [*reported]}))
     finally:
         os._exit(0)
 
 
-class Told(list[str]):
+class MessageLog(list[str]):
     """What a life was told; in a file, too, for one that is killed."""
 
     def __init__(self, path: Path) -> None:
@@ -125,39 +125,41 @@ def _read(out: Path) -> dict[str, Any]:
         return pickle.loads(out.read_bytes())
     return {
         "error": f"crash: no result: {out.with_suffix('.log').read_text()[-1500:]}",
-        "told": [json.loads(line) for line in out.with_suffix(".told").read_text().splitlines()],
+        "reported": [json.loads(line) for line in out.with_suffix(".reported").read_text().splitlines()],
         "bits": None,
         "restored": 0,
     }
 
 
-def judge(spec: Spec) -> dict[str, Any]:
+def evaluate(spec: Spec) -> dict[str, Any]:
     """The verdict on one program."""
     root = Path(tempfile.mkdtemp(prefix="programs-"))
     sidecars = []
     try:
         for name in ("whole", "killed"):
             sidecars.append(_sidecar(root / name, spec))
-        rc = _life(root / "whole", spec, root / "whole.out", kill=0, restarted=False)
+        rc = _run_process(root / "whole", spec, root / "whole.out", kill=0, restarted=False)
         whole = _read(root / "whole.out")
         if rc is None:
-            return {"outcome": "hung", "told": ["the uninterrupted run"]}
+            return {"outcome": "hung", "reported": ["the uninterrupted run"]}
         if whole["error"]:
-            outcome = "told" if whole["error"].startswith("refused") else "broken"
-            return {"outcome": outcome, "told": [whole["error"]]}
-        lives = [_life(root / "killed", spec, root / "killed.out", kill=spec["kill"], restarted=False)]
+            outcome = "reported" if whole["error"].startswith("refused") else "broken"
+            return {"outcome": outcome, "reported": [whole["error"]]}
+        lives = [_run_process(root / "killed", spec, root / "killed.out", kill=spec["kill"], restarted=False)]
         if spec["second_kill"]:
-            second = _life(
+            second = _run_process(
                 root / "killed", spec, root / "second.out", kill=spec["second_kill"], restarted=True
             )
             lives.append(second)
-        lives.append(_life(root / "killed", spec, root / "resumed.out", kill=0, restarted=True))
+        lives.append(_run_process(root / "killed", spec, root / "resumed.out", kill=0, restarted=True))
         if None in lives:
-            return {"outcome": "hung", "told": [f"life {lives.index(None) + 1} of the killed run"]}
+            return {"outcome": "hung", "reported": [f"life {lives.index(None) + 1} of the killed run"]}
         if lives[0] >= 0:
-            return {"outcome": "broken", "told": [f"not killed: {_read(root / 'killed.out')['error']}"]}
+            return {"outcome": "broken", "reported": [f"not killed: {_read(root / 'killed.out')['error']}"]}
         outs = [root / f"{n}.out" for n in ("killed", "second", "resumed")]
-        return _compared(spec, whole, [_read(out) for out in outs if out.with_suffix(".told").exists()])
+        return _compare_lives(
+            spec, whole, [_read(out) for out in outs if out.with_suffix(".reported").exists()]
+        )
     finally:
         for pid in sidecars:
             os.kill(pid, signal.SIGKILL)
@@ -166,24 +168,27 @@ def judge(spec: Spec) -> dict[str, Any]:
             shutil.rmtree(root, ignore_errors=True)
 
 
-def _compared(spec: Spec, whole: dict[str, Any], lives: list[dict[str, Any]]) -> dict[str, Any]:
+def _compare_lives(spec: Spec, whole: dict[str, Any], lives: list[dict[str, Any]]) -> dict[str, Any]:
     last = lives[-1]
-    words = [word for life in (whole, *lives) for word in life["told"]]
-    verdict: dict[str, Any] = {"told": telling(words), "restored": last["restored"], "differs": []}
+    words = [word for life in (whole, *lives) for word in life["reported"]]
+    verdict: dict[str, Any] = {"reported": reported_lines(words), "restored": last["restored"], "differs": []}
     if last["error"]:
         crash = last["error"].startswith("crash")
-        return verdict | {"outcome": "crash" if crash else "told", "told": [last["error"], *telling(words)]}
+        return verdict | {
+            "outcome": "crash" if crash else "reported",
+            "reported": [last["error"], *reported_lines(words)],
+        }
     if last["bits"] == whole["bits"]:
         return verdict | {"outcome": "exact"}
     between = spec["restart"] in CHANGES and any(
         life["restored"] and life.get("between_epochs") for life in lives
     )
-    if not explaining(words) and between:
+    if not explanations(words) and between:
         return verdict | {"outcome": "another loader between epochs"}
     if spec["restart"] != "same" and not any(life["restored"] for life in lives):
         return verdict | {"outcome": "another program from its beginning"}
     return verdict | {
-        "outcome": "told" if explaining(words) else "silent",
+        "outcome": "reported" if explanations(words) else "silent",
         "differs": differing(whole["bits"], last["bits"]),
     }
 
@@ -199,7 +204,7 @@ def serve() -> None:
     for name in SIDECAR:
         importlib.import_module(f"deltashard_sidecar.{name}")
     for line in sys.stdin:
-        print(json.dumps(judge(completed(json.loads(line)))), flush=True)
+        print(json.dumps(evaluate(with_defaults(json.loads(line)))), flush=True)
 
 
 if __name__ == "__main__":

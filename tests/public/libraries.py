@@ -28,29 +28,29 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.trainer.verdict import Words, bits, optimizer_bits
+from tests.support.trainer.verdict import CapturedLog, bits, optimizer_bits
 
 ROWS, SAMPLES, BATCH, EPOCHS = 900, 92, 8, 3
 STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
 
 
 @dataclass
-class Life:
+class LibraryProgramRun:
     """One process of a program."""
 
     store: Path
     kill: int = 0
     """The step after which it is killed; its newest save is of two steps before. 0: never."""
-    told: list[str] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
 
     def checkpointer(self, model: nn.Module, optimizer: Any, **state: Any) -> deltashard.Checkpointer:
         """What the user writes, restored."""
         ckpt = deltashard.Checkpointer(
             model, optimizer, state=state, url=self.store, run="run", encoding="fp32", every_steps=5,
-            arena_bytes=32 << 20, on_event=lambda kind, facts: self.told.append(f"event {kind}: {dict(facts)}"),
+            arena_bytes=32 << 20, on_event=lambda kind, facts: self.reported.append(f"event {kind}: {dict(facts)}"),
         )  # fmt: skip
         resumed = ckpt.restore()
-        self.told += [f"note: {note}" for note in resumed.notes] if resumed else []
+        self.reported += [f"note: {note}" for note in resumed.notes] if resumed else []
         self.resumed_at = resumed.step if resumed else 0
         return ckpt
 
@@ -69,7 +69,7 @@ class Life:
             self.stepped(ckpt)
 
 
-class Clicks(nn.Module):
+class ClickModel(nn.Module):
     """Two tables and a small network with dropout."""
 
     def __init__(self) -> None:
@@ -89,18 +89,18 @@ def _clicks(samples: int = SAMPLES) -> TensorDataset:
     )
 
 
-def _ended(model: nn.Module, optimizer: Any, **more: Any) -> dict[str, bytes]:
+def _final_state(model: nn.Module, optimizer: Any, **more: Any) -> dict[str, bytes]:
     return bits("model", model.state_dict()) | optimizer_bits("optimizer", optimizer) | bits("more", more)
 
 
-def lightning(life: Life, *, manual: bool = False, workers: int = 0) -> dict[str, bytes]:
+def lightning(life: LibraryProgramRun, *, manual: bool = False, workers: int = 0) -> dict[str, bytes]:
     """Lightning's Trainer, with validation and a schedule; the Checkpointer steps in a callback."""
     import lightning as pl
 
-    class Module(pl.LightningModule):
+    class LightningClickModel(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = Clicks()
+            self.net = ClickModel()
             self.automatic_optimization = not manual
             self.rule = torch.optim.Adagrad(self.parameters(), lr=0.05)
             self.schedule = torch.optim.lr_scheduler.StepLR(self.rule, 6, 0.9)
@@ -120,7 +120,7 @@ def lightning(life: Life, *, manual: bool = False, workers: int = 0) -> dict[str
         def configure_optimizers(self) -> Any:
             return [self.rule], [{"scheduler": self.schedule, "interval": "step"}]
 
-    class Save(pl.Callback):
+    class StepCallback(pl.Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             # Lightning validates when it has counted len(loader) batches; those before the restart are among them.
             nonlocal before
@@ -133,25 +133,25 @@ def lightning(life: Life, *, manual: bool = False, workers: int = 0) -> dict[str
             life.stepped(ckpt)
 
     pl.seed_everything(3, workers=True, verbose=False)
-    module = Module()
+    module = LightningClickModel()
     ckpt = life.checkpointer(module, module.rule, schedule=module.schedule)
     loader = ckpt.wrap(DataLoader(_clicks(), BATCH, shuffle=True, num_workers=workers))
     before = loader.delivered
     trainer = pl.Trainer(
         max_epochs=EPOCHS - loader.epoch, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[Save()],
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[StepCallback()],
     )  # fmt: skip
     trainer.fit(module, loader, DataLoader(_clicks(24), BATCH))
     ckpt.close()
-    return _ended(module, module.rule, schedule=module.schedule.state_dict())
+    return _final_state(module, module.rule, schedule=module.schedule.state_dict())
 
 
-def lightning_manual(life: Life) -> dict[str, bytes]:
+def lightning_manual(life: LibraryProgramRun) -> dict[str, bytes]:
     """The same with manual optimization, and worker processes."""
     return lightning(life, manual=True, workers=2)
 
 
-def accelerate(life: Life, **loaders: Any) -> dict[str, bytes]:
+def accelerate(life: LibraryProgramRun, **loaders: Any) -> dict[str, bytes]:
     """Accelerate's prepared model, optimizer, loader and schedule; gradients of two batches are accumulated."""
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import set_seed
@@ -160,7 +160,7 @@ def accelerate(life: Life, **loaders: Any) -> dict[str, bytes]:
         cpu=True, gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(**loaders)
     )
     set_seed(3)
-    net = Clicks()
+    net = ClickModel()
     optimizer = torch.optim.Adagrad(net.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 6, 0.9)
     net, prepared, loader, prepared_schedule = accelerator.prepare(
@@ -179,20 +179,20 @@ def accelerate(life: Life, **loaders: Any) -> dict[str, bytes]:
             ckpt.step()
             life.stepped(ckpt)
     ckpt.close()
-    return _ended(net, optimizer, schedule=schedule.state_dict())
+    return _final_state(net, optimizer, schedule=schedule.state_dict())
 
 
-def accelerate_stateful(life: Life) -> dict[str, bytes]:
+def accelerate_stateful(life: LibraryProgramRun) -> dict[str, bytes]:
     """The same with Accelerate's stateful loaders."""
     return accelerate(life, use_stateful_dataloader=True)
 
 
-def accelerate_seedable(life: Life) -> dict[str, bytes]:
+def accelerate_seedable(life: LibraryProgramRun) -> dict[str, bytes]:
     """The same with Accelerate's sampler whose order is a function of seed and epoch."""
     return accelerate(life, use_seedable_sampler=True)
 
 
-def torch_rechub(life: Life) -> dict[str, bytes]:
+def torch_rechub(life: LibraryProgramRun) -> dict[str, bytes]:
     """DeepFM under torch-rechub's trainer, on its own loaders."""
     from torch_rechub.basic.features import DenseFeature, SparseFeature
     from torch_rechub.models.ranking import DeepFM
@@ -220,10 +220,10 @@ def torch_rechub(life: Life) -> dict[str, bytes]:
     for _ in range(loader.epoch, EPOCHS):
         trainer.train_one_epoch(life.stepping(loader, ckpt))
     ckpt.close()
-    return _ended(model, trainer.optimizer)
+    return _final_state(model, trainer.optimizer)
 
 
-def recbole(life: Life) -> dict[str, bytes]:
+def recbole(life: LibraryProgramRun) -> dict[str, bytes]:
     """BPR under recbole's trainer, whose loader draws negative samples while it collates."""
     # Names of numpy 1 that recbole 1.2.1 asks for.
     for name, value in (("float_", np.float64), ("complex_", np.complex128), ("unicode_", np.str_)):
@@ -257,10 +257,10 @@ def recbole(life: Life) -> dict[str, bytes]:
     for epoch in range(loader.epoch, EPOCHS):
         trainer._train_epoch(life.stepping(loader, ckpt), epoch)
     ckpt.close()
-    return _ended(model, trainer.optimizer)
+    return _final_state(model, trainer.optimizer)
 
 
-PROGRAMS: dict[str, Callable[[Life], dict[str, bytes]]] = {
+PROGRAMS: dict[str, Callable[[LibraryProgramRun], dict[str, bytes]]] = {
     program.__name__: program
     for program in (lightning, lightning_manual, accelerate, accelerate_stateful, accelerate_seedable, torch_rechub, recbole)
 }  # fmt: skip
@@ -276,21 +276,23 @@ def _seed() -> None:
     torch.manual_seed(3), np.random.seed(3), random.seed(3)
 
 
-def _forked(program: Callable[[Life], dict[str, bytes]], life: Life, out: Path) -> int:
+def _forked(
+    program: Callable[[LibraryProgramRun], dict[str, bytes]], life: LibraryProgramRun, out: Path
+) -> int:
     pid = os.fork()
     if pid == 0:
         log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        found: dict[str, Any] = {"told": life.told, "bits": None}
+        found: dict[str, Any] = {"reported": life.reported, "bits": None}
         code = 1
         try:
-            Words(life.told)
+            CapturedLog(life.reported)
             found["bits"] = program(life)
             code = 0
         except deltashard.errors.DeltashardError as error:
             traceback.print_exc()
-            life.told.append(f"error: {type(error).__name__}: {error}")
+            life.reported.append(f"error: {type(error).__name__}: {error}")
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -310,9 +312,9 @@ def run(work: Path, name: str, kill: int) -> dict[str, int]:
     for folder in ("a", "b"):
         (work / folder).mkdir(parents=True)
     return {
-        "whole": _forked(program, Life(work / "a" / "store"), work / "whole"),
-        "killed": _forked(program, Life(work / "b" / "store", kill), work / "killed"),
-        "resumed": _forked(program, Life(work / "b" / "store"), work / "resumed"),
+        "whole": _forked(program, LibraryProgramRun(work / "a" / "store"), work / "whole"),
+        "killed": _forked(program, LibraryProgramRun(work / "b" / "store", kill), work / "killed"),
+        "resumed": _forked(program, LibraryProgramRun(work / "b" / "store"), work / "resumed"),
     }
 
 

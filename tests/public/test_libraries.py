@@ -15,51 +15,49 @@ import pytest
 from tests.public.libraries import EPOCHS, PROGRAMS, STEPS_PER_EPOCH
 from tests.support.machine import limit_s
 from tests.support.tool import ROOT
-from tests.support.trainer.verdict import differing, explaining
+from tests.support.trainer.verdict import differing, explanations
 
 EXACT = set(PROGRAMS) - {"accelerate_stateful", "accelerate_seedable"}
 """The others are told: Accelerate's stateful loaders keep no state of the generator that their order comes from, and its
 seedable sampler counts epochs from 0 in each process."""
 
 
-KILLS = {
+KILL_STEPS = {
     name: 2 * random.Random(name).randrange(STEPS_PER_EPOCH // 2 + 2, STEPS_PER_EPOCH) for name in PROGRAMS
 }
 """Inside the second epoch, at a step that differs from program to program; even, for those that accumulate."""
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, int]]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, int]]]:
     """Where the results of all programs are, and the exit codes of their lives."""
     work = tmp_path_factory.mktemp("libraries")
     environment = os.environ | {"XDG_CACHE_HOME": str(work / "cache"), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.public.libraries", str(work), json.dumps(KILLS)],
+    results = subprocess.run(
+        [sys.executable, "-m", "tests.public.libraries", str(work), json.dumps(KILL_STEPS)],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s(400), check=False,
     )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    return work, json.loads(ended.stdout)
+    assert results.returncode == 0, results.stderr
+    return work, json.loads(results.stdout)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # the first one waits for all programs
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_killed_program_of_a_public_library_comes_back(
-    name: str, ended: tuple[Path, dict[str, dict[str, int]]]
-) -> None:
-    kill = KILLS[name]
+def test_killed_library_program_resumes(name: str, results: tuple[Path, dict[str, dict[str, int]]]) -> None:
+    kill = KILL_STEPS[name]
     assert STEPS_PER_EPOCH < kill - 2 < kill < STEPS_PER_EPOCH * (EPOCHS - 1)
-    work, codes = ended[0] / name, ended[1][name]
+    work, codes = results[0] / name, results[1][name]
     logs = "\n".join(path.read_text()[-3000:] for path in sorted(work.glob("*.log")))
     assert codes == {"whole": 0, "killed": -9, "resumed": 0}, logs
     whole, resumed = (pickle.loads((work / life).read_bytes()) for life in ("whole", "resumed"))
     assert resumed["resumed_at"] == kill - 2, logs
 
-    told = explaining(resumed["told"])
+    reported = explanations(resumed["reported"])
     if resumed["bits"] is None:
-        assert told, logs
-        assert name not in EXACT, told
+        assert reported, logs
+        assert name not in EXACT, reported
         return
     differs = differing(whole["bits"], resumed["bits"])
-    assert not differs or told, f"silently different: {differs}\n{logs}"
-    assert (name in EXACT) == (not differs), f"{differs}\n{told}"
+    assert not differs or reported, f"silently different: {differs}\n{logs}"
+    assert (name in EXACT) == (not differs), f"{differs}\n{reported}"

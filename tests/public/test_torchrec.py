@@ -12,7 +12,7 @@ import pytest
 
 from tests.public.torchrec_ranks import PASS, STEPS
 from tests.support.trainer.rank_zygote import RankZygote
-from tests.support.trainer.verdict import differing, telling
+from tests.support.trainer.verdict import differing, reported_lines
 
 Run = Callable[..., list[Any]]
 
@@ -26,7 +26,7 @@ def run(rank_zygote: RankZygote) -> Run:
 @pytest.mark.parametrize(
     ("world", "endless", "tower"), [(1, True, False), (1, False, False), (2, False, False), (2, True, True)]
 )
-def test_the_random_dataset_under_the_sparse_pipeline(
+def test_random_dataset_under_sparse_pipeline(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int, endless: bool, tower: bool
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -40,4 +40,4 @@ def test_the_random_dataset_under_the_sparse_pipeline(
         assert other["resumed_at"] == kill - 2
         assert len(one["digests"]) > 10
         assert not differing(one["digests"], other["digests"])
-        assert not telling(other["told"])
+        assert not reported_lines(other["reported"])

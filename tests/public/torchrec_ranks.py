@@ -13,7 +13,7 @@ import deltashard
 import torch
 import xxhash
 
-from tests.support.trainer.verdict import Words, bits, optimizer_bits
+from tests.support.trainer.verdict import CapturedLog, bits, optimizer_bits
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -51,8 +51,8 @@ def train(rank: int, workdir: Path, endless: str, tower: str = "False", kill: st
     given all of `model.named_parameters()`, the sharded tables too, as TorchRec's retrieval example does.
     """
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
-    told: list[str] = []
-    Words(told)
+    reported: list[str] = []
+    CapturedLog(reported)
     torch.manual_seed(20260101)
     model = _model()
     parameters = model.named_parameters()
@@ -68,7 +68,7 @@ def train(rank: int, workdir: Path, endless: str, tower: str = "False", kill: st
         arena_bytes=64 << 20,
     )  # fmt: skip
     resumed = ckpt.restore()
-    told += [f"note: {note}" for note in resumed.notes] if resumed else []
+    reported += [f"note: {note}" for note in resumed.notes] if resumed else []
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
     loader = ckpt.wrap(dataset, pipelined=True)
     while ckpt.steps < STEPS:
@@ -93,4 +93,4 @@ def train(rank: int, workdir: Path, endless: str, tower: str = "False", kill: st
     found |= bits("fused", {k: [shard.tensor for shard in v.local_shards()] if hasattr(v, "local_shards") else v
                             for state in model.fused_optimizer.state_dict()["state"].values() for k, v in state.items()})  # fmt: skip
     digests = {name: xxhash.xxh3_64_hexdigest(value) for name, value in found.items()}
-    return {"digests": digests, "told": told, "resumed_at": resumed.step if resumed else 0}
+    return {"digests": digests, "reported": reported, "resumed_at": resumed.step if resumed else 0}

@@ -9,20 +9,22 @@ from typing import Any
 
 import deltashard
 import pytest
-from deltashard.cut import precopy
-from deltashard.save import head_start
+from deltashard.save import precopy_scheduler
+from deltashard.snapshot import precopy
 
-Make = Callable[..., deltashard.Checkpointer]
+MakeCheckpointer = Callable[..., deltashard.Checkpointer]
 """Of something with a `net` and an `optimizer`, and of options."""
 
 
-def leave(ckpt: deltashard.Checkpointer) -> None:
+def simulate_crash(ckpt: deltashard.Checkpointer) -> None:
     """End as a crash of the program would: nothing is saved."""
     ckpt.__exit__(KeyboardInterrupt, None, None)
 
 
 @contextmanager
-def checkpointers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **defaults: Any) -> Iterator[Make]:
+def checkpointers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **defaults: Any
+) -> Iterator[MakeCheckpointer]:
     """Builds Checkpointers of one store; whatever is still open is let go of at the end."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
@@ -36,11 +38,11 @@ def checkpointers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **defaults: A
 
     yield build
     for ckpt in made:
-        leave(ckpt)
+        simulate_crash(ckpt)
 
 
 @contextmanager
-def programs_copied_ahead(
+def precopied_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Callable[..., Any]
 ) -> Iterator[Callable[..., Any]]:
     """Builds a test's programs, each with a `ckpt`, whose cuts are all copied ahead, however small they are.
@@ -49,8 +51,8 @@ def programs_copied_ahead(
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
-    monkeypatch.setattr(precopy, "SMALLEST_TABLE_BYTES", 0)
-    monkeypatch.setattr(head_start, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(precopy, "MIN_PRECOPY_TABLE_BYTES", 0)
+    monkeypatch.setattr(precopy_scheduler, "MIN_PRECOPY_BYTES", 0)
     made: list[Any] = []
 
     def build(**options: Any) -> Any:
@@ -60,4 +62,4 @@ def programs_copied_ahead(
     yield build
     for each in made:
         with each.ckpt as ckpt:
-            leave(ckpt)
+            simulate_crash(ckpt)

@@ -25,13 +25,13 @@ def running(capsys: pytest.CaptureFixture[str], entry: Callable[[list[str]], obj
     return run
 
 
-def at(url: str, run: str = "team/run-1") -> str:
+def run_url(url: str, run: str = "team/run-1") -> str:
     """URL/RUN."""
     base, question, query = url.partition("?")
     return f"{base.rstrip('/')}/{run}{question}{query}"
 
 
-def answer(cli: Cli, *arguments: object, codes: Container[int] = (0,)) -> Any:
+def json_output(cli: Cli, *arguments: object, codes: Container[int] = (0,)) -> Any:
     """The JSON of a command that must end so; a warning may follow it."""
     code, text = cli(*arguments, "--json")
     assert code in codes, text

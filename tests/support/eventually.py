@@ -17,7 +17,7 @@ T = TypeVar("T")
 TIMEOUT_S = 240.0
 
 
-class NotWithin(AssertionError, TimeoutError):
+class EventuallyTimeout(AssertionError, TimeoutError):
     """It did not come true."""
 
 
@@ -29,8 +29,8 @@ def eventually(
     within_s: float | None = None,
     every_s: float = 0.01,
 ) -> T:
-    """The first value of `condition()` that is true; raises `NotWithin` that says `what` is missing."""
-    for pause_s in _pauses(what, timeout_s, within_s, every_s):
+    """The first value of `condition()` that is true; raises `EventuallyTimeout` that says `what` is missing."""
+    for pause_s in _poll_delays(what, timeout_s, within_s, every_s):
         if found := condition():
             return found
         time.sleep(pause_s)
@@ -39,14 +39,14 @@ def eventually(
 
 async def eventually_async(condition: Callable[[], T], what: str | Callable[[], str] = "condition") -> T:
     """The same while an event loop runs."""
-    for pause_s in _pauses(what, TIMEOUT_S, None, 0.01):
+    for pause_s in _poll_delays(what, TIMEOUT_S, None, 0.01):
         if found := condition():
             return found
         await asyncio.sleep(pause_s)
     raise AssertionError("unreachable")
 
 
-def _pauses(
+def _poll_delays(
     what: str | Callable[[], str], timeout_s: float, within_s: float | None, every_s: float
 ) -> Iterator[float]:
     """How long to pause after each look; the look after the limit is the last."""
@@ -56,4 +56,4 @@ def _pauses(
         last = time.monotonic() > ends_s
         yield every_s
         if last:
-            raise NotWithin(f"{what() if callable(what) else what}: not within {limit:.1f} s")
+            raise EventuallyTimeout(f"{what() if callable(what) else what}: not within {limit:.1f} s")

@@ -12,7 +12,7 @@ from deltashard_checkpoint.restore.frame_applier import TableTarget
 
 
 @dataclass
-class Table:
+class FakeTable:
     """float32 weights [rows, columns] with a row-wise `sum` and a point-wise `exp_avg`."""
 
     fqn: str
@@ -29,7 +29,7 @@ class Table:
     """... those of a cut that is not known to be committed yet."""
 
     @classmethod
-    def make(cls, fqn: str, rows: int, columns: int, rng: np.random.Generator) -> Table:
+    def make(cls, fqn: str, rows: int, columns: int, rng: np.random.Generator) -> FakeTable:
         return cls(
             fqn,
             rng.standard_normal((rows, columns)).astype(np.float32),
@@ -62,7 +62,7 @@ class Table:
         )
 
 
-class Model:
+class FakeModel:
     """Two tables and some blobs; `train` changes some rows and everything dense; equality is by content."""
 
     def __init__(
@@ -73,8 +73,8 @@ class Model:
         self.rank = of_rank or 0
         self.prefix = "" if of_rank is None else f"rank{of_rank}."
         self.tables = [
-            Table.make(f"{self.prefix}big.weight", rows, columns, self.rng),
-            Table.make(f"{self.prefix}small.weight", 40, 4, self.rng),
+            FakeTable.make(f"{self.prefix}big.weight", rows, columns, self.rng),
+            FakeTable.make(f"{self.prefix}small.weight", 40, 4, self.rng),
         ]
         self.dense = self.rng.standard_normal(100).astype(np.float32)
         self.step = 0

@@ -22,13 +22,13 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
 
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model, same
+from tests.support.fake_model import FakeModel, same
 
 DEADLINE_S = 180.0
 """Of a call, and of what a stream is to bring: what hangs fails, and what a busy machine does slowly does not."""
 
 
-class SaveRefused(Exception):
+class SaveStreamFailed(Exception):
     """The sidecar answered Failed."""
 
     def __init__(self, cause: str, message: str) -> None:
@@ -42,7 +42,7 @@ class Trainer:
     def __init__(
         self,
         socket: Path,
-        model: Model,
+        model: FakeModel,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -69,7 +69,7 @@ class Trainer:
         self.commit_seq: int | None = None
         self.attempt = attempt
         self.cut = 0
-        self.last: Cut | None = None
+        self.last: TrainerCut | None = None
         """The newest that began."""
         self.commits: dict[int, pb.Commit] = {}
         self.failures: dict[int, pb.Notice.SaveFailed] = {}
@@ -128,8 +128,13 @@ class Trainer:
     # A cut, in steps, so that tests can stop anywhere.
 
     def begin(
-        self, *, reason: str = "user", urgent: bool = False, full: bool = False, together: bool = False
-    ) -> Cut:
+        self,
+        *,
+        reason: str = "user",
+        urgent: bool = False,
+        full: bool = False,
+        defer_descriptors: bool = False,
+    ) -> TrainerCut:
         self.cut += 1
         for table in self.model.tables:
             table.dirty |= table.at_risk
@@ -142,18 +147,23 @@ class Trainer:
         if self.commit_seq is not None and (self.consecutive or self.rebases) and not full:
             begin.since_commit_seq = self.commit_seq
         before = self.last
-        cut = eventually(lambda: self._begun(begin, before, together=together), what=f"cut {self.cut} begins")
+        cut = eventually(
+            lambda: self._open_cut(begin, before, defer_descriptors=defer_descriptors),
+            what=f"cut {self.cut} begins",
+        )
         self.last = cut
         return cut
 
-    def _begun(self, begin: pb.SaveRequest.Begin, before: Cut | None, *, together: bool) -> Cut | None:
+    def _open_cut(
+        self, begin: pb.SaveRequest.Begin, before: TrainerCut | None, *, defer_descriptors: bool
+    ) -> TrainerCut | None:
         """The cut; None where the sidecar is busy with the end of the one before, which has ended: ask again.
 
         Not one of several ranks: of a cut that was refused its peers have heard.
         """
         try:
-            return Cut(self, begin, together=together)
-        except SaveRefused as refused:
+            return TrainerCut(self, begin, defer_descriptors=defer_descriptors)
+        except SaveStreamFailed as refused:
             if refused.cause != "busy" or self.world_size > 1 or before is None or not before.ended:
                 raise
             return None
@@ -170,9 +180,9 @@ class Trainer:
         ended = lambda: number in self.commits or number in self.failures or self.gone  # noqa: E731
         eventually(ended, what=f"cut {number} ends")
         if number in self.failures:
-            raise SaveRefused(self.failures[number].cause, self.failures[number].message)
+            raise SaveStreamFailed(self.failures[number].cause, self.failures[number].message)
         if number not in self.commits:
-            raise SaveRefused("gone", "the sidecar is gone")
+            raise SaveStreamFailed("gone", "the sidecar is gone")
         commit = self.commits[number]
         self.commit_seq = commit.seq
         for table in self.model.tables:
@@ -204,7 +214,7 @@ class Trainer:
             for reply in self.stub.Restore(iter(outbox.get, None), timeout=DEADLINE_S):
                 kind = reply.WhichOneof("kind")
                 if kind == "failed":
-                    raise SaveRefused(reply.failed.cause, reply.failed.message)
+                    raise SaveStreamFailed(reply.failed.cause, reply.failed.message)
                 if kind == "done":
                     done = reply.done
                     break
@@ -238,14 +248,14 @@ class Trainer:
             table.fresh, table.sent = set(), set()
         return done
 
-    def restores(self, seq: int, state: list[np.ndarray]) -> pb.RestoreReply.Done:
+    def assert_restores(self, seq: int, state: list[np.ndarray]) -> pb.RestoreReply.Done:
         """Restore into a model that knows nothing: it has this state then."""
         self.model.wipe()
         done = self.restore(seq)
         assert same(self.model.state(), state)
         return done
 
-    def stepped(self) -> None:
+    def report_step(self) -> None:
         """Tell the control line the step, as `Checkpointer.step()` does."""
         self.arena.line(self.local_rank)[STEP] = self.model.step
 
@@ -260,12 +270,14 @@ class Trainer:
             arena.close()
 
 
-class Cut:
-    """One Save stream; with `together` every descriptor waits for the seal and travels with it."""
+class TrainerCut:
+    """One Save stream; with `defer_descriptors` every descriptor waits for the seal and travels with it."""
 
-    def __init__(self, trainer: Trainer, begin: pb.SaveRequest.Begin, *, together: bool = False) -> None:
+    def __init__(
+        self, trainer: Trainer, begin: pb.SaveRequest.Begin, *, defer_descriptors: bool = False
+    ) -> None:
         self.trainer = trainer
-        self.held: list[pb.SaveRequest] | None = [] if together else None
+        self.held: list[pb.SaveRequest] | None = [] if defer_descriptors else None
         self.number = begin.cut
         self.outbox: queue.SimpleQueue[pb.SaveRequest | None] = queue.SimpleQueue()
         self.granted: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -286,12 +298,12 @@ class Cut:
         if self.begun is None:
             self.outbox.put(None)
             assert self.over.wait(DEADLINE_S)
-            raise self._refused()
+            raise self._failure()
 
-    def _refused(self) -> SaveRefused:
+    def _failure(self) -> SaveStreamFailed:
         if self.end is None:
-            return SaveRefused("gone", "")
-        return SaveRefused(self.end.failed.cause, self.end.failed.message)
+            return SaveStreamFailed("gone", "")
+        return SaveStreamFailed(self.end.failed.cause, self.end.failed.message)
 
     @property
     def ended(self) -> bool:
@@ -322,12 +334,12 @@ class Cut:
         else:
             self.outbox.put(message)
 
-    def _room(self, length: int) -> int:
+    def _reserve(self, length: int) -> int:
         if self._block < 0 or self._at + length > self.trainer.reply.block_bytes:
             ended = lambda: self.over.is_set() or self.end is not None  # noqa: E731
             eventually(lambda: ended() or not self.granted.empty(), timeout_s=DEADLINE_S, what="a block")
             if self.granted.empty():
-                raise self._refused()
+                raise self._failure()
             self._block, self._at = self.granted.get(), 0
             self.blocks_used += 1
         at = self._at
@@ -346,7 +358,7 @@ class Cut:
             n = min(limit, count - start)
             chosen = slice(start, start + n) if ids is None else ids[start : start + n]
             offsets, length = sections(n, contiguous=ids is None, row_bytes=widths)
-            at = self._room(length)
+            at = self._reserve(length)
             view = self.trainer.arena.block(self._block)[at : at + length]
             if ids is not None:
                 np.frombuffer(view, np.int64, n, offsets[0])[:] = chosen
@@ -366,7 +378,7 @@ class Cut:
         chunk = 1 << 20
         for start in range(0, len(data), chunk):
             piece = data[start : start + chunk]
-            at = self._room(len(piece))
+            at = self._reserve(len(piece))
             self.trainer.arena.block(self._block)[at : at + len(piece)] = piece
             message = pb.BlobChunk(
                 block=self._block, offset=at, length=len(piece), name=name, blob_offset=start, blob_bytes=len(data)
@@ -399,7 +411,7 @@ class Cut:
         self.outbox.put(None)
         assert self.over.wait(DEADLINE_S)
         if self.end is None or self.end.WhichOneof("kind") != "staged":
-            raise self._refused()
+            raise self._failure()
         for table in self.trainer.model.tables:
             table.sent |= table.fresh
             table.fresh = set()
@@ -413,7 +425,7 @@ class Cut:
         self.outbox.put(None)
         assert self.over.wait(DEADLINE_S)
 
-    def vanish(self) -> None:
+    def disconnect(self) -> None:
         """Break the stream as a dying process would."""
         self.call.cancel()
         assert self.over.wait(DEADLINE_S)

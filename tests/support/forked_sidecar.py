@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _spawn = os.posix_spawn
 
 
-def _adopt(orphans: bool) -> None:
+def _set_subreaper(orphans: bool) -> None:
     """Whether orphans among the descendants of this process become its children."""
     if _libc.prctl(PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
@@ -34,9 +34,9 @@ def _forked(path: str, argv: Sequence[str], env: Mapping[str, str], **options: A
         return _spawn(path, argv, env, **options)
     log = next(action[1] for action in options["file_actions"] if action[0] == os.POSIX_SPAWN_DUP2)
     zygote = Zygote.get()
-    _adopt(True)
+    _set_subreaper(True)
     try:
-        pid = zygote.ask(
+        pid = zygote.request(
             argv=list(argv[len(SERVE) :]),
             env=dict(env),
             cwd=str(Path.cwd()),
@@ -45,7 +45,7 @@ def _forked(path: str, argv: Sequence[str], env: Mapping[str, str], **options: A
             orphan=True,
         )
     finally:
-        _adopt(False)
+        _set_subreaper(False)
     assert pid
     return pid
 

@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-WHY = "no GPU: torch finds no CUDA device"
-MISSING = re.compile(re.escape(WHY))
+NO_GPU_REASON = "no GPU: torch finds no CUDA device"
+MISSING = re.compile(re.escape(NO_GPU_REASON))
 """Why a test was skipped."""
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason=WHY)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU_REASON)
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]

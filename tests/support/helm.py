@@ -21,7 +21,7 @@ import yaml
 
 from tests.support.machine import limit_s
 from tests.support.server.minio_server import ROOT
-from tests.support.tool import built
+from tests.support.tool import require_tool
 
 CHART = ROOT / "charts" / "deltashard"
 NAMESPACE = "deltashard-system"
@@ -35,15 +35,15 @@ SOURCE = re.compile(r"^# Source: deltashard/(\S+)$", re.MULTILINE)
 Document = dict[str, Any]
 
 
-class HelmRefused(Exception):
+class HelmError(Exception):
     """Helm ended with an error; its text is what the user reads."""
 
 
 def run(*arguments: str | Path, env: Mapping[str, str] | None = None, timeout_s: float = 180) -> str:
-    """Helm's output; raises `HelmRefused`."""
+    """Helm's output; raises `HelmError`."""
     with tempfile.TemporaryDirectory() as home:
         done = subprocess.run(
-            [str(built("helm")), *map(str, arguments)],
+            [str(require_tool("helm")), *map(str, arguments)],
             check=False,
             capture_output=True,
             text=True,
@@ -52,7 +52,7 @@ def run(*arguments: str | Path, env: Mapping[str, str] | None = None, timeout_s:
             | dict(env or {}),
         )
     if done.returncode:
-        raise HelmRefused(done.stderr.strip())
+        raise HelmError(done.stderr.strip())
     return done.stdout
 
 
@@ -88,7 +88,7 @@ def is_hook(document: Document) -> bool:
 def render(
     values: Mapping[str, Any] | None = None, *, namespace: str = NAMESPACE, version: str = VERSION
 ) -> Rendering:
-    """`helm template` with these values over the chart's, the caller's to change; raises `HelmRefused`."""
+    """`helm template` with these values over the chart's, the caller's to change; raises `HelmError`."""
     return copy.deepcopy(_render(json.dumps(values or {}, sort_keys=True), namespace, version))
 
 

@@ -1,8 +1,8 @@
 """How patient tests are on this machine, now.
 
 What tests wait for are conditions; a limit only tells "slow" from "never". Limits are written for an idle machine of two
-good cores and multiplied by `patience()`, which is never less than `LEAST`: waiting longer costs nothing where the
-condition comes true. `DELTASHARD_TEST_PATIENCE` sets it.
+good cores and multiplied by `timeout_scale()`, which is never less than `LEAST`: waiting longer costs nothing where the
+condition comes true. `DELTASHARD_TEST_TIMEOUT_SCALE` sets it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import time
 
 LEAST, MOST = 3.0, 12.0
-_VARIABLE = "DELTASHARD_TEST_PATIENCE"
+_VARIABLE = "DELTASHARD_TEST_TIMEOUT_SCALE"
 _IDLE_S = 0.25
 """What `_work` takes on the machine that the limits were written on, nothing else running."""
 _ROUNDS = 3
@@ -30,7 +30,7 @@ def _work() -> int:
 
 
 @functools.cache
-def patience() -> float:
+def timeout_scale() -> float:
     """By what every limit is multiplied; measured once, processes started from here on inherit it."""
     said = os.environ.get(_VARIABLE)
     if said is None:
@@ -46,4 +46,4 @@ def patience() -> float:
 
 def limit_s(seconds: float) -> float:
     """A limit in seconds for this machine."""
-    return seconds * patience()
+    return seconds * timeout_scale()

@@ -10,7 +10,7 @@ LINES = 60
 """Of a failure that is shown at once; the end has it whole."""
 
 
-class Progress:
+class ProgressReporter:
     """A plugin of the process that controls the run."""
 
     def __init__(self, config: pytest.Config) -> None:

@@ -42,7 +42,7 @@ class Zygote:
             cls._one = cls()
         return cls._one
 
-    def ask(self, **request: object) -> int | None:
+    def request(self, **request: object) -> int | None:
         with self.lock:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
@@ -86,7 +86,7 @@ class SidecarProcess:
             env.pop(name, None)
             if value is not None:
                 env[name] = value
-        pid = Zygote.get().ask(
+        pid = Zygote.get().request(
             argv=self.argv, env=env, cwd=str(root), log=str(self.log_path), constants=constants or {}
         )
         assert pid
@@ -132,10 +132,10 @@ class SidecarProcess:
 
     def poll(self) -> int | None:
         if self.status is None:
-            self.status = Zygote.get().ask(poll=self.pid)
+            self.status = Zygote.get().request(poll=self.pid)
         return self.status
 
-    def died(self) -> int:
+    def wait_exit(self) -> int:
         """Wait for its end; the exit status, negative for a signal."""
         eventually(lambda: self.poll() is not None, what="the sidecar ends")
         assert self.status is not None
@@ -147,11 +147,11 @@ class SidecarProcess:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
-        self.died()
+        self.wait_exit()
 
     def terminate(self) -> int:
         self.signal(signal.SIGTERM)
-        return self.died()
+        return self.wait_exit()
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def found(tool: str) -> Path | None:
     return Path(done.stdout.strip()) if done.returncode == 0 else None
 
 
-def built(tool: str) -> Path:
+def require_tool(tool: str) -> Path:
     """Where the built program is; fails or skips the test when it is not."""
     path = found(tool)
     if path is None:

@@ -96,7 +96,7 @@ class CheckpointReader:
             StoreUnavailable: the store cannot be read.
         """
         schema = self._schema(name)
-        with self._told():
+        with self._translate_errors():
             return _stored(next(self._opened.tables([schema])))
 
     def rows(self, name: str, ids: Any) -> StoredRows:
@@ -106,18 +106,18 @@ class CheckpointReader:
         """
         schema = self._schema(name)
         wanted = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids
-        with self._told():
+        with self._translate_errors():
             return _stored(self._opened.rows(schema, wanted))
 
     @property
     def dense(self) -> Mapping[str, Tensor]:
         """Parameters and buffers that are no tables, by name, on the CPU. Raises as `table` does."""
-        return self._under("dense/")
+        return self._values_under("dense/")
 
     @property
     def state(self) -> Mapping[str, Any]:
         """Entries of `state=`, by name, as their `state_dict()` or getter said. Raises as `table` does."""
-        return self._under("state/")
+        return self._values_under("state/")
 
     @property
     def optimizers(self) -> tuple[Mapping[str, Any], ...]:
@@ -125,7 +125,9 @@ class CheckpointReader:
 
         Raises as `table` does.
         """
-        parts = optimizer_parts({f"optim/{key}": value for key, value in self._under("optim/").items()})
+        parts = optimizer_parts(
+            {f"optim/{key}": value for key, value in self._values_under("optim/").items()}
+        )
         return tuple(said[0] for said in parts.values())
 
     def close(self) -> None:
@@ -145,10 +147,10 @@ class CheckpointReader:
 
     @functools.cached_property
     def _blobs(self) -> dict[str, memoryview]:
-        with self._told():
+        with self._translate_errors():
             return dict(sorted(self._opened.blobs().items()))
 
-    def _under(self, prefix: str) -> Decoded:
+    def _values_under(self, prefix: str) -> Decoded:
         return Decoded(
             {name[len(prefix) :]: data for name, data in self._blobs.items() if name.startswith(prefix)}
         )
@@ -164,7 +166,7 @@ class CheckpointReader:
         return found
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         """Bytes that are gone because retention took the checkpoint are nobody's damage."""
         try:
             yield

@@ -26,7 +26,7 @@ from deltashard_checkpoint.deciding.shutdown_reason import user_reason
 
 from deltashard.attach.launcher import ChildLauncher
 from deltashard.attach.retry import DEADLINE_S
-from deltashard.config import CheckpointConfig, check_pin, texts_of
+from deltashard.config import CheckpointConfig, check_pin, stored_metadata
 from deltashard.doctor import Diagnosis, diagnose
 from deltashard.errors import UserError
 from deltashard.loader.loader_access import Skip
@@ -34,7 +34,7 @@ from deltashard.loader.registry import OnChange
 from deltashard.restore.request import Restored, RestoreRequest
 from deltashard.save.handle import SaveHandle, Stats
 from deltashard.tracking.tracking import TrackingSettings
-from deltashard.wiring import LEAVE_S, Wiring, guarded
+from deltashard.wiring import RELEASE_S, Wiring, guarded
 
 log = logging.getLogger("deltashard")
 
@@ -107,7 +107,7 @@ class Checkpointer:
             content_hash: record what a restore must bring back, see `content_hash`; default: the variable
                 DELTASHARD_CONTENT_HASH.
             precopy: copy rows ahead of a cut, on a thread of its own while training goes on, where that is worth it and
-                exact (`cut.precopy`). Default: yes, unless the variable DELTASHARD_PRECOPY is 0. `stats.head_starts`
+                exact (`snapshot.precopy`). Default: yes, unless the variable DELTASHARD_PRECOPY is 0. `stats.precopy`
                 says what came of it.
             grace_s: after SIGTERM an urgent save may take so many seconds. "auto" is the pod's grace period less 5 s
                 (in which its processes end), and 20 s without a pod. None leaves SIGTERM alone.
@@ -117,8 +117,8 @@ class Checkpointer:
             planned_steps: steps of the whole run: PLS is counted by them, restores to come are expected until then, and
                 in their last tenth nothing is stored with chosen bits below 8.
             tracking: how tables are found and tracked.
-            on_event: called on the training thread with (name, facts) for cut, committed, save_failed, skipped,
-                sidecar_lost, attached, restored, fell_back, log_damaged, state_thrown_away, nothing_saved,
+            on_event: called on the training thread with (name, facts) for snapshot, committed, save_failed, skipped,
+                sidecar_lost, attached, restored, fell_back, log_damaged, optimizer_state_reset, nothing_saved,
                 snapshot_inconsistent, save_blocked.
 
         Raises:
@@ -191,9 +191,9 @@ class Checkpointer:
                 where="step()",
                 remedy="capture the computation alone, and call step() after each replay",
             )
-        if self._clock.tick():
+        if self._clock.begin_step():
             self._loop.boundary(at_step=True)
-        self._clock.tock()
+        self._clock.end_step()
         self._loaders.stepped()
 
     def wrap(
@@ -249,7 +249,7 @@ class Checkpointer:
         Raises:
             UserError: a pin or metadata that cannot be stored (length, characters).
         """
-        self._attempt.refuse_closed("save()")
+        self._attempt.check_open("save()")
         if self._wiring.forked:
             raise UserError(
                 "a forked child trains nothing of this run",
@@ -258,9 +258,9 @@ class Checkpointer:
             )
         check_pin(pin)
         handle = SaveHandle(
-            reason=user_reason(reason), pin=pin, metadata=texts_of(metadata), waiter=self._loop.wait
+            reason=user_reason(reason), pin=pin, metadata=stored_metadata(metadata), waiter=self._loop.wait
         )
-        self._loop.ask(handle)
+        self._loop.submit(handle)
         return handle
 
     def restore(  # noqa: PLR0913
@@ -303,7 +303,7 @@ class Checkpointer:
             CheckpointMismatch, RestoreFailed, FencedError, UserError: see `errors`; after RestoreFailed it may be
                 called again.
         """
-        self._attempt.refuse_closed("restore()")
+        self._attempt.check_open("restore()")
         request = RestoreRequest(
             which=f"seq:{which}" if isinstance(which, int) else which,
             from_run=from_run,
@@ -348,12 +348,12 @@ class Checkpointer:
                 raise self._session.fenced
             if self._attempt.opened:
                 self._wiring.last_snapshot.finish(until_s)
-            self._say_if_unsaved()
+            self._warn_if_unsaved()
         finally:
             guarded(self._wiring.plan.leave)
             self._wiring.close(until_s)
 
-    def _say_if_unsaved(self) -> None:
+    def _warn_if_unsaved(self) -> None:
         """A program that trained and never called `step()` has no checkpoint, and would not know."""
         if self._clock.step != (self._attempt.resumed_step or 0) or not self._program.tracking.steps.stepped:
             return
@@ -380,4 +380,4 @@ class Checkpointer:
             try:
                 self._outcomes.drain(time.monotonic() + (0.0 if dead else DRAIN_DEADLINE_S))
             finally:
-                self._wiring.close(time.monotonic() + LEAVE_S)
+                self._wiring.close(time.monotonic() + RELEASE_S)

@@ -27,8 +27,8 @@ from deltashard.errors import UserError
 from deltashard.optimizer.optimizer_state import views_of
 from deltashard.state.discovery import canonical_prefixes
 from deltashard.state.value import unstorable_reason
-from deltashard.tracking.handed_optimizer import parts_of
 from deltashard.tracking.tracking import TrackingSettings
+from deltashard.tracking.user_optimizer import unwrap_optimizers
 
 RESERVED = "deltashard/"
 """What names of metadata may not begin with."""
@@ -37,7 +37,7 @@ MAX_METADATA = 60_000
 _NAME = "1 to 200 printable characters without a space at an end"
 
 
-_ALIKE = (
+_SAME_ON_ALL_RANKS = (
     "every_s", "every_steps", "goal", "encoding", "differential", "state_encoding", "keep_last", "arena_bytes",
     "metrics_port", "tables",
 )  # fmt: skip
@@ -82,13 +82,13 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_model(self.model)
-        for name, (holds, takes, remedy) in _TAKES.items():
+        for name, (holds, takes, remedy) in _CHECKS.items():
             value = getattr(self, name)
             if value is not None and not holds(value):
-                raise _refusal(name, value, takes, remedy)
+                raise _invalid_argument(name, value, takes, remedy)
         _check_goal(self.goal)
         _check_recovery(self)
-        for name in (each for each in _ALIKE if each in (self.sidecar or {})):
+        for name in (each for each in _SAME_ON_ALL_RANKS if each in (self.sidecar or {})):
             raise UserError(
                 f"{name} is an argument of its own", where="Checkpointer(sidecar=)", remedy=f"{name}="
             )
@@ -101,19 +101,19 @@ class CheckpointConfig:
         return self.recovery == "partial"
 
     @property
-    def records_content(self) -> bool:
+    def content_hash_enabled(self) -> bool:
         if self.content_hash is None:
             return os.environ.get("DELTASHARD_CONTENT_HASH", "0") == "1"
         return self.content_hash
 
     @property
-    def copies_ahead(self) -> bool:
+    def precopy_enabled(self) -> bool:
         return os.environ.get("DELTASHARD_PRECOPY", "1") != "0" if self.precopy is None else self.precopy
 
     @property
     def sidecar_settings(self) -> dict[str, object]:
         """Settings of a sidecar that is started for this run, by name; None: its default."""
-        settings: dict[str, object] = {name: getattr(self, name) for name in _ALIKE}
+        settings: dict[str, object] = {name: getattr(self, name) for name in _SAME_ON_ALL_RANKS}
         settings |= {"bits_goal": self.bits, "tables": format_encodings(self.tables) if self.tables else None}
         return settings | {"linger_s": 30.0} | dict(self.sidecar or {})
 
@@ -130,7 +130,7 @@ class CheckpointConfig:
             )
 
 
-def _refusal(name: str, value: object, takes: str, remedy: str) -> UserError:
+def _invalid_argument(name: str, value: object, takes: str, remedy: str) -> UserError:
     shown = repr(value)
     if len(shown) > 80 or isinstance(value, nn.Module):
         shown = f"a {type(value).__name__}"
@@ -140,7 +140,7 @@ def _refusal(name: str, value: object, takes: str, remedy: str) -> UserError:
 def check_model(model: object) -> None:
     """Raises `UserError` for anything that is no module, has no memory yet, or cannot be stored."""
     if not isinstance(model, nn.Module):
-        raise _refusal("model", model, "a torch.nn.Module", "give the module that is trained")
+        raise _invalid_argument("model", model, "a torch.nn.Module", "give the module that is trained")
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise UserError(
@@ -170,7 +170,7 @@ def check_model(model: object) -> None:
 def check_seconds(name: str, value: object, *, off: str) -> None:
     """Raises `UserError` unless `value` is None or a finite number of seconds, 0 or more."""
     if value is not None and not _is_seconds(value):
-        raise _refusal(name, value, _SECONDS, off)
+        raise _invalid_argument(name, value, _SECONDS, off)
 
 
 def _is_seconds(value: Any) -> bool:
@@ -189,7 +189,7 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _names_strings(value: object) -> bool:
+def _is_str_mapping(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
@@ -203,9 +203,9 @@ def _encodes_tables(value: object) -> bool:
 
 
 _SECONDS = "seconds: a finite number, 0 or more"
-_TAKES: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
+_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
     "state": (
-        _names_strings,
+        _is_str_mapping,
         "a dict of objects by name",
         'give names, for example state={"scheduler": scheduler}',
     ),
@@ -220,7 +220,7 @@ _TAKES: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
         'give the name of the training job, for example run="ads-ctr"',
     ),
     "sidecar": (
-        _names_strings,
+        _is_str_mapping,
         "a dict of settings by name",
         'for example sidecar={"cache_bytes": "4GiB"}',
     ),
@@ -269,20 +269,20 @@ def _check_goal(goal: object) -> None:
         return
     takes = "what the interval is chosen for"
     if not isinstance(goal, str):
-        raise _refusal(
+        raise _invalid_argument(
             "goal", goal, takes, 'goal="auto" if in doubt; leave goal= out to save as every_s= says'
         )
     try:
         goal_of(goal)
     except UserError as error:
-        raise _refusal("goal", goal, takes, error.remedy) from error
+        raise _invalid_argument("goal", goal, takes, error.remedy) from error
 
 
 def _check_recovery(config: CheckpointConfig) -> None:
     recovery, planned_steps = config.recovery, config.planned_steps
     pls_target: object = config.pls_target
     if recovery not in ("full", "partial"):
-        raise _refusal(
+        raise _invalid_argument(
             "recovery",
             recovery,
             '"full" or "partial"',
@@ -307,7 +307,7 @@ def _check_recovery(config: CheckpointConfig) -> None:
         or not isinstance(pls_target, numbers.Real)
         or not 0 < float(pls_target) <= 1
     ):
-        raise _refusal(
+        raise _invalid_argument(
             "pls_target", pls_target, "a share above 0, at most 1", "0.02 is 2 % of the samples of all rows"
         )
     if config.grace_s is None:
@@ -322,11 +322,11 @@ def check_pin(pin: object) -> None:
     """Raises `UserError` for what cannot name a checkpoint, in `restore(which="pin:NAME")` or on a command line."""
     if pin is not None and not _is_name(pin):
         raise UserError(
-            f"pin= takes {_NAME}, not {_shown(pin)}", where="save()", remedy="choose another name"
+            f"pin= takes {_NAME}, not {_short_repr(pin)}", where="save()", remedy="choose another name"
         )
 
 
-def texts_of(metadata: Mapping[Any, object] | None) -> dict[str, str]:
+def stored_metadata(metadata: Mapping[Any, object] | None) -> dict[str, str]:
     """Metadata as it is stored; raises `UserError` for a name that is ours or none, and for too much text."""
     if metadata is not None and not isinstance(metadata, Mapping):
         raise UserError(
@@ -342,7 +342,7 @@ def texts_of(metadata: Mapping[Any, object] | None) -> dict[str, str]:
             )
         if not _is_name(name):
             raise UserError(
-                f"metadata= takes names of {_NAME}, not {_shown(name)}",
+                f"metadata= takes names of {_NAME}, not {_short_repr(name)}",
                 where="save()",
                 remedy="choose another name",
             )
@@ -373,7 +373,7 @@ def _is_text(text: str) -> bool:
     return True
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     return (
         repr(value)
         if len(repr(value)) <= 80
@@ -396,7 +396,7 @@ def optimizers_of(optimizer: Any, model: nn.Module) -> list[Any]:
         handed = [optimizer]
     else:
         handed = list(optimizer)
-    handed = parts_of(handed)
+    handed = unwrap_optimizers(handed)
     mine = set(model.parameters()) | {p for p in model.buffers() if p.requires_grad}
     for n, each in enumerate(handed):
         if any(each is earlier for earlier in handed[:n]):
@@ -407,7 +407,7 @@ def optimizers_of(optimizer: Any, model: nn.Module) -> list[Any]:
             )
         views = views_of([each], {}, ())
         if not views or isinstance(each, torch.optim.lr_scheduler.LRScheduler):
-            raise _refusal("optimizer", each, "torch optimizers", remedy)
+            raise _invalid_argument("optimizer", each, "torch optimizers", remedy)
         params = [p for view in views for group in view.target.param_groups for p in group["params"]]
         if mine.isdisjoint(params):
             raise UserError(

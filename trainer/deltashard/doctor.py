@@ -24,10 +24,10 @@ from deltashard.state.managed_collision import COLLISIONS_PREFIX, is_managed
 from deltashard.tracking.tracking import TrackedTable
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-_MOST_NAMES = 8
-_MOST_LOOKED_AT = 1_000
+_MAX_NAMES = 8
+_MAX_EXAMINED = 1_000
 """Values of a list or dict: one that holds tensors mostly begins with one, and a vocabulary may have millions."""
-_OF_MODULES = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """What torch itself keeps of a module."""
 
 
@@ -89,7 +89,7 @@ class Diagnosis:
         parts = [tables, *self.saved]
         known = [each.what for each in self.missing if not each.later]
         if known:
-            parts.append(f"not saved: {_some(known)}")
+            parts.append(f"not saved: {_join_names(known)}")
         return "; ".join(parts) + " (ckpt.doctor() says more)"
 
     def __str__(self) -> str:
@@ -140,15 +140,15 @@ def diagnose(
     saved = [f"{len(params)} dense parameters and {len(dense) - len(params)} buffers ({size})"]
     if tracking.optimizers:
         saved.append(
-            f"optimizers: {_some(view.class_name.rpartition('.')[2] for view in tracking.optimizers)}"
+            f"optimizers: {_join_names(view.class_name.rpartition('.')[2] for view in tracking.optimizers)}"
         )
     if contracts:
-        saved.append(f"what modules say themselves: {_some(each.name for each in contracts)}")
+        saved.append(f"what modules say themselves: {_join_names(each.name for each in contracts)}")
     if histories:
         saved.append(
-            f"histories of managed collisions: {_some(n.removeprefix(COLLISIONS_PREFIX) for n in histories)}"
+            f"histories of managed collisions: {_join_names(n.removeprefix(COLLISIONS_PREFIX) for n in histories)}"
         )
-    saved.append(f"state=: {_some(given)}" if given else "no state=")
+    saved.append(f"state=: {_join_names(given)}" if given else "no state=")
     if loaders:
         saved += [f"position of loader {name!r}: {loader.guarantee}" for name, loader in loaders.items()]
     saved.append("global random generators")
@@ -179,7 +179,7 @@ def _held(value: object) -> Iterator[Tensor]:
     values = (
         value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
     )
-    return (each for each in itertools.islice(values, _MOST_LOOKED_AT) if isinstance(each, Tensor))
+    return (each for each in itertools.islice(values, _MAX_EXAMINED) if isinstance(each, Tensor))
 
 
 def _table(table: TrackedTable) -> TableReport:
@@ -224,27 +224,27 @@ def _missing(program: Program, loaders: Mapping[str, WrappedLoader]) -> Iterator
         plain += [
             f"{inside}{name}"
             for name, value in vars(module).items()
-            if name not in _OF_MODULES and any(id(tensor) not in known for tensor in _held(value))
+            if name not in _MODULE_ATTRIBUTES and any(id(tensor) not in known for tensor in _held(value))
         ]
     if transient:
         yield Missing(
-            what=f"buffers with persistent=False: {_some(transient)}",
+            what=f"buffers with persistent=False: {_join_names(transient)}",
             meaning="they are as constructed after a restore; right if they never change",
         )
     if plain:
         yield Missing(
-            what=f"tensors in plain attributes: {_some(plain)}",
+            what=f"tensors in plain attributes: {_join_names(plain)}",
             meaning="they are as constructed after a restore: register_buffer() them, or say them in get_extra_state()",
         )
     left_out = sorted(itertools.chain.from_iterable(contract.left_out for contract in contracts))
     if left_out:
         yield Missing(
-            what=f"what modules leave out of their state_dict(): {_some(left_out)}",
+            what=f"what modules leave out of their state_dict(): {_join_names(left_out)}",
             meaning="by the module's own word; as constructed after a restore",
         )
     if attributes := [name for view in tracking.optimizers for name in view.unsaved]:
         yield Missing(
-            what=f"what optimizers keep in attributes that no checkpoint can hold: {_some(attributes)}",
+            what=f"what optimizers keep in attributes that no checkpoint can hold: {_join_names(attributes)}",
             meaning="as constructed after a restore: keep plain values or tensors, or say them in state_dict()",
         )
     if not loaders:
@@ -253,7 +253,7 @@ def _missing(program: Program, loaders: Mapping[str, WrappedLoader]) -> Iterator
             meaning="no loader is wrapped: a resumed run begins its data anew; loader = ckpt.wrap(loader)",
             later=True,
         )
-    if (owner := program.forgotten_scheduler()) is not None:
+    if (owner := program.unsaved_scheduler()) is not None:
         yield Missing(
             what=f"the learning-rate scheduler of {owner}",
             meaning='it begins anew after a restore, and overwrites the rate: state={"scheduler": scheduler}',
@@ -269,7 +269,7 @@ def _missing(program: Program, loaders: Mapping[str, WrappedLoader]) -> Iterator
     idle = [name for name, p in trained.items() if p.requires_grad and id(p) not in stepped]
     if idle:
         yield Missing(
-            what=f"optimizer state of {_some(idle)}",
+            what=f"optimizer state of {_join_names(idle)}",
             meaning="they require gradients, and no optimizer given here steps them; their values are saved",
         )
 
@@ -283,7 +283,7 @@ def _size(count: int) -> str:
     return f"{count / unit:.1f} {name}" if unit > 1 else f"{count} B"
 
 
-def _some(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     listed = list(names)
-    more = f" and {len(listed) - _MOST_NAMES} more" if len(listed) > _MOST_NAMES else ""
-    return ", ".join(listed[:_MOST_NAMES]) + more
+    more = f" and {len(listed) - _MAX_NAMES} more" if len(listed) > _MAX_NAMES else ""
+    return ", ".join(listed[:_MAX_NAMES]) + more

@@ -72,7 +72,7 @@ class RestoreFailed(EnvironmentFault):
     """The checkpoint could not be read: the store or the sidecar failed, or no whole checkpoint is left."""
 
 
-class RunWentOn(RestoreFailed):
+class CheckpointRetired(RestoreFailed):
     """Another run's checkpoint was retired while it was read: ask for its newest anew."""
 
 

@@ -23,7 +23,7 @@ from deltashard.state.contract import Contract, contracts_of, refuse_model
 from deltashard.state.fingerprint import fingerprint, library_version
 from deltashard.state.origin import Origin
 from deltashard.state.value import ValueSource, check_value, sources
-from deltashard.tracking.stance import Stance
+from deltashard.tracking.step_boundary import StepBoundaryMonitor
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 
@@ -117,7 +117,7 @@ class Program:
             **many,
         }
 
-    def forgotten_scheduler(self) -> str | None:
+    def unsaved_scheduler(self) -> str | None:
         """The class of an optimizer that a scheduler was built for, while nothing in `state=` can be one."""
         if any(_may_hold_scheduler(value) for value in self.state.values()):
             return None
@@ -135,7 +135,7 @@ class TrainingLoop:
     program: Program
     loaders: LoaderRegistry
     clock: StepClock
-    stance: Stance
+    step_boundary: StepBoundaryMonitor
 
 
 def _may_hold_scheduler(value: Any) -> bool:

@@ -33,7 +33,7 @@ from deltashard.attach.session import Link, SidecarSession
 from deltashard.attach.term_signal import TermHandler
 from deltashard.config import CheckpointConfig
 from deltashard.errors import AnotherTrainer, UserError
-from deltashard.group.conductor import Conductor
+from deltashard.group.coordinator_thread import CoordinatorThread
 from deltashard.loader.registry import LoaderRegistry
 from deltashard.program import Program, TrainingLoop
 from deltashard.restore.content_hash import ContentHashes
@@ -42,24 +42,24 @@ from deltashard.restore.recovery_plan import PlanContext, create_plan
 from deltashard.restore.restore import Restorer
 from deltashard.save.closing import LastSnapshot
 from deltashard.save.coordinator import SnapshotCoordinator
+from deltashard.save.failure_tracker import SaveFailureTracker
 from deltashard.save.handle import Stats
-from deltashard.save.head_start import HeadStart
 from deltashard.save.outcome import SnapshotOutcomes
+from deltashard.save.precopy_scheduler import PrecopyScheduler
 from deltashard.save.records import SaveRecords
 from deltashard.save.request import Requests
 from deltashard.save.save_loop import SaveLoop
-from deltashard.save.setback import Setbacks
+from deltashard.save.snapshot_gate import MESSAGE
 from deltashard.save.taker import SnapshotTaker
-from deltashard.save.wait import MESSAGE
 from deltashard.save.watchdog import Watchdog
-from deltashard.tracking.cut_base import CutBase
-from deltashard.tracking.stance import Stance
+from deltashard.tracking.snapshot_base import SnapshotBase
+from deltashard.tracking.step_boundary import StepBoundaryMonitor
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 
 log = logging.getLogger("deltashard")
 
-LEAVE_S = 10.0
+RELEASE_S = 10.0
 """Detaching from the sidecar may take so long, within the deadline of `close()`."""
 
 
@@ -84,7 +84,7 @@ class Wiring:
         if self.rank.alone:  # of several, each may have tables that the others have not
             config.check_tables(schema.fqn for schema in self.program.schemas)
         self.clock = StepClock(self.program.tracking)
-        self.stance = Stance(self.program.tracking, self.clock)
+        self.step_boundary = StepBoundaryMonitor(self.program.tracking, self.clock)
         self.loaders = LoaderRegistry(
             lambda: self.clock.step, state=self.program.state, sources=self.program.sources
         )
@@ -92,7 +92,7 @@ class Wiring:
         exit_code.install(_uncaught)
         self.launcher = _launcher(config, self.rank)
         self.session, link = self._connect()
-        self.attempt.happen(AttachEvent.ATTACH)
+        self.attempt.transition(AttachEvent.ATTACH)
         self.attachment = SidecarAttachment(self.session, link, self.clock)
         self.forked = False
         """In a child of the process that trains: everything of it is that process's."""
@@ -101,65 +101,67 @@ class Wiring:
         try:
             self._assemble(config)
         except BaseException:
-            self._release(time.monotonic() + LEAVE_S)
+            self._release(time.monotonic() + RELEASE_S)
             raise
         _live.add(self)
 
     def _tracked(self, name: str, facts: Mapping[str, Any]) -> None:
         """Tracking found something within an optimizer's step: reported at the next boundary."""
-        if name == "state_thrown_away":
-            self.stats.state_thrown_away += 1
+        if name == "optimizer_state_reset":
+            self.stats.optimizer_state_resets += 1
         self.session.post(lambda: self.listener.emit(name, **facts))
 
     def _connect(self) -> tuple[SidecarSession, Link]:
         """Attach; whatever goes wrong, nothing of ours is left in the program."""
         try:
-            self._refuse_rival()
+            self._check_single_instance()
             session = SidecarSession(
                 self.launcher,
                 request=lambda: attach_request(self.program, self.rank, *self.attempt.granted),
                 schemas=lambda: self.program.schemas,
-                alert=self.clock.alert,
+                wake=self.clock.wake,
                 local_rank=self.rank.local,
             )
             return session, session.connect()
         except BaseException:
             self.launcher.close()
-            self.stance.close()
+            self.step_boundary.close()
             self.program.tracking.close()
             raise
 
-    def _refuse_rival(self) -> None:
+    def _check_single_instance(self) -> None:
         """Two of one run would take the sidecar's session from each other for ever; the lock only tells processes."""
         for other in list(_live):
-            if other.launcher.place == self.launcher.place and other.session.fenced is None:
+            if other.launcher.location == self.launcher.location and other.session.fenced is None:
                 raise AnotherTrainer(
                     "another Checkpointer of this process already trains this run",
-                    where=str(self.launcher.place),
+                    where=str(self.launcher.location),
                     remedy="close() it first; only what trains another model is another run",
                 )
 
     def _assemble(self, config: CheckpointConfig) -> None:
         clock, attachment, listener = self.clock, self.attachment, self.listener
-        loop = TrainingLoop(program=self.program, loaders=self.loaders, clock=clock, stance=self.stance)
+        loop = TrainingLoop(
+            program=self.program, loaders=self.loaders, clock=clock, step_boundary=self.step_boundary
+        )
         member = RunMember(rank=self.rank, attempt=self.attempt, attachment=attachment, listener=listener)
         context = PlanContext(config=config, loop=loop, member=member, launcher=self.launcher)
         self.plan = plan = create_plan(context)
-        contents = ContentHashes() if config.records_content else None
-        base = CutBase(config.planned_steps or 0, plan.pls_target)
-        setbacks = Setbacks(clock, self.stats, listener)
-        requests = Requests(setbacks)
+        contents = ContentHashes() if config.content_hash_enabled else None
+        base = SnapshotBase(config.planned_steps or 0, plan.pls_target)
+        failure_tracker = SaveFailureTracker(clock, self.stats, listener)
+        requests = Requests(failure_tracker)
         self.records = records = SaveRecords(
             requests=requests,
-            setbacks=setbacks,
+            failure_tracker=failure_tracker,
             stats=self.stats,
             watchdog=Watchdog(
                 clock, listener, timer=lambda: (attachment.policy.every_s, attachment.policy.every_steps)
             ),
             term=self._handle_term(config.grace_s, requests),
         )
-        precopy = HeadStart(
-            loop, member, records, base=base, enabled=config.copies_ahead and contents is None
+        precopy = PrecopyScheduler(
+            loop, member, records, base=base, enabled=config.precopy_enabled and contents is None
         )
         self.outcomes = SnapshotOutcomes(loop, member, records, base=base, precopy=precopy)
         self.taker = SnapshotTaker(
@@ -172,20 +174,20 @@ class Wiring:
             validate=config.validate,
             metadata=lambda: plan.metadata,
         )
-        self.conductor = coordinator = None
+        self.coordinator_thread = coordinator = None
         if not self.rank.alone:
-            self.conductor = Conductor(
-                self.rank.number, self.rank.world_size, clock=clock, why_not=self._why_no_cut
+            self.coordinator_thread = CoordinatorThread(
+                self.rank.number, self.rank.world_size, clock=clock, not_ready_reason=self._block_message
             )
             coordinator = SnapshotCoordinator(
-                self.conductor, loop, member, records, self.outcomes, self.taker
+                self.coordinator_thread, loop, member, records, self.outcomes, self.taker
             )
         opener = AttemptOpener(
             loop,
             member,
             apply_notifications=self.outcomes.apply,
             fresh=config.fresh,
-            conductor=self.conductor,
+            coordinator_thread=self.coordinator_thread,
             plan=plan,
         )
         self.restorer = Restorer(
@@ -218,8 +220,8 @@ class Wiring:
 
     def _handle_term(self, grace_s: float | str | None, requests: Requests) -> TermHandler | None:
         def on_sigterm() -> None:
-            requests.hurry("sigterm")
-            self.clock.notice()
+            requests.request_urgent("sigterm")
+            self.clock.request_boundary()
 
         def until_end_s() -> float:
             return self.attachment.grace_s if grace_s == "auto" else float(grace_s or 0.0)
@@ -228,29 +230,31 @@ class Wiring:
         self.term = term if term is not None and term.install() else None
         return self.term
 
-    def _why_no_cut(self, urgent: bool) -> str:
+    def _block_message(self, urgent: bool) -> str:
         """For the other ranks, and asked on another thread: why this one cannot cut now."""
-        if self.conductor is not None and self.conductor.sums:
+        if self.coordinator_thread is not None and self.coordinator_thread.sums:
             return "what every rank holds whole is not the same on all"
         if self.outcomes.in_flight:
             return MESSAGE[BlockReason.IN_FLIGHT]
         if self.attachment.link is None:
             return MESSAGE[BlockReason.SIDECAR_DISCONNECTED]
-        return MESSAGE[BlockReason.BACK_OFF] if self.records.setbacks.backing_off and not urgent else ""
+        return (
+            MESSAGE[BlockReason.BACK_OFF] if self.records.failure_tracker.backing_off and not urgent else ""
+        )
 
     def close(self, until_s: float) -> None:
         """Release everything, whatever is in flight, by `until_s` (monotonic)."""
-        self.attempt.happen(AttachEvent.CLOSE)
+        self.attempt.transition(AttachEvent.CLOSE)
         # The line of the arena is given back; without it every step has a boundary, which refuses it.
         self.clock.detach()
         guarded(self.plan.close)
         if self.term is not None:
             self.term.remove()
-        if self.conductor is not None:
-            self.conductor.close()
+        if self.coordinator_thread is not None:
+            self.coordinator_thread.close()
         try:
             self.taker.close()
-            self.outcomes.close(until_s=min(until_s, time.monotonic() + LEAVE_S / 2))
+            self.outcomes.close(until_s=min(until_s, time.monotonic() + RELEASE_S / 2))
         finally:
             self._release(until_s)
             _live.discard(self)
@@ -259,9 +263,9 @@ class Wiring:
         """Leave the program and the sidecar, by `until_s` (monotonic), however much of this was built."""
         if self.term is not None:
             self.term.remove()
-        self.session.close(until_s=min(until_s, time.monotonic() + LEAVE_S))
+        self.session.close(until_s=min(until_s, time.monotonic() + RELEASE_S))
         self.launcher.close()
-        self.stance.close()
+        self.step_boundary.close()
         self.loaders.close()
         self.program.tracking.close()
 
@@ -301,11 +305,11 @@ def _uncaught(error: BaseException) -> None:
         guarded(wiring.plan.handle_error, error)
 
 
-def _in_child() -> None:
+def _after_fork_in_child() -> None:
     for wiring in list(_live):
         wiring.forked = True
-        wiring.clock.forget()
-        wiring.stance.close()
+        wiring.clock.reset_after_fork()
+        wiring.step_boundary.close()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -112,7 +112,7 @@ def reserved(run: str) -> str | None:
     return next((word for word in inner or [first] if word in RESERVED), None)
 
 
-def cut_prefix(attempt: int, cut: int) -> str:
+def snapshot_prefix(attempt: int, cut: int) -> str:
     """What all data objects of one cut of one attempt begin with; what a retire entry names."""
     _check(attempt=attempt, cut=cut)
     return f"data/{attempt:020d}/{cut:08d}/"
@@ -127,14 +127,14 @@ def pack_key(*, attempt: int, cut: int, rank: int, token: str, n: int, state: bo
     """The n-th pack of frames of a rank's part of a cut, or (`state`) of their tails."""
     _check(rank=rank, n=n)
     _check_token(token)
-    return f"{cut_prefix(attempt, cut)}{rank:05d}-{token}-{'s' if state else ''}{n:05d}.pack"
+    return f"{snapshot_prefix(attempt, cut)}{rank:05d}-{token}-{'s' if state else ''}{n:05d}.pack"
 
 
 def index_key(*, attempt: int, cut: int, rank: int, token: str, xxh3: str) -> str:
     """The index of a rank's part of a cut; `xxh3` is the hex xxh3-128 of its bytes."""
     _check(rank=rank)
     _check_token(token)
-    return f"{cut_prefix(attempt, cut)}{rank:05d}-{token}-{xxh3}.index"
+    return f"{snapshot_prefix(attempt, cut)}{rank:05d}-{token}-{xxh3}.index"
 
 
 def compaction_pack_key(*, token: str, n: int, state: bool = False) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from deltashard_checkpoint.errors import CorruptObject
-from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, cut_prefix
+from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, snapshot_prefix
 from deltashard_checkpoint.format.schema import Box, TableSchema
 
 _ENTRY_NAME = re.compile(r"log/(\d{20})\.json", re.ASCII)
@@ -160,7 +160,7 @@ class Checkpoint(Entry):
     @property
     def prefixes(self) -> frozenset[str]:
         if self.listed is not None:
-            return frozenset((cut_prefix(self.attempt, self.cut),))
+            return frozenset((snapshot_prefix(self.attempt, self.cut),))
         return frozenset(part.prefix for part in self.parts)
 
     @property
@@ -296,7 +296,7 @@ def is_prefix(text: str) -> bool:
     return _PREFIX.fullmatch(text) is not None
 
 
-def cut_of(prefix: str) -> tuple[int, int] | None:
+def snapshot_of(prefix: str) -> tuple[int, int] | None:
     """(attempt, cut) of a prefix, or None for a compaction's."""
     match = _PREFIX.fullmatch(prefix)
     return (int(match[1]), int(match[2])) if match and match[1] else None

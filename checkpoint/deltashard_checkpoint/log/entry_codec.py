@@ -20,7 +20,7 @@ from typing import Any, TypeVar, get_args
 
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion, UserError
 from deltashard_checkpoint.format.canonical_json import Reader, canonical, load
-from deltashard_checkpoint.format.object_key import cut_prefix, is_index_key
+from deltashard_checkpoint.format.object_key import is_index_key, snapshot_prefix
 from deltashard_checkpoint.format.record_codec import (
     BOOLEAN,
     COUNT,
@@ -54,9 +54,9 @@ from deltashard_checkpoint.log.entry import (
     Retired,
     Rewound,
     Sealed,
-    cut_of,
     entry_key,
     is_prefix,
+    snapshot_of,
     sorted_covers,
 )
 
@@ -323,7 +323,7 @@ def _check(r: Reader, entry: Entry) -> None:
             r.fail("genesis is slot 0's")
         case Checkpoint():
             try:
-                prefix = cut_prefix(entry.attempt, entry.cut)
+                prefix = snapshot_prefix(entry.attempt, entry.cut)
             except UserError as error:
                 r.fail(error.what)
             ranks = [part.rank for part in entry.parts]
@@ -336,7 +336,7 @@ def _check(r: Reader, entry: Entry) -> None:
         case Compacted():
             if not entry.parts or any(part.covers is not None for part in entry.parts):
                 r.fail("a compaction has parts, and they cover nothing")
-            if any(cut_of(part.prefix) is not None for part in entry.parts):
+            if any(snapshot_of(part.prefix) is not None for part in entry.parts):
                 raise ForeignObject("compaction names an index of a cut", where=r.where)
         case Retired() if not all(is_prefix(p) for p in entry.prefixes):
             r.fail("a prefix is neither a cut's nor a compaction's")

@@ -85,7 +85,7 @@ def dump(state: RunState) -> bytes:
 
 
 def _attempt_row(number: int, a: Attempt) -> list[Any]:
-    resumed, last = (a.resumes_from, a.resumes_attempt), (a.last_cut, a.last_seq, a.last_step)
+    resumed, last = (a.resumes_from, a.resumes_attempt), (a.last_snapshot, a.last_seq, a.last_step)
     return [number, a.world_size, *resumed, *last, a.workload, a.pod, a.layout]
 
 
@@ -145,7 +145,7 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
 
 def _attempt(r: Reader, item: Any) -> tuple[int, Attempt]:
     opened, size, *rest = r.as_list(item, "attempt", 10)
-    resumes_from, resumes_attempt, last_cut, last_seq, last_step = (
+    resumes_from, resumes_attempt, last_snapshot, last_seq, last_step = (
         None if n is None else r.as_integer(n, "attempt") for n in rest[:5]
     )
     workload, pod, layout = rest[5:]
@@ -153,7 +153,7 @@ def _attempt(r: Reader, item: Any) -> tuple[int, Attempt]:
         world_size=r.as_integer(size, "attempt"),
         resumes_from=resumes_from,
         resumes_attempt=resumes_attempt,
-        last_cut=last_cut,
+        last_snapshot=last_snapshot,
         last_seq=last_seq,
         last_step=last_step,
         workload=r.as_text(workload, "attempt"),

@@ -20,7 +20,7 @@ from deltashard_checkpoint.errors import CorruptObject, FormatError, InvalidChec
 from deltashard_checkpoint.format.canonical_json import Reader, canonical, content_digest, load
 from deltashard_checkpoint.format.index import ROWS_AND_BLOBS
 from deltashard_checkpoint.format.layout import Layout, layout_key
-from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, cut_prefix, run_key
+from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, run_key, snapshot_prefix
 from deltashard_checkpoint.format.record_codec import INTEGER, TEXT, document, text, values
 from deltashard_checkpoint.log.entry import Checkpoint, ManifestRef, sorted_covers
 from deltashard_checkpoint.log.part_list import ListedPart, PartList
@@ -93,7 +93,7 @@ class Manifest:
 
 
 def manifest_key(attempt: int, cut: int, digest: str) -> str:
-    return f"{cut_prefix(attempt, cut)}{digest}.manifest"
+    return f"{snapshot_prefix(attempt, cut)}{digest}.manifest"
 
 
 def _part(r: Reader, item: Any, common_blobs: bool) -> ListedPart:

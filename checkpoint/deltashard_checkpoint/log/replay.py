@@ -41,7 +41,7 @@ from deltashard_checkpoint.log.entry import (
     Retired,
     Rewound,
     Sealed,
-    cut_of,
+    snapshot_of,
 )
 from deltashard_checkpoint.log.pin import UserEntry, live_user_entries
 from deltashard_checkpoint.log.run_state import Attempt, RunState, Slot, Unreadable
@@ -127,7 +127,10 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
             )
         case Checkpoint():
             opened = replace(
-                state.attempts[entry.attempt], last_cut=entry.cut, last_seq=entry.seq, last_step=entry.step
+                state.attempts[entry.attempt],
+                last_snapshot=entry.cut,
+                last_seq=entry.seq,
+                last_step=entry.step,
             )
             return replace(
                 state,
@@ -263,8 +266,8 @@ def _validate_checkpoint(state: RunState, entry: Checkpoint) -> None:
         raise _refused(entry, f"attempt {entry.attempt} was never opened")
     if entry.attempt != state.attempt:
         raise _refused(entry, f"attempt {entry.attempt} is fenced by attempt {state.attempt}")
-    if opened.last_cut is not None and entry.cut <= opened.last_cut:
-        raise _refused(entry, f"cut {entry.cut} is not newer than cut {opened.last_cut}")
+    if opened.last_snapshot is not None and entry.cut <= opened.last_snapshot:
+        raise _refused(entry, f"cut {entry.cut} is not newer than cut {opened.last_snapshot}")
     if opened.last_step is not None and entry.step < opened.last_step:
         raise _refused(entry, f"step {entry.step} lies before step {opened.last_step} of the lineage")
     if entry.world_size != opened.world_size:
@@ -347,7 +350,7 @@ def _validate_retire(state: RunState, entry: Retired) -> None:
     for prefix in entry.prefixes:
         if prefix in live:
             raise _refused(entry, f"it names {prefix}, which a live checkpoint reads")
-        place = cut_of(prefix)
+        place = snapshot_of(prefix)
         if place is not None and not is_uncommittable(state, *place):
             raise _refused(entry, f"it names {prefix}, whose cut may still be committed")
         if is_protected(state, prefix):
@@ -361,7 +364,7 @@ def is_protected(state: RunState, prefix: str) -> bool:
     """
     if state.abandoned_at is None or prefix in state.superseded:
         return False
-    place = cut_of(prefix)
+    place = snapshot_of(prefix)
     begun = compaction_slot(prefix) if place is None else place[0]
     if begun is not None and begun >= state.abandoned_at:
         return False
@@ -380,7 +383,7 @@ def reclaimable(state: RunState, through: int) -> frozenset[str]:
     return frozenset(
         prefix
         for prefix, named_by in state.retired.items()
-        if named_by <= through and (cut_of(prefix) is not None or compaction_slot(prefix) is not None)
+        if named_by <= through and (snapshot_of(prefix) is not None or compaction_slot(prefix) is not None)
     )
 
 
@@ -390,5 +393,5 @@ def is_uncommittable(state: RunState, attempt: int, cut: int) -> bool:
     if state.attempt is None or attempt > state.attempt:
         return False
     return attempt < state.attempt or (
-        opened is not None and opened.last_cut is not None and cut <= opened.last_cut
+        opened is not None and opened.last_snapshot is not None and cut <= opened.last_snapshot
     )

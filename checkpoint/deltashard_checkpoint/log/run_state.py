@@ -20,7 +20,7 @@ class Attempt:
     resumes_from: int | None
     resumes_attempt: int | None
     """Attempt of the checkpoint it resumed from."""
-    last_cut: int | None = None
+    last_snapshot: int | None = None
     """Highest cut committed under it; lower ones are abandoned."""
     last_seq: int | None = None
     """Seq of that commit."""
@@ -151,8 +151,8 @@ class RunState:
 
     def commit_of(self, attempt: int, cut: int) -> Checkpoint | None:
         opened = self.attempts.get(attempt)
-        if opened is None or opened.last_cut is None or cut > opened.last_cut:
+        if opened is None or opened.last_snapshot is None or cut > opened.last_snapshot:
             return None
-        if cut == opened.last_cut and opened.last_seq is not None:
+        if cut == opened.last_snapshot and opened.last_seq is not None:
             return self.checkpoints.get(opened.last_seq)
         return next((c for c in self.checkpoints.values() if c.attempt == attempt and c.cut == cut), None)

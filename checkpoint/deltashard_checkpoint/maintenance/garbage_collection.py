@@ -30,7 +30,7 @@ from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import CorruptObject
 from deltashard_checkpoint.log.chain import live_prefixes
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
-from deltashard_checkpoint.log.entry import Entry, Reclaimed, cut_of, entry_key, prefix_of
+from deltashard_checkpoint.log.entry import Entry, Reclaimed, entry_key, prefix_of, snapshot_of
 from deltashard_checkpoint.log.log_error import stopped
 from deltashard_checkpoint.log.replay import is_protected, is_uncommittable, reclaimable
 from deltashard_checkpoint.log.run_state import RunState
@@ -129,9 +129,9 @@ def collect(
 
 def _uncommittable_prefixes(state: RunState, prefixes: Collection[str]) -> frozenset[str]:
     """Those of them that are of cuts which no checkpoint reads, and which can never be committed any more."""
-    cuts = {prefix: cut_of(prefix) for prefix in prefixes}
+    snapshots = {prefix: snapshot_of(prefix) for prefix in prefixes}
     found = {
-        prefix for prefix, place in cuts.items() if place is not None and is_uncommittable(state, *place)
+        prefix for prefix, place in snapshots.items() if place is not None and is_uncommittable(state, *place)
     }
     return frozenset(found - live_prefixes(state) if found else found)
 
@@ -250,7 +250,7 @@ def not_orphaned_reason(
     """
     if is_protected(state, prefix):
         return "it may be of a log entry that was given up: kept until the next attempt"
-    place = cut_of(prefix)
+    place = snapshot_of(prefix)
     if place is None:
         if quiet_s >= timeout_s:
             return None

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.chain import closure, prefixes_of
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
-from deltashard_checkpoint.log.entry import Entry, Retired, cut_of
+from deltashard_checkpoint.log.entry import Entry, Retired, snapshot_of
 from deltashard_checkpoint.log.replay import is_protected, is_uncommittable
 from deltashard_checkpoint.log.run_state import RunState
 
@@ -143,7 +143,7 @@ def _retirement(
         if seq in state.compactions:
             prefixes |= {part.prefix for part in state.compactions[seq].parts}
     for prefix in orphaned_prefixes:
-        place = cut_of(prefix)
+        place = snapshot_of(prefix)
         if (place is None or is_uncommittable(state, *place)) and not is_protected(state, prefix):
             prefixes.add(prefix)
     prefixes -= live

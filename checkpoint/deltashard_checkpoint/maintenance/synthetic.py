@@ -7,8 +7,8 @@ encoded anew. What both cost is counted in seconds of training, for that is what
     full cut      stall + BUSY_SHARE * (encode + upload)
     compaction    BUSY_SHARE * (fetch what is not cached + move + upload)
 
-Compacted is the checkpoint that the next cuts build on. At a cut (`at_cut`) that is the newest commit: the cut covers
-it and is a delta, and the trainer counts from there on. Between cuts (`between_cuts`) it is what the log shows: for deltas
+Compacted is the checkpoint that the next cuts build on. At a cut (`at_snapshot`) that is the newest commit: the cut covers
+it and is a delta, and the trainer counts from there on. Between cuts (`between_snapshots`) it is what the log shows: for deltas
 on deltas the newest itself, else what the newest one covers.
 """
 
@@ -30,7 +30,7 @@ MAX_SIZE_RATIO = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FullCut:
+class FullSnapshot:
     """A cut that holds all rows."""
 
     raw_bytes: int
@@ -76,7 +76,7 @@ def compaction_inputs(state: RunState, seq: int, cached_bytes: int) -> Compactio
     )
 
 
-def full_cut_s(cut: FullCut) -> float:
+def full_snapshot_s(cut: FullSnapshot) -> float:
     return cut.stall_s + BUSY_SHARE * (
         cut.raw_bytes * ENCODE_S_PER_BYTE + cut.stored_bytes / WRITE_BYTES_PER_S
     )
@@ -90,9 +90,9 @@ def compaction_s(found: CompactionInputs) -> float:
     )
 
 
-def at_cut(found: CompactionInputs, full: FullCut) -> BaselineVerdict | None:
+def at_snapshot(found: CompactionInputs, full: FullSnapshot) -> BaselineVerdict | None:
     """Whether the next cut, of which a baseline is asked for, covers what is compacted then, and is none."""
-    compaction, cut = compaction_s(found), full_cut_s(full)
+    compaction, cut = compaction_s(found), full_snapshot_s(full)
     if full.stored_bytes < MAX_SIZE_RATIO * found.base_bytes or compaction >= cut:
         return None
     return BaselineVerdict(why="cheaper", text=f"{compaction:.3f} s of training, a full cut {cut:.3f} s")
@@ -104,10 +104,10 @@ def compaction_target(state: RunState, seq: int, *, consecutive: bool) -> int:
     return seq if consecutive or not covered else max(covered)
 
 
-def between_cuts(checkpoints: int, *, deferred: bool, longest: int) -> BaselineVerdict | None:
+def between_snapshots(checkpoints: int, *, deferred: bool, longest: int) -> BaselineVerdict | None:
     """Whether a `compaction_target` of so many checkpoints is compacted now; `longest` 0: no chain is too long.
 
-    `deferred`: deltas do not build on deltas, so a target that is one was made so at a cut, by `at_cut`, and is owed. The
+    `deferred`: deltas do not build on deltas, so a target that is one was made so at a cut, by `at_snapshot`, and is owed. The
     log alone says it, and a sidecar that starts anew sees it there.
     """
     if deferred:

@@ -1,7 +1,7 @@
 """Committing a cut without a leader.
 
 Every rank's sidecar uploads its packs and its index, then (with more than one rank) a *report* under the cut's `part/`
-(`write.report`), and lists these (`write.cut_reports`). Whoever sees those of all ranks puts the manifest and creates
+(`write.report`), and lists these (`write.snapshot_reports`). Whoever sees those of all ranks puts the manifest and creates
 the log entry; losing that race to a peer with the same (attempt, cut) is success. Who does not see them all yet waits,
 polling the log *and*, after growing delays, listing again: the last rank to finish may have died between its report and
 the entry, and then any other must do it. The pod of rank 0 lists at once, the others a moment later: if all goes well,
@@ -39,10 +39,10 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.vocabulary import PRECISION_KEY
 from deltashard_checkpoint.write.commit_wait import CommitLatency, CommitWait
-from deltashard_checkpoint.write.cut_reports import CutAbandoned, CutReports, put_idempotent
 from deltashard_checkpoint.write.fencing import fencing
 from deltashard_checkpoint.write.precision import coarsest
 from deltashard_checkpoint.write.report import PartReport, ReportBody, ReportBodyCache, ReportName
+from deltashard_checkpoint.write.snapshot_reports import SnapshotAbandoned, SnapshotReports, put_idempotent
 
 COMMIT_DEADLINE_S = 600.0
 
@@ -91,11 +91,11 @@ def commit_parts(  # noqa: PLR0913
     `since_s` ago, at one step and so nearly at one time on all ranks; `latency` remembers how long cuts take; None: this
     one is looked for often, because somebody waits for it.
 
-    Raises `FencedError`, `CutAbandoned` (`PartAbandoned`), `PartsMissing` past the deadline, `AppendUnknown` or
+    Raises `FencedError`, `SnapshotAbandoned` (`PartAbandoned`), `PartsMissing` past the deadline, `AppendUnknown` or
     `StoreUnavailable` when the store does not answer until then, `LogStopped`, `LogGap` (`LogRemoved`).
     """
     retry_budget = log.retry_budget(deadline_s)
-    found = CutReports(
+    found = SnapshotReports(
         log,
         attempt=attempt,
         cut=cut,
@@ -124,7 +124,7 @@ def commit_parts(  # noqa: PLR0913
     return done
 
 
-def _wait_for_commit(found: CutReports, wait: CommitWait, retry_budget: RetryBudget) -> Committed:
+def _wait_for_commit(found: SnapshotReports, wait: CommitWait, retry_budget: RetryBudget) -> Committed:
     """The commit of a cut whose reports of this process are there, by whoever makes it."""
     log = found.log
     wait.begin()
@@ -137,7 +137,7 @@ def _wait_for_commit(found: CutReports, wait: CommitWait, retry_budget: RetryBud
                 if should_list and not missing:
                     crash_point("commit.after_list")
                     return _create(found, retry_budget)
-            except CutAbandoned:
+            except SnapshotAbandoned:
                 # It may be in the log all the same: of a rank that reported twice, or gave up and then came, a peer
                 # may have seen the one and not the other.
                 if done := _existing_commit(found, log.refresh(deadline_s=retry_budget.left_s)):
@@ -152,8 +152,8 @@ def _wait_for_commit(found: CutReports, wait: CommitWait, retry_budget: RetryBud
         wait.pause()
 
 
-def _existing_commit(cut: CutReports, state: RunState) -> Committed | None:
-    """What the log has of this cut already; raises `FencedError`, `CutAbandoned`, or, of no log, `LogRemoved`."""
+def _existing_commit(cut: SnapshotReports, state: RunState) -> Committed | None:
+    """What the log has of this cut already; raises `FencedError`, `SnapshotAbandoned`, or, of no log, `LogRemoved`."""
     if state.tip < 0:  # this attempt was opened in it
         raise cut.log.removed()
     if entry := state.commit_of(cut.attempt, cut.cut):
@@ -162,12 +162,14 @@ def _existing_commit(cut: CutReports, state: RunState) -> Committed | None:
     if fenced := fencing(state, cut.attempt):
         raise fenced
     opened = state.attempts.get(cut.attempt)
-    if opened is not None and opened.last_cut is not None and cut.cut <= opened.last_cut:
-        raise CutAbandoned(f"cut {opened.last_cut} was committed before cut {cut.cut}", where=cut.where)
+    if opened is not None and opened.last_snapshot is not None and cut.cut <= opened.last_snapshot:
+        raise SnapshotAbandoned(
+            f"cut {opened.last_snapshot} was committed before cut {cut.cut}", where=cut.where
+        )
     return None
 
 
-def _create(cut: CutReports, retry_budget: RetryBudget) -> Committed:
+def _create(cut: SnapshotReports, retry_budget: RetryBudget) -> Committed:
     """Create the entry of a cut of which no report is missing, or find that a peer did."""
     # IMPORTANT: nothing is visible before this entry, and everything it names is durable before it is put: packs, then
     # index, then (with more than one rank) report and manifest, then the entry. A death in between leaves garbage only.
@@ -197,21 +199,21 @@ def _create(cut: CutReports, retry_budget: RetryBudget) -> Committed:
             deadline_s=retry_budget.left_s,
         )
     except EntryRefused as error:
-        raise CutAbandoned(f"the log refuses it: {error.what}", where=cut.where) from error
+        raise SnapshotAbandoned(f"the log refuses it: {error.what}", where=cut.where) from error
     if sealed is None:
         return found[0]
     assert isinstance(sealed.entry, Checkpoint)
     return Committed(seq=sealed.entry.seq, entry=sealed.entry, by_us=True)
 
 
-def _checkpoint_of(cut: CutReports, reports: Sequence[tuple[ReportName, ReportBody]]) -> Checkpoint:
+def _checkpoint_of(cut: SnapshotReports, reports: Sequence[tuple[ReportName, ReportBody]]) -> Checkpoint:
     """The entry of a cut, for no slot yet; its parts are its own unless a manifest is to list them."""
     # Most ranks have the same body: each counts once, at the lowest rank that has it.
     bodies = list({name.body: body for name, body in reports}.values())
     tables: dict[str, TableSchema] = {}
     for table in (table for body in bodies for table in body.tables):
         if tables.setdefault(table.fqn, table) != table:
-            raise CutAbandoned(f"ranks disagree about table {table.fqn}", where=cut.where)
+            raise SnapshotAbandoned(f"ranks disagree about table {table.fqn}", where=cut.where)
     names = [name for name, _ in reports]
     first = reports[0][1]
     return Checkpoint(
@@ -237,7 +239,7 @@ def _checkpoint_of(cut: CutReports, reports: Sequence[tuple[ReportName, ReportBo
     )
 
 
-def _part(cut: CutReports, name: ReportName, body: ReportBody) -> Part:
+def _part(cut: SnapshotReports, name: ReportName, body: ReportBody) -> Part:
     return Part(
         rank=name.rank,
         index_key=index_key(
@@ -249,7 +251,7 @@ def _part(cut: CutReports, name: ReportName, body: ReportBody) -> Part:
     )
 
 
-def _manifest(cut: CutReports, reports: Sequence[tuple[ReportName, ReportBody]]) -> Manifest:
+def _manifest(cut: SnapshotReports, reports: Sequence[tuple[ReportName, ReportBody]]) -> Manifest:
     return Manifest(
         run=cut.log.run,
         attempt=cut.attempt,

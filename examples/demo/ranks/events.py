@@ -25,8 +25,8 @@ from content import Kept
 from deltashard_checkpoint.log.entry import Checkpoint
 from harness import frozen, until
 from job import RankJob
-from records import Step, StepLines, Watch
-from shard_checks import Comparison
+from records import LogWatcher, StepLines, StepRecord
+from shard_checks import ShardComparison
 
 T = TypeVar("T")
 DEADLINE_S = 420.0
@@ -35,7 +35,7 @@ FULL, PARTIAL, NONE = "full", "partial", "none"
 """Modes of recovery: all ranks go back to a checkpoint; a lost rank's rows do; nobody had to."""
 
 
-NOT_YET = Comparison(step_per_shard={}, ahead=(), wrong=("not compared yet",), rows=0)
+NOT_COMPARED = ShardComparison(step_per_shard={}, ahead=(), wrong=("not compared yet",), rows=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,19 +65,19 @@ class Event:
     """Where the rows came from: cache or store."""
     seq: int
     """The checkpoint that all ranks must hold; after a partial recovery the lost one."""
-    said: Mapping[int, Mapping[str, Any]]
+    reports: Mapping[int, Mapping[str, Any]]
     """What each rank held, by rank."""
     kept: Mapping[int, Kept] = field(default_factory=dict)
     """What the survivors of a partial recovery held when it began, by rank."""
-    comparison: Comparison = NOT_YET
-    """Made at the end by `Scene.judged`, so that training does not run ahead of the next event meanwhile."""
-    broken: tuple[str, ...] = ()
+    comparison: ShardComparison = NOT_COMPARED
+    """Made at the end by `EventContext.compared`, so that training does not run ahead of the next event meanwhile."""
+    violations: tuple[str, ...] = ()
     """Promises that were not kept, beside the comparison's."""
 
     @property
     def exact(self) -> bool:
         """Every bit of every shard is of the newest committed step; or, of a survivor, what that one held last."""
-        return self.comparison.exact and not self.broken
+        return self.comparison.exact and not self.violations
 
     @property
     def lost_steps(self) -> int:
@@ -86,11 +86,11 @@ class Event:
 
 
 @dataclass(slots=True, kw_only=True)
-class Scene:
+class EventContext:
     """All that an event needs to know of the run."""
 
     job: RankJob
-    watch: Watch
+    watch: LogWatcher
     lines: StepLines
     """Of rank 0."""
     evidence: Path
@@ -105,8 +105,8 @@ class Scene:
         return until(
             what,
             found,
-            reached=lambda: (self.lines.last, len(self.watch.seen)),
-            over=lambda: self.job.finished.is_set() or self.job.failed.is_set(),
+            progress=lambda: (self.lines.last, len(self.watch.seen)),
+            is_finished=lambda: self.job.finished.is_set() or self.job.failed.is_set(),
             logs=self.job.log_tail,
             poll_s=poll_s,
             deadline_s=DEADLINE_S,
@@ -118,23 +118,23 @@ class Scene:
         opened = self.watch.attempts[-1]
         self.until("a checkpoint of these ranks", lambda: (c := self.watch.newest()) and c.seq > opened)
 
-    def something_to_lose(self) -> None:
+    def wait_past_commit(self) -> None:
         self.until(
             f"{self.steps_to_lose} steps after a checkpoint",
             lambda: (c := self.watch.newest()) and self.lines.last >= c.step + self.steps_to_lose,
         )
 
-    def said(self, name: str) -> dict[int, dict[str, Any]] | None:
+    def reports(self, name: str) -> dict[int, dict[str, Any]] | None:
         """What all ranks of the world wrote under this name, by rank; None while one has not."""
         paths = {rank: self.evidence / f"rank-{rank}" / f"{name}.json" for rank in range(self.job.world)}
         if not all(path.exists() for path in paths.values()):
             return None
         return {rank: json.loads(path.read_text()) for rank, path in paths.items()}
 
-    def judged(self, event: Event) -> Event:
+    def compared(self, event: Event) -> Event:
         """With what its ranks held compared with the checkpoint of the store."""
         steps = {seen.checkpoint.seq: seen.checkpoint.step for seen in self.watch.seen}
-        held = {rank: each["content"] for rank, each in event.said.items()}
+        held = {rank: each["content"] for rank, each in event.reports.items()}
         begun = time.perf_counter()
         comparison = shard_checks.compare(self.url, self.run, event.seq, held, steps, event.kept)
         read_s = time.perf_counter() - begun
@@ -142,38 +142,40 @@ class Scene:
         return replace(event, comparison=comparison, restore_s=restore_s)
 
 
-def kill_rank(scene: Scene) -> Event:
-    rank = scene.job.world - 1
-    return _come_back(
-        scene, f"rank {rank} killed", f"kill rank {rank}", lambda: _kill_between_cuts(scene, rank)
+def kill_rank(context: EventContext) -> Event:
+    rank = context.job.world - 1
+    return _full_recovery(
+        context, f"rank {rank} killed", f"kill rank {rank}", lambda: _kill_between_snapshots(context, rank)
     )
 
 
-def _kill_between_cuts(scene: Scene, rank: int) -> float:
+def _kill_between_snapshots(context: EventContext, rank: int) -> float:
     """SIGKILL a rank some steps after a cut, and not about to make the next; when."""
-    lines = StepLines(scene.evidence / f"rank-{rank}")
+    lines = StepLines(context.evidence / f"rank-{rank}")
 
-    def between_cuts() -> bool:
+    def between_snapshots() -> bool:
         cut = next((step for step in reversed(lines.read()) if step.cut), None)
-        return cut is not None and scene.steps_to_lose <= lines.last - cut.step < 2 * scene.steps_to_lose
+        return cut is not None and context.steps_to_lose <= lines.last - cut.step < 2 * context.steps_to_lose
 
     while True:
-        scene.until("steps that no checkpoint has", between_cuts)
-        with frozen(scene.job.ranks()[rank]):  # what it has done stands still, too
-            if between_cuts():
-                return scene.job.kill_rank(rank)
+        context.until("steps that no checkpoint has", between_snapshots)
+        with frozen(context.job.ranks()[rank]):  # what it has done stands still, too
+            if between_snapshots():
+                return context.job.kill_rank(rank)
 
 
-def resize(scene: Scene, world: int, *, gently: bool, told: Sequence[str] = ()) -> Event:
+def resize(
+    context: EventContext, world: int, *, graceful: bool, extra_arguments: Sequence[str] = ()
+) -> Event:
     """End all ranks, and start `world`, with these arguments more."""
-    how = "told to end" if gently else "killed"
-    if not gently:
-        scene.something_to_lose()
-    return _come_back(
-        scene,
-        f"{ranks(scene.job.world)} {how}, {world} started",
-        f"{scene.job.world} to {ranks(world)}",
-        lambda: scene.job.resize(world, gently=gently, told=told),
+    how = "told to end" if graceful else "killed"
+    if not graceful:
+        context.wait_past_commit()
+    return _full_recovery(
+        context,
+        f"{ranks(context.job.world)} {how}, {world} started",
+        f"{context.job.world} to {ranks(world)}",
+        lambda: context.job.resize(world, graceful=graceful, extra_arguments=extra_arguments),
     )
 
 
@@ -182,33 +184,39 @@ def ranks(count: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Return:
+class _Recovery:
     """How the ranks of the next life came back."""
 
     at_s: float
     """When the ones before were struck."""
-    last: Step
+    last: StepRecord
     """The last one that rank 0 had finished then."""
     world_before: int
     world_after: int
-    said: dict[int, dict[str, Any]]
+    reports: dict[int, dict[str, Any]]
     committed: Checkpoint
     """The newest when they took over, by the store's log."""
-    first: Step
+    first: StepRecord
     """Of the new life."""
 
     def event(
-        self, *, what: str, mark: str, mode: str, broken: list[str], kept: Mapping[int, Kept] | None = None
+        self,
+        *,
+        what: str,
+        mark: str,
+        mode: str,
+        violations: list[str],
+        kept: Mapping[int, Kept] | None = None,
     ) -> Event:
-        """As one; `broken`: what else was not as promised."""
-        restored, after = self.said[0]["step"], self.first.step
-        broken = broken + [
+        """As one; `violations`: what else was not as promised."""
+        restored, after = self.reports[0]["step"], self.first.step
+        violations = violations + [
             f"rank {rank} is one of {each['world']}"
-            for rank, each in self.said.items()
+            for rank, each in self.reports.items()
             if each["world"] != self.world_after
         ]
         if after != restored + 1:
-            broken.append(f"training went on with step {after} after step {restored}")
+            violations.append(f"training went on with step {after} after step {restored}")
         return Event(
             what=what,
             mark=mark,
@@ -219,65 +227,65 @@ class _Return:
             world_after=self.world_after,
             committed_step=self.committed.step,
             restored_step=restored,
-            pls=self.said[0]["pls"],
-            restore_s=max(each["seconds"] for each in self.said.values()),
+            pls=self.reports[0]["pls"],
+            restore_s=max(each["seconds"] for each in self.reports.values()),
             back_s=self.first.at_s - self.at_s,
-            source="store" if any(each["source"] == "store" for each in self.said.values()) else "cache",
+            source="store" if any(each["source"] == "store" for each in self.reports.values()) else "cache",
             seq=self.committed.seq,
-            said=self.said,
+            reports=self.reports,
             kept=kept or {},
-            broken=tuple(broken),
+            violations=tuple(violations),
         )
 
     def differing(self, wanted: Mapping[str, Any]) -> list[str]:
         """Which ranks said otherwise."""
         return [
             f"rank {rank} came back with {name} {each[name]!r}, not {value!r}"
-            for rank, each in self.said.items()
+            for rank, each in self.reports.items()
             for name, value in wanted.items()
             if each[name] != value
         ]
 
 
-def _struck(scene: Scene, strike: Callable[[], float]) -> _Return:
-    before, known = scene.job.world, set(scene.watch.attempts)
-    at_s = strike()
-    last = next(s for s in reversed(scene.lines.read()) if s.at_s <= at_s)
+def _recover_after(context: EventContext, action: Callable[[], float]) -> _Recovery:
+    before, known = context.job.world, set(context.watch.attempts)
+    at_s = action()
+    last = next(s for s in reversed(context.lines.read()) if s.at_s <= at_s)
 
     def restored() -> dict[int, dict[str, Any]] | None:
-        newer = [attempt for attempt in scene.watch.attempts if attempt not in known]
-        return scene.said(f"restored-{newer[-1]}") if newer else None
+        newer = [attempt for attempt in context.watch.attempts if attempt not in known]
+        return context.reports(f"restored-{newer[-1]}") if newer else None
 
-    said = scene.until("what all ranks restored", restored)
-    scene.attempt = said[0]["attempt"]
-    committed = scene.watch.newest(before_seq=scene.attempt)
+    reports = context.until("what all ranks restored", restored)
+    context.attempt = reports[0]["attempt"]
+    committed = context.watch.newest(before_seq=context.attempt)
     assert committed is not None
-    first = scene.until(
+    first = context.until(
         "the first step after the restart",
-        lambda: next((s for s in scene.lines.read() if s.process > last.process), None),
+        lambda: next((s for s in context.lines.read() if s.process > last.process), None),
     )
-    return _Return(
+    return _Recovery(
         at_s=at_s,
         last=last,
         world_before=before,
-        world_after=scene.job.world,
-        said=said,
+        world_after=context.job.world,
+        reports=reports,
         committed=committed,
         first=first,
     )
 
 
-def _come_back(scene: Scene, what: str, mark: str, strike: Callable[[], float]) -> Event:
-    back = _struck(scene, strike)
+def _full_recovery(context: EventContext, what: str, mark: str, action: Callable[[], float]) -> Event:
+    back = _recover_after(context, action)
     newest = {"mode": FULL, "step": back.committed.step, "seq": back.committed.seq, "pls": 0.0}
-    return back.event(what=what, mark=mark, mode=FULL, broken=back.differing(newest))
+    return back.event(what=what, mark=mark, mode=FULL, violations=back.differing(newest))
 
 
-def lose_rank(scene: Scene, *, planned_steps: int) -> Event:
+def lose_rank(context: EventContext, *, planned_steps: int) -> Event:
     """SIGKILL the last rank of a job whose recovery is partial: the others keep the rows that they hold."""
-    attempt, lost = scene.attempt, scene.job.world - 1
-    back = _struck(scene, lambda: _kill_between_cuts(scene, lost))
-    last = scene.until("what the ranks held last", lambda: scene.said(f"last-{attempt}"))
+    attempt, lost = context.attempt, context.job.world - 1
+    back = _recover_after(context, lambda: _kill_between_snapshots(context, lost))
+    last = context.until("what the ranks held last", lambda: context.reports(f"last-{attempt}"))
     kept = {rank: own for rank, own in last.items() if rank != lost}
     furthest = max(own["step"] for own in kept.values())
     steps = [kept[rank]["step"] if rank in kept else back.committed.step for rank in sorted(last)]
@@ -288,54 +296,58 @@ def lose_rank(scene: Scene, *, planned_steps: int) -> Event:
         "exact": False,
         "rank_steps": steps,
     }
-    broken = back.differing(wanted)
-    held = {rank: each["content"] for rank, each in back.said.items()}
+    violations = back.differing(wanted)
+    held = {rank: each["content"] for rank, each in back.reports.items()}
     pls = shard_checks.lost_samples(held, kept, back.committed.step, planned_steps)
-    broken += [
+    violations += [
         f"rank {rank} says that the run's PLS is {each['pls']}, and it is {pls}"
-        for rank, each in back.said.items()
+        for rank, each in back.reports.items()
         if not math.isclose(each["pls"], pls, rel_tol=1e-9)
     ]
     if pls <= 0:
-        broken.append("no samples were lost, so that nothing is shown")
-    if back.said[0]["mode"] != PARTIAL:
-        broken.append(scene.job.last_line("recovery is full"))
+        violations.append("no samples were lost, so that nothing is shown")
+    if back.reports[0]["mode"] != PARTIAL:
+        violations.append(context.job.last_line("recovery is full"))
     return back.event(
         what=f"rank {lost} killed, partial recovery",
         mark=f"lose rank {lost}",
         mode=PARTIAL,
         kept=kept,
-        broken=broken,
+        violations=violations,
     )
 
 
-def kill_sidecar(scene: Scene) -> Event:
+def kill_sidecar(context: EventContext) -> Event:
     """SIGKILL the ranks' sidecar while it uploads; no rank may stop or restart."""
-    alive = scene.job.ranks()
-    sidecar = scene.until("the sidecar", scene.job.sidecar)
+    alive = context.job.ranks()
+    sidecar = context.until("the sidecar", context.job.sidecar)
     while True:
-        scene.until("an upload to interrupt", scene.watch.uploading, poll_s=0.001)
+        context.until("an upload to interrupt", context.watch.uploading, poll_s=0.001)
         with frozen(sidecar):
-            scene.watch.poll()
-            if scene.watch.uploading() is None:
+            context.watch.poll()
+            if context.watch.uploading() is None:
                 continue  # it committed before it stood still: the next one, then
-            last = scene.lines.read()[-1]
-            before = scene.watch.newest()
+            last = context.lines.read()[-1]
+            before = context.watch.newest()
             assert before is not None
             at_s = time.time()
             os.kill(sidecar, signal.SIGKILL)
         break
-    following = scene.until(
+    following = context.until(
         "the next checkpoint after the sidecar's death",
-        lambda: next((s.checkpoint for s in scene.watch.seen if s.checkpoint.seq > before.seq), None),
+        lambda: next((s.checkpoint for s in context.watch.seen if s.checkpoint.seq > before.seq), None),
     )
-    said = scene.until("what was cut for it", lambda: scene.said(f"cut-{scene.attempt}-{following.step}"))
-    broken = []
-    if scene.lines.read()[-1].process != last.process or (scene.job.ranks() and alive != scene.job.ranks()):
-        broken.append("a rank did not survive its sidecar")
-    next_step = scene.until(
+    reports = context.until(
+        "what was cut for it", lambda: context.reports(f"cut-{context.attempt}-{following.step}")
+    )
+    violations = []
+    if context.lines.read()[-1].process != last.process or (
+        context.job.ranks() and alive != context.job.ranks()
+    ):
+        violations.append("a rank did not survive its sidecar")
+    next_step = context.until(
         "a step after the sidecar's death",
-        lambda: next((s for s in scene.lines.read() if s.at_s > at_s), None),
+        lambda: next((s for s in context.lines.read() if s.at_s > at_s), None),
     )
     return Event(
         what="the sidecar of all ranks killed mid-upload",
@@ -343,8 +355,8 @@ def kill_sidecar(scene: Scene) -> Event:
         mode=NONE,
         at_s=at_s,
         last_step=last.step,
-        world_before=scene.job.world,
-        world_after=scene.job.world,
+        world_before=context.job.world,
+        world_after=context.job.world,
         committed_step=before.step,
         restored_step=following.step,
         pls=0.0,
@@ -352,6 +364,6 @@ def kill_sidecar(scene: Scene) -> Event:
         back_s=next_step.at_s - at_s,
         source="none: training went on",
         seq=following.seq,
-        said=said,
-        broken=tuple(broken),
+        reports=reports,
+        violations=tuple(violations),
     )

@@ -1,7 +1,7 @@
 """What a rank holds, as SHA-256 sums of TorchRec's own view of its living tensors; and, in a file, what it held last.
 
 A rank whose neighbour dies may stand in a collective that nothing of Python gets out of, so whoever wants to know what
-it held has to have it beforehand. Rows change in one place only, the fused updates within the backward pass: `LastHeld`
+it held has to have it beforehand. Rows change in one place only, the fused updates within the backward pass: `LastShardState`
 looks right after each, before the next collective. What it wrote last is what the rank held when it ended, the updates
 of a step that was never finished included.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from content import Content, Kept, dense_of, sha256, short
-from evidence import write_whole
+from evidence import write_atomic
 from sharded_model import SHARDING
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
@@ -60,7 +60,7 @@ def _kernels(model: DistributedModelParallel) -> Iterator[BatchedFusedEmbeddingB
                 yield from (each for each in lookup.modules() if isinstance(each, BatchedFusedEmbeddingBag))
 
 
-class LastHeld:
+class LastShardState:
     """One rank's `Kept` of now, in a file of its own, from the restore on."""
 
     def __init__(
@@ -71,7 +71,7 @@ class LastHeld:
         content = held(model, optimizer)
         shards = [shard | {"step": step} for shard in content["shards"]]
         self._kept: Kept = content | {"step": step, "shards": shards}
-        write_whole(path, self._kept)
+        write_atomic(path, self._kept)
         for kernel in _kernels(model):
             tables = [table.name for table in kernel.config.embedding_tables]
             kernel.emb_module.register_forward_hook(partial(self._looked_up, tables))
@@ -86,9 +86,9 @@ class LastHeld:
         others = [shard for shard in self._kept["shards"] if short(shard["table"]) not in tables]
         now = [shard | {"step": step} for shard in _shards(self._model, tables)]
         self._kept = self._kept | {"shards": others + now}
-        write_whole(self._path, self._kept)
+        write_atomic(self._path, self._kept)
 
     def finished(self, step: int) -> None:
         """That step is over on this rank."""
         self._kept = self._kept | {"step": step, "dense": _dense(self._model, self._optimizer)}
-        write_whole(self._path, self._kept)
+        write_atomic(self._path, self._kept)

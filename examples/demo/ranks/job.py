@@ -19,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 RESTARTS = 3
 """Of the ranks by one torchrun, and of torchrun by the Job."""
-SURROUNDINGS = {
+RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
     "PYTHONWARNINGS": "ignore",
@@ -41,7 +41,7 @@ def start_torchrun(
     with log.open("ab") as out:
         return subprocess.Popen(
             [*command, str(HERE / "train.py"), *arguments],
-            env=os.environ | SURROUNDINGS | environment,
+            env=os.environ | RANK_ENVIRONMENT | environment,
             stdout=out,
             stderr=out,
             start_new_session=True,
@@ -57,7 +57,7 @@ class RankJob:
         self.world = 0
         self.finished = threading.Event()
         self.failed = threading.Event()
-        self._named = (url, run)
+        self._url_and_run = (url, run)
         self._arguments = arguments
         self._environment = {
             "DELTASHARD_URL": url,
@@ -91,14 +91,14 @@ class RankJob:
                         return
                     self.start(self.world)
 
-    def resize(self, world: int, *, gently: bool, told: Sequence[str] = ()) -> float:
+    def resize(self, world: int, *, graceful: bool, extra_arguments: Sequence[str] = ()) -> float:
         """End all ranks, told to (SIGTERM) or not (SIGKILL), and start `world` of them; when they had ended.
 
-        `told`: more arguments of the training script, from here on.
+        `extra_arguments`: more arguments of the training script, from here on.
         """
         with self._lock:  # the controller does not answer in between
-            self._arguments = [*self._arguments, *told]
-            if gently:
+            self._arguments = [*self._arguments, *extra_arguments]
+            if graceful:
                 self._end()
             else:
                 self._kill_all()
@@ -126,7 +126,7 @@ class RankJob:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 words = _words(entry / "cmdline")
-                if "deltashard_sidecar.main" in words and all(word in words for word in self._named):
+                if "deltashard_sidecar.main" in words and all(word in words for word in self._url_and_run):
                     return int(entry.name)
         return None
 

@@ -10,31 +10,31 @@ from dataclasses import dataclass
 import matplotlib as mpl
 import numpy as np
 from events import NONE, PARTIAL, Event, ranks
-from figures import LIVES, STYLE, Course, canvas, figures, svg
+from figures import PROCESS_COLOURS, STYLE, RunHistory, canvas, figures, svg
 from matplotlib.figure import Figure
-from report import DATA, card, cards, document, facts_of, span, tiled
+from report import DATA, card, cards, document, facts_of, render_tiles, span
 
 _SHARD = re.compile(r"rank (\d+): (\w+)\[(\d+):(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Story:
+class RankReport:
     """Everything the page shows."""
 
     summary: dict[str, object]
     """out/demo-ranks.json."""
     store: str
-    course: Course
+    history: RunHistory
     events: list[Event]
-    broken: list[str]
+    violations: list[str]
     took_s: float
 
 
-def render(story: Story) -> str:
-    drawn = figures(story.course)
+def render(rank_report: RankReport) -> str:
+    drawn = figures(rank_report.history)
     with mpl.rc_context(STYLE):
-        drawn["shards"] = svg(_shards(story.events))
-    return _page(story, drawn)
+        drawn["shards"] = svg(_shards(rank_report.events))
+    return _page(rank_report, drawn)
 
 
 def _shards(happened: list[Event]) -> Figure:
@@ -51,7 +51,12 @@ def _shards(happened: list[Event]) -> Figure:
                 continue
             rank, first, stop = int(found[1]), int(found[3]), int(found[4])
             axes.barh(
-                line, stop - first, left=first, color=LIVES[rank % len(LIVES)], edgecolor="white", height=0.62
+                line,
+                stop - first,
+                left=first,
+                color=PROCESS_COLOURS[rank % len(PROCESS_COLOURS)],
+                edgecolor="white",
+                height=0.62,
             )
             whose = "" if event.mode != PARTIAL else ", its own" if rank in event.kept else ", as saved"
             axes.text(
@@ -71,23 +76,23 @@ def _shards(happened: list[Event]) -> Figure:
     return drawn
 
 
-def _page(story: Story, drawn: dict[str, str]) -> str:
-    summary = story.summary
+def _page(rank_report: RankReport, drawn: dict[str, str]) -> str:
+    summary = rank_report.summary
     quality, stall = summary["quality"], summary["stall_ms"]
     assert isinstance(quality, dict)
     assert isinstance(stall, dict)
-    worlds = [story.events[0].world_before]
-    worlds += [event.world_after for event in story.events if event.world_after != event.world_before]
-    twice = sum(event.lost_steps for event in story.events)
-    partial = [event for event in story.events if event.mode == PARTIAL]
+    worlds = [rank_report.events[0].world_before]
+    worlds += [event.world_after for event in rank_report.events if event.world_after != event.world_before]
+    twice = sum(event.lost_steps for event in rank_report.events)
+    partial = [event for event in rank_report.events if event.mode == PARTIAL]
     pls = sum(event.pls for event in partial)
     headline = (
-        f"{len(story.events)} accidents on {' &rarr; '.join(map(str, worlds))} ranks, {twice} of {summary['steps']:,} steps done "
+        f"{len(rank_report.events)} accidents on {' &rarr; '.join(map(str, worlds))} ranks, {twice} of {summary['steps']:,} steps done "
         f"twice, nothing lost{f' but {100 * pls:.2f} % of the samples, as was allowed' if partial else ''}"
-        if not story.broken
+        if not rank_report.violations
         else "Something was not as promised"
     )
-    shards = sum(len(event.comparison.step_per_shard) for event in story.events)
+    shards = sum(len(event.comparison.step_per_shard) for event in rank_report.events)
     tiles = [
         (f"{summary['checkpoints']}", "checkpoints, each of one step of all ranks"),
         (f"{shards}", "shards compared after the events, every bit of rows and optimizer state"),
@@ -100,7 +105,9 @@ def _page(story: Story, drawn: dict[str, str]) -> str:
             f"AUC on held-out baskets; {quality['uninterrupted']:.4f} when nothing is saved and nothing happens",
         ),
     ]
-    promised = "".join(f'<div class="verdict bad">{html.escape(said)}</div>' for said in story.broken)
+    promised = "".join(
+        f'<div class="verdict bad">{html.escape(message)}</div>' for message in rank_report.violations
+    )
     body = f"""
 <h1>{headline}</h1>
 <p class="lead">{summary["ranks"]} processes under <code>torchrun</code> train one TorchRec model on real shopping baskets, its {summary["rows"]:,}
@@ -108,8 +115,8 @@ embedding rows spread over them. While they train, ranks and the sidecar are kil
 again with other numbers of ranks. Nobody tells the training script, and no person helps. From the last resize on recovery is
 <em>partial</em> (CPR): who survives keeps the rows that it holds, only the lost rank's go back.</p>
 {promised}
-{tiled(tiles)}
-{cards([_event_card(event) for event in story.events])}
+{render_tiles(tiles)}
+{cards([_event_card(event) for event in rank_report.events])}
 <section><h2>Which rank came back with which step's rows</h2>
 <p>The largest table after each event. A step is written on a shard when its bytes are those of that step's checkpoint in the store,
 whatever the rank says of itself. After the sidecar's death: what the next checkpoint holds. After partial recovery: the lost rank's are
@@ -123,7 +130,7 @@ recovery training goes on where it was.</p>{drawn["progress"]}</section>
 loss is the same: to the last bit. Other numbers of ranks see the same batches and draw other dropout. After partial recovery a part of
 the rows lacks some steps, which is not exact and is not meant to be.</p>{drawn["loss"]}</section>
 <section><h2>Bytes per checkpoint, of all ranks</h2>
-<p>A full checkpoint is {story.course.full_bytes / 1e6:.0f} MB. Rows are stored as fp32, so that steps that are trained twice can be compared bit for
+<p>A full checkpoint is {rank_report.history.full_bytes / 1e6:.0f} MB. Rows are stored as fp32, so that steps that are trained twice can be compared bit for
 bit; most checkpoints hold only the rows that changed. The first after a resize holds all.</p>{drawn["bytes"]}</section>
 <div class="pair">
 <section><h2>How long training stood still</h2><p>Rank 0, at each checkpoint.</p>{drawn["stall"]}</section>
@@ -138,7 +145,7 @@ had when they took over, together all rows of every table, and go on with the st
 sums of its shards after each fused update: a survivor must come back with its own last ones, and all with the dense half of the survivor
 that was furthest. PLS, the portion of lost samples, is the sum over ranks of steps lost / planned steps &times; share of all rows; what the
 ranks say is compared with the sum by hand, and the newest checkpoint carries it.</p>
-<p>Store: {html.escape(story.store)}. The whole demo took {story.took_s:.0f} s. Numbers: <code>out/demo-ranks.json</code>. Again:
+<p>Store: {html.escape(rank_report.store)}. The whole demo took {rank_report.took_s:.0f} s. Numbers: <code>out/demo-ranks.json</code>. Again:
 <code>make demo RANKS={summary["ranks"]}</code>.</p>
 {DATA}
 </footer>"""
@@ -181,6 +188,6 @@ def _partial_card(event: Event) -> str:
 
 def _card(event: Event, came_back: str, facts: list[tuple[str, str]], *, good: str, bad: str) -> str:
     compared = f"{event.comparison.rows:,} rows on {ranks(event.world_after)} and all other state compared"
-    wrong = "; ".join((*event.broken, *event.comparison.wrong))
+    wrong = "; ".join((*event.violations, *event.comparison.wrong))
     verdict = f"{good}: {compared}" if event.exact else f"{bad}: {wrong}; {compared}"
     return card(event.what[0].upper() + event.what[1:], came_back, facts, exact=event.exact, verdict=verdict)

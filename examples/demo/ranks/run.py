@@ -1,9 +1,9 @@
 """`make demo RANKS=4`: train real baskets on several ranks, let ranks and sidecar die, resize the world, and show it.
 
 Two trainings of the same script (`train.py`) under torchrun: one that nothing happens to, without deltashard, for
-comparison; and one as a Job (`job.py`) to which the events of `acts` happen, one after the other. Writes
+comparison; and one as a Job (`job.py`) to which the events of `event_schedule` happen, one after the other. Writes
 out/demo-ranks.json and out/demo-ranks.html and prints a table. The exit status is 0 only if after every event all ranks
-held, bit for bit, one checkpoint of the store, the newest, and went on from there as was promised (`Played.broken`).
+held, bit for bit, one checkpoint of the store, the newest, and went on from there as was promised (`RankDemoResult.broken`).
 The last event is met by partial recovery: only the lost rank's rows are that checkpoint's, the survivors' are what they
 held.
 """
@@ -31,12 +31,12 @@ import events
 import numpy as np
 import ranks_report
 from deltashard_checkpoint.vocabulary import PLS_KEY
-from events import PARTIAL, Event, Scene
-from figures import Course, Mark
-from harness import STORES, VERDICT, DemoFailed, empty_store, table_of
+from events import PARTIAL, Event, EventContext
+from figures import EventMark, RunHistory
+from harness import STORES, VERDICT, DemoFailed, empty_store, make_table
 from job import RankJob, start_torchrun
-from progress import Progress
-from records import Step, StepLines, Watch
+from progress import ProgressLine
+from records import LogWatcher, StepLines, StepRecord
 from rich.console import Console
 from shares import BATCH_SIZE
 
@@ -50,43 +50,46 @@ LEAST_STEPS = 20
 STEPS_TO_LOSE = 10
 PLS_TARGET = 0.1
 """Of the samples may be lost to partial recoveries, from the last resize on."""
-REFERENCE_S = 600.0
-QUALITY = 0.01
+REFERENCE_TIMEOUT_S = 600.0
+MAX_AUC_DIFFERENCE = 0.01
 """By so much the AUC may differ. Other numbers of ranks draw other dropout; the rest is the same, see the losses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Act:
+class ScheduledEvent:
     """An event of the list."""
 
     share: float
     """Of the steps, from which on it is due."""
-    play: Callable[[Scene], Event]
+    action: Callable[[EventContext], Event]
 
 
-def acts(ranks: int, steps: int) -> tuple[Act, ...]:
+def event_schedule(ranks: int, steps: int) -> tuple[ScheduledEvent, ...]:
     """What happens, in this order, to so many ranks in so many steps."""
     fewer = ranks // 2
     partial = ("--pls-target", str(PLS_TARGET))
     return (
-        Act(share=0.1, play=events.kill_rank),
+        ScheduledEvent(share=0.1, action=events.kill_rank),
         # An upload is short, so that several may pass before one is interrupted: early, and where steps take longest.
-        Act(share=0.2, play=events.kill_sidecar),
-        Act(share=0.4, play=lambda scene: events.resize(scene, fewer, gently=True)),
-        Act(share=0.55, play=lambda scene: events.resize(scene, fewer + 1, gently=False, told=partial)),
-        Act(share=0.7, play=lambda scene: events.lose_rank(scene, planned_steps=steps)),
+        ScheduledEvent(share=0.2, action=events.kill_sidecar),
+        ScheduledEvent(share=0.4, action=lambda context: events.resize(context, fewer, graceful=True)),
+        ScheduledEvent(
+            share=0.55,
+            action=lambda context: events.resize(context, fewer + 1, graceful=False, extra_arguments=partial),
+        ),
+        ScheduledEvent(share=0.7, action=lambda context: events.lose_rank(context, planned_steps=steps)),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class RankDemoResult:
     """The run with events, and what of the promises was broken."""
 
     events: list[Event]
-    course: Course
+    history: RunHistory
     rows: int
     auc: float
-    broken: list[str]
+    violations: list[str]
 
 
 def main() -> int:
@@ -100,34 +103,34 @@ def main() -> int:
             url, store = empty_store(args.store, folder, stack)
             console.print(f"[bold]deltashard demo, {args.ranks} ranks[/] on {store}; working in {folder}")
             console.print(f"1/2 training {args.steps:,} steps, nothing saved, nothing happens ...")
-            with Progress(console, folder / "uninterrupted" / "rank-0", args.steps):
+            with ProgressLine(console, folder / "uninterrupted" / "rank-0", args.steps):
                 reference, uninterrupted = _reference(folder, args.ranks, args.steps)
             console.print(f"    AUC {uninterrupted:.4f}")
             console.print("2/2 the same with checkpoints and events ...")
-            with Progress(console, folder / "evidence" / "rank-0", args.steps):
-                played = _play(folder, url, args, reference, stack, console)
+            with ProgressLine(console, folder / "evidence" / "rank-0", args.steps):
+                outcome = _train_with_events(folder, url, args, reference, stack, console)
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
-    if abs(played.auc - uninterrupted) > QUALITY:
-        played.broken.append(f"the AUC is {played.auc:.4f}, uninterrupted {uninterrupted:.4f}")
-    summary = _summary(played, uninterrupted, args)
+    if abs(outcome.auc - uninterrupted) > MAX_AUC_DIFFERENCE:
+        outcome.violations.append(f"the AUC is {outcome.auc:.4f}, uninterrupted {uninterrupted:.4f}")
+    summary = _summary(outcome, uninterrupted, args)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "demo-ranks.json").write_text(json.dumps(summary, indent=2) + "\n")
     took_s = time.monotonic() - began
     page = ranks_report.render(
-        ranks_report.Story(
+        ranks_report.RankReport(
             summary=summary,
             store=store,
-            course=played.course,
-            events=played.events,
-            broken=played.broken,
+            history=outcome.history,
+            events=outcome.events,
+            violations=outcome.violations,
             took_s=took_s,
         )
     )
     (args.out / "demo-ranks.html").write_text(page)
-    _print(console, played, summary, args.out, took_s)
-    return 1 if played.broken else 0
+    _print(console, outcome, summary, args.out, took_s)
+    return 1 if outcome.violations else 0
 
 
 def _arguments() -> argparse.Namespace:
@@ -155,7 +158,7 @@ def _reference(folder: Path, ranks: int, steps: int) -> tuple[StepLines, float]:
     log = evidence / "torchrun.log"
     process = start_torchrun(ranks, ["--plain", "--steps", str(steps), "--evidence", str(evidence)], log, {})
     try:
-        code = process.wait(REFERENCE_S)
+        code = process.wait(REFERENCE_TIMEOUT_S)
     finally:
         process.terminate()  # it ends its ranks
         process.wait()
@@ -168,25 +171,25 @@ def _result(evidence: Path) -> float:
     return float(json.loads((evidence / "rank-0" / "result.json").read_text())["auc"])
 
 
-def _play(
+def _train_with_events(
     folder: Path,
     url: str,
     args: argparse.Namespace,
     reference: StepLines,
     stack: contextlib.ExitStack,
     console: Console,
-) -> Played:
+) -> RankDemoResult:
     evidence = folder / "evidence"
     every = max(LEAST_STEPS, args.steps // SAVES)
-    told = ["--steps", str(args.steps), "--every-steps", str(every), "--evidence", str(evidence)]
-    job = RankJob(folder, url=url, run=RUN, arguments=told)
+    extra_arguments = ["--steps", str(args.steps), "--every-steps", str(every), "--evidence", str(evidence)]
+    job = RankJob(folder, url=url, run=RUN, arguments=extra_arguments)
     stack.callback(job.close)
     started_s = time.time()
     job.start(args.ranks)
-    watch = Watch(url, RUN)
+    watch = LogWatcher(url, RUN)
     stack.callback(watch.close)
     lines = StepLines(evidence / "rank-0")
-    scene = Scene(
+    context = EventContext(
         job=job,
         watch=watch,
         lines=lines,
@@ -196,45 +199,47 @@ def _play(
         steps_to_lose=min(STEPS_TO_LOSE, every // 2),
     )
     happened: list[Event] = []
-    for act in acts(args.ranks, args.steps):
-        scene.ready(round(args.steps * act.share))
-        event = act.play(scene)
+    for scheduled in event_schedule(args.ranks, args.steps):
+        context.ready(round(args.steps * scheduled.share))
+        event = scheduled.action(context)
         console.print(f"    {event.what}: committed {event.committed_step}, back at {event.restored_step}")
         happened.append(event)
-    scene.until("the end of training", job.finished.is_set)
+    context.until("the end of training", job.finished.is_set)
     watch.poll()
-    happened = [scene.judged(event) for event in happened]
+    happened = [context.compared(event) for event in happened]
     newest = watch.seen[-1].checkpoint
     steps = lines.read()
-    broken = _broken(happened, steps, reference) + _late(steps, every)
-    said, pls = float(newest.metadata.get(PLS_KEY, 0)), max(event.pls for event in happened)
-    if not math.isclose(said, pls, rel_tol=1e-6):
-        broken.append(f"the newest checkpoint says that the run's PLS is {said}, and it is {pls}")
+    violations = _violations(happened, steps, reference) + _late_first_cuts(steps, every)
+    message, pls = float(newest.metadata.get(PLS_KEY, 0)), max(event.pls for event in happened)
+    if not math.isclose(message, pls, rel_tol=1e-6):
+        violations.append(f"the newest checkpoint says that the run's PLS is {message}, and it is {pls}")
     if newest.step != args.steps:
-        broken.append(
+        violations.append(
             f"training ended at step {args.steps}, and the newest checkpoint is of step {newest.step}"
         )
     with deltashard.open_checkpoint(url, RUN) as checkpoint:
         dense = sum(each.nbytes for each in checkpoint.dense.values())
         rows = sum(table.rows for table in checkpoint.tables.values())
         full = sum(4 * table.rows * (table.columns + 1) for table in checkpoint.tables.values()) + 3 * dense
-    course = Course(
+    history = RunHistory(
         started_s=started_s,
         steps=steps,
         reference=reference.read(),
         seen=watch.seen,
-        marks=[Mark(text=e.mark, at_s=e.at_s, last_step=e.last_step) for e in happened],
+        marks=[EventMark(text=e.mark, at_s=e.at_s, last_step=e.last_step) for e in happened],
         lives=_lives(happened, steps, args.ranks),
         full_bytes=full,
     )
-    return Played(events=happened, course=course, rows=rows, auc=_result(evidence), broken=broken)
+    return RankDemoResult(
+        events=happened, history=history, rows=rows, auc=_result(evidence), violations=violations
+    )
 
 
 def _world_at(happened: list[Event], at_s: float, first: int) -> int:
     return next((event.world_after for event in reversed(happened) if event.at_s < at_s), first)
 
 
-def _lives(happened: list[Event], steps: list[Step], ranks: int) -> list[str]:
+def _lives(happened: list[Event], steps: list[StepRecord], ranks: int) -> list[str]:
     begun = {step.process: step.at_s for step in reversed(steps)}
     worlds = [_world_at(happened, begun[process], ranks) for process in sorted(begun)]
     return [
@@ -243,19 +248,21 @@ def _lives(happened: list[Event], steps: list[Step], ranks: int) -> list[str]:
     ]
 
 
-def _broken(happened: list[Event], steps: list[Step], reference: StepLines) -> list[str]:
-    broken = [
-        f"{event.what}: {said}" for event in happened for said in (*event.broken, *event.comparison.wrong)
+def _violations(happened: list[Event], steps: list[StepRecord], reference: StepLines) -> list[str]:
+    violations = [
+        f"{event.what}: {message}"
+        for event in happened
+        for message in (*event.violations, *event.comparison.wrong)
     ]
     expected = {s.step: s for s in reference.read()}
     other = sorted({s.step for s in steps if expected[s.step].crc != s.crc})
     if other:
-        broken.append(f"steps {other[:10]} saw other batches than the uninterrupted run")
+        violations.append(f"steps {other[:10]} saw other batches than the uninterrupted run")
     world = happened[0].world_before
     resized_s = min(event.at_s for event in happened if event.world_after != world)
     differ = sorted({s.step for s in steps if s.at_s < resized_s and expected[s.step].loss != s.loss})
     if differ:
-        broken.append(
+        violations.append(
             f"the losses of steps {differ[:10]} on {events.ranks(world)} are not those of the uninterrupted run"
         )
     # Ranks that are told to end leave within the call that saves their last step, and write no line of it.
@@ -263,13 +270,13 @@ def _broken(happened: list[Event], steps: list[Step], reference: StepLines) -> l
     # These lines are rank 0's; another survivor may have been a step further, after which all go on.
     missing -= {event.restored_step for event in happened if event.mode == PARTIAL}
     if missing:
-        broken.append(f"steps {sorted(missing)[:10]} were never trained")
-    return broken
+        violations.append(f"steps {sorted(missing)[:10]} were never trained")
+    return violations
 
 
-def _late(steps: list[Step], every: int) -> list[str]:
+def _late_first_cuts(steps: list[StepRecord], every: int) -> list[str]:
     """Which lives did not begin to save when they were due to: a restore must not put the first cut off."""
-    lives: dict[int, list[Step]] = {}
+    lives: dict[int, list[StepRecord]] = {}
     for step in steps:
         lives.setdefault(step.process, []).append(step)
     late = []
@@ -282,18 +289,18 @@ def _late(steps: list[Step], every: int) -> list[str]:
     return late
 
 
-def _summary(played: Played, uninterrupted: float, args: argparse.Namespace) -> dict[str, object]:
-    seen = played.course.seen
-    held_ms = [s.held_s * 1e3 for s in played.course.steps if s.cut]
+def _summary(outcome: RankDemoResult, uninterrupted: float, args: argparse.Namespace) -> dict[str, object]:
+    seen = outcome.history.seen
+    stalls_ms = [s.stall_s * 1e3 for s in outcome.history.steps if s.cut]
     return {
         "dataset": baskets.NAME,
         "ranks": args.ranks,
-        "rows": played.rows,
+        "rows": outcome.rows,
         "steps": args.steps,
         "checkpoints": len(seen),
-        "full_bytes": played.course.full_bytes * len(seen),
+        "full_bytes": outcome.history.full_bytes * len(seen),
         "stored_bytes": sum(s.checkpoint.stored_bytes for s in seen),
-        "stall_ms": {"p50": float(np.median(held_ms)), "max": max(held_ms)},
+        "stall_ms": {"p50": float(np.median(stalls_ms)), "max": max(stalls_ms)},
         "events": [
             {
                 "what": event.what,
@@ -309,15 +316,17 @@ def _summary(played: Played, uninterrupted: float, args: argparse.Namespace) -> 
                 "back_s": event.back_s,
                 "exact": event.exact,
             }
-            for event in played.events
+            for event in outcome.events
         ],
-        "quality": {"uninterrupted": uninterrupted, "with_events": played.auc},
-        "broken": played.broken,
+        "quality": {"uninterrupted": uninterrupted, "with_events": outcome.auc},
+        "violations": outcome.violations,
     }
 
 
-def _print(console: Console, played: Played, summary: dict[str, object], out: Path, took_s: float) -> None:
-    table = table_of(
+def _print(
+    console: Console, outcome: RankDemoResult, summary: dict[str, object], out: Path, took_s: float
+) -> None:
+    table = make_table(
         "What happened, and what came back",
         {
             "event": False,
@@ -342,20 +351,20 @@ def _print(console: Console, played: Played, summary: dict[str, object], out: Pa
                 f"{event.restore_s:.2f}",
                 VERDICT[event.exact],
             )
-            for event in played.events
+            for event in outcome.events
         ],
     )
     console.print(table)
     quality = summary["quality"]
     console.print(
-        f"{summary['checkpoints']} checkpoints of {played.rows:,} rows in {summary['steps']:,} steps: "
+        f"{summary['checkpoints']} checkpoints of {outcome.rows:,} rows in {summary['steps']:,} steps: "
         f"{summary['stored_bytes'] / 1e6:.0f} MB stored, {summary['full_bytes'] / 1e6:.0f} MB in full\n"  # type: ignore[operator]
         f"AUC on held-out baskets: {quality['uninterrupted']:.4f} uninterrupted, "  # type: ignore[index]
         f"{quality['with_events']:.4f} with events\n"  # type: ignore[index]
         f"{out / 'demo-ranks.html'}   {out / 'demo-ranks.json'}   ({took_s:.0f} s)"
     )
-    for said in played.broken:
-        console.print(f"[bold red]not as promised:[/] {said}")
+    for message in outcome.violations:
+        console.print(f"[bold red]not as promised:[/] {message}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from deltashard import CheckpointReader, StoredRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ShardComparison:
     """The ranks against one checkpoint."""
 
     step_per_shard: dict[str, int | None]
@@ -57,7 +57,7 @@ class StoredCheckpoint:
 
     @property
     def dense(self) -> dict[str, str]:
-        state = {name: said for each in self._reader.optimizers for name, said in each["state"].items()}
+        state = {name: values for each in self._reader.optimizers for name, values in each["state"].items()}
         return dense_of(self._reader.dense, state)
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ def compare(
     ranks: Mapping[int, Content],
     others: Mapping[int, int],
     kept: Mapping[int, Kept] | None = None,
-) -> Comparison:
+) -> ShardComparison:
     """What `ranks` hold against checkpoint `seq`; `others` are the seqs of all the run has, with their steps.
 
     `kept`: what the survivors of a partial recovery held last; every other rank was lost.
@@ -103,7 +103,7 @@ def compare(
                     elsewhere = {s: k for s, k in others.items() if s != seq}
                 steps[name] = step if right else _step_of(url, run, shard, elsewhere)
                 if not right:
-                    wrong.append(f"{name} holds {_said(steps[name])}")
+                    wrong.append(f"{name} holds {_step_text(steps[name])}")
     finally:
         stored.close()
     wrong += [
@@ -111,7 +111,7 @@ def compare(
         for name, rows in stored.rows.items()
         if covered[name] != rows
     ]
-    return Comparison(
+    return ShardComparison(
         step_per_shard=steps, ahead=tuple(ahead), wrong=tuple(wrong), rows=sum(covered.values())
     )
 
@@ -143,7 +143,7 @@ def _updated_last(own: Kept, shard: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _said(step: int | None) -> str:
+def _step_text(step: int | None) -> str:
     return "what no checkpoint holds" if step is None else f"step {step}"
 
 

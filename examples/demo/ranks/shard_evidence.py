@@ -16,18 +16,29 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from baskets import Batch
-from evidence import StepLog, write_whole
-from held import LastHeld, held
+from baskets import BasketBatch
+from evidence import StepLog, write_atomic
+from held import LastShardState, held
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
-SAID = ("step", "seq", "attempt", "source", "lost_steps", "seconds", "mode", "exact", "pls", "rank_steps")
+REPORTED_FIELDS = (
+    "step",
+    "seq",
+    "attempt",
+    "source",
+    "lost_steps",
+    "seconds",
+    "mode",
+    "exact",
+    "pls",
+    "rank_steps",
+)
 """What a rank says of its `Restored`."""
 
 
-class ShardEvidence:
+class ShardRecorder:
     """One rank's, written into `folder`; does nothing when that is None."""
 
     def __init__(
@@ -37,8 +48,8 @@ class ShardEvidence:
         self._model, self._optimizer = model, optimizer
         self._folder = Path(folder) / f"rank-{self._rank}" if folder else None
         self._attempt: int | None = None
-        self._last: LastHeld | None = None
-        self._cuts = 0
+        self._last: LastShardState | None = None
+        self._snapshots = 0
         if self._folder:
             self._log = StepLog(self._folder)
 
@@ -50,11 +61,11 @@ class ShardEvidence:
         if not self._folder or resumed is None:
             return
         self._attempt = resumed.attempt
-        said = {name: getattr(resumed, name) for name in SAID}
-        self._say(f"restored-{resumed.attempt}", said | {"world": self._world, "pid": os.getpid()})
+        report = {name: getattr(resumed, name) for name in REPORTED_FIELDS}
+        self._write_report(f"restored-{resumed.attempt}", report | {"world": self._world, "pid": os.getpid()})
         if partial and resumed.mode == "full":
             path = self._folder / f"last-{resumed.attempt}.json"
-            self._last = LastHeld(path, self._model, self._optimizer, step=resumed.step)
+            self._last = LastShardState(path, self._model, self._optimizer, step=resumed.step)
 
     def mean(self, loss: Tensor) -> float:
         """Of all ranks' losses; all of them come here before the backward pass.
@@ -69,7 +80,7 @@ class ShardEvidence:
         return of_all.item() / self._world
 
     @contextlib.contextmanager
-    def watching(self, step: int, loss: float, batch: Batch, ckpt: Any) -> Iterator[None]:
+    def record_step(self, step: int, loss: float, batch: BasketBatch, ckpt: Any) -> Iterator[None]:
         """Time the body, which is `ckpt.step()`, and write this step's line; if it cut a checkpoint, what was cut.
 
         `loss` and `batch` are those of all ranks.
@@ -79,27 +90,27 @@ class ShardEvidence:
             return
         before = time.perf_counter()
         yield
-        held_s = time.perf_counter() - before
+        stall_s = time.perf_counter() - before
         if self._last is not None:
             self._last.finished(step)
-        cut = self._cut(step, ckpt)
-        self._log.write(step, loss, held_s=held_s, candidates=batch.candidates, cut=cut)
+        cut = self._snapshot_taken(step, ckpt)
+        self._log.write(step, loss, stall_s=stall_s, candidates=batch.candidates, cut=cut)
 
     def finished(self, step: int, auc: float, ckpt: Any) -> None:
         """The result, which is the same on every rank; `ckpt` is closed, which may have cut."""
         if self._folder:
-            self._cut(step, ckpt)
-            write_whole(self._folder / "result.json", {"step": step, "auc": auc})
+            self._snapshot_taken(step, ckpt)
+            write_atomic(self._folder / "result.json", {"step": step, "auc": auc})
         print(f"step {step}: AUC on held-out baskets {auc:.4f}")
 
-    def _cut(self, step: int, ckpt: Any) -> bool:
-        if ckpt is None or ckpt.stats.cuts == self._cuts:
+    def _snapshot_taken(self, step: int, ckpt: Any) -> bool:
+        if ckpt is None or ckpt.stats.snapshots == self._snapshots:
             return False
-        self._cuts = ckpt.stats.cuts
-        self._say(f"cut-{self._attempt}-{step}", {"step": step})
+        self._snapshots = ckpt.stats.snapshots
+        self._write_report(f"cut-{self._attempt}-{step}", {"step": step})
         return True
 
-    def _say(self, name: str, facts: dict[str, Any]) -> None:
+    def _write_report(self, name: str, facts: dict[str, Any]) -> None:
         assert self._folder
         content = held(self._model, self._optimizer)
-        write_whole(self._folder / f"{name}.json", facts | {"rank": self._rank, "content": content})
+        write_atomic(self._folder / f"{name}.json", facts | {"rank": self._rank, "content": content})

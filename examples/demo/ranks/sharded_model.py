@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from baskets import Batch
+from baskets import BasketBatch
 from model import COLUMNS, INITIAL_STD, PAIR_ROWS, Scorer, pairs, present, repeated
 from torch import Tensor, nn
 
@@ -56,7 +56,7 @@ class ShardedBasketModel(nn.Module):
         )
         self.scorer = Scorer()
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: BasketBatch) -> Tensor:
         """Logits, float32 [B, 1 + N]."""
         choice, sizes = repeated(batch), batch.sizes[repeated(batch)]
         looked_up = KeyedJaggedTensor.from_lengths_sync(

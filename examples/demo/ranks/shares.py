@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 import torch
-from baskets import Batch, HeldOutItems, Retail
+from baskets import BasketBatch, HeldOutItems, Retail
 
 BATCH_SIZE = 120
 """Samples of all ranks together: as many on each of 1, 2, 3, 4, 5, 6 or 8 ranks."""
@@ -26,13 +26,13 @@ class StepBatches:
         self._order: tuple[int, list[int]] = (-1, [])
         """Epoch, and the order of its samples."""
 
-    def after(self, step: int) -> Iterator[Batch]:
+    def after(self, step: int) -> Iterator[BasketBatch]:
         """The batches of the steps after `step`, without end."""
         while True:
             step += 1
             yield self.of(step)
 
-    def of(self, step: int) -> Batch:
+    def of(self, step: int) -> BasketBatch:
         """The batch of the `step`-th step, from 1; leaves torch's default generator as it was."""
         epoch, at = divmod(step - 1, len(self._samples) // BATCH_SIZE)
         if self._order[0] != epoch:
@@ -43,6 +43,6 @@ class StepBatches:
             return self._samples.__getitems__(self._order[1][at * BATCH_SIZE : (at + 1) * BATCH_SIZE])
 
 
-def share(batch: Batch, rank: int, world: int) -> Batch:
+def share(batch: BasketBatch, rank: int, world: int) -> BasketBatch:
     """Every `world`-th sample of a batch, from the `rank`-th on."""
-    return Batch(**{field.name: getattr(batch, field.name)[rank::world] for field in fields(batch)})
+    return BasketBatch(**{field.name: getattr(batch, field.name)[rank::world] for field in fields(batch)})

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node 4 --max-restarts 3 examples/demo/ranks/train.py
 
 Kill a rank, and torchrun starts all of them again; end it, start it with another number of ranks, and it goes on. The
-lines that deltashard asks for end in "# <-". What is said of `Evidence` serves the demo's report and its checks.
+lines that deltashard asks for end in "# <-". What is said of `DemoRecorder` serves the demo's report and its checks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sharded_model
 import torch
 import torch.distributed as dist
 from model import auc, loss_of
-from shard_evidence import ShardEvidence
+from shard_evidence import ShardRecorder
 from shares import StepBatches, share
 
 SEED = 20260101
@@ -63,7 +63,7 @@ def main() -> None:
     model = sharded_model.build(retail.item_count)
     optimizer = sharded_model.optimizer_of(model)
     torch.manual_seed(SEED + rank)  # from here on each its own dropout
-    evidence = ShardEvidence(args.evidence, model, optimizer)
+    evidence = ShardRecorder(args.evidence, model, optimizer)
 
     ckpt, step = None, 0
     if not args.plain:
@@ -89,7 +89,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             step += 1
-            with evidence.watching(step, mean, batch, ckpt):
+            with evidence.record_step(step, mean, batch, ckpt):
                 if ckpt:
                     ckpt.step()  # <- the last statement of the loop body
     held_out = baskets.held_out_batches(retail, batch_size=2048, seed=SEED)

@@ -69,7 +69,7 @@ class BitChoice:
         self._error_ledger = ErrorLedger()
         self._tables: Sequence[TableSchema] = ()
         """Of all ranks, as of the newest choice."""
-        self._of_cut: tuple[tuple[int, int, bool], Mapping[str, str]] | None = None
+        self._snapshot_encodings: tuple[tuple[int, int, bool], Mapping[str, str]] | None = None
         """What was chosen last, and for which attempt, cut, and whether the rank ends with it; None: nothing yet."""
         self._reported_tables = ""
         """The setting of whose names some are no table's, and it was said."""
@@ -125,11 +125,11 @@ class BitChoice:
             self._log.warning("tables.unknown", names=unknown, tables=sorted(names)[:8])
         encodings: Mapping[str, str] = {name: own.get(name, policy.encoding) for name in names}
         cut = attempt, begin.cut, begin.reason == "close"
-        of_cut = self._of_cut
+        snapshot_encodings = self._snapshot_encodings
         if not chooses_bits(policy):
             self.decision = None
-        elif of_cut is not None and of_cut[0] == cut:
-            encodings = of_cut[1]  # what another rank stores this cut by
+        elif snapshot_encodings is not None and snapshot_encodings[0] == cut:
+            encodings = snapshot_encodings[1]  # what another rank stores this cut by
         else:
             found = self._choose(policy, ranks, begin, expected, own)
             if ranks.is_complete:
@@ -137,7 +137,7 @@ class BitChoice:
             self._record_decision(policy, found, encodings, expected=expected, is_complete=ranks.is_complete)
             self._tables = ranks.tables
             if begin.cut:  # 0: one that may come
-                self._of_cut = cut, encodings
+                self._snapshot_encodings = cut, encodings
         return {table: encoding for table, encoding in encodings.items() if encoding != policy.encoding}
 
     def _choose(

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.format.layout import layout_key
-from deltashard_checkpoint.format.object_key import cut_prefix, run_key
+from deltashard_checkpoint.format.object_key import run_key, snapshot_prefix
 from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.log.chain import chain, closure, prefixes_of
 from deltashard_checkpoint.log.entry import Part, prefix_of
@@ -25,7 +25,7 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
 from deltashard_checkpoint.stores.deadline import deadline
-from deltashard_checkpoint.write.cut_reports import CutAbandoned
+from deltashard_checkpoint.write.snapshot_reports import SnapshotAbandoned
 
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger
@@ -33,7 +33,7 @@ from deltashard_sidecar.telemetry.structured_logging import Logger
 CHECK_INTERVAL_S = 600.0
 
 
-class ChainBroken(CutAbandoned):
+class ChainBroken(SnapshotAbandoned):
     """What a cut was to be built upon cannot be restored any more."""
 
 
@@ -130,7 +130,7 @@ class ChainWatch:
         for entry in map(state.checkpoints.__getitem__, read):
             if (listed := entry.listed) is not None:
                 keys = manifest_key(entry.attempt, entry.cut, listed.manifest), layout_key(listed.layout)
-                documents |= dict.fromkeys(keys, cut_prefix(entry.attempt, entry.cut))
+                documents |= dict.fromkeys(keys, snapshot_prefix(entry.attempt, entry.cut))
         if missing := find_missing(documents):
             return missing
         parts: tuple[Part, ...] = ()

@@ -36,10 +36,10 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.run.bit_choice import BitChoice
 from deltashard_sidecar.run.chain_watch import ChainWatch
-from deltashard_sidecar.run.cut_content import CutContents
 from deltashard_sidecar.run.identity import identity
 from deltashard_sidecar.run.participation import Participation
 from deltashard_sidecar.run.run_bootstrap import RunBootstrap
+from deltashard_sidecar.run.snapshot_content import SnapshotContents
 from deltashard_sidecar.run.store_health import StoreHealth
 from deltashard_sidecar.run.synthetic_baseline import SyntheticBaselines
 from deltashard_sidecar.session.attachment import Attachment
@@ -98,7 +98,7 @@ class Run:
         self.metrics = metrics
         self.chains = ChainWatch(self.store, metrics=metrics, log=log)
         self.bits = BitChoice(log=log)
-        self.cuts = CutContents(self.bits, self.chains, self.synthetic)
+        self.snapshot_contents = SnapshotContents(self.bits, self.chains, self.synthetic)
         self._shared = SharedReads()
         self._manifests: dict[str, Manifests] = {}
         self.logger = log

@@ -33,7 +33,7 @@ class SyntheticBaselines:
         """Whether a cut may leave a baseline to be made by compaction: housekeeping has to make it."""
         return self._settings.synthetic_baselines and self._settings.maintenance_interval_s >= 0
 
-    def at_cut(
+    def at_snapshot(
         self, state: RunState, commit: int, history: History, policy: pb.Policy
     ) -> synthetic.BaselineVerdict | None:
         """Whether a cut, of which a baseline is asked for, covers `commit`, its trainer's newest; None: it does not."""
@@ -42,14 +42,14 @@ class SyntheticBaselines:
         found = synthetic.compaction_inputs(state, commit, self._cached_bytes(state, commit))
         if found.checkpoints > 2:
             return None  # what it builds on is owed its compaction still: it fails, or takes too long
-        full = synthetic.FullCut(
+        full = synthetic.FullSnapshot(
             raw_bytes=history.raw_bytes,
             stored_bytes=history.full_bytes,
             stall_s=_full_stall_s(state, commit, history),
         )
-        return synthetic.at_cut(found, full)
+        return synthetic.at_snapshot(found, full)
 
-    def between_cuts(
+    def between_snapshots(
         self, state: RunState, newest: int, policy: pb.Policy
     ) -> tuple[int, synthetic.BaselineVerdict] | None:
         deferred = self.on and policy.differential not in COVERS_NEWEST
@@ -57,7 +57,9 @@ class SyntheticBaselines:
         if not compactable(state, seq):
             return None
         checkpoints = len(synthetic.checkpoints_of(state, seq))
-        verdict = synthetic.between_cuts(checkpoints, deferred=deferred, longest=self._settings.compact_after)
+        verdict = synthetic.between_snapshots(
+            checkpoints, deferred=deferred, longest=self._settings.compact_after
+        )
         return None if verdict is None else (seq, verdict)
 
     def _cached_bytes(self, state: RunState, seq: int) -> int:

@@ -14,8 +14,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from deltashard_checkpoint.write.commit import Committed, PartsMissing
-from deltashard_checkpoint.write.cut_reports import PartAbandoned
 from deltashard_checkpoint.write.report import PartReport
+from deltashard_checkpoint.write.snapshot_reports import PartAbandoned
 
 RECHECK_S = 0.2
 """Between looks at which ranks are still expected: one may be gone without a word."""

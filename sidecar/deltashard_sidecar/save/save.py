@@ -30,7 +30,7 @@ from deltashard_sidecar.arena.arena import ArenaKeeper
 from deltashard_sidecar.arena.batch import BadBatch, check_blob, rows_of
 from deltashard_sidecar.arena.block import NotGranted, Use
 from deltashard_sidecar.save.lifecycle import ENDED, TABLE, SaveEvent, SaveState
-from deltashard_sidecar.save.sink import Cut, PartSink
+from deltashard_sidecar.save.sink import PartSink, SavePlan
 from deltashard_sidecar.session.session import Session
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
@@ -64,7 +64,7 @@ class Save:
         self,
         *,
         session: Session,
-        cut: Cut,
+        cut: SavePlan,
         sink: PartSink,
         keeper: ArenaKeeper,
         submit: Callable[[Callable[[], None]], object],

@@ -31,17 +31,17 @@ from deltashard_checkpoint.vocabulary import (
     encoding_named,
 )
 from deltashard_checkpoint.write.commit import Committed, commit_parts
-from deltashard_checkpoint.write.cut_reports import abandon_part
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 from deltashard_checkpoint.write.report import PartReport
+from deltashard_checkpoint.write.snapshot_reports import abandon_part
 from deltashard_proto.arena_layout import MAX_FRAME_BYTES
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.batch import BadBatch, Rows
 from deltashard_sidecar.policy import KEY
-from deltashard_sidecar.run.cut_content import CutContent
 from deltashard_sidecar.run.run import Run, commit_message
+from deltashard_sidecar.run.snapshot_content import SnapshotContent
 from deltashard_sidecar.save.joint_commit import JointCommits
 from deltashard_sidecar.session.attachment import Attachment
 
@@ -67,7 +67,7 @@ def _buffer(size: int) -> memoryview:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class SavePlan:
     """Decisions about one save, made at its begin."""
 
     attempt: int
@@ -75,7 +75,7 @@ class Cut:
     step: int
     reason: str
     urgent: bool
-    content: CutContent
+    content: SnapshotContent
     stall_budget_s: float
     deadline_s: float
     """From begin to committed."""
@@ -100,7 +100,7 @@ class PartSink:
         self,
         run: Run,
         attachment: Attachment,
-        cut: Cut,
+        cut: SavePlan,
         *,
         joint: JointCommits,
         expected: Callable[[], AbstractSet[int]],
@@ -108,7 +108,7 @@ class PartSink:
         """`expected` gives the ranks of this pod whose parts `joint` waits for."""
         self._run = run
         self._attachment = attachment
-        self._cut = cut
+        self._plan = cut
         self._joint = joint
         self._expected = expected
         self._begun_s = time.monotonic()
@@ -136,23 +136,23 @@ class PartSink:
         )
 
     def rows(self, batch: Rows, data: memoryview) -> None:
-        if batch.duplicate and self._cut.since is None:
+        if batch.duplicate and self._plan.since is None:
             raise BadBatch("rows are sent again that were not wanted apart", where="row batch")
-        block, precision, metrics = batch.block(data), self._cut.content.precision, self._run.metrics
+        block, precision, metrics = batch.block(data), self._plan.content.precision, self._run.metrics
         asked = precision.of_table(block.schema.fqn)
         encoding = encoding_named(asked)
-        if self._cut.samples:
+        if self._plan.samples:
             self._run.bits.errors.add_sample(block)
         options = EncodeOptions(encoding=encoding, state_encoding=precision.state)
         columns = len(block.columns)
         rows = min(len(block), rows_per_frame(block.schema, columns, encoding))
         out = _buffer(frame_bound(block.schema, columns, rows))
-        for frame in encode_row_frames(block, options, step=self._cut.step, out=out):
+        for frame in encode_row_frames(block, options, step=self._plan.step, out=out):
             held = frame.info.encoding
             # A frame that could not be encoded as asked is not as it was in that checkpoint, changed or not.
             new = batch.fresh or (batch.fresh is not None and held != asked)
             again = frame.info.rows if batch.duplicate else 0
-            self._writer.add(frame, since=self._cut.since if new else None, again=again)
+            self._writer.add(frame, since=self._plan.since if new else None, again=again)
             metrics.rows.labels("in", held).inc(frame.info.rows)
             metrics.raw_bytes.labels(held).inc(frame.raw_bytes)
             metrics.frame_bytes.labels("in", held).inc(frame.info.stored_bytes)
@@ -163,7 +163,7 @@ class PartSink:
             offset=chunk.blob_offset,
             blob_bytes=chunk.blob_bytes,
             chunk=data,
-            step=self._cut.step,
+            step=self._plan.step,
             out=_buffer(MAX_FRAME_BYTES),
         )
         self._writer.add(frame)
@@ -188,10 +188,10 @@ class PartSink:
             raw_bytes=index.raw_bytes,
             stall_s=seal.stall_s,
             cut_at_s=seal.cut_at_s,
-            directive=self._cut.content.directive,
+            directive=self._plan.content.directive,
             fingerprint=self._attachment.fingerprint,
             metadata=self._metadata(seal, baseline=part.covers is None),
-            pins=tuple(sorted({*seal.pins, *(order.pin for order in self._cut.orders if order.pin)})),
+            pins=tuple(sorted({*seal.pins, *(order.pin for order in self._plan.orders if order.pin)})),
             common_blobs=index.common_blobs,
         )
         try:
@@ -210,7 +210,7 @@ class PartSink:
         """
         chains, covers, rank = self._run.chains, part.covers, self._attachment.rank
         chains.record_packs(part.index_key, packs)
-        last = self._cut.urgent or self._cut.reason == "close"
+        last = self._plan.urgent or self._plan.reason == "close"
         if covers is not None and not last and not chains.is_check_due(rank):
             return
         state = self._log.state
@@ -228,7 +228,7 @@ class PartSink:
         )
 
     def _committed(self, report: PartReport, deadline_s: float) -> Committed:
-        cut = self._cut
+        cut = self._plan
 
         def commit(reports: Sequence[PartReport]) -> Committed:
             return commit_parts(
@@ -253,18 +253,18 @@ class PartSink:
 
     def _metadata(self, seal: pb.SaveRequest.Seal, *, baseline: bool) -> dict[str, str]:
         """The user's; for whoever starts next the directive that this cut followed, what was measured, and its bits."""
-        content = self._cut.content
+        content = self._plan.content
         precision = content.precision if baseline else content.chain_precision
         mine = {
-            KEY: self._cut.directive_text,
-            cost.KEY: self._cut.profile,
-            ORDERS_KEY: " ".join(order.id for order in self._cut.orders) or None,
+            KEY: self._plan.directive_text,
+            cost.KEY: self._plan.profile,
+            ORDERS_KEY: " ".join(order.id for order in self._plan.orders) or None,
             PRECISION_KEY: precision.text(),
             INCREMENTS_KEY: None if baseline else content.increments,
             error_ledger.KEY: None,
         }
         if self._attachment.rank == 0:
-            mine |= self._run.bits.metadata(precision if self._cut.samples else None)
+            mine |= self._run.bits.metadata(precision if self._plan.samples else None)
         return {name: text for name, text in seal.metadata.items() if name not in mine} | {
             name: text for name, text in mine.items() if text is not None
         }
@@ -273,7 +273,7 @@ class PartSink:
         """Stop encoding and uploading, and drop what was spooled; may be called at any time, from any thread."""
         self._writer.abort()
         if not self._single_rank:
-            decline(self._run, self._attachment, self._cut.attempt, self._cut.cut, joint=self._joint)
+            decline(self._run, self._attachment, self._plan.attempt, self._plan.cut, joint=self._joint)
 
 
 def decline(

@@ -26,7 +26,7 @@ class ApiError(Exception):
         self.code = code
 
 
-class Api:
+class KubeApi:
     """Calls as one user."""
 
     def __init__(self, server: str, *, ca: Path, certificate: tuple[Path, Path]) -> None:

@@ -13,18 +13,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from tests.support.server import apiserver
 
 
-class Authority:
+class ClusterAuthority:
     """A CA in a folder; what it issues lies there as `<name>.crt` and `<name>.key`."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder = folder
-        self._authority = apiserver.Authority("deltashard test cluster")
+        self._authority = apiserver.CertificateAuthority("deltashard test cluster")
         self.file, self.key_file = self._written(
-            "ca", apiserver.Issued(certificate=self._authority.pem, key=self._authority.key)
+            "ca", apiserver.IssuedCertificate(certificate=self._authority.pem, key=self._authority.key)
         )
 
-    def _written(self, name: str, issued: apiserver.Issued) -> tuple[Path, Path]:
+    def _written(self, name: str, issued: apiserver.IssuedCertificate) -> tuple[Path, Path]:
         files = self.folder / f"{name}.crt", self.folder / f"{name}.key"
         files[0].write_bytes(issued.certificate)
         files[1].write_bytes(issued.key)

@@ -20,12 +20,12 @@ from pathlib import Path
 import urllib3
 
 from tests.cluster.kubernetes import flag
-from tests.cluster.kubernetes.api import Api
-from tests.cluster.kubernetes.certificate import Authority
+from tests.cluster.kubernetes.api import KubeApi
+from tests.cluster.kubernetes.certificate import ClusterAuthority
 from tests.cluster.kubernetes.flag import SERVER
 from tests.cluster.kubernetes.host import NETWORK, Host
 from tests.cluster.kubernetes.node import CNI_BINARIES, Node, shims_of, write_network
-from tests.cluster.kubernetes.process import ClusterError, Ledger, Server, run, wait_until
+from tests.cluster.kubernetes.process import ClusterError, ProcessLedger, ServerProcess, run, wait_until
 from tests.support import tool
 from tests.support.server.port import free_port
 
@@ -34,7 +34,7 @@ PROGRAMS = ("containerd", "runc", "ctr", "iptables", "ip")
 PACKAGES = ("containerd", "runc", "containernetworking-plugins", "iptables", "iproute2")
 NODES = ("n1", "n2", "m1", "m2")
 """Nodes whose names begin with m are for scenarios that harm nodes: only pods that ask for them get there."""
-HARMED = "harmed"
+DIRTY = "harmed"
 """Pool of those nodes."""
 TOOLS = (
     "minio",
@@ -62,17 +62,17 @@ def missing() -> list[str]:
     return lacks
 
 
-class Cluster:
+class LocalCluster:
     """The control plane and its nodes."""
 
     def __init__(self) -> None:
         self.kubeconfig = FOLDER / "certificates" / "admin.kubeconfig"
         self.audit_log = FOLDER / flag.AUDIT_LOG
         self.timings_s: dict[str, float] = {}
-        self.api: Api
-        self._servers: list[Server] = []
+        self.api: KubeApi
+        self._servers: list[ServerProcess] = []
         self._lock: int | None = None
-        self._host, self._ledger = Host(FOLDER), Ledger(FOLDER / "processes.jsonl")
+        self._host, self._ledger = Host(FOLDER), ProcessLedger(FOLDER / "processes.jsonl")
         self.nodes = {
             name: Node(
                 name,
@@ -81,7 +81,7 @@ class Cluster:
                 network=FOLDER / "network",
                 ledger=self._ledger,
                 host=self._host,
-                pool=HARMED if name.startswith("m") else "",
+                pool=DIRTY if name.startswith("m") else "",
             )
             for number, name in enumerate(NODES)
         }
@@ -90,13 +90,17 @@ class Cluster:
         """Use the cluster that another process of the tests has up."""
         certificates = FOLDER / "certificates"
         admin = certificates / "admin.crt", certificates / "admin.key"
-        self.api = Api(SERVER, ca=certificates / "ca.crt", certificate=admin)
+        self.api = KubeApi(SERVER, ca=certificates / "ca.crt", certificate=admin)
         for node in self.nodes.values():
             node.attach()
 
     def up(self, images: Sequence[Path]) -> None:
         """Start everything; returns when every node is Ready and pods can be created."""
-        etcd, kubernetes, coredns = tool.built("etcd"), tool.built("kubernetes"), tool.built("coredns")
+        etcd, kubernetes, coredns = (
+            tool.require_tool("etcd"),
+            tool.require_tool("kubernetes"),
+            tool.require_tool("coredns"),
+        )
         FOLDER.mkdir(parents=True, exist_ok=True)
         lock = os.open(FOLDER.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -109,7 +113,7 @@ class Cluster:
         FOLDER.mkdir(parents=True)
         began_s = time.monotonic()
         self._host.prepare([node.address for node in self.nodes.values()])
-        authority = Authority(FOLDER / "certificates")
+        authority = ClusterAuthority(FOLDER / "certificates")
         authority.issue("admin", user="admin", group="system:masters")
         authority.kubeconfig("admin", server=SERVER, user="admin", group="system:masters")
         write_network(FOLDER / "network")
@@ -141,14 +145,14 @@ class Cluster:
         )
         self.timings_s["nodes ready"] = time.monotonic() - began_s
 
-    def remember(self, name: str, pid: int) -> None:
+    def register_process(self, name: str, pid: int) -> None:
         """A process of the test's own that must end with the cluster, also when the test is killed."""
         self._ledger.add(name, pid)
 
     def kubectl(self, *arguments: str | Path, check: bool = True, timeout_s: float = 120.0) -> str:
         """Run kubectl as a user of the cluster does; returns its output, raises `ClusterError` with what it said."""
         return run(
-            tool.built("kubectl"),
+            tool.require_tool("kubectl"),
             f"--kubeconfig={self.kubeconfig}",
             *arguments,
             check=check,
@@ -174,7 +178,7 @@ class Cluster:
 
     def _serve(self, name: str, binary: Path, words: Sequence[str]) -> None:
         program = binary / name if binary.is_dir() else binary
-        server = Server(name, [program, *words], folder=FOLDER, ledger=self._ledger)
+        server = ServerProcess(name, [program, *words], folder=FOLDER, ledger=self._ledger)
         server.start()
         self._servers.append(server)
 
@@ -211,7 +215,7 @@ def clean_up() -> list[str]:
     """End and undo what the record of a cluster on this machine names; returns what is left all the same."""
     if not FOLDER.exists():
         return []
-    Ledger(FOLDER / "processes.jsonl").end_all()
+    ProcessLedger(FOLDER / "processes.jsonl").end_all()
     host = Host(FOLDER)
     for pid, started in shims_of(FOLDER):
         if started is not None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.kubernetes.certificate import Authority
+from tests.cluster.kubernetes.certificate import ClusterAuthority
 from tests.cluster.kubernetes.host import API_SERVICE, HOST, HOST_ADDRESS, SERVICES, SUBNET, V6
 from tests.support.server.minio_server import free_port
 
@@ -49,7 +49,7 @@ def _audit_policy() -> dict[str, Any]:
     }
 
 
-def apiserver(folder: Path, authority: Authority, etcd_url: str) -> list[str]:
+def apiserver(folder: Path, authority: ClusterAuthority, etcd_url: str) -> list[str]:
     names = [
         "kubernetes",
         "kubernetes.default",
@@ -84,11 +84,11 @@ def apiserver(folder: Path, authority: Authority, etcd_url: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _config(authority: Authority, name: str) -> Path:
+def _config(authority: ClusterAuthority, name: str) -> Path:
     return authority.kubeconfig(name, server=SERVER, user=f"system:{name}")
 
 
-def controller_manager(folder: Path, authority: Authority) -> list[str]:
+def controller_manager(folder: Path, authority: ClusterAuthority) -> list[str]:
     """Flags of kube-controller-manager, which gives a node up after 12 s: no stall of this machine is a lost node."""
     ca, key = authority.file, authority.key_file
     return [
@@ -102,14 +102,14 @@ def controller_manager(folder: Path, authority: Authority) -> list[str]:
     ]  # fmt: skip
 
 
-def scheduler(folder: Path, authority: Authority) -> list[str]:
+def scheduler(folder: Path, authority: ClusterAuthority) -> list[str]:
     return [
         f"--kubeconfig={_config(authority, 'kube-scheduler')}", "--bind-address=127.0.0.1",
         f"--secure-port={free_port()}", f"--cert-dir={folder / 'scheduler'}", "--leader-elect=false",
     ]  # fmt: skip
 
 
-def proxy(folder: Path, authority: Authority, nodes: Sequence[str]) -> list[str]:
+def proxy(folder: Path, authority: ClusterAuthority, nodes: Sequence[str]) -> list[str]:
     """Flags of kube-proxy; one serves all nodes, which share the host's network."""
     config = {
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",

@@ -90,7 +90,7 @@ class Host:
     def processes_of(self, name: str) -> list[int]:
         # One hierarchy is enough: containers are members of all of them.
         folder = (_hierarchies()[0] if _hierarchies() == [CGROUPS] else CGROUPS / "memory") / name
-        return [pid for each in _with_below(folder) for pid in _members(each)]
+        return [pid for each in _subtree(folder) for pid in _members(each)]
 
     def remove_cgroup(self, name: str) -> None:
         """Remove it and what is below; whatever still runs in it is killed first."""
@@ -98,7 +98,7 @@ class Host:
             ends_s = time.monotonic() + 10
             folder = hierarchy / name
             while folder.exists() and time.monotonic() < ends_s:
-                for each in _with_below(folder):
+                for each in _subtree(folder):
                     with contextlib.suppress(OSError):
                         if (each / "freezer.state").exists():
                             (each / "freezer.state").write_text("THAWED")
@@ -151,7 +151,7 @@ def _hierarchies() -> list[Path]:
     ]
 
 
-def _with_below(folder: Path) -> list[Path]:
+def _subtree(folder: Path) -> list[Path]:
     """The folder and all below, the deepest first; what goes meanwhile (a container's end) is passed over."""
     return [Path(root) for root, _, _ in os.walk(folder, topdown=False)]
 

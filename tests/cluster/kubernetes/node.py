@@ -14,10 +14,17 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.cluster.kubernetes.certificate import Authority
+from tests.cluster.kubernetes.certificate import ClusterAuthority
 from tests.cluster.kubernetes.host import BRIDGE, HOST_ADDRESS, NETWORK, SERVICES, SUBNET, Host
 from tests.cluster.kubernetes.image import PAUSE, base_spec
-from tests.cluster.kubernetes.process import ClusterError, Ledger, Server, run, start_time, wait_until
+from tests.cluster.kubernetes.process import (
+    ClusterError,
+    ProcessLedger,
+    ServerProcess,
+    run,
+    start_time,
+    wait_until,
+)
 from tests.support.server.minio_server import free_port
 
 CNI_BINARIES = "/usr/lib/cni"
@@ -55,7 +62,7 @@ class Node:
         *,
         folder: Path,
         network: Path,
-        ledger: Ledger,
+        ledger: ProcessLedger,
         host: Host,
         pool: str = "",
     ) -> None:
@@ -67,7 +74,7 @@ class Node:
         self.logs = self.folder / "pods"
         self._frozen: list[tuple[int, str | None]] = []
 
-    def prepare(self, authority: Authority, *, server: str, kubelet: Path) -> None:
+    def prepare(self, authority: ClusterAuthority, *, server: str, kubelet: Path) -> None:
         self.folder.mkdir(parents=True)
         self._host.make_cgroup(self.cgroup)
         (self.folder / "spec.json").write_text(json.dumps(base_spec()))
@@ -130,7 +137,7 @@ class Node:
         """Know the servers of a prepared node."""
         commands = json.loads((self.folder / "commands.json").read_text())
         self.containerd, self.kubelet = (
-            Server(f"{self.name}-{name}", command, folder=self.folder, ledger=self._ledger)
+            ServerProcess(f"{self.name}-{name}", command, folder=self.folder, ledger=self._ledger)
             for name, command in commands.items()
         )
 

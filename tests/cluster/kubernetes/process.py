@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.support.eventually import NotWithin, eventually
+from tests.support.eventually import EventuallyTimeout, eventually
 from tests.support.machine import limit_s
 
 
@@ -32,7 +32,7 @@ def wait_until(
     """
     try:
         eventually(condition, what, timeout_s=timeout_s, every_s=every_s)
-    except NotWithin as missed:
+    except EventuallyTimeout as missed:
         raise ClusterError(str(missed)) from None
 
 
@@ -59,7 +59,7 @@ def end(pid: int, started: str | None, *, timeout_s: float = 10.0) -> None:
             time.sleep(0.01)
 
 
-class Ledger:
+class ProcessLedger:
     """The processes that were started, in a file: also how one process of the tests finds what another started."""
 
     def __init__(self, path: Path) -> None:
@@ -87,13 +87,15 @@ class Ledger:
         self.path.unlink(missing_ok=True)
 
 
-class Server:
+class ServerProcess:
     """One long-running process with a log file; `start` after `kill` begins it anew.
 
     It may have been started by another process of the tests: the ledger tells which one it is.
     """
 
-    def __init__(self, name: str, command: Sequence[str | Path], *, folder: Path, ledger: Ledger) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str | Path], *, folder: Path, ledger: ProcessLedger
+    ) -> None:
         self.name = name
         self.command = [str(word) for word in command]
         self.log = folder / f"{name}.log"

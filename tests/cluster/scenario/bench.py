@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.kubernetes.api import Object
-from tests.cluster.kubernetes.cluster import Cluster
+from tests.cluster.kubernetes.cluster import LocalCluster
 from tests.cluster.kubernetes.process import wait_until
-from tests.cluster.scenario.job import JOB, Kind, TrainingJob, credentials, policy, training_job
+from tests.cluster.scenario.job import JOB, TrainingJob, WorkloadType, credentials, policy, training_job
 from tests.cluster.scenario.reference import Reference, checkpoints, command_line, exported, newest_step
-from tests.cluster.scenario.stage import Stage
-from tests.cluster.scenario.witness import Event, Witness
+from tests.cluster.scenario.stage import ClusterStage
+from tests.cluster.scenario.witness import Event, WitnessServer
 from tests.cluster.trainers.model import digest_of
 from tests.support.machine import limit_s
 from tests.support.server.minio_server import MinioServer
@@ -26,13 +26,13 @@ NO_TIMER = {"deltashard.io/interval": "1h"}
 """What is committed is committed because of the notice."""
 
 
-class Bench:
+class ScenarioBench:
     """Made for one scenario by the fixture of this name, which ends what is left of it."""
 
     def __init__(
         self,
-        stage: Stage,
-        witness: Witness,
+        stage: ClusterStage,
+        witness: WitnessServer,
         reference: Reference,
         *,
         name: str,
@@ -50,7 +50,7 @@ class Bench:
         self.namespace_with_store(name)
 
     @property
-    def cluster(self) -> Cluster:
+    def cluster(self) -> LocalCluster:
         return self.stage.cluster
 
     @property
@@ -106,7 +106,7 @@ class Bench:
         """A training Job, applied; deleted with its namespace."""
         return self.applied(self.manifest(name, **more), namespace=namespace)
 
-    def applied(self, manifest: Object, kind: Kind = JOB, *, namespace: str = "") -> TrainingJob:
+    def applied(self, manifest: Object, kind: WorkloadType = JOB, *, namespace: str = "") -> TrainingJob:
         place = namespace or self.namespace
         job = TrainingJob(api=self.cluster.api, namespace=place, manifest=manifest, kind=kind)
         job.apply()
@@ -114,9 +114,9 @@ class Bench:
         self.note(f"{job.name} applied")
         return job
 
-    def began(self, job: TrainingJob, life: int, *, timeout_s: float = 240.0) -> Event:
+    def start_event(self, job: TrainingJob, life: int, *, timeout_s: float = 240.0) -> Event:
         """The begin of a Job's trainer number `life`, counted from 0."""
-        event = self.witness.began(job.key, life, timeout_s=timeout_s)
+        event = self.witness.start_event(job.key, life, timeout_s=timeout_s)
         self.note(f"{job.name}: life {life} on {event['node']} from step {event['step']} ({event['source']})")
         return event
 
@@ -140,7 +140,7 @@ class Bench:
         assert event["exact"] is True
         assert event["digest"] == self.reference.digest(event["step"])
 
-    def assert_left_well(
+    def assert_graceful_exit(
         self, job: TrainingJob, life: Event, number: int, leave: Callable[[], object]
     ) -> Event:
         """Make a pod leave: it commits in its grace period, and the next loses at most one step. Returns the next life."""
@@ -150,7 +150,7 @@ class Bench:
         done = self.witness.last_step(life["life"])
         self.note(f"{life['pod']} left at step {done}")
         assert self.newest(job) >= done - 1
-        successor = self.began(job, number)
+        successor = self.start_event(job, number)
         assert successor["pod"] != life["pod"]
         self.assert_resumed(successor, at_least=done - 1)
         return successor

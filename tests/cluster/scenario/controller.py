@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.cluster.kubernetes.api import ApiError, Object
-from tests.cluster.kubernetes.cluster import Cluster
+from tests.cluster.kubernetes.cluster import LocalCluster
 from tests.cluster.kubernetes.image import Image, Layer, archive
 from tests.cluster.kubernetes.process import wait_until
 
 
 def controller_image(
-    cluster: Cluster,
+    cluster: LocalCluster,
     scratch: Path,
     program: Path,
     name: str,
@@ -35,7 +35,7 @@ def controller_image(
             node.ctr("images", "import", file)
 
 
-def wait_created(cluster: Cluster, path: str, document: Object) -> None:
+def wait_created(cluster: LocalCluster, path: str, document: Object) -> None:
     """Create an object as soon as it is taken: a webhook's certificate is made after it began, and told later."""
 
     def created() -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from tests.cluster.kubernetes.api import Object
 from tests.cluster.kubernetes.image import PYTHON
 from tests.cluster.kubernetes.process import wait_until
-from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.bench import ScenarioBench
 from tests.cluster.scenario.job import JOBSET, TrainingJob
 from tests.cluster.scenario.witness import Event
 
@@ -77,7 +77,7 @@ class Round:
 class TrainingGroup:
     """A workload of several pods, in its namespace."""
 
-    def __init__(self, bench: Bench, job: TrainingJob) -> None:
+    def __init__(self, bench: ScenarioBench, job: TrainingJob) -> None:
         self.bench, self.job = bench, job
         self.name = job.name
 
@@ -151,7 +151,7 @@ class TrainingGroup:
         # Stopped first: a container that was seen to die before its pod was deleted is a failure, not a deletion.
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        self.job.delete_pod(pod, hard=True)
+        self.job.delete_pod(pod, force=True)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         self.bench.note(f"{pod} is lost")
@@ -221,7 +221,7 @@ def total(ranks: Mapping[int, Event]) -> dict[str, int]:
 
 
 def indexed_job(
-    bench: Bench,
+    bench: ScenarioBench,
     name: str,
     *,
     pods: int,
@@ -253,7 +253,7 @@ def indexed_job(
 
 
 def jobset(
-    bench: Bench, name: str, *, pods: int, labels: Mapping[str, str] | None = None, **more: Any
+    bench: ScenarioBench, name: str, *, pods: int, labels: Mapping[str, str] | None = None, **more: Any
 ) -> TrainingGroup:
     """A JobSet of one Job with so many pods, any of whose ends restarts all of it."""
     made = bench.manifest(name, **more)

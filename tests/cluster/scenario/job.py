@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tests.cluster.kubernetes.api import Api, Object
+from tests.cluster.kubernetes.api import KubeApi, Object
 from tests.cluster.kubernetes.image import TAG, TRAINER
 from tests.cluster.kubernetes.node import POOL
 from tests.cluster.kubernetes.process import ClusterError, wait_until
@@ -26,7 +26,7 @@ RESTRICTED = {
     "runAsNonRoot": True,
 }
 """What PodSecurity *restricted* wants of a container."""
-BACK_SOON = [
+SHORT_TOLERATIONS = [
     {"key": f"node.kubernetes.io/{why}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 2}
     for why in ("not-ready", "unreachable")
 ]
@@ -104,7 +104,7 @@ def training_job(
     if pool:
         template["nodeSelector"] = {POOL: pool}
         template["tolerations"] = [
-            *copy.deepcopy(BACK_SOON),
+            *copy.deepcopy(SHORT_TOLERATIONS),
             {"key": POOL, "value": pool, "effect": "NoSchedule"},
         ]
     return {
@@ -119,7 +119,7 @@ def training_job(
     }
 
 
-class Kind(NamedTuple):
+class WorkloadType(NamedTuple):
     """Where workloads of a kind are, and how their pods are told."""
 
     api: str
@@ -128,20 +128,20 @@ class Kind(NamedTuple):
     """That has the workload's name."""
 
 
-JOB = Kind("/apis/batch/v1", "jobs", "batch.kubernetes.io/job-name")
-PYTORCH_JOB = Kind("/apis/kubeflow.org/v1", "pytorchjobs", "training.kubeflow.org/job-name")
-TRAIN_JOB = Kind("/apis/trainer.kubeflow.org/v1alpha1", "trainjobs", "jobset.sigs.k8s.io/jobset-name")
-JOBSET = Kind("/apis/jobset.x-k8s.io/v1alpha2", "jobsets", "jobset.sigs.k8s.io/jobset-name")
+JOB = WorkloadType("/apis/batch/v1", "jobs", "batch.kubernetes.io/job-name")
+PYTORCH_JOB = WorkloadType("/apis/kubeflow.org/v1", "pytorchjobs", "training.kubeflow.org/job-name")
+TRAIN_JOB = WorkloadType("/apis/trainer.kubeflow.org/v1alpha1", "trainjobs", "jobset.sigs.k8s.io/jobset-name")
+JOBSET = WorkloadType("/apis/jobset.x-k8s.io/v1alpha2", "jobsets", "jobset.sigs.k8s.io/jobset-name")
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainingJob:
     """One Job (or JobSet, PyTorchJob, TrainJob), in its namespace, and its life there."""
 
-    api: Api
+    api: KubeApi
     namespace: str
     manifest: Object
-    kind: Kind = JOB
+    kind: WorkloadType = JOB
     uid: str = ""
     """Once it is applied."""
 
@@ -301,7 +301,7 @@ class TrainingJob:
         }
         self.api.create(f"/api/v1/namespaces/{self.namespace}/pods/{pod}/eviction", body)
 
-    def delete_pod(self, pod: str, *, hard: bool = False) -> None:
-        """What `kubectl delete pod` does; `hard`: with `--grace-period=0 --force`."""
-        query = {"gracePeriodSeconds": 0} if hard else {}
+    def delete_pod(self, pod: str, *, force: bool = False) -> None:
+        """What `kubectl delete pod` does; `force`: with `--grace-period=0 --force`."""
+        query = {"gracePeriodSeconds": 0} if force else {}
         self.api.delete(f"/api/v1/namespaces/{self.namespace}/pods/{pod}", **query)

@@ -5,30 +5,30 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.cluster.kubernetes.cluster import Cluster
+from tests.cluster.kubernetes.cluster import LocalCluster
 from tests.cluster.kubernetes.image import PAUSE
 from tests.cluster.kubernetes.process import run
 from tests.cluster.scenario.controller import controller_image, wait_created
-from tests.cluster.scenario.stage import once
+from tests.cluster.scenario.stage import install_once
 from tests.support.machine import limit_s
-from tests.support.tool import built
+from tests.support.tool import require_tool
 
 NAMESPACE = "jobset-system"
 REPOSITORY, TAG = "localhost/jobset", "test"
 FOLDER = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets"
 
 
-@once
-def install(cluster: Cluster, scratch: Path) -> None:
+@install_once
+def install(cluster: LocalCluster, scratch: Path) -> None:
     """Have it answer; returns when a JobSet would be taken."""
-    program = built("jobset")
+    program = require_tool("jobset")
     controller_image(cluster, scratch, program, f"{REPOSITORY}:{TAG}")
     values = {
         "image": {"repository": REPOSITORY, "tag": TAG, "pullPolicy": "Never"},
         "controller.resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
     }
     run(
-        built("helm"), f"--kubeconfig={cluster.kubeconfig}", f"--namespace={NAMESPACE}", "upgrade", "--install",
+        require_tool("helm"), f"--kubeconfig={cluster.kubeconfig}", f"--namespace={NAMESPACE}", "upgrade", "--install",
         "jobset", program.parent / "chart", "--create-namespace",
         "--wait", f"--timeout={limit_s(200):.0f}s",
         *(f"--set-json={key}={json.dumps(value)}" for key, value in values.items()),

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.cluster.kubernetes.api import Object
-from tests.cluster.kubernetes.cluster import Cluster
+from tests.cluster.kubernetes.cluster import LocalCluster
 from tests.cluster.kubernetes.image import PAUSE, PYTHON, TAG, TRAINER
 from tests.cluster.scenario.controller import controller_image, wait_created
-from tests.cluster.scenario.job import PYTORCH_JOB, RESTRICTED, TRAIN_JOB, Kind
-from tests.cluster.scenario.stage import once
+from tests.cluster.scenario.job import PYTORCH_JOB, RESTRICTED, TRAIN_JOB, WorkloadType
+from tests.cluster.scenario.stage import install_once
 from tests.support.machine import limit_s
-from tests.support.tool import built
+from tests.support.tool import require_tool
 
 WAIT_FOR_MASTER = (
     "import socket, sys, threading\n"
@@ -34,8 +34,8 @@ WAIT_FOR_MASTER = (
 )
 
 
-@once
-def training_operator(cluster: Cluster, scratch: Path) -> None:
+@install_once
+def training_operator(cluster: LocalCluster, scratch: Path) -> None:
     """Have version 1 answer; returns when a PyTorchJob would be taken."""
     waits = {
         "name": "init-pytorch",
@@ -66,8 +66,8 @@ def training_operator(cluster: Cluster, scratch: Path) -> None:
     )
 
 
-@once
-def trainer(cluster: Cluster, scratch: Path) -> None:
+@install_once
+def trainer(cluster: LocalCluster, scratch: Path) -> None:
     """Have version 2 answer; returns when a TrainingRuntime would be taken. JobSets' controller is there."""
     _install(
         cluster,
@@ -77,7 +77,7 @@ def trainer(cluster: Cluster, scratch: Path) -> None:
         resources=["crds", "manager", "rbac", "webhook"],
         certificate="kubeflow-trainer-webhook-cert",
     )
-    runtime = Kind(TRAIN_JOB.api, "trainingruntimes", "")
+    runtime = WorkloadType(TRAIN_JOB.api, "trainingruntimes", "")
     template = {"spec": {"template": {"spec": {"containers": [{"name": "node", "image": PAUSE}]}}}}
     job = {
         "name": "node",
@@ -91,7 +91,7 @@ def trainer(cluster: Cluster, scratch: Path) -> None:
 
 
 def _install(
-    cluster: Cluster,
+    cluster: LocalCluster,
     scratch: Path,
     *,
     tool: str,
@@ -102,7 +102,7 @@ def _install(
     files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Apply a controller's manifests as its own overlay does, with an image of its program and `files`."""
-    program = built(tool)
+    program = require_tool(tool)
     name = f"localhost/{tool}"
     controller_image(cluster, scratch, program, f"{name}:{TAG}", folders=("etc/config",), files=files)
     folder, namespace = scratch / tool, f"{tool}-system"
@@ -134,7 +134,7 @@ def _install(
     )  # fmt: skip
 
 
-def _wait_taken(cluster: Cluster, kind: Kind, called: str, spec: Object) -> None:
+def _wait_taken(cluster: LocalCluster, kind: WorkloadType, called: str, spec: Object) -> None:
     """Until the API server would take an object."""
     group = kind.api.removeprefix("/apis/")
     probe = {"apiVersion": group, "kind": called, "metadata": {"name": "probe"}, "spec": spec}

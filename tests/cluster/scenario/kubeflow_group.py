@@ -8,7 +8,7 @@ from typing import Any
 from tests.cluster.kubernetes.api import Object
 from tests.cluster.kubernetes.image import PYTHON
 from tests.cluster.kubernetes.process import wait_until
-from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.bench import ScenarioBench
 from tests.cluster.scenario.group import ENVIRONMENT, GRACE_S, TrainingGroup
 from tests.cluster.scenario.job import JOBSET, PYTORCH_JOB, TRAIN_JOB
 
@@ -24,7 +24,7 @@ def _pod(made: Object, called: str, **env: str) -> Object:
 
 
 def pytorch_job(
-    bench: Bench, name: str, *, workers: int, labels: Mapping[str, str] | None = None, **more: Any
+    bench: ScenarioBench, name: str, *, workers: int, labels: Mapping[str, str] | None = None, **more: Any
 ) -> TrainingGroup:
     """A PyTorchJob of a master and so many workers, whose ranks its operator numbers."""
     made = bench.manifest(name, **more)
@@ -45,7 +45,7 @@ def pytorch_job(
 
 
 def train_job(
-    bench: Bench,
+    bench: ScenarioBench,
     name: str,
     *,
     nodes: int,

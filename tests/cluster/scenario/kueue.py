@@ -13,15 +13,15 @@ from typing import Any
 import yaml
 
 from tests.cluster.kubernetes.api import Object
-from tests.cluster.kubernetes.cluster import Cluster
+from tests.cluster.kubernetes.cluster import LocalCluster
 from tests.cluster.kubernetes.process import run, wait_until
 from tests.cluster.scenario import jobset, kubeflow
-from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.bench import ScenarioBench
 from tests.cluster.scenario.controller import controller_image, wait_created
 from tests.cluster.scenario.job import TrainingJob
-from tests.cluster.scenario.stage import once
+from tests.cluster.scenario.stage import install_once
 from tests.support.machine import limit_s
-from tests.support.tool import built
+from tests.support.tool import require_tool
 
 NAMESPACE = "kueue-system"
 REPOSITORY, TAG = "localhost/kueue", "test"
@@ -30,7 +30,7 @@ QUEUE = "kueue.x-k8s.io/queue-name"
 """Label of a workload that waits in a LocalQueue."""
 NAME = "small"
 """Of every queue."""
-HERE = {"deltashard.test/queues": "true"}
+QUEUE_LABELS = {"deltashard.test/queues": "true"}
 """Label of namespaces whose objects Kueue is asked about."""
 FRAMEWORKS = [
     "batch/job",
@@ -48,15 +48,15 @@ CONFIGURATION = {
 }
 
 
-@once
-def install(cluster: Cluster, scratch: Path) -> None:
+@install_once
+def install(cluster: LocalCluster, scratch: Path) -> None:
     """Have it answer; returns when a ResourceFlavor is there.
 
     Before it the controllers of all that it queues: of a kind that is defined later it learns some time after.
     """
     for before in (jobset.install, kubeflow.trainer, kubeflow.training_operator):
         before(cluster, scratch)
-    program = built("kueue")
+    program = require_tool("kueue")
     controller_image(cluster, scratch, program, f"{REPOSITORY}:{TAG}", folders=("visibility",))
     manager = {
         "image": {"repository": REPOSITORY, "tag": TAG, "pullPolicy": "Never"},
@@ -69,13 +69,13 @@ def install(cluster: Cluster, scratch: Path) -> None:
         "managerConfig.controllerManagerConfigYaml": json.dumps(CONFIGURATION),
     }
     text = run(
-        built("helm"), "template", "kueue", program.parent / "chart", f"--namespace={NAMESPACE}",
+        require_tool("helm"), "template", "kueue", program.parent / "chart", f"--namespace={NAMESPACE}",
         *(f"--set-json={key}={json.dumps(value)}" for key, value in values.items()),
     )  # fmt: skip
     documents = [each for each in yaml.safe_load_all(text) if each and each["kind"] != "APIService"]
     for each in documents:
         for webhook in each.get("webhooks", ()):
-            webhook["namespaceSelector"] = {"matchLabels": HERE}
+            webhook["namespaceSelector"] = {"matchLabels": QUEUE_LABELS}
     manifests = scratch / "kueue.yaml"
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
     manifests.write_text(yaml.safe_dump_all([namespace, *documents]))
@@ -87,10 +87,12 @@ def install(cluster: Cluster, scratch: Path) -> None:
     wait_created(cluster, f"{API}/resourceflavors", _object("ResourceFlavor"))
 
 
-def queue(bench: Bench, **quota: str) -> None:
+def queue(bench: ScenarioBench, **quota: str) -> None:
     """A queue of the scenario's namespace, the only one of a ClusterQueue that covers these resources and no other."""
     name = bench.namespace
-    bench.cluster.kubectl("label", "namespace", name, *(f"{key}={value}" for key, value in HERE.items()))
+    bench.cluster.kubectl(
+        "label", "namespace", name, *(f"{key}={value}" for key, value in QUEUE_LABELS.items())
+    )
     flavor = {
         "name": NAME,
         "resources": [{"name": what, "nominalQuota": much} for what, much in quota.items()],

@@ -8,7 +8,7 @@ from typing import Self
 
 import urllib3
 
-from tests.cluster.kubernetes.api import Api, ApiError, Object
+from tests.cluster.kubernetes.api import ApiError, KubeApi, Object
 from tests.cluster.kubernetes.process import wait_until
 from tests.cluster.scenario.job import SIDECAR
 
@@ -17,14 +17,14 @@ class AdmissionLoad:
     """Use as a context manager; `failures` says what was refused, or admitted without the sidecar."""
 
     def __init__(
-        self, api: Api, namespace: str, manifest: Object, *, every_s: float = 0.1, threads: int = 2
+        self, api: KubeApi, namespace: str, manifest: Object, *, every_s: float = 0.1, threads: int = 2
     ) -> None:
         self._api = api
         self._path = f"/apis/batch/v1/namespaces/{namespace}/jobs?dryRun=All"
         self._manifest = manifest
         self._every_s = every_s
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._go, daemon=True) for _ in range(threads)]
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(threads)]
         self._lock = threading.Lock()
         self.admitted = 0
         self.slowest_s = 0.0
@@ -49,7 +49,7 @@ class AdmissionLoad:
             what=f"{count} more admissions",
         )
 
-    def _go(self) -> None:
+    def _run(self) -> None:
         while not self._stop.wait(self._every_s):
             began_s = time.monotonic()
             failure = ""

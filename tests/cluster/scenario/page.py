@@ -29,7 +29,7 @@ class PageError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class PageStep:
     """One block of commands."""
 
     line: int
@@ -58,15 +58,15 @@ def _blocks(text: str) -> Iterator[tuple[int, str, str, str]]:
         before, at = "", ends + 1
 
 
-def read(text: str) -> list[Step]:
+def read(text: str) -> list[PageStep]:
     """The steps of a page; raises `PageError` for a block that would be neither run nor checked."""
-    steps: list[Step] = []
+    steps: list[PageStep] = []
     follows = False
     """Whether the block before was a step, with no prose in between."""
     for line, language, content, before in _blocks(text):
         said = _NOT_RUN.match(before)
         if language == "sh":
-            steps.append(Step(line=line, commands=content, not_run=said[1] if said else ""))
+            steps.append(PageStep(line=line, commands=content, not_run=said[1] if said else ""))
             follows = True
             continue
         if language == "text":
@@ -76,7 +76,7 @@ def read(text: str) -> list[Step]:
             if last.not_run:
                 raise PageError(f"line {line}: the output of a step that is not run cannot be checked")
             expected = tuple(each for each in content.splitlines() if each.strip())
-            steps.append(Step(line=last.line, commands=last.commands, expected=expected))
+            steps.append(PageStep(line=last.line, commands=last.commands, expected=expected))
         elif not language:
             raise PageError(f"line {line}: a block without a language")
         follows = False
@@ -104,12 +104,12 @@ def _word(word: str) -> str:
 
 
 def run(
-    steps: list[Step],
+    steps: list[PageStep],
     *,
     folder: Path,
     environment: Mapping[str, str],
     timeout_s: float,
-    done: Callable[[Step, str, float], None],
+    done: Callable[[PageStep, str, float], None],
 ) -> None:
     """Run the steps; raises `PageError` with what a step printed.
 
@@ -143,14 +143,14 @@ def run(
             output = (
                 error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout
             )
-            raise PageError(_told(step, f"took longer than {timeout_s:.0f} s", output or "")) from None
+            raise PageError(_step_error(step, f"took longer than {timeout_s:.0f} s", output or "")) from None
         if finished.returncode:
-            raise PageError(_told(step, f"ended with {finished.returncode}", finished.stdout))
+            raise PageError(_step_error(step, f"ended with {finished.returncode}", finished.stdout))
         lacks = missing(step.expected, finished.stdout)
         if lacks is not None:
-            raise PageError(_told(step, f"did not print {lacks!r}", finished.stdout))
+            raise PageError(_step_error(step, f"did not print {lacks!r}", finished.stdout))
         done(step, finished.stdout, time.monotonic() - began_s)
 
 
-def _told(step: Step, what: str, output: str) -> str:
+def _step_error(step: PageStep, what: str, output: str) -> str:
     return f"the step of line {step.line} {what}:\n{step.commands}\n--- it printed:\n{output[-6000:]}"

@@ -13,7 +13,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.stores.url import open_store
 
-from tests.cluster.trainers.model import Training, digest_of
+from tests.cluster.trainers.model import RecommenderTraining, digest_of
 from tests.support.machine import limit_s
 
 
@@ -21,7 +21,7 @@ class Reference:
     """Trains on demand, in this process; remembers a digest of everything and one of the weights, by step."""
 
     def __init__(self) -> None:
-        self._training = Training()
+        self._training = RecommenderTraining()
         self._batches = iter(self._training.loader)
         self._step = 0
         self._digests: dict[int, str] = {}

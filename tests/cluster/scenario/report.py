@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterator
 
 from tests.cluster.kubernetes.api import Object
-from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.bench import ScenarioBench
 from tests.cluster.scenario.system import NAMESPACE
 
 _TAIL_BYTES = 6000
 
 
-def sections(bench: Bench) -> list[tuple[str, str]]:
+def sections(bench: ScenarioBench) -> list[tuple[str, str]]:
     """Title and text, of the scenario's namespaces and of the system."""
     found: list[tuple[str, str]] = []
     for make in (_events, _pods, _runs, _logs):
@@ -23,7 +23,7 @@ def sections(bench: Bench) -> list[tuple[str, str]]:
     return found
 
 
-def _events(bench: Bench) -> Iterator[tuple[str, str]]:
+def _events(bench: ScenarioBench) -> Iterator[tuple[str, str]]:
     for namespace in (*bench.namespaces, NAMESPACE):
         events = bench.cluster.api.items(f"/api/v1/namespaces/{namespace}/events")
         lines = [
@@ -44,19 +44,19 @@ def _brief(pod: Object) -> str:
     return "\n  ".join([where, *containers])
 
 
-def _pods(bench: Bench) -> Iterator[tuple[str, str]]:
+def _pods(bench: ScenarioBench) -> Iterator[tuple[str, str]]:
     for namespace in (*bench.namespaces, NAMESPACE):
         pods = bench.cluster.api.items(f"/api/v1/namespaces/{namespace}/pods")
         yield f"pods of {namespace}", "\n".join(map(_brief, pods))
 
 
-def _runs(bench: Bench) -> Iterator[tuple[str, str]]:
+def _runs(bench: ScenarioBench) -> Iterator[tuple[str, str]]:
     for namespace in bench.namespaces:
         path = f"/apis/deltashard.io/v1alpha1/namespaces/{namespace}/checkpointruns"
         yield f"runs of {namespace}", json.dumps(bench.cluster.api.items(path), indent=1)
 
 
-def _logs(bench: Bench) -> Iterator[tuple[str, str]]:
+def _logs(bench: ScenarioBench) -> Iterator[tuple[str, str]]:
     for node in bench.cluster.nodes.values():
         for namespace in (*bench.namespaces, NAMESPACE):
             for log in sorted(node.logs.glob(f"{namespace}_*/*/*.log")):

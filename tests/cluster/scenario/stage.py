@@ -18,22 +18,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.cluster.kubernetes import image
-from tests.cluster.kubernetes.cluster import FOLDER, Cluster
+from tests.cluster.kubernetes.cluster import FOLDER, LocalCluster
 from tests.cluster.kubernetes.host import HOST
-from tests.cluster.scenario.system import System
+from tests.cluster.scenario.system import ClusterRelease
 from tests.support.server.minio_server import MinioServer
 
 _FACTS = FOLDER / "stage.json"
-_TURNS = FOLDER / "turns.lock"
+_LOCK_FILE = FOLDER / "turns.lock"
 
 
-class Stage:
-    """Cluster, store and system, between `build` and `strike`; `attach` from elsewhere."""
+class ClusterStage:
+    """Cluster, store and system, between `build` and `tear_down`; `attach` from elsewhere."""
 
     def __init__(self) -> None:
-        self.cluster = Cluster()
+        self.cluster = LocalCluster()
         self.minio: MinioServer
-        self.system = System(self.cluster)
+        self.system = ClusterRelease(self.cluster)
         self._scratch = Path(tempfile.mkdtemp(prefix="deltashard-stage-"))
 
     def build(self) -> None:
@@ -45,14 +45,14 @@ class Stage:
         self.minio = MinioServer(self._scratch / "minio", host=HOST)
         self.minio.directory.mkdir()
         self.minio.start()
-        self.cluster.remember("minio", self.minio.pid)
+        self.cluster.register_process("minio", self.minio.pid)
         facts = {
             "port": self.minio.port,
             "access_key": self.minio.access_key,
             "secret_key": self.minio.secret_key,
         }
         _FACTS.write_text(json.dumps(facts))
-        _TURNS.touch()
+        _LOCK_FILE.touch()
         self.system.install()
         timings["everything ready"] = time.monotonic() - began_s
 
@@ -63,7 +63,7 @@ class Stage:
         self.minio.port = facts["port"]
         self.minio.access_key, self.minio.secret_key = facts["access_key"], facts["secret_key"]
 
-    def strike(self) -> list[str]:
+    def tear_down(self) -> list[str]:
         """End everything; returns what of the host is not as it was (empty is well)."""
         with contextlib.suppress(AttributeError):  # it was not reached
             self.minio.stop()
@@ -72,18 +72,18 @@ class Stage:
 
 
 @contextlib.contextmanager
-def turn(*, exclusive: bool) -> Iterator[None]:
+def hold_stage(*, exclusive: bool) -> Iterator[None]:
     """Hold the stage together with others, or alone."""
-    with _TURNS.open() as file:
+    with _LOCK_FILE.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         yield
 
 
-def once(install: Callable[[Cluster, Path], None]) -> Callable[[Cluster, Path], None]:
+def install_once(install: Callable[[LocalCluster, Path], None]) -> Callable[[LocalCluster, Path], None]:
     """Another program is installed by the first scenario that needs it; the others wait for that, and find it there."""
 
     @functools.wraps(install)
-    def installed(cluster: Cluster, scratch: Path) -> None:
+    def installed(cluster: LocalCluster, scratch: Path) -> None:
         with (FOLDER / f"{install.__module__}.{install.__name__}.installed").open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)

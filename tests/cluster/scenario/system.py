@@ -11,10 +11,10 @@ from tests.cluster.kubernetes.api import Object
 from tests.cluster.kubernetes.image import OPERATOR, ROOT, SIDECAR, TAG
 from tests.cluster.kubernetes.process import run, wait_until
 from tests.support.machine import limit_s
-from tests.support.tool import built
+from tests.support.tool import require_tool
 
 if TYPE_CHECKING:
-    from tests.cluster.kubernetes.cluster import Cluster
+    from tests.cluster.kubernetes.cluster import LocalCluster
 
 NAMESPACE = "deltashard-system"
 RELEASE = "deltashard"
@@ -22,15 +22,15 @@ CHART = ROOT / "charts" / "deltashard"
 WEBHOOK, CONTROLLER = "deltashard-webhook", "deltashard-controller"
 
 
-class System:
+class ClusterRelease:
     """The release, in its namespace."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
 
     def helm(self, *words: str | Path, timeout_s: float = 240.0) -> str:
         return run(
-            built("helm"), f"--kubeconfig={self._cluster.kubeconfig}", f"--namespace={NAMESPACE}", *words,
+            require_tool("helm"), f"--kubeconfig={self._cluster.kubeconfig}", f"--namespace={NAMESPACE}", *words,
             timeout_s=timeout_s,
         )  # fmt: skip
 
@@ -58,7 +58,7 @@ class System:
     def wait_ready(self) -> None:
         """Until both Deployments have all their replicas, of the newest template."""
         for name in (WEBHOOK, CONTROLLER):
-            wait_until(lambda name=name: self.is_ready(name), timeout_s=180, what=self.told, every_s=0.3)
+            wait_until(lambda name=name: self.is_ready(name), timeout_s=180, what=self.logs, every_s=0.3)
 
     def is_ready(self, name: str) -> bool:
         found = self.deployment(name)
@@ -81,7 +81,7 @@ class System:
     def webhooks(self) -> list[Object]:
         return [pod for pod in self.pods() if pod["metadata"]["name"].startswith(f"{WEBHOOK}-")]
 
-    def told(self) -> str:
+    def logs(self) -> str:
         states = [
             {each["name"]: each["state"] for each in pod["status"].get("containerStatuses", ())}
             for pod in self.pods()

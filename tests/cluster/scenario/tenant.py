@@ -16,6 +16,6 @@ class Tenant:
         self.environment = keys_of(server, {"Version": "2012-10-17", "Statement": [allowed]})
         """Credentials, as `MinioServer.environment` has the administrator's."""
 
-    def dismiss(self) -> None:
+    def revoke_keys(self) -> None:
         """The keys are good for nothing any more."""
         admin_of(self._server).user_disable(self.environment["AWS_ACCESS_KEY_ID"])

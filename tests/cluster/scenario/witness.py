@@ -20,11 +20,11 @@ from tests.support.machine import limit_s
 Event = dict[str, Any]
 
 
-class Witness:
+class WitnessServer:
     """Hears trainers; use as a context manager."""
 
     def __init__(self, host: str) -> None:
-        self._heard = threading.Condition()
+        self._condition = threading.Condition()
         self._events: list[tuple[str, Event]] = []
         """Each with `{namespace}/{pod}`."""
         self._last_step: dict[str, int] = {}
@@ -34,7 +34,7 @@ class Witness:
         class Listener(socketserver.StreamRequestHandler):
             def handle(self) -> None:
                 for line in self.rfile:
-                    outer._hear(json.loads(line))
+                    outer._receive(json.loads(line))
 
         class Server(socketserver.ThreadingTCPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -54,16 +54,16 @@ class Witness:
         self._server.shutdown()
         self._server.server_close()
 
-    def _hear(self, event: Event) -> None:
-        with self._heard:
+    def _receive(self, event: Event) -> None:
+        with self._condition:
             self._events.append((f"{event['namespace']}/{event['pod']}", event))
             if event["kind"] == "step":
                 self._last_step[event["life"]] = max(event["step"], self.last_step(event["life"]))
-            self._heard.notify_all()
+            self._condition.notify_all()
 
     def of(self, job: str, kind: str) -> list[Event]:
         """Everything of a kind that the pods of a Job said so far."""
-        with self._heard:
+        with self._condition:
             return [e for pod, e in self._events if e["kind"] == kind and pod.startswith(f"{job}-")]
 
     def wait(self, job: str, matches: Callable[[Event], bool], *, timeout_s: float, what: str) -> Event:
@@ -85,12 +85,12 @@ class Witness:
                         return True
             return False
 
-        with self._heard:
-            if not self._heard.wait_for(heard, limit_s(timeout_s)):
+        with self._condition:
+            if not self._condition.wait_for(heard, limit_s(timeout_s)):
                 raise ClusterError(f"not within {limit_s(timeout_s):.0f} s: {what}; last heard: {said}")
         return said[-1]
 
-    def began(self, job: str, life: int, *, timeout_s: float = 90.0) -> Event:
+    def start_event(self, job: str, life: int, *, timeout_s: float = 90.0) -> Event:
         """The begin of the Job's trainer number `life`, counted from 0."""
         begun = itertools.count()
         return self.wait(
@@ -101,8 +101,8 @@ class Witness:
         )
 
     def wait_step(self, life: str, step: int, *, timeout_s: float) -> None:
-        with self._heard:
-            heard = self._heard.wait_for(lambda: self.last_step(life) >= step, limit_s(timeout_s))
+        with self._condition:
+            heard = self._condition.wait_for(lambda: self.last_step(life) >= step, limit_s(timeout_s))
         if not heard:
             raise ClusterError(
                 f"not within {limit_s(timeout_s):.0f} s: step {step} of {life}; it did {self.last_step(life)}"

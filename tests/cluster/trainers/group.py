@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch.utils.data import DataLoader
-from witness import Witness  # type: ignore[import-not-found]  # beside this script, in the image
+from witness import WitnessClient  # type: ignore[import-not-found]  # beside this script, in the image
 
 STEPS = int(os.environ["STEPS"])
 PACE_S = float(os.environ.get("PACE_S", "0"))
@@ -41,9 +41,9 @@ PACE_S = float(os.environ.get("PACE_S", "0"))
 PLANNED_STEPS = int(os.environ.get("PLANNED_STEPS", "0"))
 """Of a training that recovers partially; 0: all go back."""
 SAVE_AT = [int(step) for step in os.environ.get("SAVE_AT", "").split()]
-STANDS = {
+PAUSE_AT = {
     int(step): int(rank)
-    for step, _, rank in (each.partition(":") for each in os.environ.get("STANDS", "").split())
+    for step, _, rank in (each.partition(":") for each in os.environ.get("PAUSE_AT", "").split())
 }
 """Step -> the rank that waits for ever at its end, before its `ckpt.step()`; all others have called theirs."""
 TABLES = {"user": 3000, "item": 1700}
@@ -51,7 +51,7 @@ TABLES = {"user": 3000, "item": 1700}
 COLUMNS, SAMPLES, BATCH = 16, 6000, 8
 
 
-class Model(torch.nn.Module):
+class GroupModel(torch.nn.Module):
     """Two tables and a small top."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Model(torch.nn.Module):
         return logits
 
 
-class Sharder(EmbeddingBagCollectionSharder):
+class RowSharder(EmbeddingBagCollectionSharder):
     """Shards by rows on CPUs, too."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -136,15 +136,15 @@ def main() -> None:
     torch.set_num_threads(1)
     join()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    witness = Witness(rank=rank, world_size=world_size)
+    witness = WitnessClient(rank=rank, world_size=world_size)
     torch.manual_seed(20261126)
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
-    sharders: Any = [Sharder(fused_params=fused)]
+    sharders: Any = [RowSharder(fused_params=fused)]
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=world_size, compute_device="cpu", local_world_size=1)
     )
     model = DistributedModelParallel(
-        (whole := Model()),
+        (whole := GroupModel()),
         device=torch.device("cpu"),
         plan=planner.collective_plan(whole, sharders, dist.group.WORLD),
         sharders=sharders,
@@ -163,14 +163,14 @@ def main() -> None:
         model,
         optimizer,
         on_event=lambda name, facts: (
-            witness.say("cut", step=facts["step"], stall_s=facts["stall_s"]) if name == "cut" else None
+            witness.send("cut", step=facts["step"], stall_s=facts["stall_s"]) if name == "snapshot" else None
         ),
         **terms,
     )
     resumed = ckpt.restore()
     step = resumed.step if resumed else 0
     loader = ckpt.wrap(loader)
-    witness.say(
+    witness.send(
         "began",
         step=step,
         seq=resumed.seq if resumed else None,
@@ -193,24 +193,24 @@ def main() -> None:
                 torch.nn.functional.binary_cross_entropy_with_logits(logits, wanted).backward()
                 optimizer.step()
                 step += 1
-                witness.say(
+                witness.send(
                     "step", step=step, attempt=ckpt.attempt, samples=samples, epoch=loader.epoch, sums=sums(ckpt),
                     dense=dense(model, top),
                 )  # fmt: skip
-                if STANDS.get(step) == rank:
-                    witness.say("stands", step=step)
+                if PAUSE_AT.get(step) == rank:
+                    witness.send("stands", step=step)
                     threading.Event().wait()
                 try:
                     ckpt.step()
                 except deltashard.FencedError as error:
-                    witness.say("fenced", step=step, why=str(error))
+                    witness.send("fenced", step=step, why=str(error))
                     raise
                 if step in SAVE_AT:
                     ckpt.save().wait(60)
                 if step == STEPS:
                     break
                 time.sleep(PACE_S)
-    witness.say("finished", step=step)
+    witness.send("finished", step=step)
     dist.destroy_process_group()
 
 

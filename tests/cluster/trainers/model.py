@@ -43,7 +43,7 @@ class Recommender(torch.nn.Module):
         return logits
 
 
-class Training:
+class RecommenderTraining:
     """Model, optimizers and data from one seed."""
 
     def __init__(self) -> None:

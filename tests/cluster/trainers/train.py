@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import deltashard
-from model import Training  # type: ignore[import-not-found]  # beside this script, in the image
-from witness import Witness  # type: ignore[import-not-found]
+from model import RecommenderTraining  # type: ignore[import-not-found]  # beside this script, in the image
+from witness import WitnessClient  # type: ignore[import-not-found]
 
 STEPS = int(os.environ["STEPS"])
 PACE_S = float(os.environ.get("PACE_S", "0"))
@@ -30,12 +30,12 @@ def eat(*_: object) -> None:
 def main() -> None:
     """Train for STEPS steps, from wherever the last checkpoint left off."""
     signal.signal(signal.SIGUSR1, eat)
-    witness = Witness()
-    training = Training()
+    witness = WitnessClient()
+    training = RecommenderTraining()
     ckpt = deltashard.Checkpointer(training.model, training.optimizers, content_hash=True)
     resumed = ckpt.restore()
     step = resumed.step if resumed else 0
-    witness.say(
+    witness.send(
         "began",
         step=step,
         seq=resumed.seq if resumed else None,
@@ -52,16 +52,16 @@ def main() -> None:
             for batch in loader:
                 training.train(batch)
                 step += 1
-                witness.say("step", step=step)
+                witness.send("step", step=step)
                 try:
                     ckpt.step()
                 except deltashard.FencedError as error:
-                    witness.say("fenced", step=step, why=str(error))
+                    witness.send("fenced", step=step, why=str(error))
                     raise
                 if step == STEPS:
                     break
                 time.sleep(PACE_S)
-    witness.say("finished", step=step, digest=training.digest())
+    witness.send("finished", step=step, digest=training.digest())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 
-class Witness:
+class WitnessClient:
     """One trainer process, with facts that each of its events has."""
 
     def __init__(self, **facts: Any) -> None:
@@ -24,5 +24,5 @@ class Witness:
             **facts,
         }
 
-    def say(self, kind: str, **facts: Any) -> None:
+    def send(self, kind: str, **facts: Any) -> None:
         self._socket.sendall(json.dumps({"kind": kind, **self._facts, **facts}).encode() + b"\n")

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.support.tool import built
+from tests.support.tool import require_tool
 
 Samples = dict[str, list[tuple[float, float]]]
 """(time in seconds, value) by series, `name{label="value"}`."""
@@ -50,7 +50,7 @@ def evaluate_rules(rules: Sequence[tuple[str, str]], series: Samples, times_s: S
 
 def _evaluate(questions: Sequence[object]) -> list[PromqlResult]:
     done = subprocess.run(
-        [str(built("promql"))],
+        [str(require_tool("promql"))],
         input="".join(json.dumps(question) + "\n" for question in questions),
         capture_output=True,
         text=True,

@@ -14,7 +14,7 @@ import yaml
 from tests.support.eventually import eventually
 from tests.support.helm import CHART, NAMESPACE, RELEASE, VERSION, is_hook, render, run
 from tests.support.server.apiserver import ApiServer, Rest
-from tests.support.tool import ROOT, built
+from tests.support.tool import ROOT, require_tool
 
 PAGE = (ROOT / "docs" / "kubernetes" / "kustomize.md").read_text(encoding="utf-8")
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/deltashard-webhook"
@@ -23,7 +23,11 @@ Document = dict[str, Any]
 
 def kubectl(*words: str | Path) -> str:
     done = subprocess.run(
-        [str(built("kubectl")), *map(str, words)], check=False, capture_output=True, text=True, timeout=240
+        [str(require_tool("kubectl")), *map(str, words)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

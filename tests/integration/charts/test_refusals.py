@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.integration.charts.value import VALUES, leaves, nested, pod_specs
-from tests.support.helm import CERTIFICATE, CHART, HelmRefused, render
+from tests.support.helm import CERTIFICATE, CHART, HelmError, render
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 
@@ -32,14 +32,14 @@ def schemas(
 )
 def test_unknown_value_is_refused(path: str) -> None:
     """At every level: a typo is an error, not a default. What is global is other charts', too."""
-    with pytest.raises(HelmRefused, match="'typo' not allowed"):
+    with pytest.raises(HelmError, match="'typo' not allowed"):
         render(nested(f"{path}.typo" if path else "typo", 1))
 
 
 @pytest.mark.parametrize("path", sorted(leaves(VALUES)))
 def test_value_of_wrong_type_is_refused(path: str) -> None:
     """A list of lists is right nowhere."""
-    with pytest.raises(HelmRefused, match="values don't meet the specifications"):
+    with pytest.raises(HelmError, match="values don't meet the specifications"):
         render(nested(path, [[1.5]]))
 
 
@@ -72,7 +72,7 @@ def test_value_of_wrong_type_is_refused(path: str) -> None:
 )
 def test_nonsense_is_refused(path: str, value: Any) -> None:
     """Before anything reaches a cluster. The default policy's schema is the resource's, whose tests have each word."""
-    with pytest.raises(HelmRefused, match="values don't meet the specifications"):
+    with pytest.raises(HelmError, match="values don't meet the specifications"):
         render(nested(path, value))
 
 
@@ -87,37 +87,37 @@ def test_nonsense_is_refused(path: str, value: Any) -> None:
 )
 def test_conflicting_policy_settings_are_refused(values: dict[str, Any]) -> None:
     """At the installation: the webhook would refuse every annotated Job by it."""
-    with pytest.raises(HelmRefused, match="values don't meet the specifications"):
+    with pytest.raises(HelmError, match="values don't meet the specifications"):
         render({"defaultPolicy": values})
 
 
 def test_unsupported_removal_is_refused() -> None:
-    with pytest.raises(HelmRefused, match=r"reclaim\.policy Delete removes nothing without reclaim\.enabled"):
+    with pytest.raises(HelmError, match=r"reclaim\.policy Delete removes nothing without reclaim\.enabled"):
         render({"defaultPolicy": {"reclaim": {"policy": "Delete"}}})
 
 
 @pytest.mark.parametrize("component", ["webhook", "controller"])
 def test_external_service_account_requires_name(component: str) -> None:
     """Nobody is bound to an account that neither the chart makes nor anybody names."""
-    with pytest.raises(HelmRefused, match=f"{component}.serviceAccount.name must be that of an account"):
+    with pytest.raises(HelmError, match=f"{component}.serviceAccount.name must be that of an account"):
         render({component: {"serviceAccount": {"create": False}}})
 
 
 def test_duplicate_port_is_refused() -> None:
-    with pytest.raises(HelmRefused, match="both 9090"):
+    with pytest.raises(HelmError, match="both 9090"):
         render({"webhook": {"port": 9090}})
 
 
 @pytest.mark.parametrize(("missing", "there"), [("webhookCa", "fleetCa"), ("fleetCa", "webhookCa")])
 def test_external_authority_must_exist(missing: str, there: str) -> None:
     """Without it the API server, or every sidecar, would refuse the certificate."""
-    with pytest.raises(HelmRefused, match=f"certificates.existing.{missing} is needed"):
+    with pytest.raises(HelmError, match=f"certificates.existing.{missing} is needed"):
         render({"certificates": {"mode": "existing", "existing": {there: CERTIFICATE}}})
 
 
 def test_kubernetes_1_28_is_refused() -> None:
     """It has no native sidecars."""
-    with pytest.raises(HelmRefused, match="chart requires kubeVersion: >=1.29"):
+    with pytest.raises(HelmError, match="chart requires kubeVersion: >=1.29"):
         render(version="1.28.9")
 
 
@@ -135,7 +135,7 @@ def test_budget_allowing_full_disruption_is_refused(replicas: int, away: int | s
     """A drain would then stop every annotated Job; the sentence says how to get on."""
     webhook = {"replicas": replicas, "podDisruptionBudget": {"maxUnavailable": away}}
     with pytest.raises(
-        HelmRefused, match=rf"maxUnavailable \({away}\) lets all {replicas} replicas.* must leave one"
+        HelmError, match=rf"maxUnavailable \({away}\) lets all {replicas} replicas.* must leave one"
     ):
         render({"webhook": webhook})
     webhook["podDisruptionBudget"] = {"maxUnavailable": away, "enabled": False}
@@ -153,7 +153,7 @@ def test_budget_keeping_a_replica_is_accepted(replicas: int, away: int | str) ->
 def test_watched_and_excluded_namespace_is_refused(left: str) -> None:
     """The sentence names it, and both lists."""
     values = {"watchNamespaces": ["team-a", left], "webhook": {"exemptNamespaces": ["legacy"]}}
-    with pytest.raises(HelmRefused, match=f"watchNamespaces has {left}, which is left alone"):
+    with pytest.raises(HelmError, match=f"watchNamespaces has {left}, which is left alone"):
         render(values)
 
 

@@ -11,7 +11,7 @@ import pytest
 from kubernetes import client, watch
 
 from tests.support.eventually import eventually
-from tests.support.helm import CERTIFICATE, NAMESPACE, RELEASE, HelmRefused, Release, render
+from tests.support.helm import CERTIFICATE, NAMESPACE, RELEASE, HelmError, Release, render
 from tests.support.machine import limit_s
 from tests.support.operator.sample import policy_object
 from tests.support.operator.webhook_process import job
@@ -308,7 +308,7 @@ def test_chart_test_rights_are_removed_after_run(release: Release, http: Rest, p
         if phase == "Succeeded":
             assert "Phase:          Succeeded" in test.result(limit_s(180))
         else:
-            with pytest.raises(HelmRefused, match="failed"):
+            with pytest.raises(HelmError, match="failed"):
                 test.result(limit_s(180))
     root = "/apis/rbac.authorization.k8s.io/v1/namespaces/default"
     left = (f"{root}/roles", f"{root}/rolebindings", f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts")

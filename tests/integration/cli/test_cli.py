@@ -21,17 +21,17 @@ from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.support import command_line
-from tests.support.checkpoint.run_builder import resealed
+from tests.support.checkpoint.run_builder import rehashed
 from tests.support.checkpoint.snapshot import assert_same, read_checkpoint
 from tests.support.checkpoint.written_run import HALF, ITEMS, WrittenRun
-from tests.support.command_line import Cli, at
+from tests.support.command_line import Cli, run_url
 from tests.support.server.minio_server import free_port
 
 RUN = "team/run-1"
 SCRIPT = Path(sys.executable).parent / "deltashard"
 
 
-answer = partial(command_line.answer, codes=(0, 1))
+json_output = partial(command_line.json_output, codes=(0, 1))
 
 
 def write(url: str, directory: Path, run: str = RUN) -> WrittenRun:
@@ -64,19 +64,19 @@ def objects(store: Store, suffix: str) -> list[str]:
 def test_ls_of_root_and_of_run(cli: Cli, url: str, run: WrittenRun, tmp_path: Path) -> None:
     """A root lists runs; a run, however it is named, lists checkpoints."""
     write(url, tmp_path / "other", "solo")
-    runs = answer(cli, "ls", url)["runs"]
+    runs = json_output(cli, "ls", url)["runs"]
     assert [(one["run"], one["newest_step"], one["checkpoints"], one["stopped"]) for one in runs] == [
         ("solo", 300, 3, None),
         (RUN, 300, 3, None),
     ]
-    for arguments in ((at(url),), (url, "--run", RUN)):
-        found = answer(cli, "ls", *arguments)
+    for arguments in ((run_url(url),), (url, "--run", RUN)):
+        found = json_output(cli, "ls", *arguments)
         assert [one["step"] for one in found["checkpoints"]] == [100, 200, 300]
         assert [one["kind"] for one in found["checkpoints"]] == ["full", "delta", "delta"]
         assert [one["chain"] for one in found["checkpoints"]] == [[2], [3, 2], [4, 3, 2]]
         assert found["checkpoints"][0]["pins"] == ["best"]
         assert found["checkpoints"][2]["encodings"] == {ITEMS.fqn: ["q8"]}
-    code, text = cli("ls", at(url))
+    code, text = cli("ls", run_url(url))
     assert code == 0
     assert "delta on 3" in text
     assert "3 live checkpoints of 3 committed in 1 attempt" in text
@@ -85,9 +85,9 @@ def test_ls_of_root_and_of_run(cli: Cli, url: str, run: WrittenRun, tmp_path: Pa
 
 def test_inspect(cli: Cli, url: str, run: WrittenRun) -> None:
     """One checkpoint in full; a root with one run needs no --run."""
-    found = answer(cli, "inspect", url, "-c", "step:100")
+    found = json_output(cli, "inspect", url, "-c", "step:100")
     assert found["metadata"] == {"git": "abc"}
-    assert [(t["table"], t["held_rows"], t["encodings"]) for t in found["tables"]] == [
+    assert [(t["table"], t["stalled_rows"], t["encodings"]) for t in found["tables"]] == [
         (ITEMS.fqn, ITEMS.rows, ["fp32"]),
         (HALF.fqn, HALF.rows, ["bf16"]),
     ]
@@ -110,7 +110,7 @@ def test_rank_blobs_are_shown_but_not_treated_as_run_blobs(cli: Cli, file_url: s
     written.more_blobs |= {"rank/1/rng": b"no tree"}
     written.save(step=100)
     written.close()
-    assert answer(cli, "inspect", file_url)["blobs"].keys() >= {"rng", "rank/1/rng", "rank/2/rng"}
+    assert json_output(cli, "inspect", file_url)["blobs"].keys() >= {"rng", "rank/1/rng", "rank/2/rng"}
     shown = cli("inspect", file_url, "-c", "2")[1]
     assert "blobs (5, " in shown
     _, _, own = shown.partition("blobs of single ranks")
@@ -120,7 +120,7 @@ def test_rank_blobs_are_shown_but_not_treated_as_run_blobs(cli: Cli, file_url: s
     assert cli("restore", file_url, tmp_path / "out")[0] == 0
     assert "rng" in (held := json.loads((tmp_path / "out" / "manifest.json").read_text())["blobs"])
     assert not any(name.startswith("rank/") for name in held)
-    found = answer(cli, "diff", file_url, "2", "3")
+    found = json_output(cli, "diff", file_url, "2", "3")
     assert [blob["name"] for blob in found["blobs"]] == ["rank/2/rng"]
     assert cli("verify", file_url)[0] == 0
     code, text = cli("verify", file_url, "--deep")
@@ -131,7 +131,7 @@ def test_rank_blobs_are_shown_but_not_treated_as_run_blobs(cli: Cli, file_url: s
 def test_which(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
     """latest, N, seq:N, step:N, pin:NAME; anything else is the caller's mistake, and what there is is listed."""
     for which, step in (("latest", 300), ("3", 200), ("seq:3", 200), ("step:200", 200), ("pin:best", 100)):
-        assert answer(cli, "inspect", file_url, "-c", which)["summary"]["step"] == step
+        assert json_output(cli, "inspect", file_url, "-c", which)["summary"]["step"] == step
     for which in ("99", "pin:none", "none", "yesterday", "seq:x"):
         code, text = cli("inspect", file_url, "-c", which)
         assert code == 2, text
@@ -143,10 +143,10 @@ def test_which(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
 
 def test_healthy_run_verifies(cli: Cli, url: str, run: WrittenRun) -> None:
     """Shallow and deep: nothing found, everything counted, exit 0."""
-    shallow = answer(cli, "verify", url)
+    shallow = json_output(cli, "verify", url)
     assert shallow["ok"] is True
     assert (shallow["entries"], shallow["checkpoints"], shallow["indexes"]) == (5, [2, 3, 4], 3)
-    deep = answer(cli, "verify", "--deep", url)
+    deep = json_output(cli, "verify", "--deep", url)
     assert deep["ok"] is True
     assert deep["restored"] == [2, 3, 4]
     assert deep["frames"] == shallow["frames"] > 10
@@ -161,8 +161,8 @@ def test_flipped_bit_is_found_by_deep_verify_only(cli: Cli, file_url: str, file_
     data = bytearray(file_run.store.get(pack))
     data[len(data) // 3] ^= 4
     file_run.store.put(pack, data)
-    assert answer(cli, "verify", file_url)["ok"] is True
-    found = answer(cli, "verify", "--deep", file_url)
+    assert json_output(cli, "verify", file_url)["ok"] is True
+    found = json_output(cli, "verify", "--deep", file_url)
     assert found["ok"] is False
     (problem,) = found["problems"]
     assert problem["object"] == pack.removeprefix(f"{RUN}/")
@@ -204,7 +204,7 @@ def _other_encodings(store: Store) -> list[tuple[str, str, list[int]]]:
     key = f"{RUN}/{entry_key(4)}"
     entry = json.loads(store.get(key))
     assert entry["encodings"] == {ITEMS.fqn: ["q8"]}
-    store.put(key, resealed(entry | {"encodings": {ITEMS.fqn: ["q4", "q8"]}}))
+    store.put(key, rehashed(entry | {"encodings": {ITEMS.fqn: ["q4", "q8"]}}))
     return [(key, "encodings", [4])]
 
 
@@ -227,7 +227,7 @@ def test_damage_is_found_without_reading_contents(
 ) -> None:
     """Each object by name, with what is wrong and the checkpoints that need it."""
     wanted = damage(file_run.store)
-    problems = answer(cli, "verify", "--run", RUN, file_url)["problems"]
+    problems = json_output(cli, "verify", "--run", RUN, file_url)["problems"]
     assert [(each["object"], each["checkpoints"]) for each in problems] == [
         (key.removeprefix(f"{RUN}/"), needed) for key, _, needed in wanted
     ]
@@ -249,7 +249,7 @@ def test_every_command_reports_damaged_log(
     said = f"the log cannot be followed past entry {bad}: "
     for number, arguments in enumerate(
         (
-            ("ls", at(file_url)),
+            ("ls", run_url(file_url)),
             ("ls", file_url),
             ("inspect", file_url),
             ("diff", file_url, "2", "2"),
@@ -276,13 +276,17 @@ def test_log_without_first_entry_is_a_damaged_run(
 ) -> None:
     """Every way to say the run leads to the gap; with a folded state behind it only `verify` minds."""
     file_run.store.delete([f"{RUN}/{entry_key(0)}"])
-    for arguments in (("ls", at(file_url)), ("inspect", file_url), ("gc", at(file_url), "--dry-run")):
+    for arguments in (
+        ("ls", run_url(file_url)),
+        ("inspect", file_url),
+        ("gc", run_url(file_url), "--dry-run"),
+    ):
         code, text = cli(*arguments)
         assert code == 0, text
-    found = answer(cli, "verify", at(file_url))
+    found = json_output(cli, "verify", run_url(file_url))
     assert [problem["object"] for problem in found["problems"]] == [entry_key(0)]
     file_run.store.delete([info.key for info in file_run.store.list(f"{RUN}/log/fold-")])
-    for arguments in (("ls", at(file_url)), ("inspect", file_url), ("gc", at(file_url))):
+    for arguments in (("ls", run_url(file_url)), ("inspect", file_url), ("gc", run_url(file_url))):
         code, text = cli(*arguments)
         assert code == 3, text
         assert "log entry 0 is missing" in text
@@ -362,7 +366,7 @@ def test_export_safetensors(cli: Cli, file_url: str, file_run: WrittenRun, tmp_p
 
 def test_diff(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
     """Rows and largest differences as they were cut; blobs that differ; 0 when equal, 1 when not."""
-    found = answer(cli, "diff", file_url, "2", "3")
+    found = json_output(cli, "diff", file_url, "2", "3")
     before, after = file_run.saved[2], file_run.saved[3]
     changed = int((before[0].weights != after[0].weights).any(axis=1).sum())
     by_name = {(one["table"], one["field"]): one for one in found["tables"]}
@@ -386,18 +390,18 @@ def test_diff(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
 def test_compact(cli: Cli, url: str, run: WrittenRun) -> None:
     """The chain becomes one, and what is shown of it is what is read now; again there is nothing to do."""
     before = read_checkpoint(run.store, RUN)
-    assert answer(cli, "compact", url)["compacted"]["replaces"] == 4
-    found = answer(cli, "ls", at(url))["checkpoints"][-1]
+    assert json_output(cli, "compact", url)["compacted"]["replaces"] == 4
+    found = json_output(cli, "ls", run_url(url))["checkpoints"][-1]
     # Rows and bytes are those of what is read now, and no longer those of the delta that it was.
     moved = RunLog(run.store, RUN).refresh().compactions[4]
     packs = sum(i.size_bytes for i in run.store.list(f"{RUN}/{moved.parts[0].prefix}"))
     assert (found["rows"], found["stored_bytes"]) == (ITEMS.rows + HALF.rows, packs)
     assert (found["compacted"], found["chain"], found["kind"], found["covers"]) == (True, [4], "full", [])
     assert found["encodings"] == {ITEMS.fqn: ["fp32", "q8"], HALF.fqn: ["bf16"]}
-    inspected = answer(cli, "inspect", url)
+    inspected = json_output(cli, "inspect", url)
     assert (inspected["summary"], inspected["compacted_at_s"]) == (found, moved.at_s)
     assert_same(read_checkpoint(run.store, RUN), before)
-    assert answer(cli, "verify", "--deep", url)["ok"] is True
+    assert json_output(cli, "verify", "--deep", url)["ok"] is True
     assert "already" in cli("compact", url)[1]
 
 
@@ -495,7 +499,7 @@ def test_installed_command(file_url: str, file_run: WrittenRun, tmp_path: Path) 
     gone = subprocess.Popen([SCRIPT, "verify", file_url], stdout=subprocess.PIPE)
     gone.stdout.close()  # as `| head` does
     assert gone.wait(120) == 1, "its own verdict"
-    for arguments in (("ls", file_url), ("inspect", at(file_url), "--json")):
+    for arguments in (("ls", file_url), ("inspect", run_url(file_url), "--json")):
         # A pipe of one page fills before the document ends, so this also breaks in the middle of a write.
         broken = subprocess.Popen([SCRIPT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert broken.stdout is not None

@@ -16,7 +16,7 @@ from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.checkpoint.written_run import WrittenRun
-from tests.support.command_line import Cli, at
+from tests.support.command_line import Cli, run_url
 
 RUN, COPY = "team/run-1", "team/copy"
 
@@ -71,7 +71,7 @@ def test_partial_copy_is_listed_and_resumable(
     cli: Cli, file_url: str, store: Store, what: str, state: str, remedy: str
 ) -> None:
     assert listed(cli, file_url, code=0) == {"warning": None, RUN: "ok"}
-    assert cli("cp", at(file_url, RUN), file_url, "-c", "latest", "--as", COPY)[0] == 0
+    assert cli("cp", run_url(file_url, RUN), file_url, "-c", "latest", "--as", COPY)[0] == 0
     copied_up_to(store, what)
     found = listed(cli, file_url)
     assert (found[RUN], found[COPY]) == ("ok", state)
@@ -80,28 +80,28 @@ def test_partial_copy_is_listed_and_resumable(
     assert remedy in found["warning"]
     assert state in cli("ls", file_url)[1]
     if state == "half copied":
-        code, text = cli("repair", at(file_url, COPY))
+        code, text = cli("repair", run_url(file_url, COPY))
         assert code == 2, text
         assert remedy in " ".join(text.split()), "what repair would make of it is another run"
     if state == "no log":
         for command in (
-            ("ls", at(file_url, COPY)),
+            ("ls", run_url(file_url, COPY)),
             ("inspect", file_url, "--run", COPY),
-            ("verify", at(file_url, COPY)),
+            ("verify", run_url(file_url, COPY)),
         ):
             code, text = cli(*command)
             assert code == 2, text
             assert remedy in " ".join(text.split())
-    assert cli("cp", at(file_url, RUN), file_url, "-c", "latest", "--as", COPY)[0] == 0
+    assert cli("cp", run_url(file_url, RUN), file_url, "-c", "latest", "--as", COPY)[0] == 0
     assert listed(cli, file_url, code=0) == {"warning": None, RUN: "ok", COPY: "ok"}
     copied_up_to(store, what)
     if what != "data":  # entries are there: somebody may have begun a run in the very moment of the copy
         before = {info.key for info in store.list(f"{COPY}/")}
-        code, text = cli("rm", at(file_url, COPY), "--yes")
+        code, text = cli("rm", run_url(file_url, COPY), "--yes")
         assert code == 2, text
         assert "say --ended" in " ".join(text.split())
         assert {info.key for info in store.list(f"{COPY}/")} == before
-    code, text = cli("rm", at(file_url, COPY), "--yes", *(["--ended"] if what != "data" else []))
+    code, text = cli("rm", run_url(file_url, COPY), "--yes", *(["--ended"] if what != "data" else []))
     assert code == 0, text
     assert listed(cli, file_url, code=0) == {"warning": None, RUN: "ok"}
     assert list(store.list(f"{COPY}/")) == []
@@ -126,14 +126,14 @@ def test_partial_removal_is_listed_and_removable(
 
     with monkeypatch.context() as patch:
         patch.setattr(FileStore, "delete", cut)
-        assert cli("rm", at(file_url, RUN), "--yes")[0] == 4
+        assert cli("rm", run_url(file_url, RUN), "--yes")[0] == 4
     found = listed(cli, file_url)
     assert (found[RUN], found["team/run-2"]) == ("being removed", "ok")
     assert f"{RUN}: being removed: call `deltashard rm` again" in found["warning"]
-    code, text = cli("inspect", at(file_url, RUN))
+    code, text = cli("inspect", run_url(file_url, RUN))
     assert code in {2, 3}
     assert "again" in text
-    code, text = cli("repair", at(file_url, RUN))
+    code, text = cli("repair", run_url(file_url, RUN))
     assert code == 2, text
     assert "call `deltashard rm` again" in " ".join(text.split())
     assert cli("rm", file_url, "--run", RUN, "--yes")[0] == 0
@@ -142,7 +142,11 @@ def test_partial_removal_is_listed_and_removable(
 
 def test_rm_ignores_folder_that_is_no_run(cli: Cli, file_url: str, store: Store) -> None:
     """A folder called data makes no run."""
-    for arguments in ((file_url, "--run", "other"), (at(file_url, "other"),), (file_url, "--run", "more")):
+    for arguments in (
+        (file_url, "--run", "other"),
+        (run_url(file_url, "other"),),
+        (file_url, "--run", "more"),
+    ):
         code, text = cli("rm", *arguments, "--yes", "--ended")
         assert code == 2, text
         assert "no run" in text

@@ -21,12 +21,12 @@ from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.observed_object import Workload
 
 from tests.support.command_line import running
-from tests.support.operator.controller_process import MERGE, Cluster
+from tests.support.operator.controller_process import MERGE, NamespaceObjects
 from tests.support.operator.definition import serving
 from tests.support.operator.full_run import full_run
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.kubelet_logs import KubeletLogs
-from tests.support.tool import built
+from tests.support.tool import require_tool
 
 SCRIPTS = Path(sys.executable).parent
 STALE = Condition(
@@ -56,13 +56,13 @@ def http(apiserver: ApiServer) -> Iterator[Rest]:
 class TrainedWorkload:
     """A namespace with a Job, its pod and its CheckpointRun."""
 
-    cluster: Cluster
+    cluster: NamespaceObjects
     job: dict[str, Any]
     pod: str
     run: str
 
 
-def injected(cluster: Cluster, name: str) -> dict[str, Any]:
+def injected(cluster: NamespaceObjects, name: str) -> dict[str, Any]:
     """A Job as the webhook leaves it."""
     golden = yaml.safe_load((Path(__file__).parents[2] / "golden/pods/job.out.yaml").read_text())
     document = copy.deepcopy(golden)
@@ -75,7 +75,7 @@ def injected(cluster: Cluster, name: str) -> dict[str, Any]:
 @pytest.fixture
 def trained(http: Rest) -> TrainedWorkload:
     """Of a run of which everything is known, and which is in trouble."""
-    cluster = Cluster.make(http)
+    cluster = NamespaceObjects.make(http)
     job = injected(cluster, f"train-{uuid.uuid4().hex[:4]}")
     name, uid = job["metadata"]["name"], job["metadata"]["uid"]
     spec = job["spec"]["template"]["spec"]
@@ -93,11 +93,11 @@ def trained(http: Rest) -> TrainedWorkload:
     workload = Workload(namespace=cluster.namespace, kind="Job", name=name, uid=uid, api_version="batch/v1")
     pods = {"p-1": replace(base.pods["p-1"], name=pod, workload=workload)}
     run = replace(base, workload=workload, pods=pods, conditions=(*base.conditions, STALE))
-    put(cluster, run_record.document(run), run_record.status(run, run.judged_s))
+    put(cluster, run_record.document(run), run_record.status(run, run.reconciled_s))
     return TrainedWorkload(cluster, job, pod, run.name)
 
 
-def put(cluster: Cluster, document: dict[str, Any], status: dict[str, Any]) -> None:
+def put(cluster: NamespaceObjects, document: dict[str, Any], status: dict[str, Any]) -> None:
     made = cluster.http("POST", cluster.path("checkpointruns"), document)
     assert made.status == 201, made.document
     path = cluster.path("checkpointruns", document["metadata"]["name"]) + "/status"
@@ -151,7 +151,7 @@ def test_logs(trained: TrainedWorkload, plugin: Plugin, http: Rest, tmp_path: Pa
         assert code == 0, text
         assert f"==> {pod}/trainer <==\nstep 97\nstep 98\nstep 99" in text
         assert f"==> {pod}/deltashard-sidecar <==\ncommitted" in text
-        assert all("limitBytes" in each for each in kubelet.asked)
+        assert all("limitBytes" in each for each in kubelet.requested)
         code, text = plugin("logs", trained.run, "-n", space, "-p", "-c", "trainer")
         assert "killed" in text
         assert "deltashard-sidecar" not in text
@@ -199,7 +199,7 @@ def test_plugin_errors_are_explained(
 def test_kubectl_finds_plugin() -> None:
     """As its users type it; it names every command."""
     done = subprocess.run(
-        [str(built("kubectl")), "deltashard", "--help"],
+        [str(require_tool("kubectl")), "deltashard", "--help"],
         check=True,
         stdout=subprocess.PIPE,
         text=True,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.format.object_key import snapshot_prefix
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.log_error import LogRolledBack
@@ -19,7 +19,7 @@ from deltashard_checkpoint.write.fencing import FencedError
 
 from tests.support.checkpoint.snapshot import assert_same, read_checkpoint
 from tests.support.checkpoint.written_run import WrittenRun
-from tests.support.command_line import Cli, answer, at
+from tests.support.command_line import Cli, json_output, run_url
 
 RUN = "team/run-1"
 
@@ -52,9 +52,9 @@ def keys(store: Store, run: str = RUN) -> dict[str, bytes]:
 
 def test_log_shows_each_entry(cli: Cli, url: str, tmp_path: Path) -> None:
     chain(url, tmp_path)
-    assert cli("pin", at(url), "paper", "-c", "3")[0] == 0
-    assert cli("retire", at(url), "-c", "4")[0] == 2
-    found = answer(cli, "log", at(url))
+    assert cli("pin", run_url(url), "paper", "-c", "3")[0] == 0
+    assert cli("retire", run_url(url), "-c", "4")[0] == 2
+    found = json_output(cli, "log", run_url(url))
     assert found["entries"] == 6
     lines = found["lines"]
     assert [line["kind"] for line in lines] == ["genesis", "attempt", *["checkpoint"] * 3, "pin"]
@@ -64,9 +64,13 @@ def test_log_shows_each_entry(cli: Cli, url: str, tmp_path: Path) -> None:
     assert newest["ranks"] == 1
     assert lines[2]["pins"] == ["best"]
     assert (lines[5]["description"], lines[5]["pins"]) == ("paper is checkpoint 3", ["paper"])
-    assert [line["seq"] for line in answer(cli, "log", at(url), "-n", "2")["lines"]] == [4, 5]
-    assert [line["seq"] for line in answer(cli, "log", at(url), "--since", "3")["lines"]] == [3, 4, 5]
-    _code, text = cli("log", at(url), "-n", "1")
+    assert [line["seq"] for line in json_output(cli, "log", run_url(url), "-n", "2")["lines"]] == [4, 5]
+    assert [line["seq"] for line in json_output(cli, "log", run_url(url), "--since", "3")["lines"]] == [
+        3,
+        4,
+        5,
+    ]
+    _code, text = cli("log", run_url(url), "-n", "1")
     assert "paper is checkpoint 3" in text
     assert "1 of 6 entries: -n 0 shows all" in text
 
@@ -74,7 +78,7 @@ def test_log_shows_each_entry(cli: Cli, url: str, tmp_path: Path) -> None:
 def test_log_shows_readable_part_of_damaged_log(cli: Cli, file_url: str, tmp_path: Path) -> None:
     store = chain(file_url, tmp_path).store
     store.put(f"{RUN}/{entry_key(4)}", b"rotten")
-    code, text = cli("log", at(file_url), "--json")
+    code, text = cli("log", run_url(file_url), "--json")
     assert code == 1
     found = json.JSONDecoder().raw_decode(text)[0]
     assert [(line["kind"], line["valid"]) for line in found["lines"]] == [
@@ -84,14 +88,14 @@ def test_log_shows_readable_part_of_damaged_log(cli: Cli, file_url: str, tmp_pat
     before = keys(store)
     there = f"file://{tmp_path}/there"
     for command in (
-        ("pin", at(file_url), "a", "-c", "2"), ("unpin", at(file_url), "best"), ("retire", at(file_url), "-c", "2"),
-        ("rewind", at(file_url), "-c", "2", "--ended"), ("cp", at(file_url), there), ("cp", at(file_url), there, "-c", "2", "--as", "n"),
+        ("pin", run_url(file_url), "a", "-c", "2"), ("unpin", run_url(file_url), "best"), ("retire", run_url(file_url), "-c", "2"),
+        ("rewind", run_url(file_url), "-c", "2", "--ended"), ("cp", run_url(file_url), there), ("cp", run_url(file_url), there, "-c", "2", "--as", "n"),
     ):  # fmt: skip
         assert "cannot be followed past entry 4" in expect_failure(cli, *command, code=1)
     assert keys(store) == before
     # An attempt that leaves it behind makes it void, and the log is healthy again.
     open_attempt(RunLog(store, RUN), owner="tests")
-    lines = answer(cli, "log", at(file_url))["lines"]
+    lines = json_output(cli, "log", run_url(file_url))["lines"]
     assert [line["valid"] for line in lines] == [True, True, True, True, False, True]
     assert "makes 4 to 4 void" in lines[5]["description"]
 
@@ -101,7 +105,9 @@ def test_log_shows_readable_part_of_damaged_log(cli: Cli, file_url: str, tmp_pat
 
 def reasons(cli: Cli, *arguments: object) -> dict[str, str]:
     """Fate by reason."""
-    return {one["reason"]: one["status"] for one in answer(cli, "gc", *arguments, "--dry-run")["reasons"]}
+    return {
+        one["reason"]: one["status"] for one in json_output(cli, "gc", *arguments, "--dry-run")["reasons"]
+    }
 
 
 def test_gc_explains_why_objects_are_kept(cli: Cli, url: str, tmp_path: Path) -> None:
@@ -110,40 +116,47 @@ def test_gc_explains_why_objects_are_kept(cli: Cli, url: str, tmp_path: Path) ->
     written.save(written.train(), step=500, covers=full, directive="steps")
     store = written.store
     written.cut += 1
-    store.put(f"{RUN}/{cut_prefix(written.attempt, written.cut)}00000-{'0' * 16}-00000.pack", b"in flight")
+    store.put(
+        f"{RUN}/{snapshot_prefix(written.attempt, written.cut)}00000-{'0' * 16}-00000.pack", b"in flight"
+    )
     store.put(f"{RUN}/notes.txt", b"somebody's")
     before = keys(store)
-    found = answer(cli, "gc", at(url), "--dry-run", "-v", "--keep-last", "1")
+    found = json_output(cli, "gc", run_url(url), "--dry-run", "-v", "--keep-last", "1")
     assert keys(store) == before
     assert {f"{RUN}/{item['key']}" for item in found["objects"]} == set(before), "every object has its reason"
     assert sum(one["objects"] for one in found["reasons"]) == len(before)
     assert sum(one["bytes"] for one in found["reasons"]) == sum(map(len, before.values()))
     why = {item["key"]: (item["status"], item["reason"]) for item in found["objects"]}
-    by_cut = {cut: reason for key, reason in why.items() for cut in range(1, 8) if cut_prefix(1, cut) in key}
-    assert by_cut[5] == ("kept", "checkpoint 6: the newest, one of the newest 1")
-    assert by_cut[4] == ("kept", "checkpoint 5: the newest, 6, was written against it, chain base of 6")
-    assert by_cut[1] == ("kept", "checkpoint 2: pinned best, chain base of 4")
-    assert by_cut[3] == ("kept", "checkpoint 4: second chain, which shares nothing with the newest one's")
-    assert by_cut[6] == ("kept", "attempt 1 may still commit cut 6")
+    by_snapshot = {
+        cut: reason for key, reason in why.items() for cut in range(1, 8) if snapshot_prefix(1, cut) in key
+    }
+    assert by_snapshot[5] == ("kept", "checkpoint 6: the newest, one of the newest 1")
+    assert by_snapshot[4] == ("kept", "checkpoint 5: the newest, 6, was written against it, chain base of 6")
+    assert by_snapshot[1] == ("kept", "checkpoint 2: pinned best, chain base of 4")
+    assert by_snapshot[3] == (
+        "kept",
+        "checkpoint 4: second chain, which shares nothing with the newest one's",
+    )
+    assert by_snapshot[6] == ("kept", "attempt 1 may still commit cut 6")
     assert why["notes.txt"] == ("kept", "unknown: not ours")
     assert why["log/HINT"][0] == why[entry_key(2)][0] == "kept"
 
     # A new attempt that has not committed: its resume point; the old one's cut can never be committed any more.
     open_attempt(RunLog(store, RUN), owner="tests", closing_wait_s=0.0)
-    said = reasons(cli, at(url), "--keep-last", "1")
+    said = reasons(cli, run_url(url), "--keep-last", "1")
     assert any("resume point of attempt 7, which has not committed yet" in reason for reason in said)
     assert said["of a save that failed, or was given up"] == "in grace"
-    assert cli("gc", at(url), "--keep-last", "1")[0] == 0
-    said = reasons(cli, at(url), "--keep-last", "1")
+    assert cli("gc", run_url(url), "--keep-last", "1")[0] == 0
+    said = reasons(cli, run_url(url), "--keep-last", "1")
     (grace,) = [reason for reason, status in said.items() if status == "in grace"]
     assert grace.startswith("retired by log entry 8, ")
     assert "of its grace are left" in grace
-    goes = answer(cli, "gc", at(url), "--dry-run", "-v", "--grace", "0")
+    goes = json_output(cli, "gc", run_url(url), "--dry-run", "-v", "--grace", "0")
     doomed = {f"{RUN}/{item['key']}" for item in goes["objects"] if item["status"] == "deletable"}
     before = keys(store)
-    assert answer(cli, "gc", at(url), "--grace", "0")["collected"]["objects"] == len(doomed) > 0
+    assert json_output(cli, "gc", run_url(url), "--grace", "0")["collected"]["objects"] == len(doomed) > 0
     assert before.keys() - keys(store).keys() == doomed
-    assert "--dry-run" in expect_failure(cli, "gc", at(url), "-v")
+    assert "--dry-run" in expect_failure(cli, "gc", run_url(url), "-v")
 
 
 # -- pin, unpin, retire -----------------------------------------------------------------------------------------
@@ -152,29 +165,31 @@ def test_gc_explains_why_objects_are_kept(cli: Cli, url: str, tmp_path: Path) ->
 def test_pin_survives_live_trainer_and_moves(cli: Cli, url: str, tmp_path: Path) -> None:
     """The trainer's log handle is from before each word; its next commit goes on, and retention keeps what is pinned."""
     written = chain(url, tmp_path)
-    assert answer(cli, "pin", at(url), "paper", "-c", "step:200")["checkpoint"] == 3
+    assert json_output(cli, "pin", run_url(url), "paper", "-c", "step:200")["checkpoint"] == 3
     base = written.save(step=400, directive="steps")
-    assert answer(cli, "pin", at(url), "paper", "-c", "3")["entry"] is None, "it has the name already"
-    said = answer(cli, "pin", at(url), "best", "-c", f"{base}")
+    assert json_output(cli, "pin", run_url(url), "paper", "-c", "3")["entry"] is None, (
+        "it has the name already"
+    )
+    said = json_output(cli, "pin", run_url(url), "best", "-c", f"{base}")
     assert (said["before"], said["checkpoint"]) == (2, base)
     written.save(written.train(), step=500, covers=base, directive="steps")
     for step in (600, 700, 800):
         written.save(step=step, directive="steps")
-    assert cli("gc", at(url), "--keep-last", "1")[0] == 0
-    live = {one["seq"]: one["pins"] for one in answer(cli, "ls", at(url))["checkpoints"]}
+    assert cli("gc", run_url(url), "--keep-last", "1")[0] == 0
+    live = {one["seq"]: one["pins"] for one in json_output(cli, "ls", run_url(url))["checkpoints"]}
     assert {seq: pins for seq, pins in live.items() if pins} == {3: ["paper"], base: ["best"]}
     assert 2 in live, "3 builds on it"
     newest = written.save(step=900, pins=("best",), directive="steps")
-    assert answer(cli, "inspect", at(url), "-c", "pin:best")["summary"]["seq"] == newest
-    assert answer(cli, "inspect", at(url), "-c", "pin:paper")["summary"]["seq"] == 3
-    assert cli("unpin", at(url), "paper")[0] == 0
-    assert "nothing is pinned 'paper'" in expect_failure(cli, "unpin", at(url), "paper")
-    assert cli("gc", at(url), "--keep-last", "1")[0] == 0
-    assert not {2, 3, base} & {one["seq"] for one in answer(cli, "ls", at(url))["checkpoints"]}
+    assert json_output(cli, "inspect", run_url(url), "-c", "pin:best")["summary"]["seq"] == newest
+    assert json_output(cli, "inspect", run_url(url), "-c", "pin:paper")["summary"]["seq"] == 3
+    assert cli("unpin", run_url(url), "paper")[0] == 0
+    assert "nothing is pinned 'paper'" in expect_failure(cli, "unpin", run_url(url), "paper")
+    assert cli("gc", run_url(url), "--keep-last", "1")[0] == 0
+    assert not {2, 3, base} & {one["seq"] for one in json_output(cli, "ls", run_url(url))["checkpoints"]}
     written.save(step=1000, directive="steps")
-    assert answer(cli, "verify", "--deep", at(url))["ok"] is True
+    assert json_output(cli, "verify", "--deep", run_url(url))["ok"] is True
     for wrong in ("", " x", "a\nb", "x" * 300):
-        assert "cannot be a pinned name" in expect_failure(cli, "pin", at(url), wrong)
+        assert "cannot be a pinned name" in expect_failure(cli, "pin", run_url(url), wrong)
 
 
 def test_retire_lists_dependents(cli: Cli, url: str, tmp_path: Path) -> None:
@@ -182,25 +197,25 @@ def test_retire_lists_dependents(cli: Cli, url: str, tmp_path: Path) -> None:
     full = written.save(step=400, directive="steps")
     delta = written.save(written.train(), step=500, covers=full, directive="steps")
     assert f"checkpoint {delta} stays: it is the newest" in expect_failure(
-        cli, "retire", at(url), "-c", "latest"
+        cli, "retire", run_url(url), "-c", "latest"
     )
     assert f"the newest, {delta}, was written against it" in expect_failure(
-        cli, "retire", at(url), "-c", f"{full}"
+        cli, "retire", run_url(url), "-c", f"{full}"
     )
     assert "checkpoint 3 stays: checkpoint 4 builds on it" in expect_failure(
-        cli, "retire", at(url), "-c", "3"
+        cli, "retire", run_url(url), "-c", "3"
     )
-    text = expect_failure(cli, "retire", at(url), "-c", "2", "-c", "3", "-c", "4")
+    text = expect_failure(cli, "retire", run_url(url), "-c", "2", "-c", "3", "-c", "4")
     assert "checkpoint 2 stays: it is pinned best" in text
-    assert cli("unpin", at(url), "best")[0] == 0
-    done = answer(cli, "retire", at(url), "-c", "2", "-c", "3", "-c", "4")
+    assert cli("unpin", run_url(url), "best")[0] == 0
+    done = json_output(cli, "retire", run_url(url), "-c", "2", "-c", "3", "-c", "4")
     assert done["retired"] == [2, 3, 4]
     assert len(done["prefixes"]) == 3
-    assert "live: seq " in expect_failure(cli, "inspect", at(url), "-c", "4")
-    assert answer(cli, "gc", at(url), "--grace", "0")["collected"]["objects"] > 0
+    assert "live: seq " in expect_failure(cli, "inspect", run_url(url), "-c", "4")
+    assert json_output(cli, "gc", run_url(url), "--grace", "0")["collected"]["objects"] > 0
     written.save(written.train(), step=600, covers=delta, directive="steps")
-    assert answer(cli, "verify", "--deep", at(url))["ok"] is True
-    assert "No such option" in expect_failure(cli, "retire", at(url), "--keep", "4")
+    assert json_output(cli, "verify", "--deep", run_url(url))["ok"] is True
+    assert "No such option" in expect_failure(cli, "retire", run_url(url), "--keep", "4")
     assert "say --run" in expect_failure(cli, "retire", url, "-c", f"{full}")
 
 
@@ -210,35 +225,35 @@ def test_retire_lists_dependents(cli: Cli, url: str, tmp_path: Path) -> None:
 def test_rewind_to_older_checkpoint_and_back(cli: Cli, url: str, tmp_path: Path) -> None:
     written = chain(url, tmp_path)
     wanted = {seq: read_checkpoint(written.store, RUN, f"seq:{seq}") for seq in (3, 4)}
-    text = expect_failure(cli, "rewind", at(url), "-c", "3")
+    text = expect_failure(cli, "rewind", run_url(url), "-c", "3")
     assert "attempt 1 has not said that it ended" in text
     assert "--ended" in text
     written.save(written.train(), step=400, covers=4, directive="close")
-    done = answer(cli, "rewind", at(url), "-c", "3")
+    done = json_output(cli, "rewind", run_url(url), "-c", "3")
     assert (done["checkpoint"], done["step"], done["detached"]) == (3, 200, [4, 5])
     # A trainer that was not over after all is told; nothing of it is lost that was committed.
     with pytest.raises(FencedError):
         written.save(step=600)
-    assert answer(cli, "ls", at(url))["run"]["newest_seq"] == 3
-    _code, text = cli("ls", at(url))
+    assert json_output(cli, "ls", run_url(url))["run"]["newest_seq"] == 3
+    _code, text = cli("ls", run_url(url))
     assert "set aside" in text
     assert_same(read_checkpoint(written.store, RUN), wanted[3])
     assert_same(read_checkpoint(written.store, RUN, "seq:4"), wanted[4])
     # Undone while it lives; said again; and a trainer goes on from there.
-    assert answer(cli, "rewind", at(url), "-c", "4")["detached"] == [5]
-    assert answer(cli, "rewind", at(url), "-c", "4")["entry"] is None
-    assert answer(cli, "rewind", at(url), "-c", "3")["detached"] == [4, 5]
+    assert json_output(cli, "rewind", run_url(url), "-c", "4")["detached"] == [5]
+    assert json_output(cli, "rewind", run_url(url), "-c", "4")["entry"] is None
+    assert json_output(cli, "rewind", run_url(url), "-c", "3")["detached"] == [4, 5]
     opened = open_attempt(RunLog(written.store, RUN), owner="tests", closing_wait_s=0.0)
     assert (opened.resume.seq, opened.fell_back) == (3, False)
-    assert "may hold the run" in expect_failure(cli, "rewind", at(url), "-c", "4")
-    assert [line["description"] for line in answer(cli, "log", at(url))["lines"] if line["kind"] == "rewind"] == [
+    assert "may hold the run" in expect_failure(cli, "rewind", run_url(url), "-c", "4")
+    assert [line["description"] for line in json_output(cli, "log", run_url(url))["lines"] if line["kind"] == "rewind"] == [
         "the run goes on from checkpoint 3", "the run goes on from checkpoint 4", "the run goes on from checkpoint 3",
     ]  # fmt: skip
     # Only what retires for age lets go of what was set aside.
-    assert cli("gc", at(url))[0] == 0
-    assert answer(cli, "ls", at(url))["run"]["checkpoints"] == 4
-    assert answer(cli, "gc", at(url), "--keep-last", "3")["retired"] == [4, 5]
-    assert answer(cli, "verify", "--deep", at(url))["ok"] is True
+    assert cli("gc", run_url(url))[0] == 0
+    assert json_output(cli, "ls", run_url(url))["run"]["checkpoints"] == 4
+    assert json_output(cli, "gc", run_url(url), "--keep-last", "3")["retired"] == [4, 5]
+    assert json_output(cli, "verify", "--deep", run_url(url))["ok"] is True
 
 
 def test_rewind_refuses_incomplete_checkpoint(cli: Cli, file_url: str, tmp_path: Path) -> None:
@@ -246,7 +261,7 @@ def test_rewind_refuses_incomplete_checkpoint(cli: Cli, file_url: str, tmp_path:
     state = written.log.refresh()
     written.store.delete([f"{RUN}/{state.checkpoints[2].parts[0].index_key}"])
     assert "an index does not exist" in expect_failure(
-        cli, "rewind", at(file_url), "-c", "3", "--ended", code=1
+        cli, "rewind", run_url(file_url), "-c", "3", "--ended", code=1
     )
     assert written.log.refresh().tip == 4
 
@@ -266,14 +281,14 @@ def other(request: pytest.FixtureRequest, tmp_path: Path, url: str) -> str:
 
 def test_cp_to_another_store_is_bit_exact(cli: Cli, url: str, other: str, tmp_path: Path) -> None:
     written = chain(url, tmp_path)
-    assert cli("compact", at(url), "-c", "3")[0] == 0
-    assert cli("pin", at(url), "paper", "-c", "3")[0] == 0
+    assert cli("compact", run_url(url), "-c", "3")[0] == 0
+    assert cli("pin", run_url(url), "paper", "-c", "3")[0] == 0
     full = written.save(step=400, directive="steps")
-    assert cli("retire", at(url), "-c", f"{full}")[0] == 2
-    done = answer(cli, "cp", at(url), other)["copied"]
+    assert cli("retire", run_url(url), "-c", f"{full}")[0] == 2
+    done = json_output(cli, "cp", run_url(url), other)["copied"]
     tip = written.log.refresh().tip
     assert (done["run"], done["seq"], done["through"], done["checkpoints"]) == (RUN, full, tip, 4)
-    assert answer(cli, "verify", "--deep", at(other))["restored"] == [2, 3, 4, full]
+    assert json_output(cli, "verify", "--deep", run_url(other))["restored"] == [2, 3, 4, full]
     copy = open_store(other)
     for seq in (2, 3, 4, full):
         assert_same(
@@ -281,21 +296,21 @@ def test_cp_to_another_store_is_bit_exact(cli: Cli, url: str, other: str, tmp_pa
         )
     # The source continues, and the copy is brought up to date; then a trainer continues with the copy.
     newest = written.save(written.train(), step=500, covers=full, directive="steps")
-    again = answer(cli, "cp", at(url), other)["copied"]
+    again = json_output(cli, "cp", run_url(url), other)["copied"]
     assert (again["entries"], again["seq"], again["checkpoints"]) == (1, newest, 5)
     assert_same(read_checkpoint(copy, RUN), read_checkpoint(written.store, RUN))
-    assert "is up to date" in cli("cp", at(url), other)[1]
+    assert "is up to date" in cli("cp", run_url(url), other)[1]
     opened = open_attempt(RunLog(copy, RUN), owner="tests", closing_wait_s=0.0)
     assert opened.resume.step == 500
     assert RunLog(copy, RUN).refresh().pinned == {"best": 2, "paper": 3}
-    assert "is there, and is no copy of this" in expect_failure(cli, "cp", at(url), other)
+    assert "is there, and is no copy of this" in expect_failure(cli, "cp", run_url(url), other)
     written.close()
 
 
 def test_cp_verifies_and_repairs_existing_objects(cli: Cli, file_url: str, tmp_path: Path) -> None:
     written = chain(file_url, tmp_path)
     there = f"file://{tmp_path}/there"
-    assert cli("cp", at(file_url), there)[0] == 0
+    assert cli("cp", run_url(file_url), there)[0] == 0
     copy = open_store(there)
     packs = [info.key for info in copy.list(RUN) if info.key.endswith(".pack")]
     # A copy whose log never came to be, and one of whose packs is rotten: it is put anew, the others are passed over.
@@ -304,17 +319,17 @@ def test_cp_verifies_and_repairs_existing_objects(cli: Cli, file_url: str, tmp_p
     data = bytearray(copy.get(packs[0]))
     data[len(data) // 2] ^= 1
     copy.put(packs[0], data)
-    done = answer(cli, "cp", at(file_url), there)["copied"]
+    done = json_output(cli, "cp", run_url(file_url), there)["copied"]
     assert (done["objects"], done["skipped"]) == (1, len(packs) + 3 + len(folds) - 1)
-    assert answer(cli, "verify", "--deep", at(there))["ok"] is True
+    assert json_output(cli, "verify", "--deep", run_url(there))["ok"] is True
     # What the copy has lost is put again.
     copy.delete([packs[0]])
-    assert answer(cli, "cp", at(file_url), there)["copied"]["objects"] == 1
-    assert answer(cli, "verify", "--deep", at(there))["ok"] is True
+    assert json_output(cli, "cp", run_url(file_url), there)["copied"]["objects"] == 1
+    assert json_output(cli, "verify", "--deep", run_url(there))["ok"] is True
     # Rotten at the source: nothing of it becomes a run.
     written.store.put(packs[0], data)
     elsewhere = f"file://{tmp_path}/elsewhere"
-    text = expect_failure(cli, "cp", at(file_url), elsewhere, code=1)
+    text = expect_failure(cli, "cp", run_url(file_url), elsewhere, code=1)
     assert "a frame does not match its hash" in text
     assert RunLog(open_store(elsewhere), RUN).refresh().tip == -1
 
@@ -323,12 +338,12 @@ def test_cp_of_run_with_operator_entries_and_void_slots(cli: Cli, file_url: str,
     written = chain(file_url, tmp_path)
     written.store.put(f"{RUN}/{entry_key(4)}", b"rotten")
     open_attempt(RunLog(written.store, RUN), owner="tests")
-    assert cli("pin", at(file_url), "paper", "-c", "2")[0] == 0
-    assert cli("rewind", at(file_url), "-c", "2", "--ended")[0] == 0
+    assert cli("pin", run_url(file_url), "paper", "-c", "2")[0] == 0
+    assert cli("rewind", run_url(file_url), "-c", "2", "--ended")[0] == 0
     there = f"file://{tmp_path}/there"
-    assert cli("cp", at(file_url), there)[0] == 0
+    assert cli("cp", run_url(file_url), there)[0] == 0
     assert RunLog(open_store(there), RUN).refresh() == RunLog(written.store, RUN).refresh()
-    assert answer(cli, "log", at(there))["lines"][4]["valid"] is False
+    assert json_output(cli, "log", run_url(there))["lines"][4]["valid"] is False
     assert_same(read_checkpoint(open_store(there), RUN), read_checkpoint(written.store, RUN))
 
 
@@ -337,23 +352,23 @@ def test_cp_refuses_target_that_is_not_a_copy(cli: Cli, file_url: str, tmp_path:
     there = f"file://{tmp_path}/there"
     chain(there, tmp_path / "b").close()
     before = keys(open_store(there), RUN)
-    assert "is no copy of this" in expect_failure(cli, "cp", at(file_url), there)
-    assert "is no copy of this" in expect_failure(cli, "cp", at(file_url), there, "-c", "2", "--as", RUN)
+    assert "is no copy of this" in expect_failure(cli, "cp", run_url(file_url), there)
+    assert "is no copy of this" in expect_failure(cli, "cp", run_url(file_url), there, "-c", "2", "--as", RUN)
     assert keys(open_store(there), RUN) == before
-    assert "onto itself" in expect_failure(cli, "cp", at(file_url), file_url)
+    assert "onto itself" in expect_failure(cli, "cp", run_url(file_url), file_url)
     for alone in (("-c", "2"), ("--as", "n")):
-        assert "go together" in expect_failure(cli, "cp", at(file_url), file_url, *alone)
+        assert "go together" in expect_failure(cli, "cp", run_url(file_url), file_url, *alone)
     assert "cannot name a new run" in expect_failure(
-        cli, "cp", at(file_url), file_url, "-c", "2", "--as", "x/log"
+        cli, "cp", run_url(file_url), file_url, "-c", "2", "--as", "x/log"
     )
-    assert "this is a run and not a store" in expect_failure(cli, "cp", at(file_url), at(file_url))
+    assert "this is a run and not a store" in expect_failure(cli, "cp", run_url(file_url), run_url(file_url))
     assert "no live, valid checkpoint" in expect_failure(
-        cli, "cp", at(file_url), file_url, "-c", "9", "--as", "n"
+        cli, "cp", run_url(file_url), file_url, "-c", "9", "--as", "n"
     )
     empty = WrittenRun(open_store(file_url), "empty", tmp_path / "c")
     empty.close()
     assert "nothing has been committed" in expect_failure(
-        cli, "cp", at(file_url, "empty"), file_url, "-c", "latest", "--as", "n"
+        cli, "cp", run_url(file_url, "empty"), file_url, "-c", "latest", "--as", "n"
     )
 
 
@@ -364,19 +379,19 @@ def test_rm_removes_only_that_run(cli: Cli, url: str, tmp_path: Path) -> None:
     written = chain(url, tmp_path / "a")
     inner = chain(url, tmp_path / "b", f"{RUN}/inner")
     kept = keys(written.store, f"{RUN}/inner")
-    assert "say --yes" in expect_failure(cli, "rm", at(url), "--ended")
-    assert "may hold the run" in expect_failure(cli, "rm", at(url), "--yes")
+    assert "say --yes" in expect_failure(cli, "rm", run_url(url), "--ended")
+    assert "may hold the run" in expect_failure(cli, "rm", run_url(url), "--yes")
     assert "this is a store and not a run" in expect_failure(cli, "rm", url, "--yes", "--ended")
     assert "no run 'team'" in expect_failure(cli, "rm", url, "--run", "team", "--yes")
     count = len(keys(written.store)) - len(kept)
-    assert answer(cli, "rm", url, "--run", RUN, "--yes", "--ended")["objects"] == count
+    assert json_output(cli, "rm", url, "--run", RUN, "--yes", "--ended")["objects"] == count
     assert keys(written.store) == kept
     # A trainer that lives on is told, and leaves nothing that looks like a run.
     with pytest.raises(LogRolledBack):
         written.save(step=400)
     assert RunLog(written.store, RUN).refresh().tip == -1
     inner.save(step=400)
-    assert cli("verify", "--deep", at(url, f"{RUN}/inner"))[0] == 0
+    assert cli("verify", "--deep", run_url(url, f"{RUN}/inner"))[0] == 0
 
 
 def test_rm_reports_objects_written_meanwhile(
@@ -388,11 +403,11 @@ def test_rm_reports_objects_written_meanwhile(
 
     def beside(self: FileStore, keys: Iterable[str]) -> None:
         delete(self, keys)
-        self.put(f"{RUN}/{cut_prefix(1, next(late))}00000-{'0' * 16}-00000.pack", b"late")
+        self.put(f"{RUN}/{snapshot_prefix(1, next(late))}00000-{'0' * 16}-00000.pack", b"late")
 
     with monkeypatch.context() as patch:
         patch.setattr(FileStore, "delete", beside)
-        text = expect_failure(cli, "rm", at(file_url), "--yes", "--ended", code=1)
+        text = expect_failure(cli, "rm", run_url(file_url), "--yes", "--ended", code=1)
     assert "came meanwhile, and are left: a trainer of this run still wrote" in text
-    assert answer(cli, "rm", at(file_url), "--yes")["left"] == 0
+    assert json_output(cli, "rm", run_url(file_url), "--yes")["left"] == 0
     assert keys(open_store(file_url)) == {}

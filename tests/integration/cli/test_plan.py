@@ -15,7 +15,7 @@ from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.attempt import open_attempt
 
 from tests.support.checkpoint.written_run import WrittenRun
-from tests.support.command_line import Cli, answer
+from tests.support.command_line import Cli, json_output
 
 RUN = "team/run-1"
 COUNTED = Evidence(exposure_s=360_000, lossy=2.5, restores=4)
@@ -47,7 +47,7 @@ def written(tmp_path: Path) -> str:
 
 
 def test_help_example(cli: Cli) -> None:
-    found = answer(cli, *SIZED, "--hours", 168, "--save-cost", "1s")["plan"]
+    found = json_output(cli, *SIZED, "--hours", 168, "--save-cost", "1s")["plan"]
     assert found["save_s"] == 1.0
     assert found["interval_s"] == pytest.approx(min(1800, fewest_saves(1.0, 72000)))
     assert found["overhead"] == pytest.approx(1.0 / found["interval_s"] + found["interval_s"] / 144000)
@@ -71,7 +71,7 @@ def test_help_example(cli: Cli) -> None:
 
 
 def test_plan_of_real_run(cli: Cli, written: str) -> None:
-    found = answer(cli, "plan", written, "--run", RUN)
+    found = json_output(cli, "plan", written, "--run", RUN)
     run, plan = found["run"], found["plan"]
     assert run["checkpoints"] == 4
     assert run["evidence"] == asdict(COUNTED)
@@ -83,7 +83,7 @@ def test_plan_of_real_run(cli: Cli, written: str) -> None:
     code, text = cli("plan", written)
     assert code == 0
     assert "Now its last saves were" in text
-    assert answer(cli, "plan", written, "--save-cost", "9s")["plan"]["save_s"] == pytest.approx(9)
+    assert json_output(cli, "plan", written, "--save-cost", "9s")["plan"]["save_s"] == pytest.approx(9)
 
 
 def test_plan_without_checkpoints_or_run(cli: Cli, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_documented_keys_cover_own_runs_only(
     assert before
     mine.set_credentials()
 
-    def at(team: Team) -> str:
+    def run_url(team: Team) -> str:
         base, _, query = team.url.partition("?")
         return f"{base}/{team.run}?{query}"
 
@@ -125,9 +125,11 @@ def test_documented_keys_cover_own_runs_only(
     ]
     for number, (command, _, *rest) in enumerate(commands):
         arguments = [str(each).format(number) for each in rest]
-        code, text = cli(command, at(mine), *arguments)
+        code, text = cli(command, run_url(mine), *arguments)
         assert code == 0, (command, text)
-        code, text = cli(command, at(other), *[f"{each}-b" if "/" in each else each for each in arguments])
+        code, text = cli(
+            command, run_url(other), *[f"{each}-b" if "/" in each else each for each in arguments]
+        )
         assert code == 2, (command, text)
         assert "AccessDenied" in text, (command, text)
         assert "credentials come from" in text, (command, text)

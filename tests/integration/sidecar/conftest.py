@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fake_model import Model
+from tests.support.fake_model import FakeModel
 from tests.support.fake_trainer import Trainer
-from tests.support.server.fleet_server import Authority, FleetServer
+from tests.support.server.fleet_server import CertificateAuthority, FleetServer
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
 
@@ -22,12 +22,12 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def authority() -> Authority:
-    return Authority()
+def authority() -> CertificateAuthority:
+    return CertificateAuthority()
 
 
 @pytest.fixture
-def server(authority: Authority) -> Iterator[FleetServer]:
+def server(authority: CertificateAuthority) -> Iterator[FleetServer]:
     with FleetServer(authority) as one:
         yield one
 
@@ -40,7 +40,7 @@ def process(tmp_path: Path, url: str) -> Iterator[SidecarProcess]:
 
 @pytest.fixture
 def trainer(process: SidecarProcess) -> Iterator[Trainer]:
-    one = Trainer(process.socket, Model())
+    one = Trainer(process.socket, FakeModel())
     one.open()
     yield one
     one.close()

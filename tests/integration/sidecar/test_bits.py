@@ -20,7 +20,7 @@ from deltashard_checkpoint.vocabulary import PRECISION_KEY
 from deltashard_checkpoint.write.precision import parse_metadata
 from torch import nn
 
-from tests.support.checkpointers import Make, checkpointers, leave
+from tests.support.checkpointers import MakeCheckpointer, checkpointers, simulate_crash
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -60,7 +60,7 @@ class BitsLoop:
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCheckpointer]:
     with checkpointers(tmp_path, monkeypatch) as build:
         yield build
 
@@ -77,7 +77,7 @@ def stored(tmp_path: Path) -> dict[str, str]:
     return {table: said.of_table(f"{table}.weight") for table in ("large", "small")}
 
 
-def test_table_has_user_encoding(make: Make, tmp_path: Path) -> None:
+def test_table_has_user_encoding(make: MakeCheckpointer, tmp_path: Path) -> None:
     """One table at 2 bit, the other at 8: the rows come back so, the commit says so, a content hash agrees."""
     loop, again, began_s = BitsLoop(0), BitsLoop(1), time.time()
     with make(loop, encoding="q2", tables={"small.weight": "q8"}, content_hash=True) as ckpt:
@@ -92,7 +92,7 @@ def test_table_has_user_encoding(make: Make, tmp_path: Path) -> None:
     assert again.error(loop, "small") < 0.01 < 0.1 < again.error(loop, "large")
 
 
-def test_bits_follow_budget_and_small_tables_keep_eight(make: Make, tmp_path: Path) -> None:
+def test_bits_follow_budget_and_small_tables_keep_eight(make: MakeCheckpointer, tmp_path: Path) -> None:
     """Before a sample all is at 8 bit; then the large table has fewer; each restore spends; near the end it is 8 again."""
     options = {"bits": "budget", "differential": "full", "planned_steps": 100}
     loop = BitsLoop(0)
@@ -107,7 +107,7 @@ def test_bits_follow_budget_and_small_tables_keep_eight(make: Make, tmp_path: Pa
     assert chosen["large"] in ("q2", "q3", "q4")
     told = error_ledger.parse_metadata(newest(tmp_path).metadata[error_ledger.KEY])
     assert told.restores == 0
-    leave(ckpt)
+    simulate_crash(ckpt)
 
     again = BitsLoop(1)
     ckpt = make(again, **options)
@@ -123,7 +123,7 @@ def test_bits_follow_budget_and_small_tables_keep_eight(make: Make, tmp_path: Pa
     assert stored(tmp_path) == {"large": "q8", "small": "q8"}
 
 
-def test_final_checkpoint_has_8_bit_even_if_step_was_saved(make: Make, tmp_path: Path) -> None:
+def test_final_checkpoint_has_8_bit_even_if_step_was_saved(make: MakeCheckpointer, tmp_path: Path) -> None:
     """Where the user's own save of that step chose fewer: close() cuts it once more, under the same pin."""
     loop = BitsLoop(0)
     ckpt = make(loop, bits="check-n-run", differential="full")
@@ -141,7 +141,9 @@ def test_final_checkpoint_has_8_bit_even_if_step_was_saved(make: Make, tmp_path:
 
 
 @pytest.mark.parametrize("committed", [False, True], ids=["before a commit", "after one"])
-def test_killed_sidecar_keeps_accumulated_error(make: Make, tmp_path: Path, committed: bool) -> None:
+def test_killed_sidecar_keeps_accumulated_error(
+    make: MakeCheckpointer, tmp_path: Path, committed: bool
+) -> None:
     """What restores did is the run's; the next process reads it in the log."""
     options = {"bits": "check-n-run", "differential": "full", "planned_steps": 10_000}
     loop, again = BitsLoop(0), BitsLoop(1)
@@ -149,7 +151,7 @@ def test_killed_sidecar_keeps_accumulated_error(make: Make, tmp_path: Path, comm
     loop.train(ckpt, 2)
     ckpt.save().wait(120)
     loop.train(ckpt, 40)
-    leave(ckpt)
+    simulate_crash(ckpt)
     ckpt = make(again, **options)
     assert ckpt.restore() is not None
     again.train(ckpt, 41)

@@ -9,7 +9,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model
+from tests.support.fake_model import FakeModel
 from tests.support.fake_trainer import Trainer
 from tests.support.sidecar_process import sidecar
 
@@ -27,7 +27,7 @@ def test_missing_base_is_detected_and_next_save_is_baseline(
         "metrics_port": 0,
     }
     with sidecar(tmp_path, url, **flags) as process:
-        trainer = Trainer(process.socket, Model())
+        trainer = Trainer(process.socket, FakeModel())
         trainer.open()
         base = trainer.save_and_commit()
         trainer.model.train()
@@ -51,6 +51,6 @@ def test_missing_base_is_detected_and_next_save_is_baseline(
         commits.append(trainer.save_and_commit())
         assert [each.baseline for each in commits].count(True) == 1
         trainer.close()
-        again = Trainer(process.socket, Model())
-        again.restores(again.open().resume_seq, trainer.model.state())
+        again = Trainer(process.socket, FakeModel())
+        again.assert_restores(again.open().resume_seq, trainer.model.state())
         again.close()

@@ -19,8 +19,8 @@ from deltashard_checkpoint.write import precision
 
 from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model, same
-from tests.support.fake_trainer import SaveRefused, Trainer
+from tests.support.fake_model import FakeModel, same
+from tests.support.fake_trainer import SaveStreamFailed, Trainer
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
 LONG_WAIT = {"deltashard_sidecar.save_service.BRIEF_WAIT_S": 30.0}
@@ -31,7 +31,7 @@ class RankGroup:
     """W ranks, each with tables of its own, over so many sidecars: what the trainer's library would do for them."""
 
     def __init__(self, sidecars: list[SidecarProcess], world_size: int, *, seed: int = 0) -> None:
-        self.models = [Model(seed=seed + rank, of_rank=rank, rows=120) for rank in range(world_size)]
+        self.models = [FakeModel(seed=seed + rank, of_rank=rank, rows=120) for rank in range(world_size)]
         per_pod = -(-world_size // len(sidecars))
         self.trainers = [
             Trainer(
@@ -113,7 +113,7 @@ def state_of(url: str) -> RunState:
         return RunLog(store, "run").refresh()
 
 
-def _assert_holds(url: str, seq: int, models: list[Model]) -> None:
+def _assert_holds(url: str, seq: int, models: list[FakeModel]) -> None:
     with open_store(url) as store:
         found = read_checkpoint(store, "run", f"seq:{seq}")
     for model in models:
@@ -201,7 +201,7 @@ def test_ranks_read_common_and_own_blobs(
         assert read_checkpoint(store, "run", blobs=["rank/3/meta"]).tree("rank/3/meta")["rank"] == 3
     (tmp_path / "alone").mkdir()
     with sidecar(tmp_path / "alone", url, encoding="fp32", arena_bytes="256MiB") as process:
-        alone = Trainer(process.socket, Model(of_rank=0, rows=120))
+        alone = Trainer(process.socket, FakeModel(of_rank=0, rows=120))
         assert alone.open().resume_seq == seq
         alone.model.wipe()
         alone.restore(seq)
@@ -216,16 +216,16 @@ def test_rank_abort_drops_snapshot_and_next_one_has_rows(
     """In its own pod at once, in the other by the word it leaves; nobody waits for the deadline of a save."""
     with start_group(tmp_path) as (url, group, base):
         group.train()
-        cuts = []
+        snapshots = []
         for trainer in group.trainers:
             if trainer.rank == 1:
                 cut = trainer.begin()
                 cut.abort("stall")
-                cuts.append(cut.number)
+                snapshots.append(cut.number)
             else:
-                cuts.append(trainer.save())
-        for trainer, number in zip(group.trainers, cuts, strict=True):
-            with pytest.raises(SaveRefused, match="aborted" if trainer.rank == 1 else "abandoned"):
+                snapshots.append(trainer.save())
+        for trainer, number in zip(group.trainers, snapshots, strict=True):
+            with pytest.raises(SaveStreamFailed, match="aborted" if trainer.rank == 1 else "abandoned"):
                 trainer.committed(number)
         group.train()
         seq = group.save_and_commit()
@@ -237,13 +237,13 @@ def test_ranks_at_different_steps_make_no_checkpoint(tmp_path: Path) -> None:
     with start_group(tmp_path, ranks=2) as (url, group, base):
         group.train()
         group.models[1].train()
-        cuts = group.save()
-        with pytest.raises(SaveRefused, match="abandoned"):
-            group.trainers[0].committed(cuts[0])
+        snapshots = group.save()
+        with pytest.raises(SaveStreamFailed, match="abandoned"):
+            group.trainers[0].committed(snapshots[0])
         group.models[0].train()
         for trainer in group.trainers:
             trainer.cut += 1
-        eventually(lambda: cuts[1] in group.trainers[1].failures, what="the other rank hears of it, too")
+        eventually(lambda: snapshots[1] in group.trainers[1].failures, what="the other rank hears of it, too")
         seq = group.save_and_commit()
         _assert_holds(url, seq, group.models)
         assert state_of(url).checkpoints.keys() == {base, seq}
@@ -259,7 +259,7 @@ def test_inconsistent_group_is_refused_with_remedy(tmp_path: Path) -> None:
             ({"rank": 1, "local_rank": 2, "world_size": 2}, "is local rank 1"),
         ):
             with pytest.raises(grpc.RpcError, match=why):
-                Trainer(sidecars[0].socket, Model(of_rank=9), lock=False, **options)  # type: ignore[arg-type]
+                Trainer(sidecars[0].socket, FakeModel(of_rank=9), lock=False, **options)  # type: ignore[arg-type]
         with pytest.raises(grpc.RpcError, match="rank 0 opens it for all"):
             group.trainers[1].open(layout=group.layout.data)
         with pytest.raises(grpc.RpcError, match="with the layout of all ranks"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from deltashard_checkpoint.process import version
 from deltashard_sidecar import main
 
-from tests.support.fake_model import Model
+from tests.support.fake_model import FakeModel
 from tests.support.fake_trainer import Trainer
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
@@ -23,13 +23,13 @@ def test_run_exports_few_series(tmp_path: Path, url: str) -> None:
     with sidecar(tmp_path, url, run="team/run", encoding="fp32", metrics_port=0) as process:
         fresh = series(process)
         assert fresh[f'deltashard_build_info{{component="sidecar",version="{version()}"}}'] == "1.0"
-        second = Trainer(process.socket, Model(), rank=1, world_size=2, attempt=1, layout="0" * 32)
+        second = Trainer(process.socket, FakeModel(), rank=1, world_size=2, attempt=1, layout="0" * 32)
         beside = series(process)
         assert beside.keys() - fresh.keys() == {'deltashard_trainer_step{rank="1",run="team/run"}'}
         assert len(beside) <= 8
         second.detach()
         second.close()
-        first = Trainer(process.socket, Model())
+        first = Trainer(process.socket, FakeModel())
         first.open()
         assert len(series(process)) <= 50
         first.save_and_commit()
@@ -48,7 +48,7 @@ def test_occupied_metrics_port_disables_only_metrics(tmp_path: Path, url: str) -
             assert main.health(["--socket", str(process.socket)]) == 0
             (line,) = [each for each in process.events() if each["event"] == "sidecar.metrics_unavailable"]
             assert line["where"] == f"127.0.0.1:{port}"
-            trainer = Trainer(process.socket, Model())
+            trainer = Trainer(process.socket, FakeModel())
             trainer.open()
             trainer.save_and_commit()
             trainer.close()

@@ -13,8 +13,8 @@ from deltashard_checkpoint.whole_run.incomplete_state import IncompleteState, in
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model, same
-from tests.support.fake_trainer import SaveRefused, Trainer
+from tests.support.fake_model import FakeModel, same
+from tests.support.fake_trainer import SaveStreamFailed, Trainer
 from tests.support.sidecar.training import training
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
@@ -32,7 +32,7 @@ def keys(log: RunLog) -> list[str]:
 
 @pytest.mark.parametrize("url", ["file", "minio"], indirect=True)
 def test_removed_run_is_detected_and_not_written(process: SidecarProcess, url: str) -> None:
-    trainer = Trainer(process.socket, Model())
+    trainer = Trainer(process.socket, FakeModel())
     trainer.open()
     for _ in range(3):
         trainer.model.train()
@@ -50,7 +50,7 @@ def test_removed_run_is_detected_and_not_written(process: SidecarProcess, url: s
     assert incomplete_state(log.store, "run/") is IncompleteState.NO_LOG
     # Nothing more is written: no save, no marker of a pod that ends, no housekeeping; and the trainer is not fenced.
     for urgent in (False, True):
-        with pytest.raises(SaveRefused, match="was removed"):
+        with pytest.raises(SaveStreamFailed, match="was removed"):
             trainer.begin(urgent=urgent)
     assert trainer.stub.Notify(pb.NotifyRequest(reason="eviction", deadline_s=9)).trainers == 0
     assert trainer.fenced == []
@@ -62,10 +62,10 @@ def test_removed_run_is_detected_and_not_written(process: SidecarProcess, url: s
     removal.remove(log)
     assert keys(log) == []
     trainer.close()
-    again = Trainer(process.socket, Model())
+    again = Trainer(process.socket, FakeModel())
     assert not again.open().HasField("resume_seq")
     again.save_and_commit()
-    restored = Model()
+    restored = FakeModel()
     restored.wipe()
     other = Trainer(process.socket, restored)
     other.restore(other.open().resume_seq)
@@ -76,7 +76,7 @@ def test_removed_run_is_detected_and_not_written(process: SidecarProcess, url: s
 def test_restarted_sidecar_detects_removed_run(tmp_path: Path, url: str) -> None:
     """Its log handle never saw the run: the trainer's attempt is of a log that is not there."""
     with sidecar(tmp_path, url, encoding="fp32") as process:
-        trainer = Trainer(process.socket, Model())
+        trainer = Trainer(process.socket, FakeModel())
         trainer.open()
         trainer.save_and_commit()
         process.kill()
@@ -87,7 +87,7 @@ def test_restarted_sidecar_detects_removed_run(tmp_path: Path, url: str) -> None
         number = trainer.save()
         assert eventually(lambda: trainer.failures.get(number)).cause == "removed"
         left = keys(log)
-        with pytest.raises(SaveRefused, match="was removed"):
+        with pytest.raises(SaveStreamFailed, match="was removed"):
             trainer.begin()
         assert keys(log) == left
         trainer.close()

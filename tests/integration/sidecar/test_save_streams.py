@@ -15,8 +15,8 @@ from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP, URGENT
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model
-from tests.support.fake_trainer import SaveRefused, Trainer
+from tests.support.fake_model import FakeModel
+from tests.support.fake_trainer import SaveStreamFailed, Trainer
 from tests.support.sidecar.training import training
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
@@ -26,12 +26,12 @@ from tests.support.sidecar_process import SidecarProcess, sidecar
 @pytest.mark.parametrize("inner", ["abort", "several"])
 def test_invalid_message_mix_fails_its_save_only(trainer: Trainer, inner: str) -> None:
     """A message that is no descriptor and no seal among several: this save is invalid, the next one commits."""
-    cut = trainer.begin(together=True)
+    cut = trainer.begin(defer_descriptors=True)
     request = pb.SaveRequest()
     getattr(request, inner).SetInParent()
     cut.send(request)
     cut.write_all()
-    with pytest.raises(SaveRefused) as refused:
+    with pytest.raises(SaveStreamFailed) as refused:
         cut.seal()
     assert refused.value.cause == "invalid"
     trainer.save_and_commit()
@@ -59,7 +59,7 @@ def test_saves_restore_exactly(trainer: Trainer) -> None:
         state = trainer.model.state()
         commit = trainer.save_and_commit()
         kinds.append(commit.baseline)
-        trainer.restores(commit.seq, state)
+        trainer.assert_restores(commit.seq, state)
         assert max(len(batch) for batch in trainer.batches_read) > 1, (
             "frames of one range come in one message"
         )
@@ -73,7 +73,7 @@ def test_saves_restore_exactly(trainer: Trainer) -> None:
 def test_snapshot_larger_than_arena(tmp_path: Path, url: str) -> None:
     """Encoding sets the pace: blocks come back as their batches are encoded."""
     with sidecar(tmp_path, url, encoding="q8", arena_bytes="32MiB", metrics_port=0) as process:
-        trainer = Trainer(process.socket, Model(rows=300_000, columns=32))
+        trainer = Trainer(process.socket, FakeModel(rows=300_000, columns=32))
         trainer.open()
         cut = trainer.begin()
         assert cut.begun.stall_budget_s == 0, (
@@ -119,7 +119,7 @@ def test_blocks_of_a_broken_stream_are_quarantined(process: SidecarProcess, trai
     """While the trainer lives it may still be writing: its blocks are not granted until it begins another save."""
     cut = trainer.begin()
     cut.rows_of(0, None)
-    cut.vanish()
+    cut.disconnect()
     eventually(lambda: process.blocks("quarantined") > 0)
     held = process.blocks("quarantined")
     with pytest.raises(AssertionError, match="not within"):
@@ -127,7 +127,7 @@ def test_blocks_of_a_broken_stream_are_quarantined(process: SidecarProcess, trai
     state = trainer.model.state()
     commit = trainer.save_and_commit()
     assert process.blocks("quarantined") == 0
-    trainer.restores(commit.seq, state)
+    trainer.assert_restores(commit.seq, state)
 
 
 class Prepared:
@@ -165,7 +165,7 @@ def test_precopy_blocks_are_freed_on_abort_or_quarantined(process: SidecarProces
 def test_blocks_of_older_epoch_wait_for_writer(tmp_path: Path, url: str) -> None:
     """A restarted sidecar gives nothing out while a writer of before holds its lock and has not attached again."""
     first = SidecarProcess(tmp_path, url, encoding="fp32", metrics_port=0)
-    trainer = Trainer(first.socket, Model(), world_size=2)
+    trainer = Trainer(first.socket, FakeModel(), world_size=2)
     boxes = [table.box for table in trainer.model.tables]
     layout = Layout.of(2, {b.table: (b.row_stop, b.col_stop) for b in boxes}, {0: boxes})
     trainer.layout = trainer.open(layout=layout.data).layout
@@ -173,7 +173,7 @@ def test_blocks_of_older_epoch_wait_for_writer(tmp_path: Path, url: str) -> None
     first.kill()
     with sidecar(tmp_path, url, encoding="fp32", metrics_port=0) as second:
         other = Trainer(
-            second.socket, Model(), rank=1, world_size=2, attempt=trainer.attempt, layout=layout.digest
+            second.socket, FakeModel(), rank=1, world_size=2, attempt=trainer.attempt, layout=layout.digest
         )
         cut = other.begin()
         assert cut.granted.empty(), "rank 0 still holds its lock from the older epoch"
@@ -214,7 +214,7 @@ def test_missing_rows_fail_save(trainer: Trainer) -> None:
     cut.write_all()
     cut.rows += 1
     cut.seal()
-    with pytest.raises(SaveRefused, match="341 rows were sealed, 340 arrived"):
+    with pytest.raises(SaveStreamFailed, match="341 rows were sealed, 340 arrived"):
         trainer.committed(cut.number)
 
 
@@ -230,7 +230,7 @@ def test_unresponsive_trainer_save_is_aborted(tmp_path: Path, url: str) -> None:
 def test_urgent_save_replaces_save_in_flight(trainer: Trainer, process: SidecarProcess) -> None:
     """A second save is busy; an urgent one takes the place of one that stages."""
     first = trainer.begin(reason="timer")
-    with pytest.raises(SaveRefused, match="busy"):
+    with pytest.raises(SaveStreamFailed, match="busy"):
         trainer.begin()
     assert process.metric("deltashard_saves_skipped_total") == 1
     line = trainer.arena.line(0)  # it says urgent from the preStop hook's call until a save begins
@@ -252,7 +252,7 @@ def test_urgent_save_replaces_save_in_flight(trainer: Trainer, process: SidecarP
 def test_fd_and_memory_do_not_grow(tmp_path: Path, url: str) -> None:
     """Over 200 saves the same number of descriptors, and less than 256 MiB beyond the arena."""
     with sidecar(tmp_path, url, encoding="q8", metrics_port=0) as process:
-        trainer = Trainer(process.socket, Model(rows=50))
+        trainer = Trainer(process.socket, FakeModel(rows=50))
         trainer.open()
         me = psutil.Process(process.pid)
         counts = 0, 0
@@ -261,7 +261,7 @@ def test_fd_and_memory_do_not_grow(tmp_path: Path, url: str) -> None:
             try:
                 trainer.save_and_commit()
             except (
-                SaveRefused
+                SaveStreamFailed
             ) as refused:  # the stream before is still closing: on a busy machine a save is skipped
                 assert refused.cause == "busy"  # noqa: PT017
             if i == 99:

@@ -15,7 +15,7 @@ import torch
 from deltashard.errors import SaveFailed
 from torch import nn
 
-from tests.support.checkpointers import Make, checkpointers
+from tests.support.checkpointers import MakeCheckpointer, checkpointers
 from tests.support.eventually import eventually
 from tests.support.sidecar.training import training
 from tests.support.sidecar_process import sidecar
@@ -68,7 +68,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCheckpointer]:
     with checkpointers(tmp_path, monkeypatch, encoding="fp32") as build:
         yield build
 
@@ -81,7 +81,7 @@ def adagrad(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(params, lr=0.1)
 
 
-def test_late_row_state_restores_over_older_baseline(make: Make) -> None:
+def test_late_row_state_restores_over_older_baseline(make: MakeCheckpointer) -> None:
     """A table first used after the baseline gets its state then: frames without it lie below, and matter no more."""
     loop = PairLoop(adam, seed=0)
     ckpt = make(loop)
@@ -99,7 +99,7 @@ def test_late_row_state_restores_over_older_baseline(make: Make) -> None:
     assert equal(again.content(), loop.content())
 
 
-def test_pending_baseline_survives_failed_save(make: Make, tmp_path: Path) -> None:
+def test_pending_baseline_survives_failed_save(make: MakeCheckpointer, tmp_path: Path) -> None:
     """Rows that no checkpoint holds (the table grew) are in the next one, however many saves failed before it."""
     loop = PairLoop(adagrad, seed=0)
     with make(loop) as ckpt:
@@ -124,7 +124,7 @@ def test_pending_baseline_survives_failed_save(make: Make, tmp_path: Path) -> No
     assert equal(again.content(), bigger.content())
 
 
-def test_finished_run_leaves_no_shared_memory(make: Make) -> None:
+def test_finished_run_leaves_no_shared_memory(make: MakeCheckpointer) -> None:
     """The blocks' memory goes back with the sidecar; only the page of control lines stays."""
     loop = PairLoop(adagrad, seed=0)
     with make(loop) as ckpt:
@@ -138,7 +138,7 @@ def test_finished_run_leaves_no_shared_memory(make: Make) -> None:
 
 @pytest.mark.parametrize(("grace_s", "pod_s", "expected_s"), [("auto", 115, 115), (60.0, 115, 60)])
 def test_pod_trainer_uses_grace_period_from_sidecar(
-    make: Make,
+    make: MakeCheckpointer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     grace_s: float | str,

@@ -21,8 +21,8 @@ from deltashard_sidecar import main
 from deltashard_sidecar.main import EXIT_ALREADY_RUNNING
 
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model, same
-from tests.support.fake_trainer import SaveRefused, Trainer
+from tests.support.fake_model import FakeModel, same
+from tests.support.fake_trainer import SaveStreamFailed, Trainer
 from tests.support.sidecar.training import training
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
@@ -89,21 +89,21 @@ def test_hung_sidecar_is_unhealthy(process: SidecarProcess, monkeypatch: pytest.
 def test_killed_trainer_is_detached(tmp_path: Path, url: str) -> None:
     """Its lock and its stream are gone, whatever killed it: a sidecar that lingers exits once nobody is left."""
     code = (
-        "import sys,os,signal;from pathlib import Path;from tests.support.fake_trainer import Model,Trainer;"
-        "t=Trainer(Path(sys.argv[1]),Model());t.open();os.kill(os.getpid(),signal.SIGKILL)"
+        "import sys,os,signal;from pathlib import Path;from tests.support.fake_trainer import FakeModel,Trainer;"
+        "t=Trainer(Path(sys.argv[1]),FakeModel());t.open();os.kill(os.getpid(),signal.SIGKILL)"
     )
     with sidecar(tmp_path, url, encoding="fp32", linger_s=15) as process:
         killed = subprocess.run([sys.executable, "-c", code, process.socket], cwd=ROOT, check=False)
         assert killed.returncode == -signal.SIGKILL
-        trainer = Trainer(process.socket, Model())
+        trainer = Trainer(process.socket, FakeModel())
         assert trainer.open().attempt > 1
         trainer.detach()
         trainer.close()
-        assert process.died() == 0
+        assert process.wait_exit() == 0
 
 
 def test_attach_refuses_unsupported_request(process: SidecarProcess, tmp_path: Path) -> None:
-    model = Model()
+    model = FakeModel()
     good = Trainer(process.socket, model)
     request = pb.AttachRequest(protocol_min=1, protocol_max=1, rank=3, world_size=2)
     with pytest.raises(grpc.RpcError, match="rank 3 of world size 2"):
@@ -145,13 +145,13 @@ def test_invalid_checkpoint_is_reported_and_excluded(tmp_path: Path, url: str) -
         pack.chmod(0o600)
         pack.write_bytes(data)
     with sidecar(tmp_path, url, encoding="fp32") as process:
-        trainer = Trainer(process.socket, Model())
+        trainer = Trainer(process.socket, FakeModel())
         assert trainer.open().resume_seq == bad.seq
-        with pytest.raises(SaveRefused, match="invalid"):
+        with pytest.raises(SaveStreamFailed, match="invalid"):
             trainer.restore(bad.seq)
         opened = trainer.open(exclude_seqs=[bad.seq])
         assert (opened.resume_seq, opened.fell_back) == (good.seq, True)
-        trainer.restores(good.seq, state)
+        trainer.assert_restores(good.seq, state)
         trainer.save_and_commit()
         trainer.close()
 
@@ -159,7 +159,7 @@ def test_invalid_checkpoint_is_reported_and_excluded(tmp_path: Path, url: str) -
 def warm_start_error(root: Path, url: str, source: str, **options: object) -> str:
     """What a trainer hears whose run `warm` is to begin with a checkpoint of `source`; empty: it was opened."""
     with sidecar(root, url, encoding="fp32", run="warm", restore_from=source) as process:
-        trainer = Trainer(process.socket, Model())
+        trainer = Trainer(process.socket, FakeModel())
         try:
             trainer.open(**options)
         except grpc.RpcError as error:
@@ -187,14 +187,14 @@ def test_warm_start_uses_source_checkpoint_or_fails(tmp_path: Path, url: str) ->
     assert list(open_store(url).list("warm/")) == []
 
     with sidecar(tmp_path, url, encoding="fp32", run="warm", restore_from="source@best") as process:
-        trainer = Trainer(process.socket, Model())
+        trainer = Trainer(process.socket, FakeModel())
         opened = trainer.open()
         assert (opened.step, opened.resume_attempt) == (commit.step, 1)
         trainer.restore(opened.resume_seq)
         assert same(trainer.model.state(), state)
         own = trainer.save_and_commit()
         trainer.close()
-        trainer = Trainer(process.socket, Model())
+        trainer = Trainer(process.socket, FakeModel())
         assert trainer.open(from_run="source").HasField("resume_seq"), (
             "the run has a log: the script's word counts"
         )
@@ -219,11 +219,11 @@ def test_run_size_is_bounded(tmp_path: Path, url: str) -> None:
 
         def settled() -> bool:
             live = RunLog(open_store(url), "run").refresh().checkpoints
-            cuts = {info.key.rpartition("/")[0] for info in open_store(url).list("run/data/")}
-            return len(live) == 2 and len(cuts) <= 3
+            snapshots = {info.key.rpartition("/")[0] for info in open_store(url).list("run/data/")}
+            return len(live) == 2 and len(snapshots) <= 3
 
         eventually(settled, what="old checkpoints are gone")
-        trainer.restores(commit.seq, state)
+        trainer.assert_restores(commit.seq, state)
 
 
 def test_fenced_sidecar_stops_maintenance(tmp_path: Path, url: str) -> None:
@@ -260,7 +260,7 @@ def test_fenced_sidecar_stops_maintenance(tmp_path: Path, url: str) -> None:
 def test_sigterm_finishes_staged_save(tmp_path: Path, url: str) -> None:
     """The trainer is gone, the save is not: it is committed before the process ends, and the marker is taken away."""
     process = SidecarProcess(tmp_path, url, encoding="fp32", term_deadline_s=60)
-    trainer = Trainer(process.socket, Model(rows=100_000))
+    trainer = Trainer(process.socket, FakeModel(rows=100_000))
     trainer.open()
     number = trainer.save()
     assert process.terminate() == 0

@@ -14,11 +14,11 @@ from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model
-from tests.support.fake_trainer import SaveRefused, Trainer
+from tests.support.fake_model import FakeModel
+from tests.support.fake_trainer import SaveStreamFailed, Trainer
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.minio_server import MinioServer
-from tests.support.sidecar.training import place, pod
+from tests.support.sidecar.training import pod, runtime_dir
 from tests.support.sidecar_process import sidecar
 
 DEADLINE_S = 90.0
@@ -32,8 +32,8 @@ def state_of(url: str, run: str = "ns/job") -> RunState:
 def test_indexed_pods_train_separate_runs(tmp_path: Path, url: str) -> None:
     """Two pods of an Indexed Job, each alone: no key is shared, and each finds its own again."""
     for index in ("0", "1"):
-        with sidecar(place(tmp_path, index), url, **pod(index=index, runs="per-pod")) as process:
-            trainer = Trainer(process.socket, Model(seed=int(index)))
+        with sidecar(runtime_dir(tmp_path, index), url, **pod(index=index, runs="per-pod")) as process:
+            trainer = Trainer(process.socket, FakeModel(seed=int(index)))
             assert trainer.reply.run == f"ns/job-{index}"
             trainer.open()
             trainer.model.step = 10 + int(index)
@@ -42,9 +42,9 @@ def test_indexed_pods_train_separate_runs(tmp_path: Path, url: str) -> None:
     keys = [info.key for info in open_store(url).list("")]
     assert {key.split("/")[1] for key in keys} == {"job-0", "job-1"}
     assert state_of(url, "ns/job-1").owner == "ns/job-1"
-    again = place(tmp_path, "again")
+    again = runtime_dir(tmp_path, "again")
     with sidecar(again, url, **pod(index="1", runs="per-pod")) as process:
-        trainer = Trainer(process.socket, Model())
+        trainer = Trainer(process.socket, FakeModel())
         assert trainer.open().step == 11
         trainer.close()
 
@@ -52,20 +52,20 @@ def test_indexed_pods_train_separate_runs(tmp_path: Path, url: str) -> None:
 def test_second_live_workload_fences_first(tmp_path: Path, url: str) -> None:
     """The later one has it; the earlier one is told for good, and a restart of it fences nobody."""
     with (
-        sidecar(place(tmp_path, "a"), url, **pod("job-a")) as first,
-        sidecar(place(tmp_path, "b"), url, **pod("job-b")) as second,
+        sidecar(runtime_dir(tmp_path, "a"), url, **pod("job-a")) as first,
+        sidecar(runtime_dir(tmp_path, "b"), url, **pod("job-b")) as second,
     ):
-        earlier = Trainer(first.socket, Model())
+        earlier = Trainer(first.socket, FakeModel())
         earlier.open()
         earlier.save_and_commit()
-        later = Trainer(second.socket, Model())
+        later = Trainer(second.socket, FakeModel())
         opened = later.open()
         assert opened.HasField("resume_seq")
-        with pytest.raises(SaveRefused, match="taken_over: .*job-b") as refused:
+        with pytest.raises(SaveStreamFailed, match="taken_over: .*job-b") as refused:
             earlier.save_and_commit()
         assert refused.value.cause == "taken_over"
         eventually(lambda: earlier.fenced, what="the notice")
-        with pytest.raises(SaveRefused, match="taken_over"):
+        with pytest.raises(SaveStreamFailed, match="taken_over"):
             earlier.begin()
         for _ in range(3):
             earlier.attach()
@@ -83,15 +83,15 @@ def test_second_live_workload_fences_first(tmp_path: Path, url: str) -> None:
 def test_returning_replaced_pod_stays_fenced(tmp_path: Path, url: str) -> None:
     """A lost node's zombie: fenced at its save, and its container's restarts open nothing."""
     with (
-        sidecar(place(tmp_path, "a"), url, **pod(**{"pod-uid": "one"})) as zombie,
-        sidecar(place(tmp_path, "b"), url, **pod(**{"pod-uid": "two"})) as replacement,
+        sidecar(runtime_dir(tmp_path, "a"), url, **pod(**{"pod-uid": "one"})) as zombie,
+        sidecar(runtime_dir(tmp_path, "b"), url, **pod(**{"pod-uid": "two"})) as replacement,
     ):
-        old = Trainer(zombie.socket, Model())
+        old = Trainer(zombie.socket, FakeModel())
         old.open()
         old.save_and_commit()
-        new = Trainer(replacement.socket, Model())
+        new = Trainer(replacement.socket, FakeModel())
         attempt = new.open().attempt
-        with pytest.raises(SaveRefused) as refused:
+        with pytest.raises(SaveStreamFailed) as refused:
             old.save_and_commit()
         assert refused.value.cause == "fenced"
         for _ in range(2):
@@ -113,11 +113,11 @@ def test_next_pod_waits_for_last_save_of_terminating_pod(tmp_path: Path, own_min
     with (
         FaultyProxy(own_minio.port) as slow,
         sidecar(
-            place(tmp_path, "old"), own_minio.url(bucket, port=slow.port), **pod(term_deadline_s=60)
+            runtime_dir(tmp_path, "old"), own_minio.url(bucket, port=slow.port), **pod(term_deadline_s=60)
         ) as old,
-        sidecar(place(tmp_path, "new"), direct, **pod()) as new,
+        sidecar(runtime_dir(tmp_path, "new"), direct, **pod()) as new,
     ):
-        trainer = Trainer(old.socket, Model())
+        trainer = Trainer(old.socket, FakeModel())
         trainer.open()
         trainer.model.step = 5
         trainer.save_and_commit()
@@ -130,7 +130,7 @@ def test_next_pod_waits_for_last_save_of_terminating_pod(tmp_path: Path, own_min
         state = trainer.model.state()
         trainer.close()
         old.signal(signal.SIGTERM)
-        fresh = Trainer(new.socket, Model())
+        fresh = Trainer(new.socket, FakeModel())
         opening = fresh.stub.Open.future(
             pb.OpenRequest(session=fresh.reply.session, which="latest"), timeout=120
         )
@@ -140,20 +140,20 @@ def test_next_pod_waits_for_last_save_of_terminating_pod(tmp_path: Path, own_min
         slow.hang = False
         slow.release()
         reply = opening.result(timeout=DEADLINE_S)
-        assert old.died() == 0
+        assert old.wait_exit() == 0
         assert (reply.step, reply.resume_attempt) == (6, 1)
         assert reply.cut == number
         assert reply.waited_s > 0.0
         assert not list(store.list("ns/job/closing/"))
         fresh.attempt = reply.attempt
-        fresh.restores(reply.resume_seq, state)
+        fresh.assert_restores(reply.resume_seq, state)
         fresh.close()
 
 
 def test_marker_is_removed_with_trainer_without_urgent_save(tmp_path: Path, url: str) -> None:
     """Told to stop and gone before the urgent cut: the next pod does not wait for nothing."""
     with sidecar(tmp_path, url, **pod(every_s=0.2)) as process:
-        trainer = Trainer(process.socket, Model())
+        trainer = Trainer(process.socket, FakeModel())
         trainer.open()
         store = open_store(url)
         for gone in ("detached", "killed"):

@@ -14,14 +14,14 @@ from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model
-from tests.support.fake_trainer import SaveRefused, Trainer
+from tests.support.fake_model import FakeModel
+from tests.support.fake_trainer import SaveStreamFailed, Trainer
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.fleet_server import FleetServer
 from tests.support.server.minio_server import MinioServer
 from tests.support.server.minio_user import admin_of
-from tests.support.server.shared_mount import SharedMount, cannot_mount
-from tests.support.sidecar.training import place, pod, training
+from tests.support.server.shared_mount import SharedMount, mount_error
+from tests.support.sidecar.training import pod, runtime_dir, training
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
 DEADLINE_S = 90.0
@@ -47,7 +47,7 @@ def commit_in_time(trainer: Trainer) -> pb.Commit | None:
     """The commit of a save; None where its deadline came first."""
     try:
         return trainer.save_and_commit()
-    except SaveRefused as refused:
+    except SaveStreamFailed as refused:
         if refused.cause not in {"unavailable", "deadline"}:
             raise
         return None
@@ -58,7 +58,7 @@ def delayed_open(
     process: SidecarProcess, server: FleetServer, kind: fleet.IncidentKind, condition: str
 ) -> Iterator[fleet.Incident]:
     """An Open that waits, and the incident that tells why; once the block has mended that, the trainer saves."""
-    trainer = Trainer(process.socket, Model())
+    trainer = Trainer(process.socket, FakeModel())
     request = pb.OpenRequest(session=trainer.reply.session, which="latest")
     opening = trainer.stub.Open.future(request, timeout=120)
     eventually(lambda: server.incidents(kind))
@@ -79,14 +79,14 @@ def test_late_secret_is_used_without_restart(
     path = tmp_path / "credentials"
     url = own_minio.url(own_minio.new_bucket())
     flags = pod(**server.flags(tmp_path))
-    root = place(tmp_path, "impatient")
+    root = runtime_dir(tmp_path, "impatient")
     with sidecar(root, url, environment=from_file(path), open_deadline_s=1, **flags) as process:
-        trainer = Trainer(process.socket, Model())
+        trainer = Trainer(process.socket, FakeModel())
         with pytest.raises(grpc.RpcError, match=f"{path}.*create the Secret") as failed:
             trainer.open()
         assert failed.value.code() == grpc.StatusCode.PERMISSION_DENIED
         trainer.close()
-    root, kind = place(tmp_path, "patient"), fleet.INCIDENT_KIND_CREDENTIALS_MISSING
+    root, kind = runtime_dir(tmp_path, "patient"), fleet.INCIDENT_KIND_CREDENTIALS_MISSING
     with sidecar(root, url, environment=from_file(path), **flags) as process:
         with delayed_open(process, server, kind, "credentials_ok") as told:
             assert str(path) in told.message
@@ -111,7 +111,7 @@ def test_rotated_credentials_are_picked_up(
         trainer.save_and_commit()
         manage.user_remove("first")
         trainer.model.train()
-        with pytest.raises(SaveRefused, match="check key, secret and the policy of the bucket"):
+        with pytest.raises(SaveStreamFailed, match="check key, secret and the policy of the bucket"):
             trainer.save_and_commit()
         eventually(lambda: not server.last.pod.store_ok, what="the condition")
         assert server.last.pod.credentials_ok
@@ -121,7 +121,7 @@ def test_rotated_credentials_are_picked_up(
         commit = trainer.save_and_commit()
         eventually(lambda: server.last.pod.store_ok, what="well again")
         assert "denied" in {i.cause for i in server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE)}
-        trainer.restores(commit.seq, state)
+        trainer.assert_restores(commit.seq, state)
 
 
 @pytest.mark.parametrize("store", [pytest.param("bucket", marks=pytest.mark.minio), "directory"])
@@ -149,7 +149,7 @@ def test_open_waits_for_late_store(
             mend()
 
 
-@pytest.mark.skipif(bool(cannot_mount()), reason=cannot_mount())
+@pytest.mark.skipif(bool(mount_error()), reason=mount_error())
 def test_unreachable_mount_fails_saves_only(tmp_path: Path) -> None:
     """Calls wait in the kernel: training goes on, the save ends by its deadline, the next one holds every row."""
     mount = SharedMount(tmp_path / "exported", tmp_path / "client", "-cache", "3")
@@ -161,13 +161,13 @@ def test_unreachable_mount_fails_saves_only(tmp_path: Path) -> None:
             trainer.save_and_commit()
             mount.signal(signal.SIGSTOP)
             trainer.model.train()
-            with pytest.raises(SaveRefused, match="packs were not uploaded in time"):
+            with pytest.raises(SaveStreamFailed, match="packs were not uploaded in time"):
                 trainer.save_and_commit()
             mount.signal(signal.SIGCONT)
             trainer.model.train()
             state = trainer.model.state()
             commit = eventually(lambda: commit_in_time(trainer), what="a save within its deadline")
-            trainer.restores(commit.seq, state)
+            trainer.assert_restores(commit.seq, state)
     finally:
         mount.signal(signal.SIGCONT)
         mount.stop()
@@ -185,7 +185,7 @@ def test_save_survives_full_and_unavailable_store(
         manage = admin_of(own_minio)
         manage.bucket_quota_set(bucket, 1024)
         trainer.model.train()
-        with pytest.raises(SaveRefused, match="raise the quota"):
+        with pytest.raises(SaveStreamFailed, match="raise the quota"):
             trainer.save_and_commit()
         full = lambda: [i for i in server.incidents(kind) if i.cause == "full"]  # noqa: E731
         eventually(full, what="full")
@@ -200,7 +200,7 @@ def test_save_survives_full_and_unavailable_store(
         state = trainer.model.state()
         number = trainer.save()
         eventually(lambda: process.blocks("free") == 8, what="every block is free although nothing uploads")
-        with pytest.raises(SaveRefused, match="busy"):
+        with pytest.raises(SaveStreamFailed, match="busy"):
             trainer.begin()
         eventually(lambda: not server.last.pod.store_ok, what="down")
         down = lambda: server.incidents(kind)[-1].cause == "unavailable"  # noqa: E731
@@ -208,7 +208,7 @@ def test_save_survives_full_and_unavailable_store(
         own_minio.start()
         commit = trainer.committed(number)
         eventually(lambda: server.last.pod.store_ok, what="up again")
-        trainer.restores(commit.seq, state)
+        trainer.assert_restores(commit.seq, state)
 
 
 @pytest.mark.minio
@@ -232,7 +232,7 @@ def test_restore_without_store_is_unavailable(tmp_path: Path, own_minio: MinioSe
         for path in (tmp_path / "cache").glob("*.pack"):
             path.unlink()
         own_minio.stop()
-        with pytest.raises(SaveRefused, match="unavailable"):
+        with pytest.raises(SaveStreamFailed, match="unavailable"):
             trainer.restore(commit.seq)
         own_minio.start()
         trainer.restore(commit.seq)

@@ -17,7 +17,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model, same
+from tests.support.fake_model import FakeModel, same
 from tests.support.fake_trainer import Trainer
 from tests.support.server.fleet_server import FleetServer
 from tests.support.sidecar.training import pod
@@ -34,7 +34,7 @@ class TrackedTrainer:
     def __init__(self, process: SidecarProcess, url: str, *, run: str = "run") -> None:
         self.process = process
         self.url, self.run = url, run
-        self.trainer = Trainer(process.socket, Model(), rebases=True)
+        self.trainer = Trainer(process.socket, FakeModel(), rebases=True)
         self.trainer.open()
         self.states: dict[int, list[np.ndarray]] = {}
 
@@ -119,7 +119,7 @@ def test_raised_bits_make_next_snapshot_a_baseline(tmp_path: Path, url: str, ser
         coarse = life.save(0.1)
         said = life.state().checkpoints[coarse.seq].metadata[PRECISION_KEY]
         assert said == '{"state":"fp32","weights":{"*":"q2"}}'
-        server.tell(directive=fleet.Directive(id=1, policy=pb.Policy(encoding="q8")))
+        server.set_reply(directive=fleet.Directive(id=1, policy=pb.Policy(encoding="q8")))
         eventually(lambda: server.last.pod.directive == 1, what="the directive is in force")
         raised = life.save(0.1)
         assert raised.baseline
@@ -140,7 +140,7 @@ def test_bits_lowered_and_raised_again(tmp_path: Path, url: str, differential: s
         with sidecar(
             tmp_path, url, **{**FLAGS, "encoding": encoding, "differential": differential}
         ) as process:
-            trainer = Trainer(process.socket, Model(), rebases=True)
+            trainer = Trainer(process.socket, FakeModel(), rebases=True)
             if (opened := trainer.open()).HasField("resume_seq"):
                 trainer.restore(opened.resume_seq)
             trainer.model.train(0.1)

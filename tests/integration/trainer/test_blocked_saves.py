@@ -11,16 +11,16 @@ import pytest
 import torch
 from deltashard import SaveFailed
 from deltashard.attach.launcher import runtime_dir
-from deltashard.save.watchdog import LEAST_S
+from deltashard.save.watchdog import MIN_BLOCKED_S
 from deltashard_proto.block_reason import BlockReason
 
-from tests.incidents.toys import Run
+from tests.incidents.toys import ToyRun
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 
-class WatchdogRun(Run):
+class WatchdogRun(ToyRun):
     """A run whose watchdog has a clock of its own."""
 
     def __init__(self, folder: Path, **options: object) -> None:
@@ -32,7 +32,7 @@ class WatchdogRun(Run):
     def advance(self, seconds: float) -> None:
         """So much time has passed, in which nothing was saved; the next step looks."""
         self.ahead_s += seconds
-        self.ckpt._clock.notice()
+        self.ckpt._clock.request_boundary()
         self.train()
 
     def blocked_s(self) -> float:
@@ -68,14 +68,14 @@ def test_replaced_optimizer_is_reported_within_a_minute(
         assert not run.kinds("save_blocked")
         said = str(run.ckpt.doctor())
         assert "no step of an optimizer that the Checkpointer was given" in said
-        run.advance(LEAST_S + 1)
+        run.advance(MIN_BLOCKED_S + 1)
         (facts,) = run.kinds("save_blocked")
         assert facts["reason"] == BlockReason.ACCUMULATING
-        assert facts["age_s"] > LEAST_S
+        assert facts["age_s"] > MIN_BLOCKED_S
         assert "after replacing one, build a new Checkpointer" in caplog.text
         assert "after replacing one, build a new Checkpointer" in str(run.ckpt.doctor())
-        assert run.blocked_s() > LEAST_S
-        run.advance(LEAST_S - 2)
+        assert run.blocked_s() > MIN_BLOCKED_S
+        run.advance(MIN_BLOCKED_S - 2)
         assert len(run.kinds("save_blocked")) == 1, "the next warning comes at twice the time"
         run.advance(10)
         assert len(run.kinds("save_blocked")) == 2
@@ -94,7 +94,7 @@ def test_unsavable_state_is_reported_as_reason(folder: Path, caplog: pytest.LogC
         eventually(lambda: run.train() or run.ckpt.stats.failures, what="a save that fails")
         failures = run.ckpt.stats.failures.total()
         assert "covers its rows" not in caplog.text
-        run.advance(LEAST_S + 1)
+        run.advance(MIN_BLOCKED_S + 1)
         (facts,) = run.kinds("save_blocked")
         assert "state['progress']" in facts["message"]
         with pytest.raises(SaveFailed, match=r"is not durable.*state\['progress'\]"):

@@ -13,7 +13,7 @@ from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.checkpointers import checkpointers
 from tests.support.server.cloud_server import CloudServer
-from tests.support.trainer.toy_loop import Loop
+from tests.support.trainer.toy_loop import ToyLoop
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
@@ -23,7 +23,7 @@ def test_another_machine_resumes_from_commit(
 ) -> None:
     """To the bit; the save that nobody waited for may have got through."""
     options = {"url": cloud.url(cloud.new_bucket(), "runs"), "encoding": "fp32"}
-    first, again = Loop(seed=1), Loop(seed=2)
+    first, again = ToyLoop(seed=1), ToyLoop(seed=2)
     with checkpointers(tmp_path / "first", monkeypatch, **options) as make:
         ckpt = make(first)
         ckpt.restore()

@@ -11,9 +11,9 @@ import deltashard
 import numpy as np
 import pytest
 import torch
-from deltashard.cut import precopy
-from deltashard.cut.block_writer import BlockWriter, TableCut
-from deltashard.save import head_start
+from deltashard.save import precopy_scheduler
+from deltashard.snapshot import precopy
+from deltashard.snapshot.block_writer import BlockWriter, TableSnapshot
 from deltashard.tracking.marks import RowSelection
 from deltashard.tracking.tracking import TrackingSettings
 from deltashard_checkpoint.format.frame import FrameKind, parse_frame
@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.support.checkpointers import Make, checkpointers, leave
+from tests.support.checkpointers import MakeCheckpointer, checkpointers, simulate_crash
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -68,7 +68,7 @@ class SparseWriteLoop:
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCheckpointer]:
     with checkpointers(tmp_path, monkeypatch, keep_last=100, precopy=False) as build:
         yield build
 
@@ -150,7 +150,7 @@ def _check(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize(("encoding", "differential"), [("q4", "one-shot"), ("fp32", "consecutive")])
 def test_since_is_omitted_where_invalid_or_redundant(
-    make: Make, tmp_path: Path, encoding: str, differential: str
+    make: MakeCheckpointer, tmp_path: Path, encoding: str, differential: str
 ) -> None:
     """The exponent of q4 is the frame's, so that a row may decode otherwise beside others; `covers` says it."""
     rng = np.random.default_rng(3)
@@ -162,7 +162,7 @@ def test_since_is_omitted_where_invalid_or_redundant(
 
 
 def test_rows_of_failed_save_are_new_in_next_one(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: MakeCheckpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sidecar dies when all of the third save but its commit is stored; the next one says since the second."""
     monkeypatch.setenv("DELTASHARD_CRASH_AT", "index.after_put:3")
@@ -216,8 +216,8 @@ def test_since_is_correct_for_any_program(
     differential: str,
 ) -> None:
     """Steps with saves that are copied ahead, saves that are asked for, programs that die and resume."""
-    monkeypatch.setattr(precopy, "SMALLEST_TABLE_BYTES", 0)
-    monkeypatch.setattr(head_start, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(precopy, "MIN_PRECOPY_TABLE_BYTES", 0)
+    monkeypatch.setattr(precopy_scheduler, "MIN_PRECOPY_BYTES", 0)
     folder = tmp_path_factory.mktemp("program")
     rng = np.random.default_rng(3)
     with checkpointers(folder, monkeypatch, keep_last=100) as make:
@@ -232,7 +232,7 @@ def test_since_is_correct_for_any_program(
         loop, ckpt = begun()
         for move in (10, "save", 10, *moves, "save"):
             if move == "restart":
-                leave(ckpt)
+                simulate_crash(ckpt)
                 loop, ckpt = begun()
             elif move == "nan":
                 loop.write(ckpt, torch.from_numpy(rng.integers(ROWS, size=6)), nan_rows=1)
@@ -245,14 +245,14 @@ def test_since_is_correct_for_any_program(
                     if (copying := ckpt._outcomes.precopy._now) is not None:
                         eventually(lambda copying=copying: copying.done, what="the copy")
                 ckpt._outcomes.drain(float("inf"))
-        leave(ckpt)
+        simulate_crash(ckpt)
         assert _check(folder)
         assert _problems(folder) == ()
 
 
 @pytest.mark.parametrize("fault", ["two checkpoints", "itself"])
 def test_verify_finds_inconsistent_since(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    make: MakeCheckpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Planted in the index of the newest of three baselines, as it is read: its name has its hash."""
     rng = np.random.default_rng(3)
@@ -260,7 +260,7 @@ def test_verify_finds_inconsistent_since(
     ckpt = make(loop, encoding="fp32", differential="full")
     ckpt.restore()
     _save(loop, ckpt, rng, 3)
-    leave(ckpt)
+    simulate_crash(ckpt)
     store, checkpoints = _store(tmp_path), _checkpoints(tmp_path)
     first, _, seq = checkpoints
     key = checkpoints[seq].parts[0].index_key
@@ -283,7 +283,7 @@ def test_verify_finds_inconsistent_since(
 
 
 def test_verify_finds_changed_row_missing_from_since(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: MakeCheckpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault that is planted: of some rows of one table the trainer leaves out that they changed."""
     rng = np.random.default_rng(3)
@@ -295,7 +295,12 @@ def test_verify_finds_changed_row_missing_from_since(
     whole = BlockWriter.table
 
     def table(
-        writer: BlockWriter, cut: TableCut, *, start: int = 0, fresh: bool | None = None, again: bool = False
+        writer: BlockWriter,
+        cut: TableSnapshot,
+        *,
+        start: int = 0,
+        fresh: bool | None = None,
+        again: bool = False,
     ) -> None:
         ids = cut.selection.ids
         if not fresh or ids is None or not cut.fqn.startswith("large"):

@@ -17,15 +17,15 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.attempt import open_attempt
 
-from tests.support.checkpointers import Make, checkpointers, leave
+from tests.support.checkpointers import MakeCheckpointer, checkpointers, simulate_crash
 from tests.support.command_line import running
 from tests.support.eventually import eventually
 from tests.support.small_disk import SmallDisk, small_disk
-from tests.support.trainer.toy_loop import Loop as AnyLoop
+from tests.support.trainer.toy_loop import ToyLoop as AnyLoop
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 DISK_BYTES = 6 << 20
-Loop = partial(AnyLoop, rows=16_000, columns=8)
+ToyLoop = partial(AnyLoop, rows=16_000, columns=8)
 """Tables of about 0.6 MiB with their optimizer state."""
 Document = Callable[..., Any]
 """Of arguments: a command's JSON document."""
@@ -38,7 +38,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: SmallDisk) -> Iterator[Make]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: SmallDisk) -> Iterator[MakeCheckpointer]:
     settings = {"gc_grace_s": 0, "maintenance_interval_s": 0}
     with checkpointers(
         tmp_path, monkeypatch, encoding="fp32", differential="full", every_s=0, keep_last=1, sidecar=settings
@@ -66,25 +66,25 @@ def fill_wholly(disk: SmallDisk) -> None:
     disk.fill()
 
 
-def saved(make: Make, *, saves: int = 2, **options: Any) -> torch.Tensor:
+def saved(make: MakeCheckpointer, *, saves: int = 2, **options: Any) -> torch.Tensor:
     """A run with so many checkpoints, whose trainer crashed; the newest weights."""
-    loop = Loop()
+    loop = ToyLoop()
     ckpt = make(loop, sidecar={"maintenance_interval_s": -1}, **options)
     ckpt.restore()
     for _ in range(saves):
         loop.train(1, ckpt)
         ckpt.save("user").wait(60)
     weights = loop.weights.clone()
-    leave(ckpt)
+    simulate_crash(ckpt)
     return weights
 
 
 def test_training_survives_full_disk_and_saves_when_freed(
-    make: Make, disk: SmallDisk, cli: Document, caplog: pytest.LogCaptureFixture
+    make: MakeCheckpointer, disk: SmallDisk, cli: Document, caplog: pytest.LogCaptureFixture
 ) -> None:
     newest = saved(make)
     url = str(disk.root)
-    loop = Loop()
+    loop = ToyLoop()
     ckpt = make(loop)
     fill_wholly(disk)
     with caplog.at_level(logging.WARNING, "deltashard"):
@@ -103,7 +103,7 @@ def test_training_survives_full_disk_and_saves_when_freed(
     ckpt.save("user").wait(60)
     assert ckpt.attempt is not None
     ckpt.close()
-    again = Loop()
+    again = ToyLoop()
     with make(again) as resumed:
         found = resumed.restore()
         assert found.step == 4
@@ -111,7 +111,7 @@ def test_training_survives_full_disk_and_saves_when_freed(
 
 
 def test_gc_retire_and_rm_free_a_disk_without_one_free_block(
-    make: Make, disk: SmallDisk, cli: Document
+    make: MakeCheckpointer, disk: SmallDisk, cli: Document
 ) -> None:
     saved(make, saves=4)
     disk.fill()
@@ -128,9 +128,11 @@ def test_gc_retire_and_rm_free_a_disk_without_one_free_block(
     assert not list(disk.root.glob("r/**/*"))
 
 
-def test_failed_save_leaves_nothing_and_retention_frees_space(make: Make, disk: SmallDisk) -> None:
+def test_failed_save_leaves_nothing_and_retention_frees_space(
+    make: MakeCheckpointer, disk: SmallDisk
+) -> None:
     saved(make, saves=4)
-    loop = Loop()
+    loop = ToyLoop()
     ckpt = make(loop)
     ckpt.restore()
     disk.fill()
@@ -152,10 +154,10 @@ def test_failed_save_leaves_nothing_and_retention_frees_space(make: Make, disk: 
     ckpt.close()
 
 
-def test_trainer_on_full_disk_is_fenced_by_earlier_open(make: Make, disk: SmallDisk) -> None:
+def test_trainer_on_full_disk_is_fenced_by_earlier_open(make: MakeCheckpointer, disk: SmallDisk) -> None:
     saved(make)
     fill_wholly(disk)
-    loop = Loop()
+    loop = ToyLoop()
     ckpt = make(loop)
     assert ckpt.restore().attempt is None
     disk.empty()
@@ -173,13 +175,13 @@ def test_trainer_on_full_disk_is_fenced_by_earlier_open(make: Make, disk: SmallD
 
 
 def test_read_only_store_can_be_restored_and_read(
-    make: Make, disk: SmallDisk, cli: Document, tmp_path: Path
+    make: MakeCheckpointer, disk: SmallDisk, cli: Document, tmp_path: Path
 ) -> None:
     newest = saved(make)
     disk.remount("ro")
     url = str(disk.root)
     try:
-        loop = Loop()
+        loop = ToyLoop()
         ckpt = make(loop)
         assert ckpt.restore().step == 2
         assert torch.equal(loop.weights, newest)
@@ -195,6 +197,6 @@ def test_read_only_store_can_be_restored_and_read(
         cli("export", url, str(tmp_path / "out.safetensors"))
         with deltashard.open_checkpoint(url, "r") as reader:
             assert reader.step == 2
-        leave(ckpt)
+        simulate_crash(ckpt)
     finally:
         disk.remount("rw")

@@ -13,20 +13,20 @@ import deltashard
 import numpy as np
 import pytest
 import torch
-from deltashard.cut import memory, precopy
+from deltashard.snapshot import memory, precopy
 from deltashard_checkpoint.vocabulary import INCONSISTENT_KEY
 from torch import nn
 
-from tests.support.checkpointers import programs_copied_ahead
+from tests.support.checkpointers import precopied_programs
 from tests.support.command_line import running
 from tests.support.eventually import eventually
-from tests.support.trainer.copied_program import CopiedProgram
+from tests.support.trainer.precopied_program import PrecopiedProgram
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 ROWS, COLUMNS = 30_000, 16
 
 
-class PrecopyProgram(CopiedProgram):
+class PrecopyProgram(PrecopiedProgram):
     """Two tables with state, a dense layer."""
 
     def __init__(self, folder: Path, *, rows: int = ROWS, **options: Any) -> None:
@@ -61,22 +61,22 @@ class PrecopyProgram(CopiedProgram):
     def end_copy(self) -> None:
         """Train until no copy goes on: how many steps before its cut one begins depends on the machine."""
         eventually(lambda: self.copying is None or self.train(), what="the cut of a copy")
-        self.settle()
+        self.wait_idle()
 
-    def to_next_cut(self) -> None:
-        before = self.ckpt.stats.cuts
-        self.train_until(lambda: self.ckpt.stats.cuts > before, "its cut")
+    def to_next_snapshot(self) -> None:
+        before = self.ckpt.stats.snapshots
+        self.train_until(lambda: self.ckpt.stats.snapshots > before, "its cut")
 
     @property
     def inconsistent(self) -> list[dict[str, Any]]:
         """What was told of snapshots that are wrong."""
-        return [facts for name, facts in self.told if name == "snapshot_inconsistent"]
+        return [facts for name, facts in self.messages if name == "snapshot_inconsistent"]
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Programs whose cuts are all copied ahead."""
-    with programs_copied_ahead(tmp_path, monkeypatch, PrecopyProgram) as build:
+    with precopied_programs(tmp_path, monkeypatch, PrecopyProgram) as build:
         yield build
 
 
@@ -84,17 +84,17 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_step_interval_snapshots_match_their_step(make: Any, differential: str) -> None:
     """The copy begins some steps before; each cut is the step it was asked for, and holds that step."""
     program = make(every_steps=12, differential=differential)
-    counts = program.ckpt.stats.head_starts
+    counts = program.ckpt.stats.precopy
     # Steps of microseconds: on a busy machine twelve are over before the copying thread ran once, and a cut has no copy.
-    while len(program.cuts) < 6 or (counts.cuts < 4 and len(program.cuts) < 60):
+    while len(program.snapshots) < 6 or (counts.snapshots < 4 and len(program.snapshots) < 60):
         for _ in range(12):
             program.train()
             program.wait_for_copy()
-        program.settle()
+        program.wait_idle()
     program.check()
-    assert [*program.cuts] == [12 * n for n in range(1, len(program.cuts) + 1)]
-    assert counts.cuts >= 4, counts
-    assert counts.ahead_rows > counts.again_rows > 0
+    assert [*program.snapshots] == [12 * n for n in range(1, len(program.snapshots) + 1)]
+    assert counts.snapshots >= 4, counts
+    assert counts.precopied_rows > counts.recopied_rows > 0
 
 
 @pytest.mark.parametrize("how", ["swap", "copy"])
@@ -105,7 +105,7 @@ def test_evaluation_with_swapped_weights_during_precopy(make: Any, how: str) -> 
     program.end_copy()
     weight = program.first.weight
     averaged = torch.full_like(weight, 7.0)
-    with memory.reading:  # the copy waits for the evaluation to begin
+    with memory.read_lock:  # the copy waits for the evaluation to begin
         program.begin_copy()
         kept = weight.data if how == "swap" else weight.detach().clone()
         if how == "swap":
@@ -117,8 +117,8 @@ def test_evaluation_with_swapped_weights_during_precopy(make: Any, how: str) -> 
         weight.data = kept
     else:
         weight.data.copy_(kept)
-    program.to_next_cut()
-    program.settle()
+    program.to_next_snapshot()
+    program.wait_idle()
     program.check()
     assert not program.inconsistent
     tracked = program.ckpt._program.tracking.by_key["first.weight"]
@@ -133,7 +133,7 @@ def save_with_stray_row(program: PrecopyProgram) -> int:
     weight = program.first.weight
     with torch.no_grad():
         weight[1:8:2] += 1  # so that all of it is copied ahead: another table, odd rows are never trained
-    with memory.reading:
+    with memory.read_lock:
         program.begin_copy()
         kept = weight.detach()[5].clone()
         weight.data[5] = 7.0
@@ -142,14 +142,14 @@ def save_with_stray_row(program: PrecopyProgram) -> int:
         table._random = np.random.default_rng(0)
     program.wait_for_copy()
     weight.data[5] = kept
-    program.to_next_cut()
+    program.to_next_snapshot()
     assert program.ckpt.stats.audit_faults == 0
-    return max(program.cuts)
+    return max(program.snapshots)
 
 
 def newest_is(program: PrecopyProgram, step: int) -> bool:
     """Whether the newest checkpoint has the rows that the first table had at this step."""
-    first = program.cuts[step]["first.weight"]
+    first = program.snapshots[step]["first.weight"]
     with deltashard.open_checkpoint(program.folder / "store", "r", which="latest") as stored:
         return torch.equal(stored.rows("first.weight", torch.arange(program.rows)).weights, first)
 
@@ -160,17 +160,17 @@ def test_rows_changed_during_precopy_are_reported_and_resaved(
     """Stored wrong once: reported, and a save of all rows comes at once, which names the wrong one."""
     program = make(every_steps=10)
     step = save_with_stray_row(program)
-    program.settle()
+    program.wait_idle()
     assert not newest_is(program, step)
     seq = program.ckpt.stats.last_commit.seq
     program.train()
-    assert max(program.cuts) <= step + 1, "at once"
-    program.settle()
+    assert max(program.snapshots) <= step + 1, "at once"
+    program.wait_idle()
     (facts,) = program.inconsistent
     assert (facts["step"], facts["tables"]) == (step, {"first.weight": (5,)})
     assert program.ckpt.stats.audit_faults == 1
     assert program.ckpt._program.tracking.by_key["first.weight"].tracker == "hashes"
-    assert newest_is(program, max(program.cuts))
+    assert newest_is(program, max(program.snapshots))
     assert program.newest().metadata[INCONSISTENT_KEY] == f"seq:{seq}"
     where = f"file://{program.folder / 'store'}/r"
     assert "its trainer found wrong rows" in running(capsys)("inspect", where, "-c", f"seq:{seq}")[1]
@@ -184,7 +184,7 @@ def test_close_resaves_rows_changed_during_precopy(make: Any, caplog: pytest.Log
     program = make(every_steps=10)
     step = save_with_stray_row(program)
     program.ckpt.close()
-    assert [*program.cuts][-1] == step
+    assert [*program.snapshots][-1] == step
     assert program.ckpt.stats.audit_faults == 1
     assert newest_is(program, step)
     assert f"the checkpoint of step {step} may not be restored exactly" in caplog.text
@@ -195,22 +195,22 @@ def test_failed_comparison_is_reported(
 ) -> None:
     """Nothing is known of the cut then: it is reported, and the next one, or that of close(), takes every row."""
 
-    def fails(_ahead: precopy.TableAhead) -> None:
+    def fails(_ahead: precopy.TablePrecopy) -> None:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(precopy.TableAhead, "compare", fails)
+    monkeypatch.setattr(precopy.TablePrecopy, "compare", fails)
     program = make(every_steps=10)
     program.train_until(lambda: program.ckpt.stats.audit_faults == 1, "a cut after one with a head start")
-    assert [facts["mode"] for name, facts in program.told if name == "cut"][-1] == "all"
-    program.settle()
+    assert [facts["mode"] for name, facts in program.messages if name == "snapshot"][-1] == "all"
+    program.wait_idle()
     assert "could not be compared with the live rows (MemoryError: none left)" in caplog.text
     program.train_until(lambda: program.ckpt._outcomes.comparison.job is not None, "one more")
-    faults, cuts = program.ckpt.stats.audit_faults, program.ckpt.stats.cuts
+    faults, snapshots = program.ckpt.stats.audit_faults, program.ckpt.stats.snapshots
     program.train_until(lambda: not program.ckpt._outcomes.in_flight, "its commit")
     program.ckpt.close()
     assert program.ckpt.stats.audit_faults > faults
-    assert program.ckpt.stats.cuts > cuts
-    assert newest_is(program, max(program.cuts))
+    assert program.ckpt.stats.snapshots > snapshots
+    assert newest_is(program, max(program.snapshots))
 
 
 def test_more_rows_than_blocks(make: Any) -> None:
@@ -220,11 +220,11 @@ def test_more_rows_than_blocks(make: Any) -> None:
 
     def twice_full() -> bool:
         program.wait_for_copy()  # else its step may overtake it
-        return program.ckpt.stats.head_starts.ended["arena full"] >= 2
+        return program.ckpt.stats.precopy.discarded["arena full"] >= 2
 
     program.train_until(twice_full, "two cuts that filled the arena ahead")
-    assert program.ckpt.stats.head_starts.cuts >= 2
-    program.settle()
+    assert program.ckpt.stats.precopy.snapshots >= 2
+    program.wait_idle()
     program.check()
 
 
@@ -233,17 +233,17 @@ def test_sidecar_killed_during_precopy(make: Any, when: str) -> None:
     """Training goes on; the next save, by the next sidecar, covers what was copied for nobody."""
     program = make(every_steps=40)
     program.train(40)
-    program.settle()
+    program.wait_idle()
     pid = program.ckpt.sidecar_pid
     program.train_until(
         lambda: program.copying is not None and (when == "asked" or program.copying.done), "a copy ahead"
     )
     os.kill(pid, signal.SIGKILL)
-    program.train_until(lambda: "attached" in [name for name, _ in program.told[1:]], "another sidecar")
+    program.train_until(lambda: "attached" in [name for name, _ in program.messages[1:]], "another sidecar")
     program.train()
     program.ckpt.save().wait(60)
-    program.train_until(lambda: program.ckpt.stats.head_starts.cuts >= 2, "a cut with a head start")
-    program.settle()
+    program.train_until(lambda: program.ckpt.stats.precopy.snapshots >= 2, "a cut with a head start")
+    program.wait_idle()
     program.check()
 
 

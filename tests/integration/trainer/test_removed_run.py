@@ -12,8 +12,8 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.whole_run import removal
 
-from tests.support.checkpointers import Make, checkpointers
-from tests.support.trainer.toy_loop import Loop
+from tests.support.checkpointers import MakeCheckpointer, checkpointers
+from tests.support.trainer.toy_loop import ToyLoop
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 FOREVER_S = 1e6
@@ -21,25 +21,25 @@ FOREVER_S = 1e6
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCheckpointer]:
     with checkpointers(tmp_path, monkeypatch, encoding="fp32") as build:
         yield build
 
 
 def test_new_run_over_existing_data_warns(
-    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: MakeCheckpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A copy that was cut short before its log was begun, say: training would begin at step 0 without a word."""
     open_store(f"file://{tmp_path}/store", create=True).put(
         f"r/data/{1:020d}/{1:08d}/00000-{'a' * 16}-00000.pack", b"x"
     )
-    ckpt = make(Loop(), every_s=0)
+    ckpt = make(ToyLoop(), every_s=0)
     with caplog.at_level(logging.WARNING, "deltashard"):
         ckpt.restore()
     assert "begins anew, at a name under which data without a log lies" in caplog.text
     ckpt.close()
     caplog.clear()
-    again = make(Loop(), every_s=0)
+    again = make(ToyLoop(), every_s=0)
     with caplog.at_level(logging.WARNING, "deltashard"):
         again.restore()
     assert "begins anew" not in caplog.text
@@ -48,9 +48,9 @@ def test_new_run_over_existing_data_warns(
 
 @pytest.mark.parametrize("told", [True, False])
 def test_training_continues_and_close_returns_after_removal(
-    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, told: bool
+    make: MakeCheckpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, told: bool
 ) -> None:
-    loop = Loop()
+    loop = ToyLoop()
     ckpt = make(loop, every_s=0)
     ckpt.restore()
     loop.train(2, ckpt)

@@ -21,9 +21,9 @@ from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarge
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import ENCODINGS
 
-from tests.support.checkpointers import Make, checkpointers, leave
+from tests.support.checkpointers import MakeCheckpointer, checkpointers, simulate_crash
 from tests.support.eventually import eventually
-from tests.support.trainer.toy_loop import Loop
+from tests.support.trainer.toy_loop import ToyLoop
 
 # torch's own optimizers build sparse tensors without saying whether to check them.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -31,12 +31,14 @@ ROWS, DIM = 300, 16
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCheckpointer]:
     with checkpointers(tmp_path, monkeypatch, encoding="fp32", keep_last=100) as build:
         yield build
 
 
-def resumed(make: Make, loop: Loop, *, step: int, **options: object) -> deltashard.Checkpointer:
+def resumed(
+    make: MakeCheckpointer, loop: ToyLoop, *, step: int, **options: object
+) -> deltashard.Checkpointer:
     """A Checkpointer that has restored this step into `loop`."""
     ckpt = make(loop, **options)
     restored = ckpt.restore()
@@ -45,9 +47,9 @@ def resumed(make: Make, loop: Loop, *, step: int, **options: object) -> deltasha
 
 
 @pytest.mark.parametrize("encoding", ["q8", "q4", "q3", "q2"])
-def test_restored_state_is_decode_encode_of_snapshot(make: Make, encoding: str) -> None:
+def test_restored_state_is_decode_encode_of_snapshot(make: MakeCheckpointer, encoding: str) -> None:
     """Row for row, weights through the codec and row-wise state exactly."""
-    loop = Loop()
+    loop = ToyLoop()
     ckpt = make(loop, encoding=encoding, content_hash=True)
     assert ckpt.restore() is None
     loop.train(5, ckpt)
@@ -55,7 +57,7 @@ def test_restored_state_is_decode_encode_of_snapshot(make: Make, encoding: str) 
     commit = ckpt.save("user", metadata={"loss": 0.5}).wait(120)
     assert (commit.step, commit.baseline, commit.rows) == (5, True, ROWS)
     ckpt.close()
-    assert ckpt.stats.cuts == 1, "the last step was durable already"
+    assert ckpt.stats.snapshots == 1, "the last step was durable already"
 
     schema = TableSchema(fqn="items.weight", rows=ROWS, columns=DIM, dtype="float32")
     block = RowBlock.of_whole_rows(schema, range(ROWS), weights.numpy(), {})
@@ -64,7 +66,7 @@ def test_restored_state_is_decode_encode_of_snapshot(make: Make, encoding: str) 
     box = Box(table="items.weight", row_start=0, row_stop=ROWS, col_start=0, col_stop=DIM)
     FrameApplier([TableTarget(schema=schema, box=box, weights=wanted)]).apply(frame.data)
 
-    again = Loop(seed=1)
+    again = ToyLoop(seed=1)
     restored = make(again, encoding=encoding, content_hash=True).restore()
     assert (restored.step, restored.seq, restored.verified, restored.source) == (5, commit.seq, True, "cache")
     found, found_sums = again.table()
@@ -73,7 +75,7 @@ def test_restored_state_is_decode_encode_of_snapshot(make: Make, encoding: str) 
     assert all(map(torch.equal, again.net.top.parameters(), loop.net.top.parameters()))
 
 
-def test_trainer_on_synthetic_baselines_resumes_exactly(make: Make, tmp_path: Path) -> None:
+def test_trainer_on_synthetic_baselines_resumes_exactly(make: MakeCheckpointer, tmp_path: Path) -> None:
     """Its marks count from what the sidecar compacts; each resume, and what is trained after it, is exact."""
     store = open_store(f"file://{tmp_path / 'store'}")
 
@@ -83,7 +85,7 @@ def test_trainer_on_synthetic_baselines_resumes_exactly(make: Make, tmp_path: Pa
         return read
 
     for life in range(3):
-        loop = Loop(seed=life)
+        loop = ToyLoop(seed=life)
         ckpt = make(loop, content_hash=True, sidecar={"maintenance_interval_s": 0})
         restored = ckpt.restore()
         assert (restored is None) == (life == 0)
@@ -100,14 +102,14 @@ def test_trainer_on_synthetic_baselines_resumes_exactly(make: Make, tmp_path: Pa
         else:
             pytest.fail("no baseline was made by compaction")
         ckpt.close()
-        again = Loop(seed=9)
+        again = ToyLoop(seed=9)
         resumed(make, again, step=ckpt.steps, content_hash=True).close()
         assert all(map(torch.equal, again.table(), loop.table()))
 
 
-def test_forked_children_do_not_affect_run(make: Make) -> None:
+def test_forked_children_do_not_affect_run(make: MakeCheckpointer) -> None:
     """Workers of a loader, while saves go on; a child may leave the block, close, and is told that it cannot save."""
-    loop = Loop()
+    loop = ToyLoop()
     ckpt = make(loop, every_steps=1)
     ckpt.restore()
     data = torch.utils.data.TensorDataset(torch.randint(ROWS, (24, 4)))
@@ -128,7 +130,7 @@ def test_forked_children_do_not_affect_run(make: Make) -> None:
                 with pytest.raises(UserError, match="forked child"):
                     ckpt.save()
             ckpt.close()
-            leave(ckpt)
+            simulate_crash(ckpt)
             code = 0
         finally:
             os._exit(code)
@@ -140,9 +142,9 @@ def test_forked_children_do_not_affect_run(make: Make) -> None:
     assert ckpt.stats.last_commit.step == 14
 
 
-def test_exception_and_torn_step_are_never_saved(make: Make) -> None:
+def test_exception_and_torn_step_are_never_saved(make: MakeCheckpointer) -> None:
     """The step that it tore must not become the newest checkpoint: parameters moved after the last step()."""
-    loop = Loop()
+    loop = ToyLoop()
     with pytest.raises(ZeroDivisionError), make(loop) as ckpt:  # noqa: PT012 - the block is what is tested
         ckpt.restore()
         loop.train(4, ckpt)
@@ -164,17 +166,19 @@ def test_exception_and_torn_step_are_never_saved(make: Make) -> None:
         ckpt.close(deadline_s=60)
 
 
-def test_gradient_accumulation_waits_for_the_next_optimizer_step(make: Make) -> None:
+def test_gradient_accumulation_waits_for_the_next_optimizer_step(make: MakeCheckpointer) -> None:
     """A due cut between two optimizer steps would lose the gradients gathered so far."""
-    loop = Loop()
-    cuts: list[int] = []
-    ckpt = make(loop, on_event=lambda name, facts: cuts.append(facts["step"]) if name == "cut" else None)
+    loop = ToyLoop()
+    snapshots: list[int] = []
+    ckpt = make(
+        loop, on_event=lambda name, facts: snapshots.append(facts["step"]) if name == "snapshot" else None
+    )
     ckpt.restore()
     loop.train(1, ckpt)
     for micro in range(1, 9):
         if micro == 1:
             handle = ckpt.save("asked where step() left the program")
-            assert cuts == [1]
+            assert snapshots == [1]
             handle.wait(120)
         loop.net(torch.randint(ROWS, (8, 4))).sum().backward()
         if micro == 1:
@@ -187,14 +191,14 @@ def test_gradient_accumulation_waits_for_the_next_optimizer_step(make: Make) -> 
         if micro == 2:
             asked = ckpt.save("in the middle of accumulation")
             assert asked.cut is None
-        assert cuts == ([1] if micro < 4 else [1, 5])
+        assert snapshots == ([1] if micro < 4 else [1, 5])
     assert asked.wait(120).step == 5
 
 
-def test_sigterm_saves_then_calls_the_previous_handler(make: Make) -> None:
+def test_sigterm_saves_then_calls_the_previous_handler(make: MakeCheckpointer) -> None:
     """At the next step, durable, and only then."""
     called: list[int | None] = []
-    loop = Loop()
+    loop = ToyLoop()
     previous = signal.signal(signal.SIGTERM, lambda *_: called.append(committed()))
 
     def committed() -> int | None:
@@ -213,9 +217,9 @@ def test_sigterm_saves_then_calls_the_previous_handler(make: Make) -> None:
         signal.signal(signal.SIGTERM, previous)
 
 
-def test_pins_seqs_and_steps_can_be_restored(make: Make) -> None:
+def test_pins_seqs_and_steps_can_be_restored(make: MakeCheckpointer) -> None:
     """Also two pins of one cut, of parts of a program that do not know of each other. fresh=True begins anew."""
-    loop = Loop()
+    loop = ToyLoop()
     ckpt = make(loop)
     ckpt.restore()
     tables = {}
@@ -229,13 +233,13 @@ def test_pins_seqs_and_steps_can_be_restored(make: Make) -> None:
         (seqs[step],) = {handle.wait(120).seq for handle in handles}
     ckpt.close()
     for which, step in (("pin:best", 2), ("pin:epoch-1", 2), (seqs[3], 3), ("step:1", 1)):
-        again = Loop(seed=9)
+        again = ToyLoop(seed=9)
         ckpt = make(again)
         restored = ckpt.restore(which=which)
         assert (restored.step, restored.seq) == (step, seqs[step])
         assert all(map(torch.equal, again.table(), tables[step]))
-        leave(ckpt)
-    other = Loop(seed=2)
+        simulate_crash(ckpt)
+    other = ToyLoop(seed=2)
     with make(other, fresh=True) as ckpt:
         other.train(3, ckpt)
     assert ckpt.stats.last_commit.baseline
@@ -243,12 +247,12 @@ def test_pins_seqs_and_steps_can_be_restored(make: Make) -> None:
     assert torch.equal(again.weights, other.weights)
 
 
-def test_warm_start_from_another_run(make: Make) -> None:
+def test_warm_start_from_another_run(make: MakeCheckpointer) -> None:
     """Reads that run, commits to ours, and begins with a baseline."""
-    loop = Loop()
+    loop = ToyLoop()
     with make(loop, run="first") as ckpt:
         loop.train(3, ckpt)
-    again = Loop(seed=1)
+    again = ToyLoop(seed=1)
     with make(again, run="second") as ckpt:
         restored = ckpt.restore(from_run="first", weights_only=True)
         assert restored.step == 3
@@ -257,12 +261,12 @@ def test_warm_start_from_another_run(make: Make) -> None:
     assert (ckpt.stats.last_commit.baseline, ckpt.stats.last_commit.step) == (True, 1)
 
 
-def test_grown_table_is_refused_or_reported(make: Make) -> None:
+def test_grown_table_is_refused_or_reported(make: MakeCheckpointer) -> None:
     """With strict=False the prefix comes back, the rest keeps its values, and the next cut is whole."""
-    loop = Loop()
+    loop = ToyLoop()
     with make(loop) as ckpt:
         loop.train(3, ckpt)
-    bigger = Loop(seed=1, rows=ROWS + 50)
+    bigger = ToyLoop(seed=1, rows=ROWS + 50)
     tail = bigger.weights[ROWS:].clone()
     ckpt = make(bigger)
     with pytest.raises(CheckpointMismatch, match="grew"):
@@ -275,9 +279,9 @@ def test_grown_table_is_refused_or_reported(make: Make) -> None:
     assert ckpt.save().wait(120).baseline
 
 
-def test_setting_unsupported_by_sidecar(make: Make) -> None:
+def test_setting_unsupported_by_sidecar(make: MakeCheckpointer) -> None:
     """It was said in an argument, of which the message speaks."""
     with pytest.raises(UserError, match=r"no setting 'nope' \[Checkpointer\(sidecar=\)\]"):
-        make(Loop(), sidecar={"nope": 1})
+        make(ToyLoop(), sidecar={"nope": 1})
     with pytest.raises(UserError, match="keep_last is an argument of its own"):
-        make(Loop(), keep_last=5, sidecar={"keep_last": 1})
+        make(ToyLoop(), keep_last=5, sidecar={"keep_last": 1})

@@ -15,7 +15,7 @@ from deltashard.errors import SaveFailed, WaitError
 from torch import nn
 
 from tests.support.checkpointers import checkpointers
-from tests.support.trainer.toy_loop import Loop as ToyLoop
+from tests.support.trainer.toy_loop import ToyLoop
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
@@ -53,7 +53,7 @@ class Hooks:
             raise self.listener
 
 
-class Loop(ToyLoop):
+class HookedLoop(ToyLoop):
     """With its Checkpointer, and an optimizer that has no state, which a table may outgrow."""
 
     ckpt: deltashard.Checkpointer
@@ -72,9 +72,9 @@ def hooks() -> Hooks:
 
 
 @pytest.fixture
-def loop(tmp_path: Path, hooks: Hooks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+def loop(tmp_path: Path, hooks: Hooks, monkeypatch: pytest.MonkeyPatch) -> Iterator[HookedLoop]:
     before = {each: signal.getsignal(each) for each in (signal.SIGUSR1, signal.SIGINT)}
-    made, state = Loop(), {"mine": (hooks.get, lambda held: None)}
+    made, state = HookedLoop(), {"mine": (hooks.get, lambda held: None)}
     with checkpointers(tmp_path, monkeypatch, state=state) as make:
         made.ckpt = make(made, validate=hooks.validate, on_event=hooks.on_event)
         yield made
@@ -93,7 +93,7 @@ RAISED = [
 
 
 def test_user_code_exceptions_do_not_reach_loop(
-    loop: Loop, hooks: Hooks, caplog: pytest.LogCaptureFixture
+    loop: HookedLoop, hooks: Hooks, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Getters, validate= and on_event=, of whatever class; the next save is whole.
 
@@ -140,11 +140,13 @@ def test_user_code_exceptions_do_not_reach_loop(
     assert loop.ckpt.save().wait(60).step == loop.ckpt.steps
 
 
-def test_training_without_step_is_reported_at_close(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_without_step_is_reported_at_close(
+    loop: HookedLoop, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nothing was saved: a warning and an event, where evaluation alone says nothing."""
     events: list[str] = []
     loop.ckpt._listener._on_event = lambda name, facts: events.append(name)
-    loop.ckpt._say_if_unsaved()
+    loop.ckpt._warn_if_unsaved()
     assert events == []
     loop.train(1)
     loop.ckpt.close()
@@ -152,7 +154,7 @@ def test_training_without_step_is_reported_at_close(loop: Loop, caplog: pytest.L
     assert "nothing_saved" in events
 
 
-def test_nested_save_joins_outer_save(loop: Loop, hooks: Hooks) -> None:
+def test_nested_save_joins_outer_save(loop: HookedLoop, hooks: Hooks) -> None:
     """By a getter, as by a signal's handler: the outer snapshot is whole, and none is asked for beside it."""
     asked: list[deltashard.SaveHandle] = []
 

@@ -11,21 +11,21 @@ from typing import Any
 from deltashard_operator.kube import cluster_name
 
 from tests.load.simulation import measure, workload
-from tests.load.simulation.control_plane import Plane
+from tests.load.simulation.control_plane import ControlPlane
 
 THREADS = 16
 HOOKS = ("jobs.deltashard.io", "pods.deltashard.io")
 
 
 @dataclass(slots=True)
-class Outcome:
+class AdmissionResult:
     """What came of them."""
 
-    lasted_s: float = 0.0
+    elapsed_s: float = 0.0
     latencies_s: list[float] = field(default_factory=list)
     """As the client saw them, whole requests."""
     failures: list[str] = field(default_factory=list)
-    latest_s: float = 0.0
+    max_lateness_s: float = 0.0
     """How far the worst request began after its time: the rate was held when this is small."""
     webhook: measure.Histogram = field(default_factory=lambda: measure.Histogram(bounds=()))
     """The webhook's own seconds of each."""
@@ -46,7 +46,7 @@ def _pod(name: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
 
-def _times(page: str) -> measure.Histogram:
+def _hook_latencies(page: str) -> measure.Histogram:
     name = "apiserver_admission_webhook_admission_duration_seconds"
     both = [dict(measure.histogram(page, name, name=hook).bounds) for hook in HOOKS]
     return measure.Histogram(
@@ -54,17 +54,17 @@ def _times(page: str) -> measure.Histogram:
     )
 
 
-def admit(plane: Plane, webhook_page: Any, *, per_s: float, lasts_s: float) -> Outcome:
+def admit(plane: ControlPlane, webhook_page: Any, *, per_s: float, duration_s: float) -> AdmissionResult:
     """As many a second for so long, one in two a Job; `webhook_page` gives the webhook's metrics.
 
     The rate is kept whatever the answers take: a slow answer delays none but those that find every thread busy.
     """
-    outcome = Outcome()
+    outcome = AdmissionResult()
     lock = threading.Lock()
     numbers = itertools.count()
-    total = int(per_s * lasts_s)
+    total = int(per_s * duration_s)
     webhook_name = "deltashard_webhook_admission_seconds"
-    before = measure.histogram(webhook_page(), webhook_name), _times(plane.metrics())
+    before = measure.histogram(webhook_page(), webhook_name), _hook_latencies(plane.metrics())
     begun_s = time.monotonic()
 
     def work() -> None:
@@ -84,7 +84,7 @@ def admit(plane: Plane, webhook_page: Any, *, per_s: float, lasts_s: float) -> O
             inits = spec.get("template", {"spec": spec})["spec"].get("initContainers") or []
             with lock:
                 outcome.latencies_s.append(took_s)
-                outcome.latest_s = max(outcome.latest_s, sent_s - due_s)
+                outcome.max_lateness_s = max(outcome.max_lateness_s, sent_s - due_s)
                 if reply.status != 201 or [c["name"] for c in inits] != [cluster_name.SIDECAR]:
                     outcome.failures.append(f"{reply.status}: {reply.document.get('message', 'no sidecar')}")
 
@@ -93,7 +93,7 @@ def admit(plane: Plane, webhook_page: Any, *, per_s: float, lasts_s: float) -> O
         thread.start()
     for thread in threads:
         thread.join()
-    outcome.lasted_s = time.monotonic() - begun_s
+    outcome.elapsed_s = time.monotonic() - begun_s
     outcome.webhook = measure.histogram(webhook_page(), webhook_name).since(before[0])
-    outcome.hooks = _times(plane.metrics()).since(before[1])
+    outcome.hooks = _hook_latencies(plane.metrics()).since(before[1])
     return outcome

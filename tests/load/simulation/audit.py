@@ -20,7 +20,7 @@ READS = frozenset({"get", "list", "watch"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class AuditedRequest:
     """One request of an account."""
 
     user: str
@@ -64,7 +64,7 @@ ALLOWED = (
 """Every write the controller has a reason for: verbs, resource with its subresource, namespace/name (empty: any)."""
 
 
-def _is_allowed(request: Request) -> bool:
+def _is_allowed(request: AuditedRequest) -> bool:
     return any(
         request.verb in verbs.split()
         and request.what == what
@@ -73,7 +73,7 @@ def _is_allowed(request: Request) -> bool:
     )
 
 
-def requests(log: Path, user: str) -> Iterator[Request]:
+def requests(log: Path, user: str) -> Iterator[AuditedRequest]:
     with log.open() as lines:
         for line in lines:
             event = json.loads(line)
@@ -82,10 +82,10 @@ def requests(log: Path, user: str) -> Iterator[Request]:
                 yield _request(event)
 
 
-def _request(event: dict[str, Any]) -> Request:
+def _request(event: dict[str, Any]) -> AuditedRequest:
     what = event.get("objectRef") or {}
     sub = what.get("subresource")
-    return Request(
+    return AuditedRequest(
         user=event["user"]["username"],
         verb=event["verb"],
         group=what.get("apiGroup", ""),
@@ -96,10 +96,10 @@ def _request(event: dict[str, Any]) -> Request:
     )
 
 
-def findings(asked: Iterable[Request]) -> list[str]:
+def violations(requested: Iterable[AuditedRequest]) -> list[str]:
     """What it should not have asked for, each kind once with how often; empty is well."""
     found: Counter[str] = Counter()
-    for request in asked:
+    for request in requested:
         if request.status in {401, 403}:
             found[f"refused: {request}"] += 1
         if request.verb not in READS and not _is_allowed(request):
@@ -107,5 +107,5 @@ def findings(asked: Iterable[Request]) -> list[str]:
     return [f"{what} ({times} times)" for what, times in sorted(found.items())]
 
 
-def counts(asked: Iterable[Request]) -> dict[str, int]:
-    return dict(Counter(request.kind for request in asked).most_common())
+def counts(requested: Iterable[AuditedRequest]) -> dict[str, int]:
+    return dict(Counter(request.kind for request in requested).most_common())

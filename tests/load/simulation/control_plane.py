@@ -17,20 +17,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.load.simulation.process import Process
+from tests.load.simulation.process import LoggedProcess
 from tests.support import helm
 from tests.support.eventually import eventually
 from tests.support.operator import webhook_process
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.minio_server import free_port
-from tests.support.tool import built
+from tests.support.tool import require_tool
 
 SYSTEM = "deltashard-system"
 CONTROLLER, WEBHOOK = "deltashard-controller", "deltashard-webhook"
 """Names of Deployments, service accounts and (the webhook's) configuration."""
 STORE = "s3://checkpoints/load"
-PATIENCE_S = 120.0
-_NOT_MADE = {
+TIMEOUT_S = 120.0
+_SKIPPED_KINDS = {
     "Deployment",
     "PodDisruptionBudget",
     "NetworkPolicy",
@@ -68,16 +68,16 @@ def audit_flags(folder: Path) -> list[str]:
     ]
 
 
-def rendered(interval_s: float, nudge_port: int) -> Iterator[dict[str, Any]]:
+def render_chart(interval_s: float, nudge_port: int) -> Iterator[dict[str, Any]]:
     """The chart's objects but its pods, hooks and monitors, with these in the default policy."""
     every, sidecar = {"every": f"{interval_s:.0f}s"}, {"metricsPort": nudge_port}
     values = {"defaultPolicy": {"store": {"url": STORE}, "interval": every, "sidecar": sidecar}}
     for document in helm.render(values, namespace=SYSTEM).documents:
-        if document["kind"] not in _NOT_MADE and not helm.is_hook(document):
+        if document["kind"] not in _SKIPPED_KINDS and not helm.is_hook(document):
             yield document
 
 
-class Plane:
+class ControlPlane:
     """The cluster; `start`, use, `stop`."""
 
     def __init__(self, folder: Path, *, nodes: int, interval_s: float = 300.0) -> None:
@@ -90,20 +90,20 @@ class Plane:
         self.webhook_port = free_port()
         self.nudge_port = free_port()
         """Port of every sidecar's metrics, by which it is nudged."""
-        self.job_controller = Process(
+        self.job_controller = LoggedProcess(
             "kube-controller-manager",
             [
-                built("kubernetes") / "kube-controller-manager", f"--kubeconfig={folder}/kubeconfig",
+                require_tool("kubernetes") / "kube-controller-manager", f"--kubeconfig={folder}/kubeconfig",
                 "--bind-address=127.0.0.1", f"--secure-port={free_port()}", f"--cert-dir={folder}/manager",
                 "--leader-elect=false", f"--controllers={','.join(_CONTROLLERS)}",
                 "--kube-api-qps=200", "--kube-api-burst=400",
             ],
             folder=folder,
         )  # fmt: skip
-        self.kwok = Process(
+        self.kwok = LoggedProcess(
             "kwok",
             [
-                built("kwok"), f"--kubeconfig={folder}/kubeconfig", "--manage-all-nodes",
+                require_tool("kwok"), f"--kubeconfig={folder}/kubeconfig", "--manage-all-nodes",
                 f"--config={Path(__file__).parent}/stages.yaml", "--node-lease-duration-seconds=0", "-v=WARN",
             ],
             folder=folder,
@@ -120,7 +120,7 @@ class Plane:
             self.kwok.start()
             for name in self.nodes:
                 self.make({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
-            eventually(self._nodes_ready, what="nodes of kwok", timeout_s=PATIENCE_S)
+            eventually(self._nodes_ready, what="nodes of kwok", timeout_s=TIMEOUT_S)
         except BaseException:
             self.stop()
             raise
@@ -141,7 +141,7 @@ class Plane:
         """A namespace in which pods can be made."""
         self.make({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
         path = f"/api/v1/namespaces/{name}/serviceaccounts/default"
-        eventually(lambda: self.rest("GET", path).status == 200, what=path, timeout_s=PATIENCE_S)
+        eventually(lambda: self.rest("GET", path).status == 200, what=path, timeout_s=TIMEOUT_S)
 
     def mount(self, kind: str, name: str, folder: Path) -> bool:
         """Put a Secret's or ConfigMap's data into files, as a kubelet would; False while it has none."""
@@ -158,7 +158,7 @@ class Plane:
 
     def _install(self) -> None:
         definitions = []
-        documents = list(rendered(self._interval_s, self.nudge_port))
+        documents = list(render_chart(self._interval_s, self.nudge_port))
         for document in documents:
             if document["kind"] == "Service" and document["metadata"]["name"] == WEBHOOK:
                 document["spec"] = {"type": "ExternalName", "externalName": "localhost"}
@@ -172,9 +172,9 @@ class Plane:
         kinds = {document["kind"] for document in documents}
         assert {"MutatingWebhookConfiguration", "ClusterRole", "CustomResourceDefinition"} <= kinds
         for name in definitions:
-            eventually(lambda name=name: self._served(name), what=name, timeout_s=PATIENCE_S)
+            eventually(lambda name=name: self._is_established(name), what=name, timeout_s=TIMEOUT_S)
 
-    def _served(self, name: str) -> bool:
+    def _is_established(self, name: str) -> bool:
         path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}"
         conditions = self.rest("GET", path).document.get("status", {}).get("conditions") or []
         return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)

@@ -10,17 +10,17 @@ from pathlib import Path
 import urllib3
 
 from tests.load.simulation import control_plane, measure
-from tests.load.simulation.control_plane import CONTROLLER, SYSTEM, WEBHOOK, Plane
-from tests.load.simulation.process import Process, Usage
+from tests.load.simulation.control_plane import CONTROLLER, SYSTEM, WEBHOOK, ControlPlane
+from tests.load.simulation.process import LoggedProcess, Usage
 from tests.support.eventually import eventually
 from tests.support.operator.webhook_process import PROGRAM
 from tests.support.server.minio_server import free_port
 
 
-class Service:
+class OperatorService:
     """One of the two: a process, its plain port, and what it was mounted."""
 
-    def __init__(self, plane: Plane, name: str, *program: str, **flags: object) -> None:
+    def __init__(self, plane: ControlPlane, name: str, *program: str, **flags: object) -> None:
         """`program`: what Python is to run."""
         self.plane = plane
         self.name = name
@@ -35,7 +35,7 @@ class Service:
             "kubeconfig": plane.apiserver.kubeconfig_of(SYSTEM, name, plane.folder),
             "certificate-dir": self.folder,
         } | {key.replace("_", "-"): value for key, value in flags.items()}
-        self.process = Process(
+        self.process = LoggedProcess(
             name,
             [sys.executable, *program, *(f"--{key}={value}" for key, value in words.items())],
             folder=plane.folder,
@@ -46,7 +46,7 @@ class Service:
     def start(self) -> None:
         """Start it and wait until it says that it is ready."""
         self.process.start()
-        eventually(self.ready, what=f"{self.name} ready", timeout_s=control_plane.PATIENCE_S)
+        eventually(self.ready, what=f"{self.name} ready", timeout_s=control_plane.TIMEOUT_S)
 
     def ready(self) -> bool:
         """Whether its readiness probe succeeds; its certificate is mounted as a kubelet would."""
@@ -74,10 +74,10 @@ class Service:
         self.process.stop(number)
 
 
-class Webhook(Service):
+class LoadWebhook(OperatorService):
     """One replica of the webhook, behind the Service's name."""
 
-    def __init__(self, plane: Plane) -> None:
+    def __init__(self, plane: ControlPlane) -> None:
         super().__init__(
             plane,
             WEBHOOK,
@@ -93,15 +93,15 @@ class Webhook(Service):
         eventually(
             lambda: self.plane.mount("configmaps", "deltashard-fleet-ca", self.folder),
             what="the authority",
-            timeout_s=control_plane.PATIENCE_S,
+            timeout_s=control_plane.TIMEOUT_S,
         )
         super().start()
 
 
-class Controller(Service):
+class LoadController(OperatorService):
     """The controller, in mode `builtin`."""
 
-    def __init__(self, plane: Plane) -> None:
+    def __init__(self, plane: ControlPlane) -> None:
         self.fleet_port = free_port()
         super().__init__(
             plane,
@@ -124,6 +124,6 @@ class Controller(Service):
         eventually(
             lambda: self.plane.mount("configmaps", "deltashard-fleet-ca", folder),
             what="the fleet's authority",
-            timeout_s=control_plane.PATIENCE_S,
+            timeout_s=control_plane.TIMEOUT_S,
         )
         return (folder / "ca.crt").read_text()

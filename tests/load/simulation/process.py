@@ -36,7 +36,7 @@ def usage(pid: int) -> Usage:
     )
 
 
-class Process:
+class LoggedProcess:
     """One program with a log file; `start` after `stop` or `kill` begins it anew."""
 
     def __init__(
@@ -73,16 +73,16 @@ class Process:
         assert self._running is not None
         return usage(self._running.pid)
 
-    def stop(self, number: signal.Signals = signal.SIGTERM, *, patience_s: float = 30.0) -> None:
+    def stop(self, number: signal.Signals = signal.SIGTERM, *, timeout_s: float = 30.0) -> None:
         if self._running is None:
             return
         if self._running.poll() is None:
             self._running.send_signal(number)
             try:
-                self._running.wait(patience_s)
+                self._running.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 self._running.kill()
-                self._running.wait(patience_s)
+                self._running.wait(timeout_s)
         self._running = None
 
     def kill(self) -> None:

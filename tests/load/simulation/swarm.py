@@ -45,11 +45,11 @@ RESTORING_S = 1.0
 SAVING_S = 2.0
 STEPS_PER_S = 10.0
 STORED_BYTES = 8 << 30
-NUDGED = b"HTTP/1.1 202 Accepted\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+NUDGE_REPLY = b"HTTP/1.1 202 Accepted\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class SwarmMember:
     """One pod's sidecar."""
 
     namespace: str
@@ -69,13 +69,13 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class CommitSchedule:
     """How a run trains."""
 
     every_s: float
     """Between commits."""
 
-    def committed(self, member: Member, now_s: float) -> tuple[int, float]:
+    def committed(self, member: SwarmMember, now_s: float) -> tuple[int, float]:
         """How many commits its run has by now, and when the newest was: the same in all of its pods."""
         offset = int.from_bytes(hashlib.sha256(member.workload_uid.encode()).digest()[:4]) / 2**32
         number = int(now_s / self.every_s + offset)
@@ -83,13 +83,13 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Told:
+class SwarmStats:
     """What became of all of them."""
 
-    living: int = 0
+    alive: int = 0
     taken: int = 0
     """Of the living, those of which a report was taken since the mark."""
-    speakers: int = 0
+    reporters: int = 0
     """Of these, those that speak for their run."""
     reports: int = 0
     nudges: int = 0
@@ -98,38 +98,38 @@ class Told:
     """By status, or `unreachable`."""
     report_s: list[float] = field(default_factory=list)
     """How long each report took, of those since the last answer."""
-    ordered_at_s: dict[str, float] = field(default_factory=dict)
+    received_at_s: dict[str, float] = field(default_factory=dict)
     """When an order was first heard, Unix seconds, by its id."""
 
 
-class Sidecar:
-    """One of them; `live` until cancelled."""
+class SimulatedSidecar:
+    """One of them; `run` until cancelled."""
 
-    def __init__(self, member: Member, world: World) -> None:
+    def __init__(self, member: SwarmMember, world: SwarmState) -> None:
         self.member = member
         self._world = world
-        self._begun_s = time.time()
+        self._started_s = time.time()
         self._process = os.urandom(8).hex()
         self._sequence = 0
         self._directive = 0
-        self._told = 0
-        self._open: dict[str, None] = {}
+        self._acknowledged_id = 0
+        self._open_orders: dict[str, None] = {}
         """Ids of orders, which are over as soon as they are heard."""
         self._schedule = ReportSchedule()
         self._wake = asyncio.Event()
         self._nudged = False
         """Whether it was since the last look: a report that is under way does not hide it."""
-        self._news = False
+        self._has_unreported = False
         """Whether something changed that no report had in it."""
-        self.speaks = member.index == "0"
+        self.is_reporter = member.index == "0"
         self.taken = False
 
     def nudge(self) -> None:
-        self._world.told.nudges += 1
+        self._world.stats.nudges += 1
         self._nudged = True
         self._wake.set()
 
-    async def live(self, delay_s: float) -> None:
+    async def run(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
         loop = asyncio.get_running_loop()
         loop.call_later(RESTORING_S, self.changed)
@@ -141,49 +141,49 @@ class Sidecar:
             if self._nudged:
                 self._nudged = False
                 self._schedule = self._schedule.nudged(time.monotonic())
-            if self._news:
+            if self._has_unreported:
                 self._schedule = self._schedule.changed(time.monotonic())
             if time.monotonic() >= self._schedule.due_s:
                 await self._report()
 
     def changed(self) -> None:
-        self._news = True
+        self._has_unreported = True
         self._wake.set()
 
     async def _report(self) -> None:
-        told = self._world.told
+        stats = self._world.stats
         self._sequence += 1
-        before, self._news = self._news, False
+        before, self._has_unreported = self._has_unreported, False
         try:
             async with self._world.connections, asyncio.timeout(DEADLINE_S):
                 begun_s = time.monotonic()
-                status, retry_after_s, body = await self._posted(self._request().SerializeToString())
+                status, retry_after_s, body = await self._post(self._request().SerializeToString())
         except (OSError, ValueError, IndexError):  # the last two: it broke off
             status, retry_after_s, body = 0, 0.0, b""
         now_s = time.monotonic()
         if status != 200:
             cause = str(status or "unreachable")
-            told.refusals[cause] = told.refusals.get(cause, 0) + 1
-            self._news |= before
+            stats.refusals[cause] = stats.refusals.get(cause, 0) + 1
+            self._has_unreported |= before
             self._schedule = self._schedule.failed(status, now_s, retry_after_s=retry_after_s)
             return
-        told.report_s.append(now_s - begun_s)
-        told.reports += 1
+        stats.report_s.append(now_s - begun_s)
+        stats.reports += 1
         self.taken = True
         reply = wire.ReportReply.FromString(body)
         self._schedule = self._schedule.accepted(reply.next_s, now_s)
-        self.speaks = reply.speaks
-        self._told = max(self._told, reply.told)
+        self.is_reporter = reply.speaks
+        self._acknowledged_id = max(self._acknowledged_id, reply.told)
         if reply.HasField("directive"):
             self._directive = reply.directive.id
-            told.directives += 1
-        earlier, self._open = self._open, dict.fromkeys(each.id for each in reply.saves)
-        for order in self._open:
-            told.ordered_at_s.setdefault(order, time.time())
-        if self._open.keys() - earlier.keys():
+            stats.directives += 1
+        earlier, self._open_orders = self._open_orders, dict.fromkeys(each.id for each in reply.saves)
+        for order in self._open_orders:
+            stats.received_at_s.setdefault(order, time.time())
+        if self._open_orders.keys() - earlier.keys():
             self.changed()
 
-    async def _posted(self, body: bytes) -> tuple[int, float, bytes]:
+    async def _post(self, body: bytes) -> tuple[int, float, bytes]:
         """Status, Retry-After and body of the answer."""
         reader, writer = await asyncio.open_connection(
             "127.0.0.1",
@@ -208,10 +208,10 @@ class Sidecar:
     def _request(self) -> wire.ReportRequest:
         member, now_s = self.member, time.time()
         run = f"{member.namespace}/{member.workload}-{member.workload_uid}"
-        commits, committed_s = self._world.pace.committed(member, now_s)
-        step = int(commits * self._world.pace.every_s * STEPS_PER_S)
+        commits, committed_s = self._world.commit_schedule.committed(member, now_s)
+        step = int(commits * self._world.commit_schedule.every_s * STEPS_PER_S)
         reopened = self._world.reopened[member.workload_uid]
-        restoring = now_s < self._begun_s + RESTORING_S
+        restoring = now_s < self._started_s + RESTORING_S
         request = wire.ReportRequest(
             protocol=1,
             process=self._process,
@@ -230,7 +230,7 @@ class Sidecar:
                 index=member.index,
                 policy="default",
                 url="s3://checkpoints/load",
-                started_at_s=self._begun_s,
+                started_at_s=self._started_s,
             ),
             pod=wire.PodState(
                 run=run,
@@ -243,10 +243,10 @@ class Sidecar:
             ),
             saves_over=[
                 wire.SaveOver(id=each, outcome=wire.SaveOver.OUTCOME_COMMITTED, step=step, seq=commits)
-                for each in self._open
+                for each in self._open_orders
             ],
         )
-        if self.speaks:
+        if self.is_reporter:
             commit = trainer_wire.Commit(
                 seq=commits, attempt=1, step=step, durable_s=SAVING_S, stored_bytes=STORED_BYTES // 100
             )
@@ -258,15 +258,17 @@ class Sidecar:
                     stored_bytes=STORED_BYTES,
                     openings=1 + reopened,
                     policy=trainer_wire.Policy(
-                        every_s=self._world.pace.every_s, encoding="q8", differential="intermittent"
+                        every_s=self._world.commit_schedule.every_s,
+                        encoding="q8",
+                        differential="intermittent",
                     ),
                 )
             )
-        if member.restored and not restoring and not self._told:
+        if member.restored and not restoring and not self._acknowledged_id:
             request.incidents.add(
                 id=1,
                 kind=wire.INCIDENT_KIND_RESTORED,
-                at_s=self._begun_s + RESTORING_S,
+                at_s=self._started_s + RESTORING_S,
                 cause="store",
                 message=f"restored step {step} from the store",
                 step=step,
@@ -278,53 +280,53 @@ class Sidecar:
 
 
 @dataclass(slots=True, kw_only=True)
-class World:
+class SwarmState:
     """What all of a process's sidecars have."""
 
     port: int
     context: ssl.SSLContext
-    pace: Pace
-    told: Told = field(default_factory=Told)
+    commit_schedule: CommitSchedule
+    stats: SwarmStats = field(default_factory=SwarmStats)
     connections: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONNECTIONS))
     reopened: Counter[str] = field(default_factory=Counter)
     """How often the group of each workload, by UID, has opened its run once more."""
-    living: dict[str, tuple[Sidecar, asyncio.Task[None]]] = field(default_factory=dict)
-    by_address: dict[str, Sidecar] = field(default_factory=dict)
+    alive: dict[str, tuple[SimulatedSidecar, asyncio.Task[None]]] = field(default_factory=dict)
+    by_address: dict[str, SimulatedSidecar] = field(default_factory=dict)
 
-    async def nudged(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle_nudge(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             await reader.readuntil(b"\r\n\r\n")
             sidecar = self.by_address.get(writer.get_extra_info("sockname")[0])
             if sidecar is not None:
                 sidecar.nudge()
-            writer.write(NUDGED)
+            writer.write(NUDGE_REPLY)
         writer.close()
 
-    def obey(self, command: dict[str, Any]) -> None:
+    def execute(self, command: dict[str, Any]) -> None:
         match command["do"]:
             case "add":
                 for fields in command["members"]:
-                    member = Member(**fields)
-                    sidecar = self.by_address[member.address] = Sidecar(member, self)
+                    member = SwarmMember(**fields)
+                    sidecar = self.by_address[member.address] = SimulatedSidecar(member, self)
                     delay_s = random.uniform(0, command["within_s"])
-                    self.living[member.uid] = sidecar, asyncio.create_task(sidecar.live(delay_s))
+                    self.alive[member.uid] = sidecar, asyncio.create_task(sidecar.run(delay_s))
             case "reopen":
                 self.reopened.update(command["workloads"])
-                for sidecar, _ in self.living.values():
+                for sidecar, _ in self.alive.values():
                     if sidecar.member.workload_uid in command["workloads"]:
                         sidecar.changed()
             case "remove":
                 for uid in command["uids"]:
-                    self.living.pop(uid)[1].cancel()
+                    self.alive.pop(uid)[1].cancel()
             case "mark":
-                for sidecar, _ in self.living.values():
+                for sidecar, _ in self.alive.values():
                     sidecar.taken = False
-        for uid, (_, task) in self.living.items():
+        for uid, (_, task) in self.alive.items():
             if task.done():
                 raise SystemExit(f"the sidecar of {uid} failed: {task.exception()!r}")
-        taken = [each for each, _ in self.living.values() if each.taken]
-        self.told.living, self.told.taken = len(self.living), len(taken)
-        self.told.speakers = sum(each.speaks for each in taken)
+        taken = [each for each, _ in self.alive.values() if each.taken]
+        self.stats.alive, self.stats.taken = len(self.alive), len(taken)
+        self.stats.reporters = sum(each.is_reporter for each in taken)
 
 
 class Swarm:
@@ -347,23 +349,23 @@ class Swarm:
         self.pid = self._process.pid
         self._log = folder / f"{name}.log"
 
-    def add(self, members: Iterable[Member], *, within_s: float) -> None:
+    def add(self, members: Iterable[SwarmMember], *, within_s: float) -> None:
         """Begin these, spread over some seconds."""
-        self._ask(do="add", members=[asdict(each) for each in members], within_s=within_s)
+        self._send(do="add", members=[asdict(each) for each in members], within_s=within_s)
 
     def reopen(self, workloads: Iterable[str]) -> None:
         """The groups of these workloads, by UID, open their runs once more: a member of each was lost."""
-        self._ask(do="reopen", workloads=list(workloads))
+        self._send(do="reopen", workloads=list(workloads))
 
     def remove(self, uids: Iterable[str]) -> None:
-        self._ask(do="remove", uids=list(uids))
+        self._send(do="remove", uids=list(uids))
 
     def mark(self) -> None:
         """Nobody counts as taken before the next report that is."""
-        self._ask(do="mark")
+        self._send(do="mark")
 
     def report(self) -> dict[str, Any]:
-        return self._ask(do="report")
+        return self._send(do="report")
 
     def stop(self) -> None:
         assert self._process.stdin is not None
@@ -376,7 +378,7 @@ class Swarm:
             self._process.wait(30)
         self._process.stdout.close()
 
-    def _ask(self, **command: Any) -> dict[str, Any]:
+    def _send(self, **command: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(command) + "\n")
@@ -386,17 +388,17 @@ class Swarm:
         return json.loads(line)
 
 
-async def _obey(world: World, nudge_port: int) -> None:
+async def _serve(world: SwarmState, nudge_port: int) -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=1 << 28)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    async with await asyncio.start_server(world.nudged, "0.0.0.0", nudge_port, backlog=4096):
+    async with await asyncio.start_server(world.handle_nudge, "0.0.0.0", nudge_port, backlog=4096):
         while line := await reader.readline():
-            world.obey(json.loads(line))
-            sys.stdout.write(json.dumps(asdict(world.told)) + "\n")
+            world.execute(json.loads(line))
+            sys.stdout.write(json.dumps(asdict(world.stats)) + "\n")
             sys.stdout.flush()
-            world.told.report_s.clear()
-    tasks = [task for _, task in world.living.values()]
+            world.stats.report_s.clear()
+    tasks = [task for _, task in world.alive.values()]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -410,8 +412,10 @@ def main() -> None:
     parser.add_argument("--every-s", required=True, type=float)
     options = parser.parse_args()
     context = ssl.create_default_context(cafile=options.trusted)
-    world = World(port=options.port, context=context, pace=Pace(every_s=options.every_s))
-    asyncio.run(_obey(world, options.nudge_port))
+    world = SwarmState(
+        port=options.port, context=context, commit_schedule=CommitSchedule(every_s=options.every_s)
+    )
+    asyncio.run(_serve(world, options.nudge_port))
 
 
 if __name__ == "__main__":

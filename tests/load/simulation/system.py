@@ -10,11 +10,11 @@ from typing import Self
 
 from tests.load.simulation import audit, control_plane, workload
 from tests.load.simulation import view as views
-from tests.load.simulation.control_plane import CONTROLLER, Plane
-from tests.load.simulation.operator_process import Controller, Webhook
+from tests.load.simulation.control_plane import CONTROLLER, ControlPlane
+from tests.load.simulation.operator_process import LoadController, LoadWebhook
 from tests.load.simulation.process import Usage, usage
 from tests.load.simulation.swarm import Swarm
-from tests.load.simulation.workload import Pod
+from tests.load.simulation.workload import ClusterPod
 from tests.support.eventually import eventually
 
 NAMESPACES = tuple(f"team-{number}" for number in range(5))
@@ -22,7 +22,7 @@ ARRIVALS_PER_S = 100
 """Sidecars that begin, when all of them come at first."""
 
 
-class System:
+class LoadSystem:
     """A cluster that trains runs of these sizes, in pods; use as a context manager."""
 
     def __init__(
@@ -32,14 +32,14 @@ class System:
         sizes: Sequence[int],
         nodes: int,
         every_s: float,
-        make: Callable[[Plane, Sequence[str], Sequence[int]], None] = workload.make,
+        make: Callable[[ControlPlane, Sequence[str], Sequence[int]], None] = workload.make,
     ) -> None:
         self.sizes, self.every_s, self._make = tuple(sizes), every_s, make
         self.runs, self.pods = len(self.sizes), sum(self.sizes)
         self.took_s: dict[str, float] = {}
         self.controller_after: dict[str, Usage] = {}
         """What the controller used by the end of each stage."""
-        self.plane = Plane(folder, nodes=nodes, interval_s=every_s)
+        self.plane = ControlPlane(folder, nodes=nodes, interval_s=every_s)
         self._closing = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -48,15 +48,15 @@ class System:
                 closing.callback(self.plane.stop)
                 self.plane.start()
             with self._timed("controller and webhook"):
-                self.controller = Controller(self.plane)
+                self.controller = LoadController(self.plane)
                 closing.callback(self.controller.stop)
                 self.controller.start()
-                self.webhook = Webhook(self.plane)
+                self.webhook = LoadWebhook(self.plane)
                 closing.callback(self.webhook.stop)
                 self.webhook.start()
             with self._timed("pods running"):
                 self._make(self.plane, NAMESPACES, self.sizes)
-            self.view = closing.enter_context(views.Runs(self.plane))
+            self.view = closing.enter_context(views.RunWatcher(self.plane))
             self.swarm = Swarm(
                 self.plane.folder,
                 name="sidecars",
@@ -67,13 +67,13 @@ class System:
             )
             closing.callback(self.swarm.stop)
             with self._timed("tokens made"):
-                members = workload.members(self.plane, workload.living(self.plane), self.sizes)
+                members = workload.members(self.plane, workload.live_pods(self.plane), self.sizes)
             assert len(members) == self.pods
             with self._timed("sidecars heard"):
                 self.swarm.add(members, within_s=self.pods / ARRIVALS_PER_S)
-                self.wait_taken(self.pods)
+                self.wait_reported(self.pods)
             with self._timed("runs training"):
-                self.view.wait_training(self.runs, timeout_s=control_plane.PATIENCE_S + self.pods / 20)
+                self.view.wait_training(self.runs, timeout_s=control_plane.TIMEOUT_S + self.pods / 20)
             self._closing = closing.pop_all()
         return self
 
@@ -88,8 +88,8 @@ class System:
         if what != "cluster":
             self.controller_after[what] = self.controller.usage()
 
-    def wait_taken(self, number: int, what: str = "accepted") -> None:
-        """Until reports of so many sidecars (or of `speakers` among them) were taken since the mark."""
+    def wait_reported(self, number: int, what: str = "accepted") -> None:
+        """Until reports of so many sidecars (or of `reporters` among them) were taken since the mark."""
 
         def all_here() -> bool:
             self.controller.process.check()
@@ -99,7 +99,7 @@ class System:
             eventually(
                 all_here,
                 what=f"{number} sidecars",
-                timeout_s=control_plane.PATIENCE_S + number / 10,
+                timeout_s=control_plane.TIMEOUT_S + number / 10,
                 every_s=0.2,
             )
         except TimeoutError as error:
@@ -124,17 +124,21 @@ class System:
         begun_s = time.monotonic()
         self.controller.start()
         started_s = time.monotonic() - begun_s
-        self.wait_taken(self.runs, "speakers")
-        heard_s = time.monotonic() - begun_s
+        self.wait_reported(self.runs, "reporters")
+        reported_s = time.monotonic() - begun_s
         self.view.wait_training(self.runs)
-        return {"ready": started_s, "every run heard": heard_s, "runs training": time.monotonic() - begun_s}
+        return {
+            "ready": started_s,
+            "every run reported": reported_s,
+            "runs training": time.monotonic() - begun_s,
+        }
 
-    def order(self, pods: Sequence[Pod]) -> tuple[dict[str, float], dict[str, float]]:
+    def request_saves(self, pods: Sequence[ClusterPod]) -> tuple[dict[str, float], dict[str, float]]:
         """Ask for a save of each of these pods' runs; seconds, by the request, to its sidecar and to its end."""
         asked_at_s: dict[str, float] = {}
         root = "/apis/deltashard.io/v1alpha1"
 
-        def ask(pod: Pod) -> None:
+        def ask(pod: ClusterPod) -> None:
             at_s = time.time()
             request = {
                 "apiVersion": "deltashard.io/v1alpha1",
@@ -158,21 +162,23 @@ class System:
                     ended_at_s.setdefault(each["metadata"]["uid"], time.time())
             return asked_at_s.keys() <= ended_at_s.keys()
 
-        eventually(over, what=f"{len(pods)} saves", every_s=0.2, timeout_s=control_plane.PATIENCE_S)
-        heard_at_s = self.swarm.report()["ordered_at_s"]
+        eventually(over, what=f"{len(pods)} saves", every_s=0.2, timeout_s=control_plane.TIMEOUT_S)
+        received_at_s_by_id = self.swarm.report()["received_at_s"]
         return (
-            {uid: heard_at_s[uid] - at_s for uid, at_s in asked_at_s.items()},
+            {uid: received_at_s_by_id[uid] - at_s for uid, at_s in asked_at_s.items()},
             {uid: ended_at_s[uid] - at_s for uid, at_s in asked_at_s.items()},
         )
 
-    def lose(self, victims: Sequence[Pod], how: Callable[[Plane, Pod], None]) -> dict[str, float]:
+    def lose(
+        self, victims: Sequence[ClusterPod], how: Callable[[ControlPlane, ClusterPod], None]
+    ) -> dict[str, float]:
         """Lose one pod of each of some runs, wait until every status tells it, and let its successor train.
 
         Returns, by pod, the seconds from the API's word that the pod is lost to the status that tells it.
         """
         lost_at_s: dict[str, float] = {}
 
-        def end(pod: Pod) -> None:
+        def end(pod: ClusterPod) -> None:
             how(self.plane, pod)
             lost_at_s[pod.name] = time.monotonic()
 
@@ -182,36 +188,36 @@ class System:
         self.view.wait(
             lambda view: all(view.lost_at_s(name) is not None for name in lost_at_s),
             f"{len(uids)} losses in statuses",
-            timeout_s=control_plane.PATIENCE_S,
+            timeout_s=control_plane.TIMEOUT_S,
         )
         seconds = {name: (self.view.lost_at_s(name) or 0.0) - at_s for name, at_s in lost_at_s.items()}
         self._replace({(pod.namespace, pod.job, pod.index) for pod in victims}, set(uids))
         return seconds
 
-    def _replace(self, places: set[tuple[str, str, str]], gone: set[str]) -> None:
-        found: list[Pod] = []
+    def _replace(self, places: set[tuple[str, str, str]], lost_uids: set[str]) -> None:
+        found: list[ClusterPod] = []
 
         def replaced() -> bool:
             found[:] = [
                 pod
-                for pod in workload.living(self.plane)
-                if (pod.namespace, pod.job, pod.index) in places and pod.uid not in gone
+                for pod in workload.live_pods(self.plane)
+                if (pod.namespace, pod.job, pod.index) in places and pod.uid not in lost_uids
             ]
             return len(found) == len(places)
 
         eventually(
-            replaced, what=f"{len(places)} replacements", every_s=0.5, timeout_s=control_plane.PATIENCE_S
+            replaced, what=f"{len(places)} replacements", every_s=0.5, timeout_s=control_plane.TIMEOUT_S
         )
         members = workload.members(self.plane, found, self.sizes, restored=True)
         self.swarm.reopen({member.workload_uid for member in members})
         self.swarm.add(members, within_s=1.0)
 
-    def findings(self) -> list[str]:
+    def violations(self) -> list[str]:
         """What the controller did and should not have done."""
-        return audit.findings(self._asked())
+        return audit.violations(self._audited_requests())
 
     def requests(self) -> dict[str, int]:
-        return audit.counts(self._asked())
+        return audit.counts(self._audited_requests())
 
-    def _asked(self) -> Iterator[audit.Request]:
+    def _audited_requests(self) -> Iterator[audit.AuditedRequest]:
         return audit.requests(self.plane.audit_log, control_plane.account(CONTROLLER))

@@ -12,16 +12,16 @@ from typing import Any, Self
 import urllib3
 
 from tests.load.simulation import control_plane
-from tests.load.simulation.control_plane import Plane
+from tests.load.simulation.control_plane import ControlPlane
 from tests.support.eventually import eventually
 
 PATH = "/apis/deltashard.io/v1alpha1/checkpointruns"
 
 
-class Runs:
+class RunWatcher:
     """All CheckpointRuns, by the UID of their workload, as a watch brings them; use as a context manager."""
 
-    def __init__(self, plane: Plane) -> None:
+    def __init__(self, plane: ControlPlane) -> None:
         folder = plane.apiserver.directory
         self._url = plane.apiserver.url
         self._pool = urllib3.PoolManager(
@@ -84,7 +84,7 @@ class Runs:
     def training(self) -> int:
         return self.phases()["Training"]
 
-    def wait_training(self, runs: int, timeout_s: float = control_plane.PATIENCE_S) -> float:
+    def wait_training(self, runs: int, timeout_s: float = control_plane.TIMEOUT_S) -> float:
         return self.wait(lambda view: view.training() == runs, f"{runs} runs training", timeout_s)
 
     def _run(self) -> None:
@@ -99,7 +99,7 @@ class Runs:
     def _list(self) -> str:
         page = self._pool.request("GET", f"{self._url}{PATH}").json()
         for item in page["items"]:
-            self._see(item)
+            self._apply(item)
         return page["metadata"]["resourceVersion"]
 
     def _watch(self, version: str) -> str:
@@ -114,10 +114,10 @@ class Runs:
                     raise RuntimeError(f"the watch of CheckpointRuns ended: {event['object']}")
                 version = event["object"]["metadata"]["resourceVersion"]
                 if event["type"] != "BOOKMARK":
-                    self._see(event["object"], gone=event["type"] == "DELETED")
+                    self._apply(event["object"], gone=event["type"] == "DELETED")
         return version
 
-    def _see(self, item: dict[str, Any], *, gone: bool = False) -> None:
+    def _apply(self, item: dict[str, Any], *, gone: bool = False) -> None:
         uid = item["spec"]["workload"]["uid"]
         status = item.get("status") or {}
         with self._lock:

@@ -11,8 +11,8 @@ from deltashard_operator.kube import cluster_name
 from deltashard_operator.run.observed_object import METRICS_SETTING
 
 from tests.load.simulation import control_plane
-from tests.load.simulation.control_plane import Plane
-from tests.load.simulation.swarm import Member
+from tests.load.simulation.control_plane import ControlPlane
+from tests.load.simulation.swarm import SwarmMember
 from tests.support.eventually import eventually
 
 THREADS = 12
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pod:
+class ClusterPod:
     """A pod of a run, as the API has it."""
 
     namespace: str
@@ -34,10 +34,10 @@ class Pod:
     job_uid: str
     index: str
     phase: str
-    leaving: bool
+    terminating: bool
 
     @classmethod
-    def read(cls, document: dict[str, Any]) -> Pod:
+    def read(cls, document: dict[str, Any]) -> ClusterPod:
         metadata = document["metadata"]
         return cls(
             namespace=metadata["namespace"],
@@ -49,7 +49,7 @@ class Pod:
             job_uid=metadata["labels"][cluster_name.JOB_UID_LABEL],
             index=metadata["annotations"][cluster_name.JOB_INDEX_ANNOTATION],
             phase=document["status"].get("phase", ""),
-            leaving="deletionTimestamp" in metadata,
+            terminating="deletionTimestamp" in metadata,
         )
 
     @property
@@ -57,8 +57,8 @@ class Pod:
         return f"/api/v1/namespaces/{self.namespace}/pods/{self.name}"
 
     @property
-    def lives(self) -> bool:
-        return self.phase == "Running" and not self.leaving
+    def is_live(self) -> bool:
+        return self.phase == "Running" and not self.terminating
 
 
 def job(name: str, *, pods: int, node: str) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def in_threads(work: Callable[[T], object], items: Iterable[T], threads: int = T
             pass
 
 
-def make(plane: Plane, namespaces: Sequence[str], sizes: Sequence[int]) -> None:
+def make(plane: ControlPlane, namespaces: Sequence[str], sizes: Sequence[int]) -> None:
     """Create a Job of each size in pods, spread over the namespaces and nodes, and wait until their pods run."""
     for namespace in namespaces:
         plane.namespace(namespace)
@@ -106,7 +106,7 @@ def make(plane: Plane, namespaces: Sequence[str], sizes: Sequence[int]) -> None:
             assert reply.status in {201, 500, 503}, reply.document
             return reply.status == 201
 
-        eventually(admitted, what=f"Job {number}", every_s=0.5, timeout_s=control_plane.PATIENCE_S)
+        eventually(admitted, what=f"Job {number}", every_s=0.5, timeout_s=control_plane.TIMEOUT_S)
         inits = made["spec"]["template"]["spec"].get("initContainers") or []
         assert [each["name"] for each in inits] == [cluster_name.SIDECAR], "it was not injected"
 
@@ -114,7 +114,7 @@ def make(plane: Plane, namespaces: Sequence[str], sizes: Sequence[int]) -> None:
     _wait_running(plane, sum(sizes))
 
 
-def make_pods(plane: Plane, namespaces: Sequence[str], sizes: Sequence[int]) -> None:
+def make_pods(plane: ControlPlane, namespaces: Sequence[str], sizes: Sequence[int]) -> None:
     """As `make`, for tens of thousands: the Job controller leaves these Jobs alone, and pods have no more than labels.
 
     So the API server holds 2 KiB a pod, and one request makes it. Admission injects the Jobs all the same.
@@ -161,33 +161,33 @@ def _pod(made: dict[str, Any], index: int) -> dict[str, Any]:
     }
 
 
-def _wait_running(plane: Plane, pods: int) -> None:
+def _wait_running(plane: ControlPlane, pods: int) -> None:
     def running() -> bool:
         plane.job_controller.check()
         plane.kwok.check()
-        return len(living(plane)) == pods
+        return len(live_pods(plane)) == pods
 
     eventually(
         running,
         what=f"{pods} running pods",
         every_s=0.5 + pods / 2500,
-        timeout_s=control_plane.PATIENCE_S + pods / 10,
+        timeout_s=control_plane.TIMEOUT_S + pods / 10,
     )
 
 
-def living(plane: Plane) -> list[Pod]:
+def live_pods(plane: ControlPlane) -> list[ClusterPod]:
     """The pods that train, of all runs."""
     path = f"/api/v1/pods?labelSelector={cluster_name.MANAGED_BY}%3D{cluster_name.MANAGED_BY_VALUE}"
-    found = (Pod.read(each) for each in control_plane.objects(plane.rest, path))
-    return [pod for pod in found if pod.lives]
+    found = (ClusterPod.read(each) for each in control_plane.objects(plane.rest, path))
+    return [pod for pod in found if pod.is_live]
 
 
 def members(
-    plane: Plane, pods: Sequence[Pod], sizes: Sequence[int], *, restored: bool = False
-) -> list[Member]:
+    plane: ControlPlane, pods: Sequence[ClusterPod], sizes: Sequence[int], *, restored: bool = False
+) -> list[SwarmMember]:
     """Their sidecars, each with a token as the kubelet would project it; `sizes` as in `make`."""
 
-    def member(pod: Pod) -> Member:
+    def member(pod: ClusterPod) -> SwarmMember:
         bound = {"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid}
         spec = {
             "audiences": [cluster_name.FLEET_AUDIENCE],
@@ -197,7 +197,7 @@ def members(
         path = f"/api/v1/namespaces/{pod.namespace}/serviceaccounts/default/token"
         reply = plane.rest("POST", path, {"spec": spec})
         assert reply.status == 201, reply.document
-        return Member(
+        return SwarmMember(
             namespace=pod.namespace,
             pod=pod.name,
             uid=pod.uid,
@@ -215,25 +215,25 @@ def members(
         return list(pool.map(member, pods))
 
 
-def evict(plane: Plane, pod: Pod) -> None:
+def evict(plane: ControlPlane, pod: ClusterPod) -> None:
     """As a drain does."""
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod.name}}
     reply = plane.rest("POST", f"{pod.path}/eviction", body)
     assert reply.status == 201, reply.document
 
 
-def kill(plane: Plane, pod: Pod) -> None:
+def kill(plane: ControlPlane, pod: ClusterPod) -> None:
     """As a kubelet reports a trainer that ran out of memory."""
     container = {"name": "trainer", "image": "registry.example/train:1", "imageID": "", "ready": False}
     ended = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
     _report(plane, pod, "Failed", {**container, "started": False, "restartCount": 0, "state": ended})
 
 
-def complete(plane: Plane, pod: Pod) -> None:
+def complete(plane: ControlPlane, pod: ClusterPod) -> None:
     _report(plane, pod, "Succeeded")
 
 
-def _report(plane: Plane, pod: Pod, phase: str, *containers: dict[str, Any]) -> None:
+def _report(plane: ControlPlane, pod: ClusterPod, phase: str, *containers: dict[str, Any]) -> None:
     status = {"phase": phase} | ({"containerStatuses": containers} if containers else {})
     content = "application/strategic-merge-patch+json"
     reply = plane.rest("PATCH", f"{pod.path}/status", {"status": status}, content=content)

@@ -8,8 +8,8 @@ that a client could rely on:
 
 - `UNAVAILABLE`: 503 or connection refused; nothing happened.
 - `LOST_ACK`: it happened, the answer was lost (also: a time-out after success).
-- `LANDS_LATE`: a put that the client saw time out, and that takes effect later: after some other operation, at
-  `settle()`, or never if the process that sent it is gone by then. A 404 read in between proves nothing.
+- `DELAYED`: a put that the client saw time out, and that takes effect later: after some other operation, at
+  `flush_delayed()`, or never if the process that sent it is gone by then. A 404 read in between proves nothing.
 - `TRUNCATED`: a read breaks off; half of the destination is overwritten.
 - `FLIPPED`: a read delivers one wrong bit, once.
 - `STALE_LIST`: a listing would lack what was put last; a store that keeps its promise refuses to serve it.
@@ -30,13 +30,13 @@ class Fault(StrEnum):
 
     UNAVAILABLE = "unavailable"
     LOST_ACK = "lost_ack"
-    LANDS_LATE = "lands_late"
+    DELAYED = "lands_late"
     TRUNCATED = "truncated"
     FLIPPED = "flipped"
     STALE_LIST = "stale_list"
 
 
-_WRITES = frozenset({Fault.UNAVAILABLE, Fault.LOST_ACK, Fault.LANDS_LATE})
+_WRITES = frozenset({Fault.UNAVAILABLE, Fault.LOST_ACK, Fault.DELAYED})
 _READS = frozenset({Fault.UNAVAILABLE, Fault.TRUNCATED, Fault.FLIPPED})
 _APPLIES: dict[str, frozenset[Fault]] = {
     **dict.fromkeys(("put", "put_if_absent"), _WRITES),
@@ -61,7 +61,7 @@ class _Armed:
     fault: Fault
     operation: str | None
     key_contains: str
-    left: int
+    remaining: int
 
 
 class FaultyStore(Store):
@@ -75,7 +75,7 @@ class FaultyStore(Store):
         self.calls: list[Call] = []
         self._random = random.Random(seed)
         self._armed: list[_Armed] = []
-        self._late: list[Callable[[], None]] = []
+        self._delayed: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
     def fail_next(
@@ -84,15 +84,15 @@ class FaultyStore(Store):
         """Arm `fault` for the next `times` operations that match and that it applies to."""
         if operation is not None and fault not in _APPLIES[operation]:
             raise ValueError(f"{fault} does not apply to {operation}")
-        armed = _Armed(fault=fault, operation=operation, key_contains=key_contains, left=times)
+        armed = _Armed(fault=fault, operation=operation, key_contains=key_contains, remaining=times)
         with self._lock:
             self._armed.append(armed)
 
-    def settle(self, *, land: bool = True) -> int:
-        """Let every late put take effect (or, `land` false, never); returns how many there were."""
+    def flush_delayed(self, *, apply: bool = True) -> int:
+        """Let every late put take effect (or, `apply` false, never); returns how many there were."""
         with self._lock:
-            late, self._late = self._late, []
-        if land:
+            late, self._delayed = self._delayed, []
+        if apply:
             for effect in late:
                 effect()
         return len(late)
@@ -104,16 +104,16 @@ class FaultyStore(Store):
         self._write("put_if_absent", key, data, self.inner.put_if_absent)
 
     def _write(self, operation: str, key: str, data: Buffer, write: Callable[[str, Buffer], None]) -> None:
-        fault = self._meet(operation, key)
-        if fault is Fault.LANDS_LATE:
+        fault = self._inject_fault(operation, key)
+        if fault is Fault.DELAYED:
             copy = bytes(data)
 
-            def land() -> None:
+            def apply() -> None:
                 with suppress(ObjectExists):
                     write(key, copy)
 
             with self._lock:
-                self._late.append(land)
+                self._delayed.append(apply)
             raise StoreUnavailable("injected: timed out; the put may land later", where=key)
         if fault is Fault.LOST_ACK:
             with suppress(ObjectExists):  # then the lost answer was a refusal
@@ -122,7 +122,7 @@ class FaultyStore(Store):
         write(key, data)
 
     def get(self, key: str) -> bytes:
-        fault = self._meet("get", key)
+        fault = self._inject_fault("get", key)
         data = self.inner.get(key)
         if fault is Fault.TRUNCATED:
             raise StoreUnavailable("injected: answer truncated", where=key)
@@ -133,7 +133,7 @@ class FaultyStore(Store):
         return data
 
     def get_into(self, key: str, offset: int, out: memoryview) -> None:
-        fault = self._meet("get_into", key)
+        fault = self._inject_fault("get_into", key)
         view = out.cast("B")
         if fault is Fault.TRUNCATED:
             self.inner.get_into(key, offset, view[: len(view) // 2])
@@ -143,37 +143,37 @@ class FaultyStore(Store):
             self._flip(view)
 
     def head(self, key: str) -> ObjectInfo:
-        self._meet("head", key)
+        self._inject_fault("head", key)
         return self.inner.head(key)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        fault = self._meet("list", prefix)
+        fault = self._inject_fault("list", prefix)
         found = self.inner.list(prefix, start_after=start_after)
-        return self._cut_short(prefix, list(found)) if fault is Fault.TRUNCATED else found
+        return self._truncate_list(prefix, list(found)) if fault is Fault.TRUNCATED else found
 
     @staticmethod
-    def _cut_short(prefix: str, found: Sequence[ObjectInfo]) -> Iterator[ObjectInfo]:
+    def _truncate_list(prefix: str, found: Sequence[ObjectInfo]) -> Iterator[ObjectInfo]:
         yield from found[: len(found) // 2]
         raise StoreUnavailable("injected: listing broke off", where=prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
         some = list(keys)
-        fault = self._meet("delete", some[0] if some else "")
+        fault = self._inject_fault("delete", some[0] if some else "")
         self.inner.delete(some)
         if fault is Fault.LOST_ACK:
             raise StoreUnavailable("injected: acknowledgement lost", where=some[0] if some else "")
 
     def now_s(self) -> float:
-        self._meet("now", "")
+        self._inject_fault("now", "")
         return self.inner.now_s()
 
     def close(self) -> None:
         self.inner.close()
 
-    def _meet(self, operation: str, key: str) -> Fault | None:
+    def _inject_fault(self, operation: str, key: str) -> Fault | None:
         """Land a late put now and then; choose this call's fault; raise if that is what it does."""
         with self._lock:
-            landing = self._late.pop(0) if self._late and self._random.random() < 0.5 else None
+            landing = self._delayed.pop(0) if self._delayed and self._random.random() < 0.5 else None
         if landing is not None:
             landing()
         with self._lock:
@@ -189,8 +189,8 @@ class FaultyStore(Store):
         applies = _APPLIES[operation]
         for armed in self._armed:
             if armed.fault in applies and armed.operation in {None, operation} and armed.key_contains in key:
-                armed.left -= 1
-                if armed.left == 0:
+                armed.remaining -= 1
+                if armed.remaining == 0:
                     self._armed.remove(armed)
                 return armed.fault
         point = self._random.random() if self.rates else 1.0

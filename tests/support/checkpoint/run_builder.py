@@ -36,7 +36,7 @@ def layout_of(halves: Sequence[Box] = HALVES) -> Layout:
 
 
 @dataclass
-class Time:
+class FakeClock:
     """Moves when somebody sleeps, and only then."""
 
     now_s: float = 1e9
@@ -52,11 +52,11 @@ class Time:
         return Clocks(wall_s=now, monotonic_s=now, sleep=self.sleep, uniform=lambda: 0.5)
 
 
-class Run:
+class MemoryRun:
     """A run on a memory store (or a given one), written through the real log."""
 
     def __init__(self, store: Store | None = None) -> None:
-        self.time = Time()
+        self.time = FakeClock()
         self.memory = MemoryStore(clock=lambda: self.time.now_s)
         self.store = store or self.memory
         self.log = self.reader()
@@ -131,9 +131,9 @@ class Run:
         return self.append(Retired, checkpoints=tuple(checkpoints), prefixes=tuple(prefixes))
 
 
-def begun(**options: Any) -> tuple[Run, int]:
+def started_run(**options: Any) -> tuple[MemoryRun, int]:
     """A run, and its first attempt."""
-    run = Run()
+    run = MemoryRun()
     return run, run.open(**options).attempt
 
 
@@ -142,7 +142,7 @@ def part(attempt: int, cut: int, rank: int, boxes: Sequence[Box], covers: int | 
     return Part(rank=rank, index_key=key, boxes=tuple(boxes), stored_bytes=1, covers=covers)
 
 
-def resealed(document: dict) -> bytes:
+def rehashed(document: dict) -> bytes:
     """A document with a hash that fits: what a hostile or broken writer could put."""
     body = {key: value for key, value in document.items() if key != "hash"}
     return canonical({**body, "hash": hashlib.sha256(canonical(body)).hexdigest()})

@@ -55,7 +55,7 @@ def box(table: TableSchema, row_start: int, row_stop: int, col_start: int, col_s
     )
 
 
-class Model:
+class SampleModel:
     """A table's live values: what a trainer would have in memory."""
 
     def __init__(self, table: TableSchema, seed: int = 0) -> None:
@@ -118,9 +118,9 @@ class Model:
 
 def write_part(
     store: Store, cache: PackCache, target: PartTarget, frames: Iterable[EncodedFrame], *,
-    said: Mapping[str, Any] | None = None, **options: Any,
+    extra: Mapping[str, Any] | None = None, **options: Any,
 ) -> PartReport:  # fmt: skip
-    """Put a rank's part; what a commit needs of it, with what else is `said`."""
+    """Put a rank's part; what a commit needs of it, with what else is `extra`."""
     with PartWriter(store, target, cache, **options) as writer:
         for frame in frames:
             writer.add(frame)
@@ -128,11 +128,11 @@ def write_part(
     assert index is not None
     return PartReport(
         part=part, tables=target.tables, encodings=index.encodings, rows=index.rows, raw_bytes=index.raw_bytes,
-        common_blobs=index.common_blobs, **{"stall_s": 0.0, **(said or {})},
+        common_blobs=index.common_blobs, **{"stall_s": 0.0, **(extra or {})},
     )  # fmt: skip
 
 
-class Run:
+class SampleRun:
     """A run on a store, written through parts and the log, one rank at a time."""
 
     def __init__(
@@ -170,7 +170,7 @@ class Run:
         covers: int | None = None,
         blobs: Mapping[str, bytes] | None = None,
         pack_bytes: int = 1 << 20,
-        said: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> int:
         """Commit one cut, (boxes, frames) of each rank; rank 0 has the blobs that are no other's own. The seq."""
         self.cut += 1
@@ -187,7 +187,7 @@ class Run:
                     written += frame_encoder.encode_blob_frames(
                         name=name, data=data, step=step, chunk_bytes=4096
                     )
-            options = {"said": said, "pack_bytes": pack_bytes}
+            options = {"extra": extra, "pack_bytes": pack_bytes}
             reports.append(write_part(self.store, self.cache, target, written, **options))
 
         def commit(log: RunLog, each: PartReport) -> int:
@@ -221,7 +221,7 @@ def sample_frames() -> dict[str, EncodedFrame]:
     """
     plain = quantizer.PLAIN
     table = schema()
-    model = Model(table)
+    model = SampleModel(table)
     model.weights = fixed((200, 8), 1)
     model.fields = {"sum": fixed((200,), 2) + np.float32(1), "exp_avg": fixed((200, 8), 3)}
     sparse = np.array([3, 4, 9, 50, 51, 52, 120, 199], np.int64)

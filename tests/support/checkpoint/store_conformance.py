@@ -28,14 +28,14 @@ class StoreTests:
     listed_keys = 1100
     """More than one page of an S3 listing."""
 
-    def test_an_object_reads_as_it_was_put_last(self, store: Store) -> None:
+    def test_get_returns_last_put(self, store: Store) -> None:
         """Any bytes, also none; from bytes, bytearray and memoryview; a shorter one in a longer one's place."""
         for data in (b"", bytes(range(256)) * 5, b"\0", bytearray(b"array"), memoryview(b"a view")[2:]):
             store.put("some/key", data)
             assert store.get("some/key") == data
             assert store.head("some/key").size_bytes == len(data)
 
-    def test_what_is_missing_is_not_found(self, store: Store) -> None:
+    def test_missing_key_is_not_found(self, store: Store) -> None:
         """Every read of a missing key says so, also where the key is another's prefix."""
         store.put("there/is", b"one")
         for key in ("missing", "there", "there/is/no", "there/isn't"):
@@ -56,7 +56,7 @@ class StoreTests:
             with pytest.raises(CorruptObject):
                 get_range(store, "ranged", offset, length)
 
-    def test_a_big_object_survives(self, store: Store) -> None:
+    def test_large_object_round_trips(self, store: Store) -> None:
         """As big as a pack, written from a view and read back into a buffer, and in part."""
         data = random.Random(2).randbytes(self.big_bytes)
         store.put("big.pack", memoryview(data))
@@ -66,7 +66,7 @@ class StoreTests:
         middle = len(data) // 2
         assert get_range(store, "big.pack", middle, 100_000) == data[middle : middle + 100_000]
 
-    def test_create_only_refuses_a_taken_key(self, store: Store) -> None:
+    def test_put_if_absent_rejects_existing_key(self, store: Store) -> None:
         """The second create finds the key taken, and the first's bytes stay; after a delete it is free."""
         store.put_if_absent("log/0", b"first")
         store.put("plain", b"x")
@@ -78,7 +78,7 @@ class StoreTests:
         store.put_if_absent("log/0", b"third")
         assert store.get("log/0") == b"third"
 
-    def test_of_racing_creators_one_wins(self, store: Store) -> None:
+    def test_one_racing_creator_wins(self, store: Store) -> None:
         """Many threads at once: one winner each, and the content is the winner's."""
         barrier = threading.Barrier(self.racers)
 
@@ -116,7 +116,7 @@ class StoreTests:
             assert len(winners) == 1, f"key {number} has winners {winners}"
             assert found == content(winners[0], number)
 
-    def test_listing_is_in_key_order(self, store: Store) -> None:
+    def test_list_is_in_key_order(self, store: Store) -> None:
         """Byte order of whole keys: `a-b` and `a.b` before `a/b`, whatever directories there are."""
         keys = ["a-b", "a.b", "a/b/c", "a/b-c", "a/b.c", "ab", "a0", "B", "z/1/2", "z/10", "z-"]
         for key in keys:
@@ -128,7 +128,7 @@ class StoreTests:
             expected = [key for key in sorted(keys) if key > start_after]
             assert [found.key for found in store.list("", start_after=start_after)] == expected, start_after
 
-    def test_listing_by_prefix(self, store: Store) -> None:
+    def test_list_by_prefix(self, store: Store) -> None:
         """A prefix is a prefix of the key's characters, not only of its segments; with start_after both hold."""
         keys = ["log/1", "log/2", "log/20", "log/3", "logs/1", "data/1/x", "data/10/x", "data/2/x"]
         for key in keys:
@@ -141,7 +141,7 @@ class StoreTests:
         assert [found.key for found in store.list("log/", start_after="data/1")] == every
         assert [found.key for found in store.list("data/", start_after="log/1")] == []
 
-    def test_listing_goes_over_pages(self, store: Store) -> None:
+    def test_list_spans_pages(self, store: Store) -> None:
         """Every key once and in order, when they are more than one answer holds; a put is listed at once."""
         keys = [f"many/{number:05d}" for number in range(self.listed_keys)]
         with ThreadPoolExecutor(8) as pool:
@@ -163,7 +163,7 @@ class StoreTests:
         store.put("drop/a", b"again")
         assert store.get("drop/a") == b"again"
 
-    def test_the_clock_dates_objects(self, store: Store) -> None:
+    def test_store_clock_matches_last_modified(self, store: Store) -> None:
         """Last-Modified is by the store's own clock: not before a reading before the put, nor after one after it."""
         before_s = store.now_s()
         store.put("dated", b"x")
@@ -179,14 +179,14 @@ class StoreTests:
             *("a\\b", "a\nb", "é", "a\0b", "x" * 900, "a/" + "x" * 256, "a/.tmp-b"),
         ],
     )
-    def test_keys_that_lead_elsewhere_are_refused(self, store: Store, key: str) -> None:
+    def test_unsafe_keys_are_rejected(self, store: Store, key: str) -> None:
         """No key leaves the store's root, and none is accepted that another store could not hold."""
         for call in (lambda: store.put(key, b"x"), lambda: store.get(key), lambda: store.delete([key])):
             with pytest.raises(BadKey):
                 call()
         assert list(store.list("")) == []
 
-    def test_the_probe_passes(self, store: Store) -> None:
+    def test_probe_passes(self, store: Store) -> None:
         """The probe of a log's first append finds create-only at work, and leaves nothing behind."""
         probe(store, "probe/token")
         assert list(store.list("")) == []

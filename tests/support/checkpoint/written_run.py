@@ -11,7 +11,7 @@ from deltashard_checkpoint.format import typed_tree
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from deltashard_checkpoint.stores.abc import Store
 
-from tests.support.checkpoint.sample import Model, Run, whole
+from tests.support.checkpoint.sample import SampleModel, SampleRun, whole
 
 ITEMS = TableSchema(
     fqn="embeddings.items.weight",
@@ -26,19 +26,19 @@ ITEMS = TableSchema(
 HALF = TableSchema(fqn="embeddings.users.weight", rows=500, columns=8, dtype="bfloat16")
 
 
-class WrittenRun(Run):
+class WrittenRun(SampleRun):
     """A run of one rank; `saved` has what each checkpoint must restore to."""
 
     def __init__(
         self, store: Store, run: str, directory: Path, *, seed: int = 0, owner: str = "tests", workload: str = ""
     ) -> None:  # fmt: skip
         super().__init__(directory, store=store, run=run, owner=owner, workload=workload)
-        self.items, self.half = Model(ITEMS, seed), Model(HALF, seed)
+        self.items, self.half = SampleModel(ITEMS, seed), SampleModel(HALF, seed)
         self.half.weights = self.half.rng.integers(0, 0x4000, (HALF.rows, HALF.columns)).astype(np.uint16)
         self.dense = self.items.rng.standard_normal((16, 4)).astype(np.float32)
         self.more_blobs: dict[str, bytes] = {}
         """Those that each save has beside its own."""
-        self.saved: dict[int, tuple[Model, Model, np.ndarray]] = {}
+        self.saved: dict[int, tuple[SampleModel, SampleModel, np.ndarray]] = {}
 
     def close(self) -> None:
         self.cache.close()
@@ -64,7 +64,7 @@ class WrittenRun(Run):
         seq = super().save(
             (ITEMS, HALF), [((whole(ITEMS), whole(HALF)), frames)], step=step, covers=covers, blobs=self.blobs(step),
             pack_bytes=128 << 10,
-            said={
+            extra={
                 "stall_s": 0.012, "cut_at_s": 1_700_000_000.25, "pins": pins, "metadata": metadata or {},
                 "directive": directive,
             },

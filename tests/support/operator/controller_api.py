@@ -21,27 +21,27 @@ Document = dict[str, Any]
 UID = "0b4f3c1e-0000-4000-8000-000000000001"
 
 
-class Api:
-    """Answers as an API server would; status writes wait for `let_go` and then find the object gone.
+class FakeApi:
+    """Answers as an API server would; status writes wait for `release_writes` and then find the object gone.
 
     `stored` are the CheckpointRuns.
     """
 
     def __init__(self, stored: list[Document] | None = None) -> None:
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.stored = stored or []
-        self.writing, self.let_go = asyncio.Event(), asyncio.Event()
+        self.writing, self.release_writes = asyncio.Event(), asyncio.Event()
 
     async def __call__(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, **_: Any
     ) -> ApiResponse:
-        self.asked.append(f"{method} {path}")
+        self.requests.append(f"{method} {path}")
         if method == "POST" and path.endswith("/checkpointruns") and body is not None:
             metadata = {**body["metadata"], "uid": "made", "creationTimestamp": "2026-01-01T00:00:00Z"}
             return ApiResponse(status=201, document={**body, "metadata": metadata})
         if method == "PATCH" and path.endswith("/status"):
             self.writing.set()
-            await self.let_go.wait()
+            await self.release_writes.wait()
             return ApiResponse(status=404, document={})
         if method == "DELETE":
             return ApiResponse(status=403, document={"reason": "Forbidden"})
@@ -53,7 +53,7 @@ class Api:
 
 
 def controller_of(
-    api: Api,
+    api: FakeApi,
     *,
     keep_finished_s: float = 86400.0,
     default_policy: Path | None = None,

@@ -15,12 +15,12 @@ from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 
 from tests.support.eventually import eventually
-from tests.support.operator.fleet_service import Answer, Pod, posted
+from tests.support.operator.fleet_service import ApiPod, ReportResponse, post_report
 from tests.support.operator.operator_process import OperatorProcess
 from tests.support.server.apiserver import Rest, put
 from tests.support.server.minio_server import free_port
 
-PATIENCE_S = 240.0
+CONTROLLER_TIMEOUT_S = 240.0
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
 Document = dict[str, Any]
@@ -73,7 +73,7 @@ class ControllerProcess(OperatorProcess):
 
 
 @dataclass
-class Cluster:
+class NamespaceObjects:
     """Objects of one namespace, made as their owners would make them."""
 
     http: Rest
@@ -194,7 +194,7 @@ class Cluster:
     def status(self, owner: Document) -> Document:
         return self.run(owner).get("status") or {}
 
-    def reaches(self, owner: Document, **wanted: Any) -> Document:
+    def wait_for_status(self, owner: Document, **wanted: Any) -> Document:
         """Wait until the status holds these values; returns it."""
 
         def holds() -> bool:
@@ -246,13 +246,20 @@ def states(
     return {"pod": wire.PodState(**pod), "run": wire.RunState(**whole)}
 
 
-class Sidecar:
+class ReportingSidecar:
     """A sidecar that reports when it is told to, with a token as a kubelet would project it."""
 
     def __init__(
-        self, controller: ControllerProcess, cluster: Cluster, pod: Document, owner: Document, **who: Any
+        self,
+        controller: ControllerProcess,
+        cluster: NamespaceObjects,
+        pod: Document,
+        owner: Document,
+        **who: Any,
     ) -> None:
-        self._pod = Pod(namespace=cluster.namespace, name=pod["metadata"]["name"], uid=pod["metadata"]["uid"])
+        self._pod = ApiPod(
+            namespace=cluster.namespace, name=pod["metadata"]["name"], uid=pod["metadata"]["uid"]
+        )
         self._who = {
             "workload_kind": owner.get("kind", "Pod"),
             "workload_name": owner["metadata"]["name"],
@@ -265,7 +272,7 @@ class Sidecar:
 
     def post(
         self, incidents: Sequence[wire.Incident] = (), saves_over: Sequence[wire.SaveOver] = (), **fields: Any
-    ) -> Answer:
+    ) -> ReportResponse:
         """Report once; `fields` are those of `states`, of the workload's own run unless `run` says another."""
         fields.setdefault("run", self._run)
         self._sequence += 1
@@ -279,7 +286,7 @@ class Sidecar:
             **states(**fields),
         )
         url = f"https://localhost:{self._controller.fleet_port}"
-        return posted(url, self._controller.authority.pem, self._token, report)
+        return post_report(url, self._controller.authority.pem, self._token, report)
 
     def report(self, **fields: Any) -> wire.ReportReply:
         """Report until it is taken: a pod that is not known yet comes again, and so on."""
@@ -291,5 +298,5 @@ class Sidecar:
             taken.extend([found.reply] if found.status == 200 else [])
             return bool(taken)
 
-        eventually(told, "the report is taken", timeout_s=PATIENCE_S, every_s=0.2)
+        eventually(told, "the report is taken", timeout_s=CONTROLLER_TIMEOUT_S, every_s=0.2)
         return taken[0]

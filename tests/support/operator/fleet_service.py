@@ -25,14 +25,14 @@ from deltashard_operator.tls.certificate import Certificate
 from deltashard_proto.v1 import fleet_pb2 as wire
 from urllib3.util import create_urllib3_context
 
-from tests.support.server.apiserver import Authority, Rest, put
+from tests.support.server.apiserver import CertificateAuthority, Rest, put
 
-PATIENCE_S = 120.0
+FLEET_TIMEOUT_S = 120.0
 """For what should take an instant, on a machine that has other things to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pod:
+class ApiPod:
     """A pod object in the API."""
 
     namespace: str
@@ -82,7 +82,7 @@ def request_token(rest: Rest, namespace: str, spec: dict[str, Any]) -> str:
 
 
 @dataclass(slots=True)
-class Book:
+class RecordingLedger:
     """A ledger that writes down what it is told."""
 
     answer: Callable[[Report], Reply] = lambda report: Reply(sequence=report.sequence, next_s=60.0)
@@ -103,7 +103,7 @@ def refused(_report: Report) -> Reply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ReportResponse:
     """Answer to a POST."""
 
     status: int
@@ -112,7 +112,9 @@ class Answer:
     retry_after: str = ""
 
 
-def posted(url: str, trusted: bytes, token: str | None, body: wire.ReportRequest | bytes) -> Answer:
+def post_report(
+    url: str, trusted: bytes, token: str | None, body: wire.ReportRequest | bytes
+) -> ReportResponse:
     """Answer to a report, on a connection of its own."""
     context = create_urllib3_context()
     context.load_verify_locations(cadata=trusted.decode())
@@ -120,21 +122,21 @@ def posted(url: str, trusted: bytes, token: str | None, body: wire.ReportRequest
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
     content = body if isinstance(body, bytes) else body.SerializeToString()
-    with urllib3.PoolManager(ssl_context=context, retries=False, timeout=PATIENCE_S) as http:
+    with urllib3.PoolManager(ssl_context=context, retries=False, timeout=FLEET_TIMEOUT_S) as http:
         found = http.request("POST", f"{url}/v1/report", body=content, headers=headers)
         assert found.headers.get("Connection") == "close"
         after = found.headers.get("Retry-After", "")
         if found.status != 200:
-            return Answer(status=found.status, text=found.data.decode(), retry_after=after)
-        return Answer(status=200, reply=wire.ReportReply.FromString(found.data))
+            return ReportResponse(status=found.status, text=found.data.decode(), retry_after=after)
+        return ReportResponse(status=200, reply=wire.ReportReply.FromString(found.data))
 
 
 @dataclass(slots=True)
-class Service:
+class FleetService:
     """A running server and all that it stands on."""
 
-    book: Book
-    authority: Authority
+    recorder: RecordingLedger
+    authority: CertificateAuthority
     metrics: FleetMetrics
     reviewer: Reviewer
     port: int
@@ -146,16 +148,16 @@ class Service:
         assert found is not None, name
         return found
 
-    async def post(self, token: str | None, body: wire.ReportRequest | bytes) -> Answer:
+    async def post(self, token: str | None, body: wire.ReportRequest | bytes) -> ReportResponse:
         return await asyncio.to_thread(
-            posted, f"https://localhost:{self.port}", self.authority.pem, token, body
+            post_report, f"https://localhost:{self.port}", self.authority.pem, token, body
         )
 
 
 @asynccontextmanager
-async def serving(api: ApiAccess) -> AsyncIterator[Service]:
+async def serving(api: ApiAccess) -> AsyncIterator[FleetService]:
     """A server that reviews tokens at this API."""
-    authority, metrics, book = Authority("fleet"), FleetMetrics(), Book()
+    authority, metrics, recorder = CertificateAuthority("fleet"), FleetMetrics(), RecordingLedger()
     call = Caller(api)
     reviewer = Reviewer(call, count=lambda outcome: metrics.reviews.labels(outcome).inc())
     with TemporaryDirectory() as name:
@@ -164,7 +166,7 @@ async def serving(api: ApiAccess) -> AsyncIterator[Service]:
         certificate = Certificate(folder, "fleet", metrics.registry)
         certificate.reload()
         server = ReportServer(
-            handle_report=book.report,
+            handle_report=recorder.report,
             reviewer=reviewer,
             certificate=certificate,
             metrics=metrics,
@@ -173,7 +175,7 @@ async def serving(api: ApiAccess) -> AsyncIterator[Service]:
         )
         program, listener = Serving(), BoundedListener(listen("127.0.0.1", 0), metrics)
         await program.listen(server.application, listener, certificate.front)
-        service = Service(book, authority, metrics, reviewer, port=listener.getsockname()[1])
+        service = FleetService(recorder, authority, metrics, reviewer, port=listener.getsockname()[1])
         try:
             yield service
         finally:

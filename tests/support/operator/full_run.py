@@ -29,10 +29,10 @@ CHOSEN = pb.Policy(
     least_bits=4,
     tables="emb.item=q4,emb.user=q8",
 )
-SAID = "container trainer ended with exit code 1"
-LOSS = Loss(at_s=NOW_S - 60, cause="Error", message=SAID, pod="train-x", node="node-a")
-CRASH = Crash(ending=SAID, seq=7, at_s=NOW_S - 60, times=3)
-KEPT = tuple(
+MESSAGE = "container trainer ended with exit code 1"
+LOSS = Loss(at_s=NOW_S - 60, cause="Error", message=MESSAGE, pod="train-x", node="node-a")
+CRASH = Crash(ending=MESSAGE, seq=7, at_s=NOW_S - 60, times=3)
+RETAINED = tuple(
     {"seq": seq, "step": step, "time": timestamp(NOW_S - age_s), "bytes": 1 << 20, "pins": ["best"]}
     for seq, step, age_s in ((7, 1150, 30), (6, 1100, 330))
 )
@@ -67,7 +67,7 @@ def full_run() -> Run:
                 index="0",
             )
         },
-        parts={"": RunPart(attempt=34, seq=7, committed_at_s=NOW_S - 30, kept=KEPT)},
+        parts={"": RunPart(attempt=34, seq=7, committed_at_s=NOW_S - 30, kept=RETAINED)},
         ledger=Ledger(
             restores=2,
             lost_steps=50,

@@ -14,7 +14,7 @@ import urllib3
 import yaml
 
 from tests.support.operator import sample
-from tests.support.server.apiserver import ApiServer, Authority
+from tests.support.server.apiserver import ApiServer, CertificateAuthority
 from tests.support.server.port import free_port
 
 
@@ -25,7 +25,7 @@ class OperatorProcess:
     apiserver: ApiServer
     directory: Path
     host: str = "127.0.0.1"
-    authority: Authority = field(default_factory=Authority)
+    authority: CertificateAuthority = field(default_factory=CertificateAuthority)
     policy: dict[str, Any] = field(default_factory=lambda: sample.DEFAULTS)
     """The chart's default policy."""
     metrics_port: int = 0

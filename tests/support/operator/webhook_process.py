@@ -14,7 +14,7 @@ from tests.support.eventually import eventually
 from tests.support.helm import render
 from tests.support.operator import sample
 from tests.support.operator.operator_process import OperatorProcess
-from tests.support.server.apiserver import Authority, Reply, Rest, put
+from tests.support.server.apiserver import CertificateAuthority, Reply, Rest, put
 from tests.support.server.minio_server import free_port
 
 PATIENCE_S = 30
@@ -46,7 +46,7 @@ class WebhookProcess(OperatorProcess):
         page = "healthz" if certificate else "livez"
         eventually(lambda: self.get(page)[0] == 200, timeout_s=120, what="the webhook")
 
-    def client_config(self, *authorities: Authority) -> dict[str, Any]:
+    def client_config(self, *authorities: CertificateAuthority) -> dict[str, Any]:
         """How the API server reaches it."""
         bundle = b"".join(each.pem for each in authorities or (self.authority,))
         return {

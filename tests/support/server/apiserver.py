@@ -27,30 +27,30 @@ from kubernetes import client, config
 
 from tests.support.eventually import eventually
 from tests.support.server.port import free_port
-from tests.support.tool import built
+from tests.support.tool import require_tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Issued:
+class IssuedCertificate:
     """A certificate and its key, PEM."""
 
     certificate: bytes
     key: bytes
 
 
-class Authority:
+class CertificateAuthority:
     """A certificate authority for the life of a test."""
 
     def __init__(self, name: str = "tests") -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        built = self._builder(self._name, self._key.public_key(), hours=24).add_extension(
+        builder = self._builder(self._name, self._key.public_key(), hours=24).add_extension(
             x509.BasicConstraints(ca=True, path_length=None), critical=True
         )
-        built = built.add_extension(
+        builder = builder.add_extension(
             x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()), critical=False
         )
-        self._certificate = built.sign(self._key, hashes.SHA256())
+        self._certificate = builder.sign(self._key, hashes.SHA256())
 
     def _builder(self, subject: x509.Name, key: Any, *, hours: int) -> x509.CertificateBuilder:
         now = dt.datetime.now(dt.UTC)
@@ -79,7 +79,7 @@ class Authority:
         organization: str = "",
         hours: int = 2,
         alternatives: Sequence[str] = (),
-    ) -> Issued:
+    ) -> IssuedCertificate:
         """A certificate for loopback and `alternatives` (names, addresses), good for servers and clients."""
         key = ec.generate_private_key(ec.SECP256R1())
         parts = [x509.NameAttribute(NameOID.COMMON_NAME, name)]
@@ -105,7 +105,9 @@ class Authority:
             )
             .sign(self._key, hashes.SHA256())
         )
-        return Issued(certificate=certificate.public_bytes(serialization.Encoding.PEM), key=pem_of(key))
+        return IssuedCertificate(
+            certificate=certificate.public_bytes(serialization.Encoding.PEM), key=pem_of(key)
+        )
 
 
 def pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -230,13 +232,13 @@ def collection(document: dict[str, Any], namespace: str) -> str:
     return f"/{'apis/' + group if group else 'api'}/{version}{place}/{plural}"
 
 
-def _document(said: bytes) -> dict[str, Any]:
+def _document(text: bytes) -> dict[str, Any]:
     """What is no document (a page that is not there, yet) is a message, as in a status."""
     try:
-        found = json.loads(said)
+        found = json.loads(text)
     except ValueError:
         found = None
-    return found if isinstance(found, dict) else {"message": said.decode(errors="replace")}
+    return found if isinstance(found, dict) else {"message": text.decode(errors="replace")}
 
 
 NAMESPACED = {
@@ -261,8 +263,8 @@ class ApiServer:
         self._flags = flags
         self.kubeconfig = directory / "kubeconfig"
         self.port = 0
-        self._etcd = built("etcd")
-        self._apiserver = built("kubernetes") / "kube-apiserver"
+        self._etcd = require_tool("etcd")
+        self._apiserver = require_tool("kubernetes") / "kube-apiserver"
         self._processes: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -353,7 +355,7 @@ class ApiServer:
             eventually(lambda: _is_ready(http), what="the API server", timeout_s=180)
 
     def _certificates(self) -> dict[str, bytes]:
-        authority = Authority("cluster")
+        authority = CertificateAuthority("cluster")
         server = authority.issue("kube-apiserver")
         admin = authority.issue("admin", organization="system:masters")
         files = {
@@ -408,7 +410,7 @@ class ApiServer:
         self._processes.clear()
 
 
-def put(directory: Path, issued: Issued) -> None:
+def put(directory: Path, issued: IssuedCertificate) -> None:
     """Write both files, one after the other, as a careless issuer would."""
     (directory / "tls.crt").write_bytes(issued.certificate)
     (directory / "tls.key").write_bytes(issued.key)

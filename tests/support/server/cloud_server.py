@@ -16,7 +16,7 @@ from email.utils import formatdate
 from types import MappingProxyType
 
 from tests.support.server.store_server import StoreServer
-from tests.support.tool import built
+from tests.support.tool import require_tool
 
 
 class CloudServer(StoreServer):
@@ -41,7 +41,7 @@ class FakeGcs(CloudServer):
     environment = MappingProxyType({"GOOGLE_BEARER_TOKEN": "unchecked"})
 
     def command(self) -> list[str]:
-        return [str(built("fake-gcs-server")), f"127.0.0.1:{self.port}"]
+        return [str(require_tool("fake-gcs-server")), f"127.0.0.1:{self.port}"]
 
     def settings(self) -> dict[str, str]:
         return {}
@@ -71,7 +71,7 @@ class Azurite(CloudServer):
 
     def command(self) -> list[str]:
         return [
-            *(str(built("azurite")), "--blobHost", "127.0.0.1", "--blobPort", str(self.port)),
+            *(str(require_tool("azurite")), "--blobHost", "127.0.0.1", "--blobPort", str(self.port)),
             *("--inMemoryPersistence", "--silent", "--disableTelemetry", "--skipApiVersionCheck"),
         ]
 

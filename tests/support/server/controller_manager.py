@@ -7,7 +7,7 @@ from typing import Self
 
 from tests.support.server.apiserver import ApiServer
 from tests.support.server.port import free_port
-from tests.support.tool import built
+from tests.support.tool import require_tool
 
 
 class ControllerManager:
@@ -15,7 +15,7 @@ class ControllerManager:
 
     def __init__(self, apiserver: ApiServer, *controllers: str) -> None:
         self._flags = [
-            str(built("kubernetes") / "kube-controller-manager"),
+            str(require_tool("kubernetes") / "kube-controller-manager"),
             f"--kubeconfig={apiserver.kubeconfig}",
             f"--controllers={','.join(controllers)}",
             "--leader-elect=false",

@@ -99,10 +99,12 @@ class FaultyProxy:
             with self._lock:
                 self._sockets |= {client, upstream}
             state = {"method": "", "sent": "0"}
-            self._spawn(self._requests, client, upstream, state)
-            self._spawn(self._answers, client, upstream, state)
+            self._spawn(self._forward_requests, client, upstream, state)
+            self._spawn(self._forward_responses, client, upstream, state)
 
-    def _requests(self, client: socket.socket, upstream: socket.socket, state: dict[str, str]) -> None:
+    def _forward_requests(
+        self, client: socket.socket, upstream: socket.socket, state: dict[str, str]
+    ) -> None:
         with contextlib.suppress(OSError):
             while chunk := client.recv(1 << 16):
                 method = chunk.split(b" ", 1)[0]
@@ -112,7 +114,9 @@ class FaultyProxy:
                 upstream.sendall(self.rewrite(chunk))
         _close(upstream)
 
-    def _answers(self, client: socket.socket, upstream: socket.socket, state: dict[str, str]) -> None:
+    def _forward_responses(
+        self, client: socket.socket, upstream: socket.socket, state: dict[str, str]
+    ) -> None:
         with contextlib.suppress(OSError):
             while chunk := upstream.recv(1 << 16):
                 with self._lock:
@@ -135,7 +139,7 @@ class FaultyProxy:
         _close(upstream)
 
 
-class FixedAnswers:
+class FixedResponses:
     """An HTTP server that gives every request the same answer, once it has read it."""
 
     def __init__(
@@ -147,7 +151,7 @@ class FixedAnswers:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.requests = 0
-        self.heard: list[tuple[str, dict[str, str], bytes]] = []
+        self.received: list[tuple[str, dict[str, str], bytes]] = []
         """Path, headers and body of each."""
         self.body = body
         """May be changed meanwhile."""
@@ -160,7 +164,7 @@ class FixedAnswers:
                 outer.requests += 1
                 body = outer.body
                 said = self.rfile.read(int(self.headers.get("Content-Length", "0")))
-                outer.heard.append((self.path, dict(self.headers.items()), said))
+                outer.received.append((self.path, dict(self.headers.items()), said))
                 self.send_response(status)
                 usual = {"Content-Type": "application/xml", "Content-Length": str(len(body))}
                 for name, value in (usual | (headers or {})).items():

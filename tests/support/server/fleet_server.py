@@ -11,23 +11,23 @@ from typing import Any, Self
 
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
-from tests.support.server.apiserver import Authority, put
+from tests.support.server.apiserver import CertificateAuthority, put
 from tests.support.server.threaded_http import ThreadedHttp
 
-__all__ = ["Authority", "FleetServer"]
+__all__ = ["CertificateAuthority", "FleetServer"]
 
 
 class FleetServer:
     """Takes every report whose token is `token`, keeps it, and answers as the controller does, until told otherwise."""
 
     def __init__(
-        self, authority: Authority, *, port: int = 0, token: str = "good", next_s: float = 0.2
+        self, authority: CertificateAuthority, *, port: int = 0, token: str = "good", next_s: float = 0.2
     ) -> None:
         self.authority = authority
         self.token = token
         self.reply = fleet.ReportReply(next_s=next_s)
         """What is answered; an order goes when it is over, a directive is left out where it is in force."""
-        self.refuse: Callable[[fleet.ReportRequest], int] = lambda _request: 0
+        self.reject: Callable[[fleet.ReportRequest], int] = lambda _request: 0
         """Status of a refusal, or 0."""
         self.retry_after = ""
         self.tokens: list[str] = []
@@ -66,7 +66,7 @@ class FleetServer:
 
     def _answer(self, token: str, request: fleet.ReportRequest, path: str) -> tuple[int, bytes]:
         self.tokens.append(token)
-        status = self.refuse(request) or (0 if token == self.token else 401)
+        status = self.reject(request) or (0 if token == self.token else 401)
         if status or path != "/v1/report":
             return status or 404, b"refused by the test"
         self.reports.append(request)
@@ -104,7 +104,7 @@ class FleetServer:
     def address(self) -> str:
         return f"localhost:{self.port}"
 
-    def tell(self, **fields: Any) -> None:
+    def set_reply(self, **fields: Any) -> None:
         """Answer with these fields (next_s, speaks, directive, saves) from now on."""
         told = fleet.ReportReply(**fields)
         for name in fields:

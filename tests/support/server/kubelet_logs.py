@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import parse_qs, urlsplit
 
-from tests.support.server.apiserver import Authority, Rest, put
+from tests.support.server.apiserver import CertificateAuthority, Rest, put
 from tests.support.server.threaded_http import ThreadedHttp
 
 MERGE = "application/merge-patch+json"
@@ -22,15 +22,15 @@ class KubeletLogs:
 
     def __init__(self, http: Rest, node: str, folder: Path, logs: dict[tuple[str, ...], str]) -> None:
         self._http, self._node, self.logs = http, node, logs
-        self.asked: list[str] = []
-        put(folder, Authority("kubelet").issue(node))
+        self.requested: list[str] = []
+        put(folder, CertificateAuthority("kubelet").issue(node))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                outer.asked.append(self.path)
+                outer.requested.append(self.path)
                 parts = urlsplit(self.path)
                 _, kind, _, pod, container = parts.path.split("/")
                 assert kind == "containerLogs"

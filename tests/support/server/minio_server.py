@@ -13,10 +13,10 @@ from minio import Minio
 
 from tests.support.server.port import free_port
 from tests.support.server.store_server import StoreServer
-from tests.support.tool import ROOT, built
+from tests.support.tool import ROOT, require_tool
 
 if TYPE_CHECKING:
-    from tests.support.server.apiserver import Authority
+    from tests.support.server.apiserver import CertificateAuthority
 
 __all__ = ["ROOT", "MinioServer", "free_port"]
 
@@ -32,7 +32,7 @@ class MinioServer(StoreServer):
         *,
         host: str = "127.0.0.1",
         settings: dict[str, str] | None = None,
-        authority: Authority | None = None,
+        authority: CertificateAuthority | None = None,
     ) -> None:
         """`settings` are MINIO_* variables besides the usual ones; `authority` signs for it, which then serves TLS."""
         super().__init__(directory, host=host, trusted=directory / "ca.crt" if authority else None)
@@ -83,7 +83,7 @@ class MinioServer(StoreServer):
             (self.directory / "ca.crt").write_bytes(self._authority.pem)
             flags = ["--certs-dir", str(folder)]
         return [
-            *(str(built("minio")), "server", "--quiet", "--address", f"{self.host}:{self.port}"),
+            *(str(require_tool("minio")), "server", "--quiet", "--address", f"{self.host}:{self.port}"),
             *(*flags, str(data)),
         ]
 

@@ -20,12 +20,12 @@ from pathlib import Path
 LOWEST, HIGHEST = 12_000, 30_000
 """Above what the cluster's programs are known by, below NodePorts."""
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_ours: set[int] = set()
+_reserved: set[int] = set()
 """A process is never kept out by its own lock."""
 
 
 @functools.cache
-def _end() -> int:
+def _ephemeral_start() -> int:
     """The first port that is not ours to take: the kernel may pick it by itself."""
     with contextlib.suppress(OSError):
         return max(min(int(RANGE.read_text().split()[0]), HIGHEST), LOWEST + 1000)
@@ -41,14 +41,14 @@ def _locks() -> int:
 
 def free_port() -> int:
     """A loopback port that nobody listens on, kept for this process."""
-    count = _end() - LOWEST
+    count = _ephemeral_start() - LOWEST
     first = secrets.randbelow(count)
     for n in range(count):
         port = LOWEST + (first + n) % count
-        if port not in _ours and _locked(port) and _unused(port):
-            _ours.add(port)
+        if port not in _reserved and _locked(port) and _unused(port):
+            _reserved.add(port)
             return port
-    raise AssertionError(f"no port is free from {LOWEST} to {_end()}")
+    raise AssertionError(f"no port is free from {LOWEST} to {_ephemeral_start()}")
 
 
 def _locked(port: int) -> bool:

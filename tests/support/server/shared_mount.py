@@ -6,10 +6,10 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests.support.tool import built
+from tests.support.tool import require_tool
 
 
-def cannot_mount() -> str:
+def mount_error() -> str:
     """Why this machine cannot mount; empty when it can."""
     if os.geteuid() != 0:
         return "mounting needs root"
@@ -23,7 +23,7 @@ class SharedMount:
         directory.mkdir(parents=True, exist_ok=True)
         mountpoint.mkdir(parents=True)
         self.path = mountpoint
-        command = [str(built("shared-mount")), *options, str(directory), str(mountpoint)]
+        command = [str(require_tool("shared-mount")), *options, str(directory), str(mountpoint)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "mounted\n"

@@ -7,7 +7,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
-class _Server(ThreadingHTTPServer):
+class _QuietServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: object) -> None:
@@ -20,7 +20,7 @@ class ThreadedHttp:
     def __init__(
         self, handler: type[BaseHTTPRequestHandler], *, tls: ssl.SSLContext | None = None, port: int = 0
     ) -> None:
-        self._server = _Server(("127.0.0.1", port), handler)
+        self._server = _QuietServer(("127.0.0.1", port), handler)
         if tls is not None:
             # The handshake is the connection's own thread's: a client that is silent holds up nobody.
             self._server.socket = tls.wrap_socket(

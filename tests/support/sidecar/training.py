@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.fake_model import Model
+from tests.support.fake_model import FakeModel
 from tests.support.fake_trainer import Trainer
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
@@ -15,7 +15,7 @@ from tests.support.sidecar_process import SidecarProcess, sidecar
 @contextmanager
 def training(root: Path, url: str, **flags: object) -> Iterator[tuple[SidecarProcess, Trainer]]:
     with sidecar(root, url, **flags) as process:
-        trainer = Trainer(process.socket, Model())
+        trainer = Trainer(process.socket, FakeModel())
         trainer.open()
         yield process, trainer
         trainer.close()
@@ -26,7 +26,7 @@ def pod(workload: str = "w-1", **more: object) -> dict[str, Any]:
     return {"run": "ns/job", "owner": "ns/job", "workload-uid": workload, "encoding": "fp32", **more}
 
 
-def place(tmp_path: Path, name: str) -> Path:
+def runtime_dir(tmp_path: Path, name: str) -> Path:
     path = tmp_path / name
     path.mkdir()
     return path

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from deltashard.cut.block_writer import BlockWriter, TableCut
+from deltashard.snapshot.block_writer import BlockWriter, TableSnapshot
 from deltashard.tracking.marks import RowSelection
 from deltashard_checkpoint.format.schema import Box
 from deltashard_proto.arena_layout import sections
 from torch import Tensor
 
-NONE = RowSelection(all=False, ids=None)
+NO_ROWS = RowSelection(all=False, ids=None)
 
 
-class Arena:
+class FakeArena:
     """Blocks of one size; those that come back are granted again."""
 
     def __init__(self, block_bytes: int) -> None:
@@ -38,7 +38,7 @@ class Arena:
     def send(self, message: Any, _bytes: int) -> None:
         self.sent.append(message.rows)
 
-    def take_back(self, blocks: Iterable[int]) -> None:
+    def return_blocks(self, blocks: Iterable[int]) -> None:
         self.free.extend(blocks)
 
     def writer(self, **options: Any) -> BlockWriter:
@@ -60,11 +60,15 @@ class Arena:
         return torch.from_numpy(ids), values
 
 
-def cut_of(
-    weights: Tensor, fields: Iterable[Tensor] = (), *, box: Box | None = None, selection: RowSelection = NONE
-) -> TableCut:
+def table_snapshot(
+    weights: Tensor,
+    fields: Iterable[Tensor] = (),
+    *,
+    box: Box | None = None,
+    selection: RowSelection = NO_ROWS,
+) -> TableSnapshot:
     """A cut of a table, or of its shard at `box`."""
     box = box or Box(table="t", row_start=0, row_stop=len(weights), col_start=0, col_stop=weights.shape[1])
-    return TableCut(
+    return TableSnapshot(
         position=0, fqn=box.table, key=box.table, box=box, weights=weights, fields=tuple(fields), selection=selection
     )  # fmt: skip

@@ -15,7 +15,7 @@ from deltashard.tracking.tracking import Tracking
 from torch import nn
 
 
-class Program:
+class BlobProgram:
     """Of a model, its optimizers and what is given in `state=`."""
 
     def __init__(self, model: nn.Module, optimizer: Any = (), **state: Any) -> None:

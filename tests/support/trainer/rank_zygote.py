@@ -30,7 +30,7 @@ from typing import Any
 from tests.support.server.port import free_port
 from tests.support.tool import ROOT
 
-STUCK_S = 120
+HANG_TIMEOUT_S = 120
 """A rank that has not ended by then says where it stands."""
 
 
@@ -71,14 +71,14 @@ class RankZygote:
         workdir.mkdir(exist_ok=True)
         texts = {key: str(value) for key, value in options.items()}
         said = [dict(os.environ), module, str(workdir), world, scenario, texts, agent, spare]
-        codes = self._ask(json.dumps(said))
+        codes = self._request(json.dumps(said))
         (workdir / "codes").write_text(json.dumps(codes))
         if any(code > 0 for code in codes):
             raise AssertionError(f"exit codes {codes}\n\n{_logs(workdir, world)}")
         outs = [workdir / "out" / f"{rank}.json" for rank in range(world)]
         return [json.loads(out.read_text()) if out.exists() else None for out in outs]
 
-    def _ask(self, line: str) -> list[int]:
+    def _request(self, line: str) -> list[int]:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -117,7 +117,7 @@ def _serve() -> None:
         environment, module, workdir, world, scenario, options, agent, spare = json.loads(line)
         os.environ.clear()
         os.environ.update(environment)
-        ended = functools.partial(_attended, spare=spare) if agent else _ended
+        ended = functools.partial(_wait_with_spares, spare=spare) if agent else _ended
         codes = _ranks(
             Path(workdir), world, getattr(importlib.import_module(module), scenario), options, ended
         )
@@ -129,7 +129,7 @@ def _ended(children: list[int]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
-def _attended(ranks: list[int], *, spare: int | None) -> list[int]:
+def _wait_with_spares(ranks: list[int], *, spare: int | None) -> list[int]:
     """The same, but for `spare`, which is 0; when one was killed the others are, too, and what they met by then is no failure of theirs."""
     codes: dict[int, int] = {}
     children = [child for rank, child in enumerate(ranks) if rank != spare]
@@ -194,10 +194,10 @@ def _rank(rank: int, world: int, port: int, scenario: Any, workdir: Path, option
     log = os.open(workdir / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.dump_traceback_later(STUCK_S)
+    faulthandler.dump_traceback_later(HANG_TIMEOUT_S)
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=STUCK_S))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=HANG_TIMEOUT_S))
     said: Any
     try:
         said, code = scenario(rank, workdir, **options), 0

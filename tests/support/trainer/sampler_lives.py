@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from tests.support.trainer.step_count import StepCount
 
 
-class Counting(Dataset[int]):
+class CountingDataset(Dataset[int]):
     """0..n-1; counts how often each was read, in whichever process, and where no checkpoint finds it."""
 
     def __init__(self, n: int) -> None:
@@ -57,7 +57,7 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Life:
+class SamplerLife:
     """One life of all ranks."""
 
     saved: int
@@ -70,12 +70,12 @@ class Life:
     persistent: bool = False
 
 
-class Rank:
+class SamplerRank:
     """One rank's loader; every batch is a step."""
 
-    def __init__(self, data: Data, life: Life, rank: int, **options: Any) -> None:
+    def __init__(self, data: Data, life: SamplerLife, rank: int, **options: Any) -> None:
         self.steps = StepCount()
-        self.data = Counting(data.samples)
+        self.data = CountingDataset(data.samples)
         self.seen: dict[int, list[int]] = defaultdict(list)
         """By epoch."""
         self.last: list[int] = []
@@ -98,7 +98,7 @@ class Rank:
             ),
             **options,
         )
-        self._run = _trained(self)
+        self._run = _train_steps(self)
 
     def take(self, steps: int) -> None:
         """So many steps, over epochs."""
@@ -125,7 +125,7 @@ class Rank:
         self.registry.resume({"loader": tree}, capture_globals(), step=self.steps.now, on_change="refuse")
 
 
-def _trained(rank: Rank) -> Generator[bool, None, None]:
+def _train_steps(rank: SamplerRank) -> Generator[bool, None, None]:
     """Steps for ever: True after each, False where an epoch ends."""
     while True:
         epoch = rank.loader.epoch
@@ -138,7 +138,7 @@ def _trained(rank: Rank) -> Generator[bool, None, None]:
         yield False
 
 
-def handed_over(trees: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
+def resharded(trees: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
     """Where `rank` of `world` goes on, of what as many ranks saved as there are `trees`."""
     saved = len(trees)
     if saved == world:
@@ -151,12 +151,12 @@ def handed_over(trees: list[dict[str, Any]], rank: int, world: int) -> dict[str,
     return found.positions["loader"]
 
 
-def resume(data: Data, life: Life, trees: list[dict[str, Any]], **options: Any) -> list[Rank]:
+def resume(data: Data, life: SamplerLife, trees: list[dict[str, Any]], **options: Any) -> list[SamplerRank]:
     """Its ranks, where `trees` stood."""
-    ranks = [Rank(data, life, rank, **options) for rank in range(life.world)]
+    ranks = [SamplerRank(data, life, rank, **options) for rank in range(life.world)]
     for rank, each in enumerate(ranks):
         if trees:
-            each.resume(handed_over(trees, rank, life.world))
+            each.resume(resharded(trees, rank, life.world))
     return ranks
 
 
@@ -170,7 +170,7 @@ def order(data: Data, epoch: int) -> list[int]:
     return list(alone.share(epoch))
 
 
-def lived(data: Data, lives: list[Life]) -> dict[int, Counter[int]]:
+def trained_samples(data: Data, lives: list[SamplerLife]) -> dict[int, Counter[int]]:
     """Samples by epoch that were trained on in steps that a save remembers; the last life ends its epoch.
 
     Fails where a life reads what was used up before it, in the epoch that it resumes in, but for each rank's last batch.
@@ -206,7 +206,7 @@ def lived(data: Data, lives: list[Life]) -> dict[int, Counter[int]]:
     return used
 
 
-def check_each_once(data: Data, lives: list[Life], used: dict[int, Counter[int]]) -> None:
+def check_each_once(data: Data, lives: list[SamplerLife], used: dict[int, Counter[int]]) -> None:
     """Every epoch's samples once; but for what sampler and loader leave out or repeat at its end, as they say."""
     worlds = {life.world for life in lives}
     for epoch, seen in used.items():

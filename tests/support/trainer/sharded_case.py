@@ -57,7 +57,7 @@ FEATURES = ("f0", "f1", "f2", "f3", "fs")
 BATCH = 4
 
 SHARDINGS = ("data_parallel", "table_wise", "row_wise", "column_wise", "table_column_wise")
-OF_HOSTS = ("table_row_wise", "grid_shard")
+MULTI_HOST_SHARDINGS = ("table_row_wise", "grid_shard")
 """Shardings over hosts of two ranks each."""
 SEQUENCE_SHARDINGS = {
     "table_column_wise": "column_wise",
@@ -83,7 +83,7 @@ PIPELINES: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class ShardedCase:
     """How the tables are sharded and updated, and what calls the model."""
 
     sharding: str
@@ -94,37 +94,39 @@ class Case:
         return "-".join(filter(None, (self.sharding, self.optimizer, self.pipeline)))
 
 
-def cases(world: int) -> list[Case]:
+def cases(world: int) -> list[ShardedCase]:
     """Each sharding, optimizer and pipeline once at two ranks; at four what is another thing there.
 
     At one what compiles the model: that takes each rank 45 s.
     """
     if world == 1:
-        return [Case("row_wise", "rowwise", "pt2")]
+        return [ShardedCase("row_wise", "rowwise", "pt2")]
     if world == 4:
-        return [Case(sharding) for sharding in ("row_wise", *OF_HOSTS)]
-    found = [Case(sharding) for sharding in SHARDINGS]
-    found += [Case("row_wise", "adagrad"), Case("column_wise", "sgd")]
-    return found + [Case("row_wise", "rowwise", pipeline) for pipeline in PIPELINES if pipeline != "pt2"]
+        return [ShardedCase(sharding) for sharding in ("row_wise", *MULTI_HOST_SHARDINGS)]
+    found = [ShardedCase(sharding) for sharding in SHARDINGS]
+    found += [ShardedCase("row_wise", "adagrad"), ShardedCase("column_wise", "sgd")]
+    return found + [
+        ShardedCase("row_wise", "rowwise", pipeline) for pipeline in PIPELINES if pipeline != "pt2"
+    ]
 
 
 @dataclasses.dataclass
-class Batch(Pipelineable):
+class ShardedBatch(Pipelineable):
     """What one step of one rank takes."""
 
     sparse: KeyedJaggedTensor
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return Batch(self.sparse.to(device=device, non_blocking=non_blocking))
+    def to(self, device: torch.device, non_blocking: bool = False) -> ShardedBatch:
+        return ShardedBatch(self.sparse.to(device=device, non_blocking=non_blocking))
 
     def record_stream(self, stream: Any) -> None:
         self.sparse.record_stream(stream)
 
-    def pin_memory(self) -> Batch:
-        return Batch(self.sparse.pin_memory())
+    def pin_memory(self) -> ShardedBatch:
+        return ShardedBatch(self.sparse.pin_memory())
 
 
-def batch(step: int, rank: int) -> Batch:
+def batch(step: int, rank: int) -> ShardedBatch:
     """The same for whoever asks; the one of step 3 looks nothing up."""
     rng = torch.Generator().manual_seed(1000 * step + rank)
     values, lengths = [], []
@@ -133,7 +135,7 @@ def batch(step: int, rank: int) -> Batch:
         count = torch.randint(0, 3, (BATCH,), generator=rng) * (step != 3)
         lengths.append(count)
         values.append(torch.randint(rows, (int(count.sum()),), generator=rng))
-    return Batch(
+    return ShardedBatch(
         KeyedJaggedTensor.from_lengths_sync(
             keys=list(FEATURES), values=torch.cat(values), lengths=torch.cat(lengths)
         )
@@ -147,7 +149,7 @@ def looked_up(table: str, step: int, world: int) -> Tensor:
     return torch.unique(torch.cat(parts))
 
 
-class Model(nn.Module):
+class ShardedModel(nn.Module):
     """Bags and sequences under one linear layer; returns (loss, prediction)."""
 
     def __init__(self, device: str = "meta") -> None:
@@ -172,7 +174,7 @@ class Model(nn.Module):
         )
         self.over = nn.Linear(5 * COLUMNS, 1)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: ShardedBatch) -> tuple[Tensor, Tensor]:
         bags = self.ebc(batch.sparse).values()
         sequence = self.ec(batch.sparse)["fs"].values().sum(0).expand(BATCH, COLUMNS)
         prediction = self.over(torch.cat([bags, sequence], dim=1)).squeeze(1)
@@ -184,7 +186,7 @@ class _BagSharder(EmbeddingBagCollectionSharder):
         return [kind.value for kind in ShardingType]
 
 
-class Training:
+class ShardedTraining:
     """The model under `DistributedModelParallel`, as one rank sees it."""
 
     def __init__(
@@ -196,7 +198,7 @@ class Training:
             _BagSharder(fused_params=dict(fused)),
             EmbeddingCollectionSharder(fused_params=dict(fused)),
         ]
-        model = Model()
+        model = ShardedModel()
         sequence = SEQUENCE_SHARDINGS.get(sharding, sharding)
         constraints = {
             name: ParameterConstraints(
@@ -229,7 +231,7 @@ class Training:
         """The model without wrappers."""
         return self.model.module
 
-    def train(self, *batches: Batch) -> None:
+    def train(self, *batches: ShardedBatch) -> None:
         """One step of the dense optimizer, over one or several backward passes."""
         self.dense.zero_grad()
         for each in batches:
@@ -279,7 +281,7 @@ def check_tiling(tracking: Tracking, world: int) -> None:
     assert all(bool((part == 1).all()) for part in cells.values())
 
 
-class Watch:
+class MarkChecker:
     """Compares all tables with how they were at the last look, and with the marks."""
 
     def __init__(self, tracking: Tracking) -> None:
@@ -287,14 +289,14 @@ class Watch:
         self.cut = 0
         self.changes = 0
         """Rows that changed, in all."""
-        self.look()
+        self.check()
 
-    def look(self) -> dict[str, Tensor]:
+    def check(self) -> dict[str, Tensor]:
         """The marked rows by shard; every shard's changed rows are among them. A cut of them commits."""
         self.tracking.refresh()
         marked = {}
         for table in self.tracking.tables:
-            rows = table.prepare_cut("since_commit")
+            rows = table.select_rows("since_commit")
             ids = torch.arange(table.marks.rows) if rows.ids is None else rows.ids
             marked[table.key] = ids
             if self.cut:
@@ -310,9 +312,9 @@ class Watch:
             for table in self.tracking.tables
         }
         self.cut += 1
-        self.tracking.cut_taken(self.cut, "since_commit", full=self.cut == 1)
+        self.tracking.snapshot_taken(self.cut, "since_commit", full=self.cut == 1)
         self.tracking.committed(self.cut, baseline=self.cut == 1)
-        self.tracking.steps.done()
+        self.tracking.steps.end_step()
         return marked
 
     @staticmethod
@@ -331,34 +333,34 @@ def check_marked(tracking: Tracking, marked: dict[str, Tensor], steps: tuple[int
         assert marked[table.key].tolist() == mine.tolist(), f"{table.key} in steps {steps}"
 
 
-def run(case: Case) -> None:
+def run(case: ShardedCase) -> None:
     """One case as one rank; raises where tracking is wrong."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    training = Training(case.sharding, case.optimizer)
+    training = ShardedTraining(case.sharding, case.optimizer)
     tracking = Tracking(
         training.model, [training.dense], settings=TrackingSettings(hash_below_bytes=0, audit_rows=8)
     )
     check_shards(tracking, training.model)
     check_tiling(tracking, world)
     _check_trackers(case, tracking)
-    watch = Watch(tracking)
+    watch = MarkChecker(tracking)
     drive = _pipelined if case.pipeline else _plain
     for steps in drive(case, training, rank):
-        check_marked(tracking, watch.look(), steps, world)
+        check_marked(tracking, watch.check(), steps, world)
     check_shards(tracking, training.model)
     assert watch.changes or not tracking.tables
     _check_trackers(case, tracking)
     tracking.close()
 
 
-def _check_trackers(case: Case, tracking: Tracking) -> None:
+def _check_trackers(case: ShardedCase, tracking: Tracking) -> None:
     for table in tracking.tables:
         by_hash = case.sharding == "data_parallel" and table.fqn.startswith("ebc.")
         assert table.tracker == ("hashes" if by_hash else "lookups"), f"{table.key}: {table.reason}"
         assert table.found.replicated == by_hash
 
 
-def _plain(case: Case, training: Training, rank: int) -> Iterator[tuple[int, ...]]:
+def _plain(case: ShardedCase, training: ShardedTraining, rank: int) -> Iterator[tuple[int, ...]]:
     """Steps, and between them what changes nothing; yields the steps whose batches were trained on since."""
     for step in range(5):
         training.train(batch(step, rank))
@@ -380,7 +382,7 @@ def _plain(case: Case, training: Training, rank: int) -> Iterator[tuple[int, ...
     yield ()
 
 
-def _pipelined(case: Case, training: Training, rank: int) -> Iterator[tuple[int, ...]]:
+def _pipelined(case: ShardedCase, training: ShardedTraining, rank: int) -> Iterator[tuple[int, ...]]:
     """The same under a pipeline, which is ahead with the next batches."""
     pipeline = PIPELINES[case.pipeline](training.model, training.dense, torch.device("cpu"))
     batches = iter([batch(step, rank) for step in range(8)])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 
-class Net(nn.Module):
+class ToyNet(nn.Module):
     """A table and a dense layer."""
 
     def __init__(self, rows: int, columns: int) -> None:
@@ -19,12 +19,12 @@ class Net(nn.Module):
         return self.top(self.items(x).mean(1))
 
 
-class Loop:
+class ToyLoop:
     """A model, its optimizers, and steps on random ids, the same in each run."""
 
     def __init__(self, seed: int = 0, rows: int = 300, columns: int = 16) -> None:
         torch.manual_seed(seed)
-        self.net = Net(rows, columns)
+        self.net = ToyNet(rows, columns)
         self.optimizer: list[torch.optim.Optimizer] = [
             torch.optim.Adagrad([self.net.items.weight], lr=0.1),
             torch.optim.Adam(self.net.top.parameters(), lr=0.01),

@@ -46,7 +46,7 @@ class Lazy(torch.optim.Optimizer):
                 p.sub_(state["mean"], alpha=group["lr"])
 
 
-class Lookahead:
+class LookaheadOptimizer:
     """No torch optimizer itself; every second step it pulls the weights half way to slow copies of its own."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
@@ -102,7 +102,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], bool, bool]] = {
     "rowwise_adagrad": (lambda ps: RowWiseAdagrad(ps, lr=LR), True, True),
     "adafactor": (lambda ps: torch.optim.Adafactor(ps, lr=LR), False, True),
     "lazy": (Lazy, True, True),
-    "lookahead": (lambda ps: Lookahead(torch.optim.SGD(ps, lr=LR)), True, True),
+    "lookahead": (lambda ps: LookaheadOptimizer(torch.optim.SGD(ps, lr=LR)), True, True),
     "lookahead_wrapped": (lambda ps: WrappedLookahead(torch.optim.Adagrad(ps, lr=LR)), True, True),
 }
 EXACT = {"sgd", "sgd_foreach_off", "adagrad", "adagrad_lr_decay", "sparse_adam", "rowwise_adagrad"}
@@ -133,7 +133,7 @@ def make_table(kind: str, sparse: bool) -> nn.Module:
     )
 
 
-class Training:
+class TableTraining:
     """One table under one optimizer, and the things that may happen to it; on torch's default device."""
 
     def __init__(self, optimizer: str, kind: str, sparse: bool, seed: int) -> None:
@@ -400,7 +400,7 @@ class Training:
 EVENTS = [
     *sorted(
         name
-        for name, value in vars(Training).items()
+        for name, value in vars(TableTraining).items()
         if callable(value)
         and not name.startswith("_")
         and name not in ("ids", "look_up", "loss", "snapshot", "scaled")
@@ -432,10 +432,10 @@ def changed_rows(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[int
     return rows
 
 
-class Cutter:
+class SelectionChecker:
     """Takes cuts that commit at once, and compares each selection with what truly changed."""
 
-    def __init__(self, training: Training, tracking: Tracking) -> None:
+    def __init__(self, training: TableTraining, tracking: Tracking) -> None:
         self.training, self.tracking = training, tracking
         self.table = tracking.by_key["table.weight"]
         self.cut = 0
@@ -446,7 +446,7 @@ class Cutter:
         self.cut += 1
         self.tracking.audit_before_commit()
         self.tracking.refresh()
-        selection = self.table.prepare_cut(mode)
+        selection = self.table.select_rows(mode)
         rows = set(range(ROWS)) if selection.all else set(selection.ids.tolist())
         now = self.training.snapshot()
         if mode != "all":
@@ -458,13 +458,15 @@ class Cutter:
             self.changed += len(truth)
             self.selected += len(rows)
         self.before = now
-        self.tracking.cut_taken(self.cut, mode)
+        self.tracking.snapshot_taken(self.cut, mode)
         self.tracking.committed(self.cut, baseline=mode == "all")
         self.tracking.audit_sample()
         return rows
 
 
-def begin(optimizer: str, kind: str, sparse: bool, seed: int = 0, how=PLAIN) -> tuple[Training, Cutter]:
-    training = Training(optimizer, kind, sparse, seed)
+def begin(
+    optimizer: str, kind: str, sparse: bool, seed: int = 0, how=PLAIN
+) -> tuple[TableTraining, SelectionChecker]:
+    training = TableTraining(optimizer, kind, sparse, seed)
     tracking = Tracking(training.model, [training.optimizer, training.dense], settings=how)
-    return training, Cutter(training, tracking)
+    return training, SelectionChecker(training, tracking)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-TELLING = re.compile(r"note: |warning: |error: |event (nothing_saved|fell_back|log_damaged|save_blocked)")
+REPORTED = re.compile(r"note: |warning: |error: |event (nothing_saved|fell_back|log_damaged|save_blocked)")
 NOISE = re.compile(r"tracked by row hashes|tracked by hashes|counts? as changed")
 """Words of interest; how tables are tracked is none."""
 UNRELATED = re.compile(
@@ -18,7 +18,7 @@ UNRELATED = re.compile(
 """Words that do not explain why a run that was resumed differs: what they speak of comes back exactly, or is refused."""
 
 
-class Words(logging.Handler):
+class CapturedLog(logging.Handler):
     """Keeps what deltashard logs at level WARNING and above."""
 
     def __init__(self, told: list[str]) -> None:
@@ -30,14 +30,14 @@ class Words(logging.Handler):
         self._told.append(f"warning: {record.getMessage()}")
 
 
-def telling(told: Iterable[str]) -> list[str]:
+def reported_lines(told: Iterable[str]) -> list[str]:
     """The words that count, each once."""
-    return sorted({word for word in told if TELLING.match(word) and not NOISE.search(word)})
+    return sorted({word for word in told if REPORTED.match(word) and not NOISE.search(word)})
 
 
-def explaining(told: Iterable[str]) -> list[str]:
+def explanations(told: Iterable[str]) -> list[str]:
     """Those that say why a resumed run differs."""
-    return [word for word in telling(told) if not UNRELATED.search(word)]
+    return [word for word in reported_lines(told) if not UNRELATED.search(word)]
 
 
 def bits(name: str, value: Any) -> dict[str, bytes]:

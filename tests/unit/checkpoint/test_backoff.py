@@ -17,7 +17,7 @@ def test_delays_stay_in_bounds(failures, uniform, first_s, longest_s, jitter):
     assert due_s * (1 - jitter) * 0.999999 <= delay_s <= due_s
 
 
-def test_patience_pauses_by_it_until_the_deadline() -> None:
+def test_retry_budget_sleeps_until_the_deadline() -> None:
     now, slept = [0.0], list[float]()
 
     def sleep(delay_s: float) -> None:

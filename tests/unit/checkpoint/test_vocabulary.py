@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 CRD = ROOT / "charts/deltashard/templates/crds/checkpointpolicies.yaml"
 
 
-def test_names_and_codes_tell_encodings_apart() -> None:
+def test_encoding_names_and_codes_are_unique() -> None:
     """Codes are the format's, forever."""
     assert {name: e.code for name, e in ENCODINGS.items()} == {
         "fp32": 1, "fp16": 2, "bf16": 3, "fp64": 4, "q8": 5, "q4": 6, "q3": 7, "q2": 8,
@@ -35,7 +35,7 @@ def test_names_and_codes_tell_encodings_apart() -> None:
     assert set(quantizer.DEFAULT_SEARCH) == {e.name for e in ENCODINGS.values() if e.quantized}
 
 
-def test_unknown_words_are_refused_with_the_known_ones() -> None:
+def test_unknown_names_are_refused_with_the_valid_ones() -> None:
     with pytest.raises(UnknownName, match=r"unknown encoding 'q5' -- one of fp32, .*q2"):
         encoding_named("q5")
     with pytest.raises(UnknownName, match=r"unknown differential policy 'half' -- one of full, one-shot"):
@@ -59,7 +59,7 @@ def test_only_point_wise_float32_state_is_narrowed(state_encoding, pointwise, dt
     assert stored_state_dtype(state_encoding, pointwise=pointwise, dtype=dtype) == stored
 
 
-def test_the_newest_common_protocol_is_spoken() -> None:
+def test_newest_common_protocol_is_chosen() -> None:
     ours = ProtocolVersions(2, 4)
     others = ((1, 3), (3, 9), (4, 4), (5, 6), (1, 1))
     assert [ours.common(*theirs) for theirs in others] == [3, 4, 4, None, None]
@@ -80,7 +80,7 @@ def _enums(document: Any) -> Iterator[tuple[str, list[str]]]:
         yield from _enums(value)
 
 
-def test_schemas_of_the_chart_take_the_same_words():
+def test_chart_schemas_have_the_same_enums():
     """A custom resource and the chart's values are refused by the API for what the sidecar would refuse."""
     crd = "\n".join(line for line in CRD.read_text().splitlines() if "{{" not in line)
     values = (ROOT / "charts/deltashard/values.schema.json").read_text()
@@ -89,7 +89,7 @@ def test_schemas_of_the_chart_take_the_same_words():
         assert (enums["encoding"], enums["differential"]) == (list(ENCODING_CHOICES), list(DIFFERENTIALS))
 
 
-def test_prose_names_the_same_words() -> None:
+def test_documentation_lists_the_same_values() -> None:
     """What people read beside a field of the protocol or an argument of the Checkpointer is the whole list."""
     proto = (ROOT / "proto/deltashard/v1/trainer.proto").read_text()
     assert f"string encoding = 3;  // {' '.join(ENCODING_CHOICES)}\n" in proto

@@ -28,7 +28,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def test_metadata_that_is_cut_short_or_something_else_is_refused(saved: Path) -> None:
+def test_truncated_or_foreign_metadata_is_refused(saved: Path) -> None:
     whole = (saved / METADATA).read_bytes()
     for stop in range(0, len(whole), 97):
         (saved / METADATA).write_bytes(whole[:stop])
@@ -67,7 +67,7 @@ def damage_chunk(metadata: Metadata, offsets: tuple[int, ...], sizes: tuple[int,
         (lambda m: setattr(m, "state_dict_metadata", []), "it cannot be read"),
     ],
 )
-def test_what_is_not_whole_is_refused(saved: Path, damage: Callable[[Metadata], Any], what: str) -> None:
+def test_incomplete_checkpoint_is_refused(saved: Path, damage: Callable[[Metadata], Any], what: str) -> None:
     metadata = pickle.loads((saved / METADATA).read_bytes())
     damage(metadata)
     (saved / METADATA).write_bytes(pickle.dumps(metadata))
@@ -76,7 +76,7 @@ def test_what_is_not_whole_is_refused(saved: Path, damage: Callable[[Metadata], 
 
 
 @pytest.mark.parametrize("second", [(0, 0), (1, 0), (1, 1)])
-def test_pieces_that_overlap_are_refused(saved: Path, second: tuple[int, int]) -> None:
+def test_overlapping_pieces_are_refused(saved: Path, second: tuple[int, int]) -> None:
     """Also where they have together as many elements as the tensor: what they leave out would be read as zeros."""
     metadata = pickle.loads((saved / METADATA).read_bytes())
     held = metadata.state_dict_metadata["model.emb.weight"]
@@ -93,6 +93,6 @@ def test_pieces_that_overlap_are_refused(saved: Path, second: tuple[int, int]) -
         read_contents(saved)
 
 
-def test_a_directory_without_metadata_is_named(tmp_path: Path) -> None:
+def test_directory_without_metadata_is_reported(tmp_path: Path) -> None:
     with pytest.raises(NotReadable, match=r"there is no \.metadata"):
         read_contents(tmp_path)

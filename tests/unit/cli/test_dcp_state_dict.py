@@ -54,14 +54,14 @@ def contents(tree: Any) -> Contents:
         ({f"model.{name}": T for name in MODEL}, "model", ()),
     ],
 )
-def test_the_models_tensors_are_found(tree: Any, model: str | None, left_out: tuple[str, ...]) -> None:
+def test_model_tensors_are_found(tree: Any, model: str | None, left_out: tuple[str, ...]) -> None:
     found = classify(contents(tree), model)
     assert found.model.keys() == MODEL.keys()
     assert found.left_out == left_out
 
 
 @pytest.mark.parametrize("tree", [{"a": MODEL, "b": MODEL}, {"a": {"model": MODEL}, "b": {"model": MODEL}}])
-def test_what_could_be_several_is_asked_for(tree: Any) -> None:
+def test_ambiguous_model_location_must_be_specified(tree: Any) -> None:
     with pytest.raises(UserError, match="which of these is the model's") as refused:
         classify(contents(tree), None)
     assert "--model with one of: 'a" in refused.value.remedy
@@ -75,7 +75,7 @@ def test_what_could_be_several_is_asked_for(tree: Any) -> None:
         ("", MODEL | OPTIM),
     ],
 )
-def test_an_optimizers_dict_is_known_by_its_groups(place: str, tree: Any) -> None:
+def test_optimizer_state_is_recognized_by_param_groups(place: str, tree: Any) -> None:
     (found,) = classify(contents(tree), None).optimizers
     assert (found.where, found.unsupported_reason) == (place, "")
     assert {name: set(entry) for name, entry in found.state.items()} == {"emb.weight": {"sum", "step"}}
@@ -94,7 +94,7 @@ def test_an_optimizers_dict_is_known_by_its_groups(place: str, tree: Any) -> Non
         (OPTIM | {"state": {"emb.weight": {"inner": {"sum": T}}}}, r"holds state\.emb\.weight\.inner\.sum"),
     ],
 )
-def test_an_optimizers_dict_of_another_shape_says_why_not(optim: Any, unsupported_reason: str) -> None:
+def test_malformed_optimizer_state_is_explained(optim: Any, unsupported_reason: str) -> None:
     """And is never taken for a model."""
     found = classify(contents({"model": MODEL, "optim": optim}), None)
     (optimizer,) = found.optimizers

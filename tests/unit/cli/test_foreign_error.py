@@ -22,14 +22,14 @@ from deltashard_cli.main import ENVIRONMENT, INTERNAL, LocalFault, exit_code, wr
         (MemoryError(), "there is not enough memory", "this process"),
     ],
 )
-def test_files_and_memory_are_the_environments(error: Exception, what: str, where: str) -> None:
+def test_os_and_memory_errors_are_environment_errors(error: Exception, what: str, where: str) -> None:
     found = wrap_os_error(error)
     assert isinstance(found, LocalFault)
     assert (found.what, found.where, exit_code(found)) == (what, where, ENVIRONMENT)
     assert found.remedy
 
 
-def test_all_else_stays_what_it_is() -> None:
+def test_other_errors_are_unchanged() -> None:
     """Ours says it all; a bug is one."""
     ours, bug = UserError("x"), KeyError("y")
     assert wrap_os_error(ours) is ours

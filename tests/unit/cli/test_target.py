@@ -14,7 +14,7 @@ from deltashard_cli import target
 from deltashard_cli.target import NoSuchRun, TooManyOtherObjects, find_run, runs_of
 
 
-class CountingStore(MemoryStore):
+class ListingCounter(MemoryStore):
     """Counts listings, and what was taken from them."""
 
     def __init__(self) -> None:
@@ -39,8 +39,8 @@ def write(root: Path, *names: str) -> None:
         path.write_bytes(b"{}")
 
 
-def test_runs_between_other_objects_are_found_with_few_requests():
-    store = CountingStore()
+def test_runs_among_other_objects_are_found_with_few_requests():
+    store = ListingCounter()
     for at in range(500):
         store.put(f"a/data/{at}", b"")
         store.put(f"z/{at}", b"")
@@ -53,9 +53,9 @@ def test_runs_between_other_objects_are_found_with_few_requests():
     assert store.taken == 1000 + 3
 
 
-def test_a_tree_of_anything_else_is_not_looked_through_to_its_end(monkeypatch):
+def test_search_of_a_foreign_tree_is_bounded(monkeypatch):
     monkeypatch.setattr(target, "MAX_OTHER_OBJECTS", 100)
-    store = CountingStore()
+    store = ListingCounter()
     for at in range(500):
         store.put(f"a/{at}", b"")
     with pytest.raises(TooManyOtherObjects, match="100 objects here are of no run"):
@@ -63,7 +63,7 @@ def test_a_tree_of_anything_else_is_not_looked_through_to_its_end(monkeypatch):
     assert store.taken == 100
 
 
-def test_where_there_is_much_else_a_run_is_found_by_its_name_only(tmp_path, monkeypatch):
+def test_run_in_a_large_foreign_tree_is_found_only_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(target, "MAX_OTHER_OBJECTS", 100)
     write(tmp_path, *(f"a/{at}" for at in range(120)), f"run/{entry_key(0)}")
     with pytest.raises(TooManyOtherObjects, match="no more were looked at"):
@@ -75,7 +75,7 @@ def test_where_there_is_much_else_a_run_is_found_by_its_name_only(tmp_path, monk
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_what_is_not_there(tmp_path, scheme):
+def test_missing_target_is_reported(tmp_path, scheme):
     write(tmp_path, f"there/{entry_key(0)}")
     for run in ("x", None):
         with pytest.raises(BucketMissing, match="directory does not exist") as missing:
@@ -83,7 +83,7 @@ def test_what_is_not_there(tmp_path, scheme):
         assert missing.value.where == f"file://{tmp_path}/nonexist"
 
 
-def test_only_so_many_runs_are_listed(tmp_path):
+def test_listed_runs_are_bounded(tmp_path):
     write(tmp_path, *(f"r{at:02}/{entry_key(0)}" for at in range(25)))
     with pytest.raises(NoSuchRun, match="several") as refused:
         find_run(str(tmp_path), None)

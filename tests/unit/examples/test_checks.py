@@ -28,7 +28,7 @@ def bump(array):
 
 
 @pytest.mark.parametrize(
-    ("harm", "wrong_rows", "wrong_names"),
+    ("damage", "wrong_rows", "wrong_names"),
     [
         (lambda a: None, 0, ()),
         (lambda a: a[ROWS].view(np.uint32).__setitem__((3, 4), 1), 1, ()),
@@ -41,9 +41,7 @@ def bump(array):
     ],
     ids=["none", "a bit", "exchanged", "a row never written", "row state", "dense", "missing", "surplus"],
 )
-def test_what_the_encoding_makes_of_every_row_is_exact_and_nothing_else(
-    checks, tmp_path, harm, wrong_rows, wrong_names
-):
+def test_only_the_encoded_form_of_every_row_is_exact(checks, tmp_path, damage, wrong_rows, wrong_names):
     """A copy as the training process leaves it, against what was restored; ten rows came back as they were cut."""
     random = np.random.default_rng(7)
     cut = {
@@ -57,7 +55,7 @@ def test_what_the_encoding_makes_of_every_row_is_exact_and_nothing_else(
     restored[ROWS] = checks._round_trip(cut[ROWS], "q8", None).copy()
     assert not np.array_equal(restored[ROWS], cut[ROWS])
     restored[ROWS][50:60] = cut[ROWS][50:60]
-    harm(restored)
+    damage(restored)
     found = checks.compare(tmp_path, restored, encoding="q8")
     assert (found.rows, found.wrong_rows, found.wrong_names) == (200, wrong_rows, wrong_names)
     assert found.exact == (not wrong_rows and not wrong_names)

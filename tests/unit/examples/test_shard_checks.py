@@ -34,15 +34,15 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return shard_checks
 
 
-class Ranks:
+class TwoRankRun:
     """Two ranks that saved steps 10 and 20; what they held then, as they would say it."""
 
     def __init__(self, checks: ModuleType, folder: Path) -> None:
         self.url = f"file://{folder / 'store'}"
         self._checks = checks
         self.held: dict[int, Held] = {}
-        run = sample.Run(folder, store=open_store(self.url), world_size=2, layout=BOXES)
-        model = sample.Model(TABLE)
+        run = sample.SampleRun(folder, store=open_store(self.url), world_size=2, layout=BOXES)
+        model = sample.SampleModel(TABLE)
         self.steps: dict[int, int] = {}
         for step in (10, 20):
             model.train()
@@ -60,7 +60,9 @@ class Ranks:
             self.steps[run.save([TABLE], cut, step=step, blobs=blobs)] = step
         run.cache.close()
 
-    def _content(self, model: sample.Model, first: int, stop: int, head: torch.Tensor) -> dict[str, Any]:
+    def _content(
+        self, model: sample.SampleModel, first: int, stop: int, head: torch.Tensor
+    ) -> dict[str, Any]:
         sums = [
             self._checks.sha256(torch.from_numpy(values[first:stop]))
             for values in (model.weights, model.fields["sum"])
@@ -76,8 +78,8 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks(checks: ModuleType, tmp_path: Path) -> Ranks:
-    return Ranks(checks, tmp_path)
+def ranks(checks: ModuleType, tmp_path: Path) -> TwoRankRun:
+    return TwoRankRun(checks, tmp_path)
 
 
 def _other(values: list[str] | str) -> Any:
@@ -85,7 +87,7 @@ def _other(values: list[str] | str) -> Any:
 
 
 UNKNOWN = "rank 1: items[120:200] holds what no checkpoint holds"
-HARMS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "weights": (lambda rank: rank["shards"][0].update(weights=_other("")), UNKNOWN),
     "state of the rows": (lambda rank: rank["shards"][0].update(state=_other([])), UNKNOWN),
     "dense": (lambda rank: rank["dense"].update(head=_other("")), "rank 1: head"),
@@ -95,11 +97,11 @@ HARMS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", HARMS)
-def test_whatever_differs_is_named(ranks: Ranks, name: str) -> None:
-    harm, said = HARMS[name]
+@pytest.mark.parametrize("name", DAMAGES)
+def test_every_difference_is_reported(ranks: TwoRankRun, name: str) -> None:
+    damage, message = DAMAGES[name]
     assert ranks.compare(ranks.held[20]).exact
     assert not ranks.compare(ranks.held[20] | {0: ranks.held[10][0]}).exact
     held = copy.deepcopy(ranks.held[20])
-    harm(held[1])
-    assert ranks.compare(held).wrong == (said,)
+    damage(held[1])
+    assert ranks.compare(held).wrong == (message,)

@@ -32,7 +32,7 @@ def assert_recorded(result: dict[str, Any], path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_admission_gives_the_golden_object(case: str) -> None:
+def test_admission_produces_the_golden_object(case: str) -> None:
     """The patch, applied by a library of others, makes the object on record."""
     document = manifests(case)[-1]
     response = sample.answer(document, policy(case))
@@ -41,12 +41,12 @@ def test_admission_gives_the_golden_object(case: str) -> None:
 
 
 @pytest.mark.parametrize("path", WORKLOADS, ids=lambda path: path.stem)
-def test_an_example_is_injected_to_what_is_on_record(path: Path) -> None:
+def test_example_injection_matches_the_golden_object(path: Path) -> None:
     """What its controller makes of it, under the policy of the examples and the chart's defaults."""
     assert_recorded(injected(path), FOLDER.parent / "examples" / f"{path.stem}.out.yaml")
 
 
-def test_exit_codes_are_those_of_the_trainer() -> None:
+def test_example_exit_codes_match_the_trainer() -> None:
     """The rules of the example's podFailurePolicy speak of the trainer's own codes."""
     from deltashard.attach import exit_code, term_signal
 

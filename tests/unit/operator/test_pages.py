@@ -31,12 +31,12 @@ def rows(page: str, header: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def words(page: str, header: str) -> set[str]:
+def documented_names(page: str, header: str) -> set[str]:
     """The words in code quotes of the first column of the table with this header."""
     return {word for first, *_ in rows(page, header) for word in re.findall(r"`([^`]+)`", first)}
 
 
-def test_the_table_of_kinds() -> None:
+def test_kinds_table() -> None:
     """Where the line goes, for every kind, with an example that exists."""
     found = rows(WORKLOADS_PAGE, "| kind |")
     by_template = {"JobSet": "JobSet", "TrainingRuntime": "JobSet", "PyTorchJob": "PyTorchJob"}
@@ -50,13 +50,13 @@ def test_the_table_of_kinds() -> None:
         assert by_file[name] == kind
 
 
-def test_the_table_of_annotations() -> None:
+def test_annotations_table() -> None:
     """Every key with what it takes, in the words of its refusal."""
     keys = [[f"`{key}`", takes] for key, (_, _, takes) in annotation.KEYS.items()]
     assert rows(WORKLOADS_PAGE, "| annotation |") == keys
 
 
-def test_every_code_has_its_section() -> None:
+def test_every_code_has_a_section() -> None:
     """In the order of the code's own list, each with an example."""
     assert re.findall(r"(?m)^### (\w+)$", TROUBLES_PAGE) == list(CODES)
     examples = re.findall(r"```console\n(.*)\n```", TROUBLES_PAGE)
@@ -71,25 +71,25 @@ def test_every_code_has_its_section() -> None:
     ],
     ids=["conditions", "phases"],
 )
-def test_every_word_is_on_its_page(page: str, header: str, said: tuple[str, ...]) -> None:
-    assert words(page, header) == set(said)
+def test_every_name_is_documented(page: str, header: str, said: tuple[str, ...]) -> None:
+    assert documented_names(page, header) == set(said)
 
 
-def test_every_event_is_on_the_page() -> None:
+def test_every_event_is_documented() -> None:
     folder = Path(deltashard_operator.__file__).parent
     files = ("run/report_change", "run/watched_run", "controller/reclaimer", "controller/writer")
     sources = "".join((folder / f"{name}.py").read_text() for name in files)
-    told = set(re.findall(r'(?:Notice\(reason=|(?=.Reclaim))"(\w+)"', sources))
-    told |= {
+    event_reasons = set(re.findall(r'(?:RunEvent\(reason=|(?=.Reclaim))"(\w+)"', sources))
+    event_reasons |= {
         event_reason(each) for each in {*IncidentKind} - {IncidentKind.UNKNOWN, IncidentKind.TRAINER_LOST}
     }
-    assert words(RUNS_PAGE, "| reason | type | when |") == told | {
+    assert documented_names(RUNS_PAGE, "| reason | type | when |") == event_reasons | {
         *EVENT_REASONS.values(),
         *CHANGE_REASONS.values(),
     }
 
 
-def test_every_metric_of_the_controller_is_on_the_page() -> None:
+def test_every_controller_metric_is_documented() -> None:
     said = set(re.findall(r"`(deltashard_(?:controller|node)_\w+)", RUNS_PAGE))
     exposed = {
         f"{each.name}_total" if each.type == "counter" else each.name
@@ -98,7 +98,7 @@ def test_every_metric_of_the_controller_is_on_the_page() -> None:
     assert said | {"deltashard_build_info"} == exposed
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_resolve() -> None:
     """Files and headings that the pages of Kubernetes point to exist."""
     for page in sorted(PAGES.glob("*.md")):
         for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):

@@ -27,8 +27,8 @@ from deltashard_checkpoint.stores.abc import (
     StoreFull,
     StoreUnavailable,
 )
-from deltashard_checkpoint.write.cut_reports import CutAbandoned
 from deltashard_checkpoint.write.part_writer import UploadFailed, UploadNoSpace
+from deltashard_checkpoint.write.snapshot_reports import SnapshotAbandoned
 from deltashard_proto.cause import METADATA, Cause, from_metadata, to_metadata
 from deltashard_sidecar import restore
 from deltashard_sidecar.arena.batch import BadBatch
@@ -38,25 +38,25 @@ from deltashard_sidecar.save import save
 from deltashard_sidecar.settings import SettingError
 
 
-class Failed(grpc.RpcError, grpc.Call):  # type: ignore[misc]
+class FailedCall(grpc.RpcError, grpc.Call):  # type: ignore[misc]
     """A call that ended so."""
 
     def __init__(
         self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, bytes], ...] | None
     ) -> None:
-        self._said = code, details, metadata
+        self._result = code, details, metadata
 
     def code(self) -> grpc.StatusCode:
-        return self._said[0]
+        return self._result[0]
 
     def details(self) -> str:
-        return self._said[1]
+        return self._result[1]
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...] | None:
-        return self._said[2]
+        return self._result[2]
 
 
-Failed.__abstractmethods__ = frozenset()
+FailedCall.__abstractmethods__ = frozenset()
 
 
 @pytest.mark.parametrize(
@@ -73,21 +73,21 @@ Failed.__abstractmethods__ = frozenset()
         (Cause.ERROR, grpc.StatusCode.INTERNAL, "x", SidecarUnavailable, "INTERNAL: x [open]"),
     ],
 )  # fmt: skip
-def test_a_refused_call_is_the_error_of_its_cause(
+def test_refused_call_maps_to_the_error_of_its_cause(
     cause: Cause, code: grpc.StatusCode, details: str, kind: type, text: str
 ) -> None:
-    error = translate(Failed(code, details, to_metadata(cause)), where="open")
+    error = translate(FailedCall(code, details, to_metadata(cause)), where="open")
     assert type(error) is kind
     assert str(error) == text
 
 
-def test_a_call_that_nobody_answered_has_no_cause() -> None:
+def test_unanswered_call_has_no_cause() -> None:
     """No metadata at all: the sidecar is gone. A store that it could not reach is its answer."""
     for code in UNANSWERED:
-        unanswered = Failed(code, "connection refused", None)
+        unanswered = FailedCall(code, "connection refused", None)
         assert cause_of(unanswered) == ""
         assert type(translate(unanswered, where="open", fallback=RestoreFailed)) is SidecarGone
-    store = Failed(grpc.StatusCode.UNAVAILABLE, "StoreUnavailable: x", to_metadata(Cause.UNAVAILABLE))
+    store = FailedCall(grpc.StatusCode.UNAVAILABLE, "StoreUnavailable: x", to_metadata(Cause.UNAVAILABLE))
     assert type(translate(store, where="open", fallback=RestoreFailed)) is RestoreFailed
     assert from_metadata(to_metadata("no word of ours")) is Cause.ERROR
     assert to_metadata(Cause.FENCED)[0][0] == METADATA
@@ -101,7 +101,7 @@ def test_a_call_that_nobody_answered_has_no_cause() -> None:
         (CacheFull("x"), "unavailable", "unavailable", None),
         (UploadFailed("x"), "unavailable", "unavailable", None),
         (UploadNoSpace("x"), "full", "unavailable", None),
-        (CutAbandoned("x"), "abandoned", "unavailable", None),
+        (SnapshotAbandoned("x"), "abandoned", "unavailable", None),
         (LogRolledBack("x"), "log_lost", "unavailable", None),
         (LogRemoved("x"), "removed", "unavailable", None),
         (LogStopped("x"), "error", "invalid", None),
@@ -126,7 +126,7 @@ def test_a_call_that_nobody_answered_has_no_cause() -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
-def test_what_an_error_is_called(
+def test_error_causes_by_operation(
     error: Exception, of_save: str, of_restore: str, of_store: str | None
 ) -> None:
     """As the cause of a failed save, of a failed restore, and of a store that does not serve."""

@@ -34,7 +34,7 @@ FOLDERS = {
     "cloud": (CLOUD,),
     "kubectl": (KUBECTL,),
 }
-APART = {S3, CLOUD, KUBECTL}
+OPTIONAL_EXTRAS = {S3, CLOUD, KUBECTL}
 """What these folders import is brought by their own extras."""
 ELSEWHERE = {"torch"}
 """The commands on torch's formats, which say what they lack."""
@@ -69,7 +69,7 @@ def needed(folders: tuple[str, ...]) -> set[str]:
     """Distributions of what the modules under the folders import."""
     found: set[str] = set()
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
-        if not any(path.is_relative_to(ROOT / each) for each in APART - {*folders}):
+        if not any(path.is_relative_to(ROOT / each) for each in OPTIONAL_EXTRAS - {*folders}):
             found |= imported(path)
     tops = {name.partition(".")[0] for name in found} - sys.stdlib_module_names
     foreign = {top for top in tops if not top.startswith("deltashard")}
@@ -77,19 +77,19 @@ def needed(folders: tuple[str, ...]) -> set[str]:
 
 
 @pytest.mark.parametrize("extra", FOLDERS)
-def test_an_extra_brings_what_its_code_imports(extra: str) -> None:
+def test_extra_installs_what_its_code_imports(extra: str) -> None:
     brought, imports = names(EXTRAS[extra]), needed(FOLDERS[extra])
     assert imports - BASE - brought <= ELSEWHERE
     own = [each for each in EXTRAS[extra] if not each.startswith("deltashard")]
     assert names(own) <= imports, "brought, and not imported"
 
 
-def test_the_base_is_what_all_parts_import() -> None:
+def test_base_dependencies_are_the_common_imports() -> None:
     assert needed(("proto", "checkpoint")) >= BASE
     assert not BASE & {name for extra in FOLDERS for name in names(EXTRAS[extra])}
 
 
-def test_without_its_packages_a_part_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     for store, extra in ((s3, "s3"), (cloud, "cloud")):
         with pytest.raises(UserError, match="needs? the packages certifi, ") as caught:

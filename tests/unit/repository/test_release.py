@@ -21,7 +21,7 @@ def steps(job: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_file_that_it_names_is_there() -> None:
+def test_every_named_file_exists() -> None:
     """Scripts, the Dockerfile, the chart, the tests of the kernels."""
     named = set(re.findall(r"\b(?:tools|images|charts|tests)/[\w./-]*[\w/]", TEXT))
     assert {"tools/wheels.py", "images/requirements", "tests/unit/checkpoint/codecs"} <= named
@@ -30,7 +30,7 @@ def test_every_file_that_it_names_is_there() -> None:
         assert name[1] in JOBS[name[0]]["outputs"]
 
 
-def test_the_images_are_those_of_the_chart_and_the_pages() -> None:
+def test_images_match_chart_and_docs() -> None:
     """Each target, under its name, for both architectures."""
     assert JOBS["images"]["strategy"]["matrix"]["target"] == [each.target for each in PUBLISHED]
     (build,) = [each["with"] for each in steps("images") if "build-push" in each.get("uses", "")]
@@ -42,7 +42,7 @@ def test_the_images_are_those_of_the_chart_and_the_pages() -> None:
     assert build["sbom"] is True
 
 
-def test_nothing_is_published_but_by_a_tag() -> None:
+def test_publishing_requires_a_tag() -> None:
     """Whatever logs in, pushes, signs or releases has the condition, its own or its job's."""
     for name, job in JOBS.items():
         for step in job["steps"]:

@@ -14,7 +14,7 @@ TIMERS = ("every_s", "every_steps")
 BASE = pb.Policy(every_s=300.0, encoding="q8", differential="intermittent", state_encoding="fp32")
 
 
-def test_a_directive_lies_over_what_the_pod_was_started_with() -> None:
+def test_directive_overrides_startup_settings() -> None:
     """Zero and empty fields keep it; each directive is whole, so the one before leaves nothing behind."""
     first = fleet.Directive(id=1, policy=pb.Policy(every_s=60.0, encoding="q4"))
     held = ActivePolicy(initial=BASE).with_directive(first)
@@ -28,7 +28,7 @@ def test_a_directive_lies_over_what_the_pod_was_started_with() -> None:
     assert held.with_directive(fleet.Directive(id=3, policy=pb.Policy())).policy == BASE
 
 
-def test_a_directive_of_timers_turns_one_of_them_off() -> None:
+def test_timer_directive_disables_the_other_timer() -> None:
     """From seconds to steps and back, as a policy says; what is no timer is kept as ever."""
     held = ActivePolicy(initial=BASE)
     steps = fleet.Directive(id=1, policy=pb.Policy(every_steps=20), whole=[*TIMERS, "of a newer controller"])
@@ -39,7 +39,7 @@ def test_a_directive_of_timers_turns_one_of_them_off() -> None:
     assert (held.policy.every_s, held.policy.every_steps) == (60.0, 0)
 
 
-def test_no_directive_turns_saving_off() -> None:
+def test_directive_cannot_disable_saving() -> None:
     """From whoever it comes: the controller, or a commit's metadata."""
     with pytest.raises(BadDirective, match="every timer"):
         received(fleet.Directive(id=1, policy=pb.Policy(encoding="q8"), whole=TIMERS), "")
@@ -52,7 +52,7 @@ def test_no_directive_turns_saving_off() -> None:
             received(fleet.Directive(id=1, policy=pb.Policy(every_s=60.0), whole=[name]), "")
 
 
-def test_the_recorded_form_reads_back() -> None:
+def test_recorded_form_round_trips() -> None:
     """Text in a commit's metadata, small and for people, too."""
     message = fleet.Directive(id=7, policy=pb.Policy(every_s=45.5, encoding="q2"))
     directive = received(message, "uid-1")
@@ -78,7 +78,7 @@ def test_the_recorded_form_reads_back() -> None:
         pb.Policy(every_s=math.nan),
     ],
 )
-def test_a_value_that_nobody_can_follow_is_refused(policy: pb.Policy) -> None:
+def test_invalid_directive_value_is_refused(policy: pb.Policy) -> None:
     with pytest.raises(BadDirective):
         received(fleet.Directive(id=1, policy=policy), "")
     with pytest.raises(BadDirective):
@@ -107,6 +107,6 @@ def test_a_value_that_nobody_can_follow_is_refused(policy: pb.Policy) -> None:
         "[" * 100_000,
     ],
 )
-def test_whatever_a_bucket_holds_is_read_or_refused(text: str) -> None:
+def test_any_recorded_text_is_parsed_or_refused(text: str) -> None:
     with pytest.raises(BadDirective):
         parse_directive(text)

@@ -15,7 +15,7 @@ from tools.settings_page import PAGE, entries, reference
 NEEDED = ["--url", "file:///s", "--run", "r", "--dir", "/d", "--cache-dir", "/c"]
 
 
-def test_flags_override_the_environment_and_that_the_default() -> None:
+def test_flags_override_environment_and_defaults() -> None:
     env = {
         "DELTASHARD_EVERY_S": "30", "DELTASHARD_ENCODING": "q4", "DELTASHARD_ARENA_BYTES": "64MiB", "HOME": "/x",
         "POD_NAME": "it",
@@ -51,12 +51,12 @@ def test_flags_override_the_environment_and_that_the_default() -> None:
         ([*NEEDED, "--least-s", "60", "--most-s", "10"], "no interval is at least 60 s and at most 10 s"),
     ],
 )
-def test_what_cannot_be_served_is_refused_at_once(argv: list[str], says: str) -> None:
+def test_invalid_settings_are_refused_at_startup(argv: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
         load(argv, {})
 
 
-def test_every_number_has_a_range_and_is_refused_outside_of_it() -> None:
+def test_numbers_outside_their_range_are_refused() -> None:
     """With its flag, its variable and the range; both ends themselves are served, other settings permitting."""
     assert set(RANGES) == {name for name, kind, *_ in entries() if kind in {"int", "float"}}
     for name, (least, most) in RANGES.items():
@@ -70,19 +70,19 @@ def test_every_number_has_a_range_and_is_refused_outside_of_it() -> None:
 
 
 @pytest.mark.parametrize(("text", "says"), [("soon", "no float"), ("-1", "is -1.0"), ("nan", "is nan")])
-def test_the_hooks_deadline_is_judged_too(text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hook_deadline_is_validated(text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["notify", "--deadline-s", text]) == EXIT_USAGE
     assert says in capsys.readouterr().err
 
 
-def test_every_setting_is_documented_and_the_pages_are_fresh() -> None:
+def test_every_setting_is_documented_and_pages_are_up_to_date() -> None:
     """Regenerate with `python -m tools.settings_page`, and from what `lifecycle.reference()` returns."""
     assert [row[0] for row in entries()] == list(Settings.__dataclass_fields__)
     assert PAGE.read_text() == reference()
     assert PAGE.with_name("save-lifecycle.md").read_text() == lifecycle.reference()
 
 
-def test_numpy_kernels_are_refused_in_a_pod_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_kernels_are_refused_only_in_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_choice, "active", lambda: numpy_kernel)
     _check_kernels(load(NEEDED, {}), configure("error", run="r"))
     with pytest.raises(UserError, match="too slow for a pod"):

@@ -51,7 +51,7 @@ def attachment() -> pb.AttachRequest:
     )  # fmt: skip
 
 
-def test_a_directive_that_comes_while_a_trainer_attaches_sets_its_timer(
+def test_directive_during_attachment_sets_the_timer(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At whichever moment of the attachment: the trainer is told the new interval and the timer keeps it."""
@@ -74,7 +74,7 @@ def test_a_directive_that_comes_while_a_trainer_attaches_sets_its_timer(
     sidecar.detach(pb.DetachRequest(session=session.id))
 
 
-def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
+def test_new_save_waits_until_the_last_outcome_is_notified(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer hears how its save ended before the sidecar is done with it: its next save is not refused as busy."""
@@ -83,18 +83,18 @@ def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
     first = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
     first.start()
     monkeypatch.setattr(save_service, "BRIEF_WAIT_S", 60.0)
-    asked, wait = threading.Event(), first.finished.wait
+    requested, wait = threading.Event(), first.finished.wait
 
     def waited(timeout: float | None = None) -> bool:
-        asked.set()
+        requested.set()
         return wait(timeout)
 
-    def told(*_: Any) -> None:
-        assert asked.wait(60.0)
+    def fail_notification(*_: Any) -> None:
+        assert requested.wait(60.0)
         raise RuntimeError("whatever goes wrong while it is told: the rank may save again")
 
     monkeypatch.setattr(first.finished, "wait", waited)
-    monkeypatch.setattr(sidecar.activity, "ended", told)
+    monkeypatch.setattr(sidecar.activity, "ended", fail_notification)
     stream = threading.Thread(target=first.read, args=(iter(()),))
     stream.start()
     while not first.has_ended:
@@ -122,7 +122,7 @@ def rows(block: int) -> pb.SaveRequest:
 
 
 @pytest.mark.parametrize("batches", [1, 5, 6])
-def test_nothing_is_encoded_while_the_trainer_copies_and_has_blocks_left(
+def test_encoding_waits_while_the_trainer_has_free_blocks(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, batches: int
 ) -> None:
     """Five of six blocks may wait for the seal; with the sixth none is left to copy into."""

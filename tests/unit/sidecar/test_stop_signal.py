@@ -35,14 +35,14 @@ def waits(signals: StopSignals, *, signal_at: int) -> tuple[bool, bool]:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        heard = signals.wait(0.001)
+        received = signals.wait(0.001)
     finally:
         sys.settrace(before)
-    return lines >= signal_at, heard
+    return lines >= signal_at, received
 
 
 @pytest.mark.timeout(60)
-def test_signal_at_any_line_of_the_wait_is_heard(signals: StopSignals) -> None:
+def test_signal_at_any_line_of_the_wait_is_handled(signals: StopSignals) -> None:
     """Whatever lock is held there, the handler does not wait for it."""
     line = 1
     while (result := waits(signals, signal_at=line))[0]:

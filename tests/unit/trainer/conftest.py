@@ -13,4 +13,4 @@ def _no_unknown_events(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(bug: lifecycle.IllegalEvent) -> None:
         raise bug
 
-    monkeypatch.setattr(lifecycle, "unknown", refuse)
+    monkeypatch.setattr(lifecycle, "log_illegal_event", refuse)

@@ -43,7 +43,7 @@ def _files(root: Path) -> dict[str, tuple[int, bytes]]:
     return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in root.rglob("*") if p.is_file()}
 
 
-def test_tables_rows_and_dense_tensors_come_as_they_were_saved(written: WrittenRun, tmp_path: Path) -> None:
+def test_tables_rows_and_dense_tensors_are_read_as_saved(written: WrittenRun, tmp_path: Path) -> None:
     before = _files(tmp_path / "store")
     with deltashard.open_checkpoint(tmp_path / "store", "team/r") as found:
         assert (found.step, found.run) == (30, "team/r")
@@ -65,7 +65,7 @@ def test_tables_rows_and_dense_tensors_come_as_they_were_saved(written: WrittenR
     assert _files(tmp_path / "store") == before
 
 
-def test_what_is_not_there_is_said(written: WrittenRun, tmp_path: Path) -> None:
+def test_missing_items_are_reported(written: WrittenRun, tmp_path: Path) -> None:
     store = tmp_path / "store"
     with pytest.raises(CheckpointNotFound):
         deltashard.open_checkpoint(store, "team/other")
@@ -84,7 +84,7 @@ def test_what_is_not_there_is_said(written: WrittenRun, tmp_path: Path) -> None:
 
 
 @given(st.sets(st.integers(0, 100_000), max_size=200))
-def test_ranges_hold_all_ids_and_are_few(ids: set[int]) -> None:
+def test_ranges_cover_all_ids_and_are_few(ids: set[int]) -> None:
     wanted = np.array(sorted(ids), np.int64)
     ranges = _ranges(wanted)
     assert len(ranges) <= 64
@@ -93,7 +93,7 @@ def test_ranges_hold_all_ids_and_are_few(ids: set[int]) -> None:
 
 
 @pytest.mark.parametrize("reader", ["reader", "command line"])
-def test_what_is_retired_while_it_is_opened_is_not_condemned(
+def test_checkpoint_retired_during_open_is_not_reported_corrupt(
     written: WrittenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
     """Chosen, then retired and deleted: the newest is opened instead, and a name that is gone is said to be gone."""

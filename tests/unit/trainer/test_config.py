@@ -11,7 +11,7 @@ from typing import Any
 import deltashard
 import pytest
 import torch
-from deltashard.config import MAX_METADATA, CheckpointConfig, check_pin, optimizers_of, texts_of
+from deltashard.config import MAX_METADATA, CheckpointConfig, check_pin, optimizers_of, stored_metadata
 from deltashard.errors import UserError
 from torch import nn
 
@@ -20,7 +20,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
 
 
-RUBBISH: dict[str, list[Any]] = {
+INVALID_ARGUMENTS: dict[str, list[Any]] = {
     "model": [None, {}],
     "state": [[1], {1: {}}],
     "url": [3, ""],
@@ -55,11 +55,11 @@ TERMS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        *(({name: each}, f"{name}= takes ") for name, values in RUBBISH.items() for each in values),
+        *(({name: each}, f"{name}= takes ") for name, values in INVALID_ARGUMENTS.items() for each in values),
         *(({"recovery": "partial"} | given, what) for given, what in TERMS),
     ],
 )
-def test_rubbish_is_refused_by_name(tmp_path: Path, given: dict[str, Any], what: str) -> None:
+def test_invalid_arguments_are_refused_by_name(tmp_path: Path, given: dict[str, Any], what: str) -> None:
     """Nothing was started, and the message has the argument and something to do."""
     options: dict[str, Any] = {"model": model(), "url": tmp_path / "store", "run": "run", **given}
     with pytest.raises(UserError, match=what) as caught:
@@ -68,7 +68,7 @@ def test_rubbish_is_refused_by_name(tmp_path: Path, given: dict[str, Any], what:
     assert not (tmp_path / "store").exists()
 
 
-def test_a_model_without_memory_and_a_checkpointer_without_a_store_are_refused() -> None:
+def test_meta_model_and_missing_store_are_refused() -> None:
     """On the meta device there is nothing to save, and nothing to restore into."""
     with torch.device("meta"):
         empty = model()
@@ -79,19 +79,19 @@ def test_a_model_without_memory_and_a_checkpointer_without_a_store_are_refused()
         deltashard.Checkpointer(model(), run="r")
 
 
-def test_every_way_to_hand_optimizers_over() -> None:
+def test_all_forms_of_the_optimizers_argument() -> None:
     """None, one, a list, a dict, a generator, a wrapper that is no Optimizer; of a scheduler or another model none."""
     net = model()
     adam, sgd = torch.optim.Adam(net.parameters()), torch.optim.SGD(net.parameters(), lr=0.1)
 
-    class Wrapper:
+    class StepWrapper:
         def __init__(self) -> None:
             self.inner = adam
 
         def step(self) -> None:
             self.inner.step()
 
-    wrapper = Wrapper()
+    wrapper = StepWrapper()
     assert optimizers_of(None, net) == optimizers_of((), net) == []
     for given in ([adam, sgd], {"a": adam, "b": sgd}, (o for o in (adam, sgd))):
         assert optimizers_of(given, net) == [adam, sgd]
@@ -107,7 +107,7 @@ def test_every_way_to_hand_optimizers_over() -> None:
             optimizers_of(refused, net)
 
 
-def test_the_config_has_the_arguments_of_the_checkpointer() -> None:
+def test_config_fields_match_checkpointer_arguments() -> None:
     """Each field by its name and default: what is added to one is added to the other."""
     arguments = {
         each.name: dataclasses.MISSING if each.default is inspect.Parameter.empty else each.default
@@ -131,16 +131,16 @@ def test_the_config_has_the_arguments_of_the_checkpointer() -> None:
         {"deltashard/directive": "{}"},  # what the sidecar records of a directive cannot be said by a script
     ],
 )
-def test_metadata_that_no_log_entry_holds_is_refused_at_save(metadata: Any) -> None:
+def test_invalid_metadata_is_refused_at_save(metadata: Any) -> None:
     """Told to the caller: later it would fail the save, or the commit, again and again."""
-    assert texts_of({"auc": 0.8, "deltashard": "fine"}) == {"auc": "0.8", "deltashard": "fine"}
-    assert texts_of(None) == {}
+    assert stored_metadata({"auc": 0.8, "deltashard": "fine"}) == {"auc": "0.8", "deltashard": "fine"}
+    assert stored_metadata(None) == {}
     with pytest.raises(UserError, match="metadata"):
-        texts_of(metadata)
+        stored_metadata(metadata)
 
 
 @pytest.mark.parametrize("pin", ["", " best", "best ", "a\tb", "\ud800", "p" * 201, 7])
-def test_pins_that_cannot_name_a_checkpoint_are_refused_at_save(pin: object) -> None:
+def test_invalid_pins_are_refused_at_save(pin: object) -> None:
     """One that can be said on a command line passes."""
     check_pin(None)
     check_pin("epoch 3/best-auc: 0.8, größte")

@@ -35,7 +35,7 @@ def _model() -> nn.Sequential:
     )
 
 
-def test_it_says_how_tables_are_tracked_and_what_is_saved() -> None:
+def test_doctor_reports_tracking_and_saved_state() -> None:
     """Through torch.compile, by the names that the checkpoint has."""
     model = _model()
     tables = torch.optim.Adagrad(model.items.parameters(), lr=0.1)
@@ -53,7 +53,7 @@ def test_it_says_how_tables_are_tracked_and_what_is_saved() -> None:
     assert "\n" not in found.line
 
 
-def test_it_names_what_is_not_saved() -> None:
+def test_doctor_reports_unsaved_state() -> None:
     model = _model()
     model.top.register_buffer("mask", torch.zeros(3), persistent=False)
     model.top.running = torch.zeros(2)
@@ -70,7 +70,9 @@ def test_it_names_what_is_not_saved() -> None:
 
 
 @pytest.mark.parametrize("given", ["scheduler", "list", "pair", "nothing"])
-def test_a_forgotten_scheduler_is_said_at_the_first_cut(given: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_forgotten_scheduler_is_reported_at_the_first_snapshot(
+    given: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Once; and not when anything given could hold it."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -13,22 +13,22 @@ from deltashard_checkpoint.transition import IllegalEvent
 
 from tests.support.tool import ROOT
 
-IN_PRODUCTION = attach.unknown
+IN_PRODUCTION = attach.log_illegal_event
 
 
 @pytest.mark.parametrize(("table", "page"), [(attach, "trainer"), (save, "snapshot"), (restore, "restore")])
-def test_the_page_in_docs_is_fresh(table: ModuleType, page: str) -> None:
+def test_lifecycle_page_is_up_to_date(table: ModuleType, page: str) -> None:
     """Regenerate: write there what the module's `reference()` returns."""
     assert (ROOT / f"docs/reference/{page}-lifecycle.md").read_text() == table.reference()
 
 
-def test_an_event_that_a_state_does_not_know_is_logged_and_harms_no_training(
+def test_unknown_event_is_logged_and_training_continues(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state stays; under these tests it is raised."""
     attempt = TrainingAttempt()
     with pytest.raises(IllegalEvent, match="NEW"):
-        attempt.happen(AttachEvent.LOSE)
-    monkeypatch.setattr(attach, "unknown", IN_PRODUCTION)
-    assert attempt.happen(AttachEvent.LOSE) is AttachState.NEW
+        attempt.transition(AttachEvent.LOSE)
+    monkeypatch.setattr(attach, "log_illegal_event", IN_PRODUCTION)
+    assert attempt.transition(AttachEvent.LOSE) is AttachState.NEW
     assert "'lose' in state NEW" in caplog.text

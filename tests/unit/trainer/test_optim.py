@@ -18,7 +18,7 @@ def by_hand(weight, total, ids, grads, lr, eps):
 
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("initial", [0.0, 0.25])
-def test_duplicates_are_summed_before_one_addition_per_row(sparse, initial):
+def test_duplicate_rows_are_summed_before_the_update(sparse, initial):
     """Repeated rows in a batch, several steps: weights and accumulators follow the formula."""
     torch.manual_seed(0)
     table = nn.Embedding(20, 4, sparse=sparse)

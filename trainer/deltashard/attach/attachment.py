@@ -13,7 +13,7 @@ from typing import Any
 
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard.attach.interruption import leaves
+from deltashard.attach.interruption import must_propagate
 from deltashard.attach.lifecycle import TrainingAttempt
 from deltashard.attach.rank import Rank
 from deltashard.attach.session import Link, SidecarSession
@@ -47,7 +47,7 @@ class SidecarAttachment:
     def link(self) -> Link | None:
         """The link whose news is applied; None while the sidecar is away, or another link is to be heard of."""
         link = self.session.link
-        return link if link is not None and self._clock.ticks_on(link.line) else None
+        return link if link is not None and self._clock.uses_line(link.line) else None
 
     def adopt(self, link: Link) -> bool:
         """A new attachment: its line and its policy; returns whether it is of a sidecar that was started since."""
@@ -58,7 +58,7 @@ class SidecarAttachment:
         self.grace_s = link.reply.grace_s or OWN_GRACE_S
         return restarted
 
-    def instruct(self, policy: pb.Policy) -> None:
+    def set_policy(self, policy: pb.Policy) -> None:
         self.policy = policy
 
 
@@ -79,7 +79,7 @@ class Listener:
         try:
             self._on_event(name, facts)
         except BaseException as error:
-            if leaves(error):
+            if must_propagate(error):
                 raise
             if self._failed() == 1:
                 log.warning("on_event(%r, ...) raised, training goes on", name, exc_info=error)

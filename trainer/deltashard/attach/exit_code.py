@@ -31,8 +31,8 @@ def caused_by_takeover(error: BaseException | None) -> bool:
 _installed = False
 
 
-def install(heard: Callable[[BaseException], object]) -> None:
-    """Have `heard` get an uncaught error first, and `TakenOver` end the process with the code; once a process."""
+def install(on_error: Callable[[BaseException], object]) -> None:
+    """Have `on_error` get an uncaught error first, and `TakenOver` end the process with the code; once a process."""
     global _installed  # noqa: PLW0603 - as global as the hook itself
     if _installed:
         return
@@ -40,7 +40,7 @@ def install(heard: Callable[[BaseException], object]) -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        heard(error)
+        on_error(error)
         before(kind, error, trace)
         if caused_by_takeover(error):
             sys.exit(EXIT_TAKEN_OVER)  # Python takes it from here as the exit of the program

@@ -16,7 +16,7 @@ from typing import Any
 from deltashard.attach.term_signal import TermHandler
 
 
-def leaves(error: BaseException) -> bool:
+def must_propagate(error: BaseException) -> bool:
     """Whether `error`, caught around user code in a save, must be raised on into the training loop."""
     if isinstance(error, KeyboardInterrupt | GeneratorExit):
         return True

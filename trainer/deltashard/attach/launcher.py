@@ -39,7 +39,7 @@ from deltashard.attach import sidecar_log
 from deltashard.attach.lock import (
     free_arenas,
     hold_file,
-    holds,
+    holds_file,
     is_free,
     release_file,
     trainer_lock,
@@ -79,10 +79,10 @@ class PodLauncher:
 
     def __init__(self, socket_path: Path) -> None:
         self._socket = socket_path
-        self._given_up = False
+        self._cancelled = False
 
     @property
-    def place(self) -> Path:
+    def location(self) -> Path:
         return self._socket
 
     def ensure(self) -> Path:
@@ -92,9 +92,9 @@ class PodLauncher:
             SidecarGone: there is none now, and another try may find one.
             SidecarUnavailable, UserError: it cannot be started.
         """
-        if self._given_up:
+        if self._cancelled:
             raise SidecarUnavailable("the trainer closes", where=str(self._socket))
-        if not accepts(self._socket):
+        if not accepts_connections(self._socket):
             raise SidecarGone(
                 "the sidecar does not listen",
                 where=f"DELTASHARD_SOCKET={self._socket}",
@@ -102,11 +102,11 @@ class PodLauncher:
             )
         return self._socket
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """An `ensure` that waits, in whichever thread, ends soon, and so does every later one."""
-        self._given_up = True
+        self._cancelled = True
 
-    def last_words(self) -> str:
+    def last_log_error(self) -> str:
         """What the sidecar's log says of trouble, at its end; empty: nothing, or it cannot be read from here."""
         return ""
 
@@ -187,7 +187,7 @@ def staged_in_pod(url: str, run: str) -> Path | None:
     return Path(named) / _home(url, run, 0) if named else None
 
 
-def accepts(path: Path) -> bool:
+def accepts_connections(path: Path) -> bool:
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
         probe.settimeout(5.0)
         try:
@@ -217,7 +217,7 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _ended(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is None:
         return "is gone"
     return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
@@ -236,9 +236,9 @@ class ChildLauncher:
         """Where survivors of a lost rank stage what they held."""
         self._arguments = options.arguments(self.runtime, self.cache)
         self._spawned = 0
-        self._log_begins = 0
+        self._log_offset = 0
         """Bytes of the log when the sidecar was started; older ones are of others."""
-        self._given_up = threading.Event()
+        self._cancelled = threading.Event()
         self.pid: int | None = None
         """The sidecar this trainer uses, once known."""
         self._make_private()
@@ -246,7 +246,7 @@ class ChildLauncher:
         hold_file(self._lock_path)
 
     @property
-    def place(self) -> Path:
+    def location(self) -> Path:
         return self.runtime
 
     @property
@@ -272,9 +272,9 @@ class ChildLauncher:
     def ensure(self) -> Path:
         """As `PodLauncher.ensure`. A dead child is started again; a living one with other settings is replaced."""
         self._pause()
-        if self.pid is not None and _alive(self.pid) and accepts(self.socket_path):
+        if self.pid is not None and _alive(self.pid) and accepts_connections(self.socket_path):
             return self.socket_path
-        if not holds(self._lock_path):  # the directory was removed, and the lock file went with it
+        if not holds_file(self._lock_path):  # the directory was removed, and the lock file went with it
             log.warning(
                 "the runtime directory %s was removed: it is made again, and its sidecar is replaced. Leave it to "
                 "the trainer while that lives",
@@ -288,9 +288,9 @@ class ChildLauncher:
             return self._await_started()
         until = time.monotonic() + START_DEADLINE_S
         while True:
-            found = self._living()
+            found = self._running_pid()
             if found is not None:
-                if self._fits():
+                if self._settings_match():
                     self.pid = found
                     return self.socket_path
                 log.info(
@@ -301,12 +301,12 @@ class ChildLauncher:
                 until = time.monotonic() + START_DEADLINE_S
             self.pid = self._spawn()
             if self._wait_ready(self.pid):
-                self._record()
+                self._record_settings()
                 return self.socket_path
             # Another one owns the directory: it is finishing its last save, or a trainer that died has just started it.
             if time.monotonic() >= until:
                 raise SidecarUnavailable(
-                    f"an older sidecar of this run does not end{self._quoted()}",
+                    f"an older sidecar of this run does not end{self._log_suffix()}",
                     where=str(self.runtime),
                     remedy="end the process that holds the lock of the file LOCK there",
                 )
@@ -314,7 +314,7 @@ class ChildLauncher:
 
     def _await_started(self) -> Path:
         until_s = time.monotonic() + START_DEADLINE_S
-        while (found := self._living()) is None:
+        while (found := self._running_pid()) is None:
             if time.monotonic() >= until_s:
                 raise SidecarGone(
                     f"local rank 0 has started no sidecar within {START_DEADLINE_S:.0f} s",
@@ -325,21 +325,21 @@ class ChildLauncher:
         self.pid = found
         return self.socket_path
 
-    def give_up(self) -> None:
-        self._given_up.set()
+    def cancel(self) -> None:
+        self._cancelled.set()
 
     def _pause(self, seconds: float = 0.0) -> None:
-        if self._given_up.wait(seconds):
+        if self._cancelled.wait(seconds):
             raise SidecarUnavailable("the trainer closes", where=str(self.runtime))
 
-    def _living(self) -> int | None:
+    def _running_pid(self) -> int | None:
         try:
             pid = int(json.loads(self.ready_path.read_text())["pid"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return pid if _alive(pid) and accepts(self.socket_path) else None
+        return pid if _alive(pid) and accepts_connections(self.socket_path) else None
 
-    def _fits(self) -> bool:
+    def _settings_match(self) -> bool:
         try:
             recorded = json.loads((self.runtime / "arguments.json").read_text())
             salt, environment = recorded["salt"], recorded["environment"]
@@ -348,7 +348,7 @@ class ChildLauncher:
             return False
         return bool(started_with == self._arguments and environment == environment_hash(os.environ, salt))
 
-    def _record(self) -> None:
+    def _record_settings(self) -> None:
         salt = os.urandom(16).hex()
         facts = {
             "arguments": self._arguments,
@@ -366,7 +366,7 @@ class ChildLauncher:
             log.info("freed %d MiB of memory that killed sidecars had left", freed_bytes >> 20)
         environment.pop("DELTASHARD_SOCKET", None)
         self._spawned += 1
-        self._log_begins = sidecar_log.size_of(self.log_path)
+        self._log_offset = sidecar_log.size_of(self.log_path)
         out = open_private(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             pid = os.posix_spawn(
@@ -394,27 +394,27 @@ class ChildLauncher:
     def _wait_ready(self, pid: int) -> bool:
         """Whether it serves; False when another process owns the runtime directory."""
         until = time.monotonic() + START_DEADLINE_S
-        while self._living() != pid:
+        while self._running_pid() != pid:
             dead = not _alive(pid)
             code = _exit_codes.pop(pid, None) if dead else None
             if code == EXIT_ALREADY_RUNNING:
                 return False
             if code == EXIT_USAGE:
-                raise self._refused()
+                raise self._usage_error()
             if dead or time.monotonic() >= until:
                 # What was killed, or told to stop, or is slow, says nothing of the next one; an exit code does.
                 answered = dead and code is not None and code > 0
                 kind = SidecarUnavailable if answered else SidecarGone
                 raise kind(
-                    f"the sidecar {_ended(code) if dead else f'was not ready within {START_DEADLINE_S:.0f} s'}"
-                    + (self._quoted() if answered or not dead else ""),
+                    f"the sidecar {_describe_exit(code) if dead else f'was not ready within {START_DEADLINE_S:.0f} s'}"
+                    + (self._log_suffix() if answered or not dead else ""),
                     where=str(self.runtime),
                 )
             self._pause(0.01)
         return True
 
-    def _refused(self) -> UserError:
-        parts = sidecar_log.parts_of((self._lines() or [""])[-1])
+    def _usage_error(self) -> UserError:
+        parts = sidecar_log.parse_error((self._lines() or [""])[-1])
         for name in self._options.flags:
             if (
                 parts["what"] == f"unknown argument {_flag(name)!r}"
@@ -427,13 +427,13 @@ class ChildLauncher:
         return UserError(parts["what"], where=parts["where"], remedy=parts["remedy"])
 
     def _lines(self) -> list[str]:
-        return sidecar_log.lines_after(self.log_path, self._log_begins)
+        return sidecar_log.lines_after(self.log_path, self._log_offset)
 
-    def last_words(self) -> str:
-        return sidecar_log.last_words(self._lines())
+    def last_log_error(self) -> str:
+        return sidecar_log.last_log_error(self._lines())
 
-    def _quoted(self) -> str:
-        words = self.last_words()
+    def _log_suffix(self) -> str:
+        words = self.last_log_error()
         return f": {words}" if words else ""
 
     def _stop(self, pid: int) -> None:
@@ -449,13 +449,13 @@ class ChildLauncher:
 
     def close(self) -> None:
         """Ask the sidecar to finish and go, unless other ranks use it; it needs no waiting for."""
-        if not self._shared() and self.pid is not None and self._living() == self.pid:
+        if not self._has_other_ranks() and self.pid is not None and self._running_pid() == self.pid:
             self.ready_path.unlink(missing_ok=True)  # nobody shall attach to it any more
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
         release_file(self._lock_path)
 
-    def _shared(self) -> bool:
+    def _has_other_ranks(self) -> bool:
         """Whether another rank of this machine has its sidecar here. Two that close at once leave it to linger."""
         with contextlib.suppress(OSError):
             others = [path for path in trainer_locks(self.runtime) if path != self._lock_path]

@@ -105,7 +105,7 @@ MEANING: dict[AttachEvent, str] = {
 ENDED = frozenset({AttachState.CLOSED})
 
 
-def unknown(bug: IllegalEvent) -> None:
+def log_illegal_event(bug: IllegalEvent) -> None:
     """Log an event that the state does not know; tests have it raised instead."""
     log.error("%s: please report this; training goes on", bug)
 
@@ -123,7 +123,7 @@ class TrainingAttempt:
         """Attempt and digest of the layout that this rank attaches with; None: none is open."""
         self.late: pb.OpenRequest | None = None
         """What to ask for until the attempt is open; None: it is, or none was asked for."""
-        self._cuts = 0
+        self._snapshots = 0
 
     @property
     def opened(self) -> bool:
@@ -134,12 +134,12 @@ class TrainingAttempt:
     def closed(self) -> bool:
         return self.state in ENDED
 
-    def happen(self, event: AttachEvent) -> AttachState:
+    def transition(self, event: AttachEvent) -> AttachState:
         """Apply `event`; returns the state after it."""
         try:
             self.state = after(TABLE, self.state, event, where="trainer lifecycle")
         except IllegalEvent as bug:
-            unknown(bug)
+            log_illegal_event(bug)
         return self.state
 
     def grant(self, number: int, layout: str) -> None:
@@ -150,21 +150,21 @@ class TrainingAttempt:
         self, number: int | None, *, resumed_step: int | None, late: pb.OpenRequest | None = None
     ) -> None:
         """Attempt `number` is open, or None and `late` will open it; its cuts are counted from 1."""
-        self.happen(AttachEvent.OPEN)
+        self.transition(AttachEvent.OPEN)
         if self.granted[0] != number:
             self.granted = number, ""
-        self.number, self.resumed_step, self._cuts = number, resumed_step, 0
+        self.number, self.resumed_step, self._snapshots = number, resumed_step, 0
         self.late = late
 
     @property
-    def next_cut(self) -> int:
-        return self._cuts + 1
+    def next_snapshot(self) -> int:
+        return self._snapshots + 1
 
-    def cut_begins(self, cut: int) -> None:
+    def begin_snapshot(self, cut: int) -> None:
         """Cut `cut` is asked for: its number is used up, whatever becomes of it."""
-        self._cuts = cut
+        self._snapshots = cut
 
-    def refuse_closed(self, where: str) -> None:
+    def check_open(self, where: str) -> None:
         """Raises `UserError` after `close()`."""
         if self.closed:
             raise UserError(

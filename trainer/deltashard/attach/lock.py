@@ -42,7 +42,7 @@ _Key = tuple[int, int]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Opened:
+class _OpenArena:
     """An arena's file, open in this process."""
 
     arena: Arena
@@ -56,17 +56,17 @@ class _Opened:
 
 
 _lock = threading.Lock()
-_arenas: dict[_Key, _Opened] = {}
+_arenas: dict[_Key, _OpenArena] = {}
 _files: dict[_Key, tuple[int, int]] = {}
 
 
-def _in_child() -> None:
+def _after_fork_in_child() -> None:
     # Record locks are not inherited: what the parent holds is not ours.
     _arenas.clear()
     _files.clear()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _key(path: Path) -> _Key:
@@ -74,7 +74,7 @@ def _key(path: Path) -> _Key:
     return status.st_dev, status.st_ino
 
 
-def _take(fd: int, start: int, length: int, *, deadline_s: float) -> bool:
+def _lock_range(fd: int, start: int, length: int, *, deadline_s: float) -> bool:
     """Lock a range of an open file; retries until `deadline_s`: a killed process frees its locks as it is torn down."""
     until = time.monotonic() + deadline_s
     while True:
@@ -105,7 +105,7 @@ def open_arena(path: Path, shape: ArenaShape) -> Arena:
                 # Its owner may be another user: the pod's sidecar.
                 fd = open_private(path, os.O_RDWR, owned=False)
                 try:
-                    opened = _arenas[key] = _Opened(arena=Arena.mapped(path, fd, shape))
+                    opened = _arenas[key] = _OpenArena(arena=Arena.mapped(path, fd, shape))
                 except BaseException:
                     os.close(fd)
                     raise
@@ -149,7 +149,7 @@ def lock_line(arena: Arena, local_rank: int, *, deadline_s: float = 10.0) -> Non
         AnotherTrainer: a live process holds it.
     """
     start, length = arena.line_lock_range(local_rank)
-    if not _take(arena.fd, start, length, deadline_s=deadline_s):
+    if not _lock_range(arena.fd, start, length, deadline_s=deadline_s):
         raise AnotherTrainer(
             f"local rank {local_rank} already has a live trainer",
             where=str(arena.path),
@@ -157,7 +157,7 @@ def lock_line(arena: Arena, local_rank: int, *, deadline_s: float = 10.0) -> Non
         )
 
 
-def _ending(pid: str) -> bool:
+def _is_exiting(pid: str) -> bool:
     """Whether the process is being torn down: a killed one frees its memory first, which takes time, its locks last."""
     try:
         stat = Path(f"/proc/{int(pid)}/stat").read_text()
@@ -181,10 +181,10 @@ def hold_file(path: Path, *, deadline_s: float = 10.0, living_s: float = 2.0) ->
             _files[_key(path)] = (held[0], held[1] + 1)
             return
         fd = open_private(path, os.O_RDWR | os.O_CREAT)
-        taken = _take(fd, 0, 0, deadline_s=min(living_s, deadline_s))
+        taken = _lock_range(fd, 0, 0, deadline_s=min(living_s, deadline_s))
         pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
-        if not taken and _ending(pid):
-            taken = _take(fd, 0, 0, deadline_s=max(0.0, deadline_s - living_s))
+        if not taken and _is_exiting(pid):
+            taken = _lock_range(fd, 0, 0, deadline_s=max(0.0, deadline_s - living_s))
         if not taken:
             os.close(fd)
             raise AnotherTrainer(
@@ -197,7 +197,7 @@ def hold_file(path: Path, *, deadline_s: float = 10.0, living_s: float = 2.0) ->
         _files[_key(path)] = (fd, 1)
 
 
-def holds(path: Path) -> bool:
+def holds_file(path: Path) -> bool:
     """Whether this process holds the file that is at `path` now."""
     with _lock:
         try:
@@ -222,7 +222,7 @@ def is_free(path: Path) -> bool:
             return False  # and it must not be opened: closing it again would drop our lock
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            return _take(fd, 0, 0, deadline_s=0.0)
+            return _lock_range(fd, 0, 0, deadline_s=0.0)
         finally:
             os.close(fd)
 

@@ -25,7 +25,7 @@ def pin(arena: Arena) -> bool:
     with _lock:
         held = _pinned.get(id(arena))
         if held is None:
-            held = _pinned[id(arena)] = arena, _registered(arena)
+            held = _pinned[id(arena)] = arena, _register(arena)
         return held[1] != 0
 
 
@@ -35,21 +35,21 @@ def unpin(arena: Arena) -> None:
         _, address = _pinned.pop(id(arena), (arena, 0))
         if address:
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch
-            _worked(cudart.cudaHostUnregister(address), "unregistered")
+            _succeeded(cudart.cudaHostUnregister(address), "unregistered")
 
 
-def _registered(arena: Arena) -> int:
+def _register(arena: Arena) -> int:
     try:
         size = len(arena.view)
         address = torch.frombuffer(arena.view, dtype=torch.uint8).data_ptr()
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch
-        return address if _worked(cudart.cudaHostRegister(address, size, 0), "registered") else 0
+        return address if _succeeded(cudart.cudaHostRegister(address, size, 0), "registered") else 0
     except Exception as error:  # noqa: BLE001 - then rows go the other way
         _log.debug("the arena cannot be registered with CUDA", exc_info=error)
         return 0
 
 
-def _worked(result: object, what: str) -> bool:
+def _succeeded(result: object, what: str) -> bool:
     if int(result) == 0:  # type: ignore[call-overload]  # torch's enum
         return True
     _log.debug("the arena was not %s with CUDA: %s", what, result)

@@ -43,7 +43,7 @@ class Rank:
         return self.world_size == 1
 
 
-def several(environment: Mapping[str, str]) -> str | None:
+def multi_rank_variable(environment: Mapping[str, str]) -> str | None:
     """What says that this process is one of several ranks, as `NAME=4`; None when nothing does."""
     names = list(_SIZES)
     if "SLURM_STEP_NUM_TASKS" in environment:
@@ -80,7 +80,7 @@ def rank_of_this_process(where: str) -> Rank:
             world_size=world_size(),
             node=int(node) if node.isdecimal() else 0,
         )
-    if (said := several(os.environ)) is not None:
+    if (said := multi_rank_variable(os.environ)) is not None:
         raise UserError(
             f"this process is one of several ranks ({said}), and there is no process group over which they could "
             "agree: each would save a run of its own that holds only its share of the training",
@@ -91,7 +91,7 @@ def rank_of_this_process(where: str) -> Rank:
     return Rank()
 
 
-def refuse_change(rank: Rank, where: str) -> None:
+def check_unchanged(rank: Rank, where: str) -> None:
     """Raises `UserError` when the group is another than when the Checkpointer was made."""
     size = world_size()
     if size != rank.world_size:

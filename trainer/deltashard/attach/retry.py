@@ -23,7 +23,7 @@ DEADLINE_S = 300.0
 BACKOFF = Backoff(first_s=0.05, longest_s=1.0)
 WARN_AFTER_S = 5.0
 """A sidecar that is back sooner is no warning's worth: one of a pod may just be starting."""
-MOST_REASONS = 5
+MAX_REASONS = 5
 
 
 class Retry:
@@ -36,14 +36,14 @@ class Retry:
         deadline_s: float = DEADLINE_S,
         pause: Callable[[float], object],
         final: type[SidecarUnavailable | RestoreFailed] = SidecarUnavailable,
-        last_words: Callable[[], str] = str,
+        last_log_error: Callable[[], str] = str,
     ) -> None:
-        """`what` is tried; `pause` waits so many seconds, or less; `last_words`: the end of the sidecar's log."""
+        """`what` is tried; `pause` waits so many seconds, or less; `last_log_error`: the end of the sidecar's log."""
         self._what = what
         self._deadline_s = deadline_s
         self._pause = pause
         self._final = final
-        self._last_words = last_words
+        self._last_log_error = last_log_error
         self._began_s: float | None = None
         self._failures = 0
         self._reasons: dict[str, None] = {}
@@ -56,15 +56,15 @@ class Retry:
         return self._began_s + self._deadline_s
 
     @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
+    def try_once(self) -> Iterator[None]:
         """A try: a sidecar that is gone within is noted; raises the final error when the deadline is over."""
         try:
             yield
         except SidecarGone as gone:
-            self.note(gone)
+            self.record_failure(gone)
             raise
 
-    def note(self, gone: SidecarGone) -> None:
+    def record_failure(self, gone: SidecarGone) -> None:
         """The sidecar is gone; raises the final error, with the reasons so far, when the deadline is over."""
         over = time.monotonic() >= self.until_s
         text = str(gone)
@@ -82,9 +82,9 @@ class Retry:
 
     def _error(self) -> SidecarUnavailable | RestoreFailed:
         reasons = list(self._reasons)
-        more = len(reasons) - MOST_REASONS
-        told = "; then ".join(reasons[-MOST_REASONS:])
-        words = self._last_words()
+        more = len(reasons) - MAX_REASONS
+        told = "; then ".join(reasons[-MAX_REASONS:])
+        words = self._last_log_error()
         return self._final(
             f"no sidecar that stays, within {self._deadline_s:g} s: "
             + (f"(and {more} more reasons) " if more > 0 else "")

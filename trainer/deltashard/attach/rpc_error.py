@@ -7,7 +7,7 @@ The first line that fits:
     cause stopping: SIGTERM came                      `SidecarGone`: tried again
     cause lost: another sidecar, without the session  `SidecarGone`: tried again
     no cause, and one of `UNANSWERED`                 `SidecarGone`: tried again
-    one of `_CALLERS`                                 `UserError`: final
+    one of `_CALLER_ERRORS`                                 `UserError`: final
     anything else, with the sidecar's own words       `SidecarUnavailable` or `RestoreFailed`: final
 
 `attach.retry` tries again. A sidecar process that was killed or is not ready in time is gone, too; one that ended by
@@ -35,7 +35,7 @@ UNANSWERED = (
 )
 """Without a cause of the sidecar's: nobody answered."""
 _GONE = (Cause.STOPPING, Cause.LOST)
-_CALLERS = (
+_CALLER_ERRORS = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -72,7 +72,7 @@ def translate(
         )
     if cause in _GONE or (not cause and code in UNANSWERED):
         return SidecarGone(f"{code.name}: {message}", where=where)
-    if code in _CALLERS:
+    if code in _CALLER_ERRORS:
         return UserError(message, where=where)
     if fallback is RestoreFailed:
         return RestoreFailed(

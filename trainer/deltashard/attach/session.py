@@ -6,11 +6,11 @@
 
 A `Link` is one attachment: channel, session id, mapped arena, control line. The training thread reads the attribute
 `link` and cuts only when there is one. One daemon thread watches; whatever it learns (commit, failure, policy, fenced,
-link lost or regained) is put on `events` and `alert` is called, and the training thread applies it at its next
+link lost or regained) is put on `events` and `wake` is called, and the training thread applies it at its next
 boundary: marks and handles are never touched from here.
 
 Every call has a deadline. Watch is the exception: its end is the news that the sidecar is gone. A sidecar that is there
-and says nothing (stopped, swapped out) is found by the training thread, whose cut gets no answer: `doubt` lets go of
+and says nothing (stopped, swapped out) is found by the training thread, whose cut gets no answer: `suspect` lets go of
 the link, and only the session thread waits until it answers again.
 """
 
@@ -53,7 +53,7 @@ log = logging.getLogger("deltashard")
 
 ATTACH_DEADLINE_S = 90.0
 OPEN_DEADLINE_S = 330.0
-LEAST_DETACH_S = 1.0
+MIN_DETACH_S = 1.0
 """Saying goodbye may take so long even if the deadline of `close()` has passed."""
 _ALIVE = "/deltashard.v1.Trainer/Alive"
 """No call of the contract: a process that runs rejects it, and that is an answer."""
@@ -103,7 +103,7 @@ class Link:
             raise translate(error, where="open attempt", fallback=RestoreFailed) from None
         return reply
 
-    def answers(self, timeout_s: float) -> bool:
+    def is_alive(self, timeout_s: float) -> bool:
         """Whether the process at the other end says anything at all within `timeout_s`."""
         try:
             self.channel.unary_unary(_ALIVE, None, None)(b"", timeout=timeout_s)
@@ -147,15 +147,15 @@ class SidecarSession:
         *,
         request: Callable[[], pb.AttachRequest],
         schemas: Callable[[], tuple[Any, ...]],
-        alert: Callable[[], None],
+        wake: Callable[[], None],
         local_rank: int = 0,
     ) -> None:
-        """`request` builds the Attach message anew each time; `alert` is called after an event was queued."""
+        """`request` builds the Attach message anew each time; `wake` is called after an event was queued."""
         self._launcher = launcher
-        self.last_words = launcher.last_words
+        self.last_log_error = launcher.last_log_error
         self._request = request
         self._schemas = schemas
-        self._alert = alert
+        self._wake_trainer = wake
         self._local_rank = local_rank
         self._lock = threading.RLock()
         self.busy = threading.Lock()
@@ -165,10 +165,10 @@ class SidecarSession:
         self._thread: threading.Thread | None = None
         self._watch: Any = None
         self._attaching: grpc.Channel | None = None
-        self._doubt = ""
-        self._asked_with: int | None = None
-        self._away_since_s = time.monotonic()
-        self.why_away = "it was not found yet"
+        self._suspected = ""
+        self._last_request: int | None = None
+        self._disconnected_since_s = time.monotonic()
+        self.disconnect_reason = "it was not found yet"
         """Why there is no link, or was none before this one."""
         self.refused: tuple[int | None, Exception] | None = None
         """What the last Attach met, other than a sidecar that is gone, and the attempt that it was made with."""
@@ -183,16 +183,16 @@ class SidecarSession:
         Raises:
             SidecarUnavailable, UserError, FencedError: as the sidecar or its absence has it.
         """
-        retry = Retry("attach", pause=self._stop.wait, last_words=self.last_words)
+        retry = Retry("attach", pause=self._stop.wait, last_log_error=self.last_log_error)
         with self._lock:
             while True:
                 try:
-                    with retry.noting():
+                    with retry.try_once():
                         link = self.link = self._attach()
                     break
                 except SidecarGone:
                     retry.pause()
-        self._doubt = ""
+        self._suspected = ""
         self._thread = threading.Thread(target=self._run, name="deltashard-session", daemon=True)
         self._thread.start()
         return link
@@ -211,7 +211,7 @@ class SidecarSession:
             try:
                 link = self._attach_at(old.path, until_s=until_s)
             except (SidecarUnavailable, OSError) as error:
-                self.doubt(old, f"it could not be attached to anew: {error}")
+                self.suspect(old, f"it could not be attached to anew: {error}")
                 return None
             self.link = link
         finally:
@@ -220,7 +220,7 @@ class SidecarSession:
         return link
 
     @contextlib.contextmanager
-    def copying(self, link: Link) -> Iterator[None]:
+    def hold_link(self, link: Link) -> Iterator[None]:
         """Hold `link` for a cut. Never waits: whoever else holds it has seen that it is gone.
 
         Raises:
@@ -237,20 +237,20 @@ class SidecarSession:
             if taken:
                 self.busy.release()
 
-    def doubt(self, link: Link, why: str) -> None:
+    def suspect(self, link: Link, why: str) -> None:
         """The sidecar did not answer over `link`: it counts as lost until it answers an Attach. From any thread."""
         if self.link is link:
-            self._doubt = why
+            self._suspected = why
         link.channel.close()  # ends the Watch
 
     @property
-    def away_s(self) -> float:
+    def disconnected_s(self) -> float:
         """Since when there is no link, in seconds; 0: there is one."""
-        return 0.0 if self.link is not None else time.monotonic() - self._away_since_s
+        return 0.0 if self.link is not None else time.monotonic() - self._disconnected_since_s
 
     def post(self, event: Event) -> None:
         self.events.append(event)
-        self._alert()
+        self._wake_trainer()
 
     def next_event(self) -> Event | None:
         """The oldest event that was not applied yet; None: there is none. For the training thread."""
@@ -263,9 +263,9 @@ class SidecarSession:
 
     def close(self, *, until_s: float) -> None:
         """Detach (the sidecar finishes what it has), stop watching, unlock; ends about `until_s` (monotonic)."""
-        until_s = max(until_s, time.monotonic() + LEAST_DETACH_S)
+        until_s = max(until_s, time.monotonic() + MIN_DETACH_S)
         self._stop.set()
-        self._launcher.give_up()
+        self._launcher.cancel()
         attaching = self._attaching
         if attaching is not None:
             attaching.close()
@@ -292,7 +292,7 @@ class SidecarSession:
         if link is not None:
             link.channel.close()
 
-    def forget(self) -> None:
+    def reset_after_fork(self) -> None:
         """In a forked child: the mapping is not there, and nothing of this may be used."""
         self._stop.set()
         self.link = None
@@ -310,7 +310,7 @@ class SidecarSession:
             stub = TrainerStub(channel)  # type: ignore[no-untyped-call]  # generated code
             schemas = self._schemas()
             request = self._request()
-            self._asked_with = request.attempt if request.HasField("attempt") else None
+            self._last_request = request.attempt if request.HasField("attempt") else None
             try:
                 with self._free_blocks(until_s):
                     reply = stub.Attach(
@@ -340,7 +340,7 @@ class SidecarSession:
             arena=arena,
             line=arena.line(reply.control_line),
             tables=schemas,
-            attempt=self._asked_with,
+            attempt=self._last_request,
         )
 
     @contextlib.contextmanager
@@ -379,23 +379,23 @@ class SidecarSession:
                     return
                 except Exception as error:  # noqa: BLE001 - whatever is wrong with the sidecar, training goes on
                     if not isinstance(error, SidecarGone):
-                        self.refused = self._asked_with, error
-                    self.why_away = str(error)
-                    if self.why_away != said:
-                        said = self.why_away
+                        self.refused = self._last_request, error
+                    self.disconnect_reason = str(error)
+                    if self.disconnect_reason != said:
+                        said = self.disconnect_reason
                         log.warning("the sidecar cannot be reached, saves are skipped: %s", error)
                     failures += 1
                     self._stop.wait(BACKOFF.delay_s(failures))
                     continue
-                failures, said, self._doubt, self.refused = 0, "", "", None
+                failures, said, self._suspected, self.refused = 0, "", "", None
                 log.info("attached to the sidecar again (session %s)", link.session)
                 self.post(Attached(link=link))
             why = self._watch_until_end(link)
             with self._lock:
                 lost = self.link is link
                 if lost:
-                    self.link, self._away_since_s = None, time.monotonic()
-                    self.why_away = why = self._doubt or why
+                    self.link, self._disconnected_since_s = None, time.monotonic()
+                    self.disconnect_reason = why = self._suspected or why
             if lost and not self._stop.is_set():
                 with self.busy:
                     self._drop(link)
@@ -440,7 +440,7 @@ def _abandon_all() -> None:
 
 def _forget_all() -> None:
     for session in list(_live):
-        session.forget()
+        session.reset_after_fork()
 
 
 atexit.register(_abandon_all)

@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 
 TAIL_BYTES = 64 << 10
-LONGEST = 500
+MAX_CHARS = 500
 """Characters of a line that are quoted."""
-_SAID = re.compile(r"(?P<what>.*?)(?: \[(?P<where>[^\]]*)\])?(?: -- (?P<remedy>.*))?")
+_ERROR_PATTERN = re.compile(r"(?P<what>.*?)(?: \[(?P<where>[^\]]*)\])?(?: -- (?P<remedy>.*))?")
 """The text of our errors, see `DeltashardError`."""
 
 
@@ -34,23 +34,23 @@ def lines_after(path: Path, offset: int) -> list[str]:
         return []
 
 
-def last_words(lines: list[str]) -> str:
+def last_log_error(lines: list[str]) -> str:
     """What, where and remedy of the last line that tells of trouble; empty: none does."""
     for line in reversed(lines):
         said = _fields(line)
         if said is None:
-            return line[-LONGEST:]  # a traceback's end, or a crash's
+            return line[-MAX_CHARS:]  # a traceback's end, or a crash's
         if said.get("level") in ("warning", "error", "critical"):
             told = [said[key] for key in ("what", "where", "remedy") if said.get(key)]
-            return " -- ".join(told or [said.get("event", line)])[-LONGEST:]
+            return " -- ".join(told or [said.get("event", line)])[-MAX_CHARS:]
     return ""
 
 
-def parts_of(line: str) -> dict[str, str]:
+def parse_error(line: str) -> dict[str, str]:
     """What, where and remedy of an error that a sidecar wrote, structured or as text."""
     if (said := _fields(line)) is not None:
         return {key: said.get(key, "") for key in ("what", "where", "remedy")}
-    match = _SAID.fullmatch(line.removeprefix("deltashard-sidecar: "))
+    match = _ERROR_PATTERN.fullmatch(line.removeprefix("deltashard-sidecar: "))
     return match.groupdict(default="") if match else {"what": line, "where": "", "remedy": ""}
 
 

@@ -81,7 +81,7 @@ class TermHandler:
             signal.signal(signal.SIGTERM, _or_default(self._previous))
 
     @property
-    def stands(self) -> bool:
+    def is_active(self) -> bool:
         """Whether SIGTERM is ours to answer, and would end the process after that; from any thread."""
         if not self._installed or not _chain:
             return False
@@ -89,7 +89,7 @@ class TermHandler:
         mine = signal.getsignal(signal.SIGTERM) == newest._on_term  # noqa: SLF001 - one of us
         return mine and not callable(first._previous)  # noqa: SLF001 - as above
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """Do what SIGTERM does by default, from another thread: the main one will execute no handler any more."""
         if os.getpid() == 1:
             os._exit(EXIT_SIGTERM)
@@ -98,7 +98,7 @@ class TermHandler:
         os.kill(os.getpid(), signal.SIGTERM)
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         return 0.0 if self.until_s is None else max(0.0, self.until_s - time.monotonic())
 
     def _on_term(self, signum: int, frame: FrameType | None) -> None:
@@ -107,12 +107,12 @@ class TermHandler:
             return
         grace_s = self._grace_s()
         self.until_s = time.monotonic() + grace_s
-        self._timer = threading.Timer(grace_s, self._expired)
+        self._timer = threading.Timer(grace_s, self._on_grace_expired)
         self._timer.daemon = True
         self._timer.start()
         self._notice()
 
-    def _expired(self) -> None:
+    def _on_grace_expired(self) -> None:
         # Wakes the main thread even out of a blocking call; the handler then sees a second signal.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
@@ -142,7 +142,7 @@ def _or_default(handler: Any) -> Any:
     return signal.SIG_DFL if handler is None else handler
 
 
-def _in_child() -> None:
+def _after_fork_in_child() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     while (ours := next((one for one in _chain if one._on_term == handler), None)) is not None:  # noqa: SLF001 - same module
         handler = ours._previous  # noqa: SLF001 - as above
@@ -150,4 +150,4 @@ def _in_child() -> None:
     _chain.clear()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)

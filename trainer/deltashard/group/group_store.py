@@ -23,7 +23,7 @@ _FAILURES: tuple[type[Exception], ...] = (
 
 
 @contextlib.contextmanager
-def _answering() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     """Raises `GroupLost` when the store, called within, does not answer."""
     try:
         yield
@@ -39,13 +39,13 @@ class GroupStore:
     """One thread's connection, under a prefix of keys; every call may raise `GroupLost`."""
 
     def __init__(self, prefix: str) -> None:
-        with _answering():
+        with _translate_errors():
             # torch has no other way to the store of a group that the user made.
             default: Any = distributed_c10d._get_default_store()  # noqa: SLF001
             self._store: Any = distributed_c10d.PrefixStore(prefix, default.clone())
 
     def put(self, key: str, value: bytes) -> None:
-        with _answering():
+        with _translate_errors():
             self._store.set(key, value)
 
     def get(self, key: str) -> bytes | None:
@@ -55,21 +55,21 @@ class GroupStore:
 
     def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
         """What all of `keys` were set to; None: not all of them were."""
-        with _answering():
+        with _translate_errors():
             if not self._store.check(list(keys)):
                 return None
             if len(keys) > 1 and self._store.has_extended_api():
                 return list(self._store.multi_get(list(keys)))
             return [self._store.get(key) for key in keys]
 
-    def agree(self, key: str, value: bytes) -> bytes:
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
         """What `key` was first set to, which is `value` if nobody did before."""
-        with _answering():
+        with _translate_errors():
             # IMPORTANT: an expectation of "" means an absent key; with any other one an absent key is not set.
             found: bytes = self._store.compare_set(key, "", value)
             return found
 
-    def forget(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         """Let `key` go; stores that cannot keep it."""
-        with _answering(), contextlib.suppress(NotImplementedError):
+        with _translate_errors(), contextlib.suppress(NotImplementedError):
             self._store.delete_key(key)

@@ -52,10 +52,10 @@ class LoaderRegistry:
         """Restored positions of loaders that were not wrapped yet."""
         self.events = 0
         """Passes begun and batches delivered."""
-        self.cut: Mapping[str, Any] | None = None
+        self.snapshot_rng: Mapping[str, Any] | None = None
         """Global generators of the restored cut."""
-        self.cut_at = -1
-        self.cut_applied_by: str | None = None
+        self.snapshot_step = -1
+        self.rng_applied_by: str | None = None
         self._on_change: OnChange = "restart"
         # The step boundary: global generators when a batch was first asked for after step `requested_at`.
         self.requested_at = -1
@@ -157,8 +157,8 @@ class LoaderRegistry:
             positions = {name: loader.position().tree() for name, loader in self.loaders.items()}
         # A pass that was only found at its end took no batch: the generators of now are those of the boundary.
         rng: Mapping[str, Any] | None = self._boundary if self.batch_requested else None
-        if self.cut is not None and now == self.cut_at:
-            rng = self.cut
+        if self.snapshot_rng is not None and now == self.snapshot_step:
+            rng = self.snapshot_rng
         return rng or capture_globals(), positions | self.pending_positions
 
     def _check_steps_without_batch(self) -> None:
@@ -205,7 +205,7 @@ class LoaderRegistry:
             step: of the cut.
             on_change: see `Checkpointer.restore`.
         """
-        self.cut, self.cut_at, self.cut_applied_by = rng, step, None
+        self.snapshot_rng, self.snapshot_step, self.rng_applied_by = rng, step, None
         self._delivered_at = step
         self._on_change = on_change
         self.requested_at = -1
@@ -245,8 +245,12 @@ class LoaderRegistry:
 
     def check_draws(self, name: str, entry: Mapping[str, Any]) -> None:
         """`entry`: global generators when the first batch after the restore was asked for."""
-        first = self.cut is not None and self.clock() == self.cut_at and self.cut_applied_by is None
-        if first and not same(entry, self.cut):
+        first = (
+            self.snapshot_rng is not None
+            and self.clock() == self.snapshot_step
+            and self.rng_applied_by is None
+        )
+        if first and not same(entry, self.snapshot_rng):
             self.report(name, "drawn")
 
     def is_in_state(self, loader: Any) -> bool:

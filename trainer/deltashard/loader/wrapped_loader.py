@@ -190,7 +190,7 @@ class WrappedLoader:
                 self._own_state.load(own, epoch=self._epoch)
             if other := [name for name, seed in self._seeds.items() if saved.seeds.get(name, seed) != seed]:
                 self._report("seed", names=", ".join(other))
-        self._queue = DeliveryQueue(self._epoch, step=self._registry.cut_at)
+        self._queue = DeliveryQueue(self._epoch, step=self._registry.snapshot_step)
         self._first_iteration = None
         self._delivered_was_read = False
         if not at_first_pass:
@@ -456,13 +456,13 @@ class WrappedLoader:
         if position.in_use:
             generator.apply_each(position.own, own)
             return loader_pass
-        mine = registry.cut is not None and registry.clock() == registry.cut_at
-        mine &= registry.cut_applied_by in (None, self.name)
-        if mine and registry.cut is not None:
-            entry = {"globals": registry.cut, "own": position.own}
+        mine = registry.snapshot_rng is not None and registry.clock() == registry.snapshot_step
+        mine &= registry.rng_applied_by in (None, self.name)
+        if mine and registry.snapshot_rng is not None:
+            entry = {"globals": registry.snapshot_rng, "own": position.own}
         generator.apply(entry, {k: g for k, g in own.items() if not k.startswith("state")})
         if mine:
-            registry.cut_applied_by = self.name
+            registry.rng_applied_by = self.name
         return loader_pass
 
     def _deliver(self, loader_pass: LoaderPass, batch: Any, before: Mapping[str, Any] | None) -> None:

@@ -125,19 +125,19 @@ class HangWatchdog:
         """SIGTERM came: wait until the handler has ended the process, or it is known that it never will."""
         alive_s = time.monotonic()
         beats = self._heartbeat.ping()
-        while not self._stop.is_set() and self._term.stands:
+        while not self._stop.is_set() and self._term.is_active:
             now_s = time.monotonic()
             if (now := self._heartbeat.ping()) != beats:
                 beats, alive_s = now, now_s
             silent_s = now_s - alive_s
-            over = self._term.until_s is not None and self._term.left_s <= 0
+            over = self._term.until_s is not None and self._term.remaining_s <= 0
             if silent_s > HANG_S and (over or self._dead()):
 
                 def is_current(beats: int = beats) -> bool:
                     return self._heartbeat.beats == beats
 
                 if self._stage(is_current) and is_current():
-                    self._term.end()
+                    self._term.terminate()
                     return
                 alive_s = time.monotonic()
             self._stop.wait(POLL_S)

@@ -29,7 +29,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.attach.launcher import ChildLauncher, staged_in_pod
 from deltashard.attach.term_signal import TermHandler
-from deltashard.errors import RunWentOn
+from deltashard.errors import CheckpointRetired
 from deltashard.partial import staged_part
 from deltashard.partial.hang_watchdog import HangWatchdog
 from deltashard.partial.peer import Peers
@@ -49,7 +49,7 @@ from deltashard.program import Program
 from deltashard.restore.collective import CollectiveRestore
 from deltashard.restore.recovery_plan import PlanContext, RecoveryPlan
 from deltashard.state.value import decode_value, encode_value
-from deltashard.tracking.cut_base import CutBase
+from deltashard.tracking.snapshot_base import SnapshotBase
 
 log = logging.getLogger("deltashard")
 _DONOR = "donor"
@@ -105,7 +105,7 @@ class PartialRecovery(RecoveryPlan):
 
     def watch(
         self,
-        base: CutBase,
+        base: SnapshotBase,
         blobs: Callable[[int], Iterable[tuple[str, EncodedTree]]],
         term: TermHandler | None,
     ) -> None:
@@ -287,7 +287,7 @@ class PartialRestorePlan:
         self.notes = [f"recovery was partial, which is not exact: {said}"]
 
     def overlay(self, raw: Mapping[str, memoryview]) -> dict[str, memoryview]:
-        """The checkpoint's blobs `raw` with what survivors held; raises `RunWentOn` when that cannot be read."""
+        """The checkpoint's blobs `raw` with what survivors held; raises `CheckpointRetired` when that cannot be read."""
         try:
             return self._overlay(raw)
         except (DeltashardError, OSError, ValueError, KeyError) as error:
@@ -304,8 +304,8 @@ class PartialRestorePlan:
     def on_applied(self) -> None:
         self._context.record_recovery(self._decision.pls, self._decision.recoveries)
 
-    def _unreadable(self, error: Exception) -> RunWentOn:
-        return RunWentOn(
+    def _unreadable(self, error: Exception) -> CheckpointRetired:
+        return CheckpointRetired(
             f"a staged part cannot be used after all: {error}",
             where=f"rank {self._rank}",
             remedy="all ranks recover in full",

@@ -25,7 +25,7 @@ from deltashard.partial.rule import StagedMetadata
 from deltashard.program import Program
 from deltashard.sharded.batched_kernel import KernelShard
 from deltashard.state.value import array_of
-from deltashard.tracking.cut_base import CutBase
+from deltashard.tracking.snapshot_base import SnapshotBase
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import TrackedTable
 
@@ -45,7 +45,7 @@ class Stager:
         self,
         context: RecoveryContext,
         program: Program,
-        base: CutBase,
+        base: SnapshotBase,
         *,
         clock: StepClock,
         peers: Peers,
@@ -171,7 +171,7 @@ ROWS_PER_BLOCK = 1 << 16
 
 def _blocks(table: TrackedTable) -> Iterator[RowBlock]:
     """The rows of one shard that are staged, some at a time."""
-    ids = table.prepare_cut("since_commit").ids if table.saver is None else None
+    ids = table.select_rows("since_commit").ids if table.saver is None else None
     weights, fields = array_of(table.param), {k: array_of(v) for k, v in table.state_tensors().items()}
     chosen = np.arange(weights.shape[0], dtype=np.int64) if ids is None else ids.numpy()
     width = table.box.col_stop - table.box.col_start

@@ -203,7 +203,7 @@ class Blobs:
             saved["trained"] |= {name: this for name, (_, this) in changed.items()}
         else:
             now |= {name: value for name, (value, _) in changed.items()}
-        trained_parameter.restore(saved, program.parameters, program.tracking.steps.call_before_next)
+        trained_parameter.restore(saved, program.parameters, program.tracking.steps.run_before_next_step)
         return hyperparameter.note("requires_grad", changed, script=script)
 
     def _apply_modules(self, program: Program, *, strict: bool) -> list[str]:

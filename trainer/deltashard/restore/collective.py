@@ -20,14 +20,18 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard import errors
 from deltashard.attach.rank import Rank
 from deltashard.attach.session import OPEN_DEADLINE_S
-from deltashard.errors import RanksDiffer, RestoreFailed, RunWentOn, SidecarGone
-from deltashard.group.meeting import Meeting
-from deltashard.group.roll import RankManifest, agreed_layout
+from deltashard.errors import CheckpointRetired, RanksDiffer, RestoreFailed, SidecarGone
+from deltashard.group.rank_manifest import RankManifest, agreed_layout
+from deltashard.group.rendezvous import Rendezvous
 from deltashard.program import Program
 from deltashard.restore.frame_stream import RESTORE_DEADLINE_S
 from deltashard.state.replica import differing_replicas, sums
 
-_ERROR_KINDS = {"run_advanced": RunWentOn, "sidecar_gone": SidecarGone, "incomplete": InvalidCheckpoint}
+_ERROR_KINDS = {
+    "run_advanced": CheckpointRetired,
+    "sidecar_gone": SidecarGone,
+    "incomplete": InvalidCheckpoint,
+}
 _KINDS_BY_SEVERITY = ("complete", *_ERROR_KINDS, "failed")
 
 
@@ -51,7 +55,7 @@ class CollectiveRestore:
             boxes=program.boxes,
             took_part=0 if said is None else said.took_part,
         )
-        self._rendezvous = Meeting(rank.number, rank.world_size, word.text())
+        self._rendezvous = Rendezvous(rank.number, rank.world_size, word.text())
         self._round = 0
         self._sent: list[tuple[str, int]] = []
         """(what, bytes) that lies in the store for others."""
@@ -72,9 +76,9 @@ class CollectiveRestore:
         """
 
         def opened() -> str:
-            words = [RankManifest.of(text) for text in self._rendezvous.words]
-            took_part = max(word.took_part for word in words)
-            reply = ask(pb.OpenRequest(layout=agreed_layout(words).data, took_part=took_part))
+            manifests = [RankManifest.of(text) for text in self._rendezvous.manifests]
+            took_part = max(word.took_part for word in manifests)
+            reply = ask(pb.OpenRequest(layout=agreed_layout(manifests).data, took_part=took_part))
             crash_point("open.before_publish")
             return reply.SerializeToString().hex()
 
@@ -90,11 +94,11 @@ class CollectiveRestore:
             try:
                 made = make()
             except BaseException as error:
-                self._rendezvous.tell(what, b"-" + json.dumps(_encode_error(error)).encode())
+                self._rendezvous.broadcast(what, b"-" + json.dumps(_encode_error(error)).encode())
                 raise
-            self._rendezvous.tell(what, b"+" + made.encode())
+            self._rendezvous.broadcast(what, b"+" + made.encode())
             return made
-        told = self._rendezvous.hear(what, 2 * OPEN_DEADLINE_S).decode()
+        told = self._rendezvous.await_broadcast(what, 2 * OPEN_DEADLINE_S).decode()
         if told[0] == "-":
             raise _decode_error(json.loads(told[1:]), "rank 0: ")
         return told[1:]
@@ -104,7 +108,7 @@ class CollectiveRestore:
 
         Raises:
             InvalidCheckpoint: some rank found the checkpoint not whole: all fall back.
-            RunWentOn: some rank found it retired: all ask anew.
+            CheckpointRetired: some rank found it retired: all ask anew.
             SidecarGone: some rank's sidecar died: all begin again.
             RanksDiffer: replicas are not the same on all ranks.
             what the rank that failed raised: here `error` itself.
@@ -118,13 +122,13 @@ class CollectiveRestore:
         mine: dict[str, Any] = {"kind": kind, "error": None if error is None else _encode_error(error)}
         if stage.startswith("restored") and error is None:
             mine["sums"] = self.sums(0)
-        self._rendezvous.answer(stage, json.dumps(mine).encode())
+        self._rendezvous.submit(stage, json.dumps(mine).encode())
         crash_point("agree.answered")
         if self._rank.number == 0:
-            said = [json.loads(text) for text in self._rendezvous.answers(stage, RESTORE_DEADLINE_S)]
-            self._rendezvous.tell(stage, json.dumps(self._resolve_outcome(said)).encode())
+            said = [json.loads(text) for text in self._rendezvous.gather(stage, RESTORE_DEADLINE_S)]
+            self._rendezvous.broadcast(stage, json.dumps(self._resolve_outcome(said)).encode())
             crash_point("agree.published")
-        verdict = json.loads(self._rendezvous.hear(stage, RESTORE_DEADLINE_S))
+        verdict = json.loads(self._rendezvous.await_broadcast(stage, RESTORE_DEADLINE_S))
         if verdict["kind"] == "complete":
             return
         if error is not None and verdict["kind"] == kind:
@@ -136,9 +140,9 @@ class CollectiveRestore:
     def resolve(self, what: str, word: str, decide: Callable[[list[str]], str]) -> str:
         """What rank 0 makes of all ranks' words, for all; raises what it met doing so, on every rank."""
         what = f"{what}/{self._round}"
-        self._rendezvous.answer(what, word.encode())
+        self._rendezvous.submit(what, word.encode())
         return self._from_rank_0(
-            what, lambda: decide([text.decode() for text in self._rendezvous.answers(what, OPEN_DEADLINE_S)])
+            what, lambda: decide([text.decode() for text in self._rendezvous.gather(what, OPEN_DEADLINE_S)])
         )
 
     def send(self, what: str, data: bytes | None) -> None:
@@ -153,7 +157,7 @@ class CollectiveRestore:
 
     def release_sent(self) -> None:
         for what, size in self._sent:
-            self._rendezvous.unsend(what, size)
+            self._rendezvous.delete_sent(what, size)
         self._sent.clear()
 
     @contextlib.contextmanager

@@ -23,7 +23,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.attach.rpc_error import translate
 from deltashard.attach.session import Link
-from deltashard.errors import CheckpointMismatch, RestoreFailed, RunWentOn, SidecarGone
+from deltashard.errors import CheckpointMismatch, CheckpointRetired, RestoreFailed, SidecarGone
 from deltashard.restore.blob import Blobs
 from deltashard.restore.model_target import ModelTargets
 
@@ -95,7 +95,7 @@ def read_frames(
                     raise InvalidCheckpoint(reply.failed.message, where=f"checkpoint {want.seq}")
                 if cause == Cause.MISMATCH:
                     raise CheckpointMismatch(reply.failed.message, where=f"checkpoint {want.seq}")
-                raised = RunWentOn if cause == Cause.MOVED else RestoreFailed
+                raised = CheckpointRetired if cause == Cause.MOVED else RestoreFailed
                 raise raised(
                     f"{cause}: {reply.failed.message}",
                     where=f"checkpoint {want.seq}",

@@ -18,7 +18,7 @@ from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.attach.attachment import RunMember
-from deltashard.attach.rank import Rank, refuse_change
+from deltashard.attach.rank import Rank, check_unchanged
 from deltashard.attach.retry import DEADLINE_S, Retry
 from deltashard.attach.session import Link
 from deltashard.errors import (
@@ -29,7 +29,7 @@ from deltashard.errors import (
     SidecarUnavailable,
     UserError,
 )
-from deltashard.group.conductor import Conductor
+from deltashard.group.coordinator_thread import CoordinatorThread
 from deltashard.program import Program, TrainingLoop
 from deltashard.restore.collective import CollectiveRestore
 from deltashard.restore.recovery_plan import RecoveryPlan
@@ -70,12 +70,12 @@ class AttemptOpener:
         *,
         apply_notifications: Callable[[], None],
         fresh: bool,
-        conductor: Conductor | None,
+        coordinator_thread: CoordinatorThread | None,
         plan: RecoveryPlan,
     ) -> None:
         """`apply_notifications` applies news, and raises `FencedError`; `fresh`: begin anew although the run has checkpoints.
 
-        `conductor` has the orders of several ranks; None: this process is alone.
+        `coordinator_thread` has the orders of several ranks; None: this process is alone.
         """
         self._program = loop.program
         self._clock = loop.clock
@@ -85,7 +85,7 @@ class AttemptOpener:
         self._listener = member.listener
         self._apply_notifications = apply_notifications
         self._fresh = fresh
-        self._conductor = conductor
+        self._coordinator_thread = coordinator_thread
         self._plan = plan
         self.partially_restored = False
         """Whether a restore wrote into the model and did not finish; only `Restorer` sets it."""
@@ -94,15 +94,17 @@ class AttemptOpener:
 
     def retry(self, what: str, deadline_s: float, final: type[SidecarUnavailable | RestoreFailed]) -> Retry:
         """For one call: how long it goes on without a sidecar; `final` is what it raises then."""
-        last_words = self._attachment.session.last_words
-        return Retry(what, deadline_s=deadline_s, pause=self._clock.pause, final=final, last_words=last_words)
+        last_log_error = self._attachment.session.last_log_error
+        return Retry(
+            what, deadline_s=deadline_s, pause=self._clock.pause, final=final, last_log_error=last_log_error
+        )
 
     def link(self, retry: Retry) -> Link:
         """The link whose news is applied; waits for the sidecar, and raises what `retry` does when it stays away."""
         session = self._attachment.session
         before = session.refused
         while True:
-            self._clock.expect()
+            self._clock.clear_wake()
             self._apply_notifications()
             link = self._attachment.link
             if link is not None:
@@ -111,7 +113,7 @@ class AttemptOpener:
             # What another attempt was refused for is no answer to this one.
             if refused is not None and refused is not before and refused[0] == self._attempt.granted[0]:
                 raise refused[1]
-            retry.note(SidecarGone(session.why_away, where=self._attachment.run))
+            retry.record_failure(SidecarGone(session.disconnect_reason, where=self._attachment.run))
             self._clock.pause(0.2)
 
     def join_ranks(self, **call: object) -> CollectiveRestore | None:
@@ -119,7 +121,7 @@ class AttemptOpener:
 
         Raises `RanksDiffer` when they did not, and `UserError` when the process group is another.
         """
-        refuse_change(self._rank, "restore(), or the first step()")
+        check_unchanged(self._rank, "restore(), or the first step()")
         if self._rank.alone:
             return None
         attachment = self._attachment
@@ -147,7 +149,7 @@ class AttemptOpener:
         def ask(together: pb.OpenRequest) -> pb.OpenReply:
             while True:
                 try:
-                    with retry.noting():
+                    with retry.try_once():
                         link = self.link(retry)
                         request = pb.OpenRequest(session=link.session)
                         request.MergeFrom(wanted)
@@ -209,7 +211,7 @@ class AttemptOpener:
         try:
             reply = link.open(request, deadline_s=LATE_DEADLINE_S)
         except SidecarGone as gone:
-            self._attachment.session.doubt(
+            self._attachment.session.suspect(
                 link, str(gone)
             )  # it may be stopped: training must not wait for it again
             return gone
@@ -259,7 +261,7 @@ class AttemptOpener:
                 reply.unopened,
                 step,
             )
-            self._clock.notice()
+            self._clock.request_boundary()
         self._attempt.begin(
             None if reply.HasField("basis") else reply.attempt,
             resumed_step=step if resumed else None,
@@ -269,5 +271,5 @@ class AttemptOpener:
         if collective is not None:
             collective.release_sent()
         self._plan.training_started(reply, "" if collective is None else collective.name)
-        if self._conductor is not None and collective is not None:
-            self._conductor.begin(collective.prefix)
+        if self._coordinator_thread is not None and collective is not None:
+            self._coordinator_thread.begin(collective.prefix)

@@ -21,7 +21,7 @@ from deltashard.config import CheckpointConfig
 from deltashard.errors import UserError
 from deltashard.program import TrainingLoop
 from deltashard.restore.collective import CollectiveRestore
-from deltashard.tracking.cut_base import CutBase
+from deltashard.tracking.snapshot_base import SnapshotBase
 
 
 class PartialRestore(Protocol):
@@ -38,7 +38,7 @@ class PartialRestore(Protocol):
         """By rank: the step that its rows are of."""
 
     def overlay(self, raw: Mapping[str, memoryview]) -> dict[str, memoryview]:
-        """The checkpoint's blobs `raw` with what is newer; raises `RunWentOn` where all ranks are to ask again."""
+        """The checkpoint's blobs `raw` with what is newer; raises `CheckpointRetired` where all ranks are to ask again."""
 
     def frames(self) -> Iterator[FrameBytes]:
         """Rows that are newer than the checkpoint's."""
@@ -71,7 +71,7 @@ class RecoveryPlan:
 
     def watch(
         self,
-        base: CutBase,
+        base: SnapshotBase,
         blobs: Callable[[int], Iterable[tuple[str, EncodedTree]]],
         term: TermHandler | None,
     ) -> None:

@@ -29,7 +29,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard.attach.attachment import RunMember
 from deltashard.attach.retry import Retry
 from deltashard.attach.session import Link
-from deltashard.errors import CheckpointMismatch, RestoreFailed, RunWentOn, SidecarGone, UserError
+from deltashard.errors import CheckpointMismatch, CheckpointRetired, RestoreFailed, SidecarGone, UserError
 from deltashard.loader.sharding import ResumePositions
 from deltashard.program import TrainingLoop
 from deltashard.restore.blob import Blobs
@@ -43,7 +43,7 @@ from deltashard.restore.recovery_plan import PartialRestore, RecoveryPlan
 from deltashard.restore.request import Restored, RestoreRequest
 from deltashard.state.fingerprint import differences
 from deltashard.state.rng import apply_globals, capture_globals, reseed_for_rank
-from deltashard.tracking.cut_base import CutBase
+from deltashard.tracking.snapshot_base import SnapshotBase
 
 log = logging.getLogger("deltashard")
 
@@ -74,7 +74,7 @@ class _RestoreCall:
     def stage(self, name: str) -> Iterator[None]:
         """What is done within, all ranks do, or none continues; raises the final error of `retry` when it is time."""
         together = contextlib.nullcontext() if self.collective is None else self.collective.stage(name)
-        with together, self.retry.noting():
+        with together, self.retry.try_once():
             yield
 
     @property
@@ -116,7 +116,7 @@ class Restorer:
         member: RunMember,
         *,
         opener: AttemptOpener,
-        base: CutBase,
+        base: SnapshotBase,
         contents: ContentHashes | None,
         plan: RecoveryPlan,
     ) -> None:
@@ -172,7 +172,7 @@ class Restorer:
                 self._receive(call, chosen)
                 self._state.transition(RestoreEvent.RECEIVED)
                 self._apply(call, chosen)
-            except (SidecarGone, RunWentOn, InvalidCheckpoint) as error:
+            except (SidecarGone, CheckpointRetired, InvalidCheckpoint) as error:
                 self._prepare_retry(call, chosen.reply, error)
                 self._state.transition(RestoreEvent.RETRY)
                 continue
@@ -209,14 +209,17 @@ class Restorer:
         return _Candidate(link=link, reply=reply, partial=partial)
 
     def _prepare_retry(
-        self, call: _RestoreCall, reply: pb.OpenReply, error: SidecarGone | RunWentOn | InvalidCheckpoint
+        self,
+        call: _RestoreCall,
+        reply: pb.OpenReply,
+        error: SidecarGone | CheckpointRetired | InvalidCheckpoint,
     ) -> None:
         """What is done before the next attempt; raises `error` when there is none."""
         if isinstance(error, SidecarGone):
             # Whatever was written into the model is written again.
             log.info("restore() begins again: %s", error)
             call.retry.pause()
-        elif isinstance(error, RunWentOn):
+        elif isinstance(error, CheckpointRetired):
             call.retired += 1
             if call.retired == READ_ATTEMPTS:
                 raise error
@@ -348,9 +351,9 @@ class Restorer:
         received, weights_only = chosen.received, request.weights_only
         step = self._resume_step(call, chosen)
         if not request.from_run and not weights_only and chosen.targets.is_complete:
-            self._base.lean_on(reply.resume_seq, received.baseline_seq)
+            self._base.set_base(reply.resume_seq, received.baseline_seq)
         else:
-            self._base.lean_on_nothing()
+            self._base.clear_base()
         if partial is not None:
             partial.on_applied()
         # After a partial recovery no checkpoint is what the model is now: close() saves it, without a step, too.

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from deltashard_checkpoint.format.blob_name import blob_name, optimizer_name
 from deltashard_checkpoint.format.typed_tree import EncodedTree, UnsupportedValue
 
-from deltashard.attach.interruption import leaves
+from deltashard.attach.interruption import must_propagate
 from deltashard.attach.rank import Rank
 from deltashard.errors import SaveFailed, StateError
 from deltashard.loader.registry import LoaderRegistry
@@ -38,7 +38,7 @@ class Capture:
         self._rank = rank
         self._program = program
         self._loaders = loaders
-        self._looked_for_forgotten = False
+        self._checked_scheduler = False
 
     def blobs(
         self, step: int, content: Mapping[str, str] | None, *, all_here: bool = False
@@ -50,7 +50,7 @@ class Capture:
         """
         program = self._program
         dense = program.tracking.dense(look=False)
-        self._say_forgotten()
+        self._warn_unsaved_scheduler()
         meta = program.meta(dense, step=step, content=content, world_size=self._rank.world_size)
         rng, positions = self._loaders.capture()
         wrapped = [loader.loader for loader in self._loaders.loaders.values()]
@@ -73,12 +73,12 @@ class Capture:
     def _own(self, name: str) -> str:
         return blob_name(self._rank.number, name)
 
-    def _say_forgotten(self) -> None:
+    def _warn_unsaved_scheduler(self) -> None:
         """At the first cut: what every resumed run would miss, and nobody would see."""
-        if self._looked_for_forgotten:
+        if self._checked_scheduler:
             return
-        self._looked_for_forgotten = True
-        if (owner := self._program.forgotten_scheduler()) is not None:
+        self._checked_scheduler = True
+        if (owner := self._program.unsaved_scheduler()) is not None:
             log.warning(
                 "a learning-rate scheduler was built for %s and is not in state=: after a restore it begins anew. "
                 'Give state={"scheduler": scheduler}; ckpt.doctor() says what else is not saved',
@@ -94,7 +94,7 @@ def _encoded(source: ValueSource) -> EncodedTree:
     except (StateError, UnsupportedValue) as error:
         raise StateError(error.what, where=where, remedy=error.remedy) from error
     except Exception as error:
-        if leaves(error):
+        if must_propagate(error):
             raise
         raise SaveFailed(
             f"reading it raised {type(error).__name__}: {error}",

@@ -21,8 +21,8 @@ from deltashard.save.handle import SaveHandle
 from deltashard.save.outcome import SnapshotOutcomes
 from deltashard.save.records import SaveRecords
 from deltashard.save.save_loop import SaveLoop
+from deltashard.save.snapshot_gate import MESSAGE, Asker, SnapshotGate
 from deltashard.save.taker import SnapshotTaker
-from deltashard.save.wait import MESSAGE, Asker, SnapshotGate
 
 log = logging.getLogger("deltashard")
 
@@ -44,11 +44,11 @@ class LastSnapshot:
         """`coordinator`: when there are several ranks; None: this process is alone."""
         self._tracking = loop.program.tracking
         self._clock = loop.clock
-        self._stance = loop.stance
+        self._step_boundary = loop.step_boundary
         self._attachment = member.attachment
         self._attempt = member.attempt
         self._requests = records.requests
-        self._setbacks = records.setbacks
+        self._failure_tracker = records.failure_tracker
         self._outcomes = outcomes
         self._taker = taker
         self._save_loop = save_loop
@@ -64,10 +64,10 @@ class LastSnapshot:
             )
         self._outcomes.drain(until_s)
         self._outcomes.apply()
-        self._requests.refuse_unbound(self._clock.step)
-        self._setbacks.closing()
+        self._requests.fail_unbound(self._clock.step)
+        self._failure_tracker.use_closing_backoff()
         self._outcomes.check_snapshot(until_s)
-        with contextlib.nullcontext() if self._ranks is None else self._ranks.conductor.stay():
+        with contextlib.nullcontext() if self._ranks is None else self._ranks.coordinator_thread.hold_step():
             if self._ranks is not None:
                 self._ranks.decline_missed(last=True)
             try:
@@ -81,23 +81,25 @@ class LastSnapshot:
 
     def _finish(self, until_s: float) -> None:
         last: Exception | None = None
-        before, tried = self._setbacks.last, False
+        before, tried = self._failure_tracker.last, False
         while self._is_needed():
             gate = self._taker.gate()
-            wait = gate.why(Asker.CLOSE)
-            self._refuse(wait, last, tried=tried, late=time.monotonic() >= until_s)
+            wait = gate.block_reason(Asker.CLOSE)
+            self._raise_failure(wait, last, tried=tried, late=time.monotonic() >= until_s)
             if wait is BlockReason.UNOPENED:
                 last = self._save_loop.open_late(patient=True) or last
-                wait = self._taker.gate().why(Asker.CLOSE)
+                wait = self._taker.gate().block_reason(Asker.CLOSE)
             link = self._attachment.link
-            if wait is None and link is not None and not self._resting:
+            if wait is None and link is not None and not self._is_backing_off:
                 tried = True
                 self._warn_inexact(gate)
                 last = self._take(link, until_s) or last
-                if self._setbacks.last is not before and isinstance(self._setbacks.last, UserError):
+                if self._failure_tracker.last is not before and isinstance(
+                    self._failure_tracker.last, UserError
+                ):
                     raise self._not_durable(last)  # trying again does not help
             if not self._outcomes.in_flight:
-                self._clock.expect()
+                self._clock.clear_wake()
                 self._clock.pause(min(0.2, max(0.0, until_s - time.monotonic())))
             elif not self._outcomes.drain(until_s):
                 last = SaveFailed("the save is still uploading", where="close()")
@@ -110,7 +112,9 @@ class LastSnapshot:
         # Several ranks do not agree on whether one of them was stored with fewer bits.
         return self._ranks is None and self._outcomes.coarse is not None
 
-    def _refuse(self, wait: BlockReason | None, last: Exception | None, *, tried: bool, late: bool) -> None:
+    def _raise_failure(
+        self, wait: BlockReason | None, last: Exception | None, *, tried: bool, late: bool
+    ) -> None:
         """Raise what ends the tries: `last` is why the one before did not become durable."""
         step = self._clock.step
         if wait in (BlockReason.TORN, BlockReason.STEPPED):
@@ -120,23 +124,23 @@ class LastSnapshot:
         if late:
             raise self._not_durable(last)
         if tried and self._ranks is None and self._outcomes.committed_step == step:
-            raise SaveFailed(f"it failed: {last or self._setbacks.last}", where="close()")
-        if self._setbacks.removed is not None and (tried or self._attachment.link is None):
+            raise SaveFailed(f"it failed: {last or self._failure_tracker.last}", where="close()")
+        if self._failure_tracker.run_removed is not None and (tried or self._attachment.link is None):
             raise SaveFailed(
-                f"step {step} is not durable: {self._setbacks.removed}",
+                f"step {step} is not durable: {self._failure_tracker.run_removed}",
                 where=self._attachment.url,
                 remedy="there is no run to wait for; another process begins it anew",
             )
 
     @property
-    def _resting(self) -> bool:
+    def _is_backing_off(self) -> bool:
         """Whether the last snapshot waits for the back-off; what other ranks have ordered does not."""
-        return self._setbacks.backing_off and not (self._ranks is not None and self._ranks.is_due)
+        return self._failure_tracker.backing_off and not (self._ranks is not None and self._ranks.is_due)
 
     def _take(self, link: Link, until_s: float) -> Exception | None:
         """Returns why it failed, or could not be taken yet."""
         if self._ranks is not None:
-            return self._take_together(self._ranks)
+            return self._take_collective(self._ranks)
         if (veto := self._taker.veto()) is not None:
             raise veto
         handle = SaveHandle(reason="close", pin=None, metadata={})
@@ -147,27 +151,31 @@ class LastSnapshot:
         self._taker.take(link, "close", latest_s=until_s)
         return handle.error
 
-    def _take_together(self, ranks: SnapshotCoordinator) -> Exception | None:
-        if ranks.conductor.down or ranks.conductor.left:
+    def _take_collective(self, ranks: SnapshotCoordinator) -> Exception | None:
+        if ranks.coordinator_thread.down_reason or ranks.coordinator_thread.rank_closed:
             raise SaveFailed(
-                f"step {self._clock.step} is not durable: {ranks.why_off}",
+                f"step {self._clock.step} is not durable: {ranks.cancel_reason}",
                 where="close()",
                 remedy="close() on every rank after the same step; see what ended the other rank",
             )
         if ranks.take_ordered(at_step=False, close=True):
             return None
-        ranks.wish(reason="close", urgent=True)
-        return SaveFailed(ranks.why_off, where="close()") if ranks.why_off else None
+        ranks.request(reason="close", urgent=True)
+        return SaveFailed(ranks.cancel_reason, where="close()") if ranks.cancel_reason else None
 
     def _warn_inexact(self, gate: SnapshotGate) -> None:
         """It cannot wait for a whole step: what a resumed run will not have, or have twice."""
-        accumulating = BlockReason.ACCUMULATING in gate.holds
-        if accumulating and self._tracking.has_gradients and self._setbacks.first("unfinished"):
+        accumulating = BlockReason.ACCUMULATING in gate.reasons
+        if (
+            accumulating
+            and self._tracking.has_gradients
+            and self._failure_tracker.is_first_report("unfinished")
+        ):
             log.warning(
                 "the last step() ended no step of an optimizer that the Checkpointer was given: gradients accumulated "
                 "since then are not in the checkpoint that close() takes"
             )
-        if self._stance.moved and self._setbacks.first("moved"):
+        if self._step_boundary.moved and self._failure_tracker.is_first_report("moved"):
             log.warning(
                 "a forward pass in training mode ran after the last step(): the checkpoint that close() takes has what "
                 "it moved (buffers, random numbers). Evaluate with torch.no_grad(), or after model.eval()"
@@ -176,7 +184,7 @@ class LastSnapshot:
     def _not_durable(self, last: Exception | None) -> SaveFailed:
         """The error of close(), with where and remedy of the failure that caused it, if the user can act on that."""
         what = f"step {self._clock.step} is not durable"
-        failure = self._setbacks.last
+        failure = self._failure_tracker.last
         if isinstance(failure, UserError):
             return SaveFailed(f"{what}: {failure.what}", where=failure.where, remedy=failure.remedy)
         return SaveFailed(
@@ -185,7 +193,7 @@ class LastSnapshot:
             remedy="the newest committed checkpoint is whole; "
             + (
                 "look at the sidecar's log for the store's errors"
-                if self._ranks is None or not self._ranks.why_off
+                if self._ranks is None or not self._ranks.cancel_reason
                 else "close() on every rank after the same step"
             ),
         )

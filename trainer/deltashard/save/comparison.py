@@ -1,4 +1,4 @@
-"""Compares what was copied ahead of a snapshot with the live rows, beside training (`precopy.TableAhead.compare`).
+"""Compares what was copied ahead of a snapshot with the live rows, beside training (`precopy.TablePrecopy.compare`).
 
 A row that differs, and was not marked since, is wrong in that snapshot. The saver reports it, the next commit's
 metadata names the snapshot, and the next save takes all rows. The commit itself is never changed. A comparison that
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from deltashard.attach.interruption import leaves
-from deltashard.cut.precopy import TableAhead
-from deltashard.save.handle import Flight
+from deltashard.attach.interruption import must_propagate
+from deltashard.save.handle import InFlightSave
+from deltashard.snapshot.precopy import TablePrecopy
 from deltashard.tracking.audit import AuditFault
 from deltashard.tracking.tracking import TrackedTable
 
@@ -26,7 +26,7 @@ from deltashard.tracking.tracking import TrackedTable
 class Inconsistency:
     """What is wrong with a snapshot, or may be."""
 
-    snapshot: Flight
+    snapshot: InFlightSave
     faults: tuple[AuditFault, ...] = ()
     """Rows that it stored as they were for a while only."""
     failed: str = ""
@@ -51,20 +51,20 @@ class Comparison:
     """Of the last snapshot of one Checkpointer; on the training thread only."""
 
     def __init__(
-        self, later: Callable[[Callable[[], None]], Future[None]], *, found: Callable[[], None]
+        self, submit: Callable[[Callable[[], None]], Future[None]], *, on_found: Callable[[], None]
     ) -> None:
-        """`later` runs a job on the copying thread; `found` is called there when `result` has something to tell."""
-        self._later, self._found = later, found
-        self._tables: Sequence[tuple[TrackedTable, TableAhead]] = ()
-        self._snapshot: Flight | None = None
+        """`submit` runs a job on the copying thread; `on_found` is called there when `result` has something to tell."""
+        self._submit, self._on_found = submit, on_found
+        self._tables: Sequence[tuple[TrackedTable, TablePrecopy]] = ()
+        self._snapshot: InFlightSave | None = None
         self.job: Future[None] | None = None
         """The comparison; None: nothing was copied ahead of the last snapshot, or its result was taken."""
 
-    def begin(self, snapshot: Flight, tables: Sequence[tuple[TrackedTable, TableAhead]]) -> None:
+    def begin(self, snapshot: InFlightSave, tables: Sequence[tuple[TrackedTable, TablePrecopy]]) -> None:
         self._snapshot, self._tables, self.job = snapshot, tables, None
         if tables:
-            self.job = self._later(lambda: _compare([ahead for _, ahead in tables]))
-            self.job.add_done_callback(lambda job: self._ended(job, tables))
+            self.job = self._submit(lambda: _compare([ahead for _, ahead in tables]))
+            self.job.add_done_callback(lambda job: self._collect(job, tables))
 
     def result(self, until_s: float = math.inf) -> Inconsistency | None:
         """What was found, by `until_s` (monotonic); None: nothing is wrong. It is given once."""
@@ -75,12 +75,12 @@ class Comparison:
         try:
             job.result(None if until_s == math.inf else max(0.0, until_s - time.monotonic()))
             found = [
-                table.stray_check(torch.from_numpy(ahead.astray))
+                table.check_unmarked_rows(torch.from_numpy(ahead.unmarked_rows))
                 for table, ahead in tables
-                if len(ahead.astray)
+                if len(ahead.unmarked_rows)
             ]
         except BaseException as error:
-            if leaves(error):
+            if must_propagate(error):
                 raise
             late = isinstance(error, TimeoutError) and not job.done()
             job.cancel()
@@ -89,13 +89,13 @@ class Comparison:
         faults = tuple(fault for fault in found if fault is not None)
         return Inconsistency(snapshot=self._snapshot, faults=faults) if faults else None
 
-    def _ended(self, job: Future[None], tables: Sequence[tuple[TrackedTable, TableAhead]]) -> None:
+    def _collect(self, job: Future[None], tables: Sequence[tuple[TrackedTable, TablePrecopy]]) -> None:
         if not job.cancelled() and (
-            job.exception() is not None or any(len(ahead.astray) for _, ahead in tables)
+            job.exception() is not None or any(len(ahead.unmarked_rows) for _, ahead in tables)
         ):
-            self._found()
+            self._on_found()
 
 
-def _compare(tables: Sequence[TableAhead]) -> None:
+def _compare(tables: Sequence[TablePrecopy]) -> None:
     for each in tables:
         each.compare()

@@ -16,19 +16,19 @@ from deltashard_proto.block_reason import BlockReason
 
 from deltashard.attach.attachment import RunMember
 from deltashard.errors import RanksDiffer, SaveFailed
-from deltashard.group.conductor import ANSWER_S, Conductor
-from deltashard.group.order import Proposal
+from deltashard.group.coordinator_thread import ANSWER_S, CoordinatorThread
+from deltashard.group.snapshot_round import Proposal
 from deltashard.program import TrainingLoop
 from deltashard.restore.collective import check_replicas_equal
 from deltashard.save.outcome import SnapshotOutcomes
 from deltashard.save.records import SaveRecords
+from deltashard.save.snapshot_gate import MESSAGE, Asker
 from deltashard.save.taker import SnapshotTaker
-from deltashard.save.wait import MESSAGE, Asker
 from deltashard.state.replica import sums
 
 log = logging.getLogger("deltashard")
 
-EXACT_S = 2 * ANSWER_S
+EXACT_TIMEOUT_S = 2 * ANSWER_S
 """A boundary that an exact save means waits so long for the other ranks at most."""
 
 
@@ -37,70 +37,73 @@ class SnapshotCoordinator:
 
     def __init__(
         self,
-        conductor: Conductor,
+        coordinator_thread: CoordinatorThread,
         loop: TrainingLoop,
         member: RunMember,
         records: SaveRecords,
         outcomes: SnapshotOutcomes,
         taker: SnapshotTaker,
     ) -> None:
-        self.conductor = conductor
+        self.coordinator_thread = coordinator_thread
         self._program = loop.program
         self._clock = loop.clock
         self._attachment = member.attachment
         self._listener = member.listener
         self._requests = records.requests
-        self._setbacks = records.setbacks
+        self._failure_tracker = records.failure_tracker
         self._outcomes = outcomes
         self._taker = taker
-        self._off = 0
+        self._cancelled = 0
         self._reported = False
 
     @property
-    def why_off(self) -> str:
+    def cancel_reason(self) -> str:
         """Why there was none; empty: none was asked for, or one is due."""
-        return self.conductor.down or self.conductor.why_off
+        return self.coordinator_thread.down_reason or self.coordinator_thread.cancel_reason
 
     @property
     def is_due(self) -> bool:
         """Whether one is ordered for the step where this rank stands."""
-        return self.conductor.cut_at(self._clock.step) is not None
+        return self.coordinator_thread.due_at(self._clock.step) is not None
 
     def at_boundary(self, *, at_step: bool) -> None:
         """Take what is ordered for this boundary; have one ordered for what is wanted."""
         if self.take_ordered(at_step=at_step):
             return
-        step, conductor = self._clock.step, self.conductor
-        conductor.lead(self._outcomes.precopy.lead_s)
-        if (coming := conductor.coming) is not None and coming > step:
-            self._taker.begin_ahead(coming, at_step=at_step)
-        if self._requests.exact_at(step) and self._taker.gate(at_step=at_step).why(Asker.REQUEST) is None:
+        step, coordinator_thread = self._clock.step, self.coordinator_thread
+        coordinator_thread.set_lead(self._outcomes.precopy.lead_s)
+        if (due_step := coordinator_thread.due_step) is not None and due_step > step:
+            self._taker.begin_precopy(due_step, at_step=at_step)
+        if (
+            self._requests.exact_at(step)
+            and self._taker.gate(at_step=at_step).block_reason(Asker.REQUEST) is None
+        ):
             self._await_exact(step, at_step=at_step)
             self.take_ordered(at_step=at_step)  # what was ordered while that was given up
-        elif self._requests.anywhere or self._requests.urgent is not None:
-            self.wish(reason=self._requests.reason, urgent=self._requests.urgent is not None)
-        if conductor.pending:
-            self._clock.notice()
+        elif self._requests.has_inexact or self._requests.urgent is not None:
+            self.request(reason=self._requests.reason, urgent=self._requests.urgent is not None)
+        if coordinator_thread.pending:
+            self._clock.request_boundary()
 
     def take_ordered(self, *, at_step: bool, close: bool = False) -> bool:
         """Take what is due here, once the boundary may be passed; False: nothing is, or not here."""
-        self.conductor.hold(self._clock.step)
-        self._note_off()
-        self._refuse_differing()
-        cut = self.conductor.cut_at(self._clock.step)
+        self.coordinator_thread.wait_for_verdict(self._clock.step)
+        self._report_cancelled()
+        self._check_replicas_equal()
+        cut = self.coordinator_thread.due_at(self._clock.step)
         self.decline_missed(last=close)
         if cut is None:
             return False
-        wait = self._taker.gate(at_step=at_step).why(Asker.CLOSE if close else Asker.WAITER)
+        wait = self._taker.gate(at_step=at_step).block_reason(Asker.CLOSE if close else Asker.WAITER)
         if wait is not None and wait not in (BlockReason.SIDECAR_DISCONNECTED, BlockReason.IN_FLIGHT):
-            self._taker.put_off(wait, quiet=True)
+            self._taker.record_blocked(wait, quiet=True)
             return False  # of all ranks alike: the next step that is whole
-        self.conductor.taken(cut)
+        self.coordinator_thread.mark_taken(cut)
         link = self._attachment.link
         if wait is not None or link is None:
             wait = wait or BlockReason.SIDECAR_DISCONNECTED
             self._decline(cut)
-            self._taker.put_off(wait)
+            self._taker.record_blocked(wait)
             self._requests.fail(
                 SaveFailed(
                     f"this rank has no part in the cut of step {self._clock.step}: {MESSAGE[wait]}",
@@ -121,21 +124,21 @@ class SnapshotCoordinator:
         self._taker.take(link, reason, urgent=urgent, cut=cut)
         if not self._outcomes.in_flight:
             self._decline(cut)
-        self.conductor.sampled(cut, sums(self._program.tracking.replicas, cut))
+        self.coordinator_thread.publish_sums(cut, sums(self._program.tracking.replicas, cut))
         return True
 
     def decline_missed(self, *, last: bool = False) -> None:
         """Report which snapshot this rank has no part in; `last`: it ends no step any more."""
-        if (missed := self.conductor.missed(last=last)) is not None:
+        if (missed := self.coordinator_thread.take_missed(last=last)) is not None:
             self._outcomes.decline_later(missed)
         self._outcomes.send_decline()
 
-    def wish(self, *, reason: str, urgent: bool) -> None:
+    def request(self, *, reason: str, urgent: bool) -> None:
         """Have one ordered, as soon as all ranks can."""
-        if self.conductor.down:
-            self._setbacks.skipped("no group")
+        if self.coordinator_thread.down_reason:
+            self._failure_tracker.skipped("no group")
             return
-        self.conductor.wish(Proposal(reason=reason, urgent=urgent))
+        self.coordinator_thread.request(Proposal(reason=reason, urgent=urgent))
 
     def _decline(self, cut: int) -> None:
         self._outcomes.decline_later(cut)
@@ -143,33 +146,33 @@ class SnapshotCoordinator:
 
     def _await_exact(self, step: int, *, at_step: bool) -> None:
         """Stay at `step` until it is taken; saves of it fail where the other ranks do not come."""
-        until_s = time.monotonic() + EXACT_S
-        with self.conductor.stay():
-            while not self.conductor.down and time.monotonic() < until_s:
-                self._clock.expect()
+        until_s = time.monotonic() + EXACT_TIMEOUT_S
+        with self.coordinator_thread.hold_step():
+            while not self.coordinator_thread.down_reason and time.monotonic() < until_s:
+                self._clock.clear_wake()
                 if self.take_ordered(at_step=at_step):
                     return
-                self.conductor.wish(Proposal(reason=self._requests.reason, at=step, exact=True))
+                self.coordinator_thread.request(Proposal(reason=self._requests.reason, at=step, exact=True))
                 self._clock.pause(0.2)
-        self.conductor.give_up_exact()
+        self.coordinator_thread.withdraw_exact()
         self._requests.fail_exact(
             step,
-            f"the ranks did not all ask for it after the same step: {self.why_off or 'no answer in time'}",
+            f"the ranks did not all ask for it after the same step: {self.cancel_reason or 'no answer in time'}",
         )
 
-    def _note_off(self) -> None:
-        if self.conductor.off == self._off:
+    def _report_cancelled(self) -> None:
+        if self.coordinator_thread.cancelled == self._cancelled:
             return
-        self._off = self.conductor.off
-        self._setbacks.skipped("order off")
-        self._requests.put_off(self.conductor.why_off)
+        self._cancelled = self.coordinator_thread.cancelled
+        self._failure_tracker.skipped("round cancelled")
+        self._requests.record_blocked(self.coordinator_thread.cancel_reason)
 
-    def _refuse_differing(self) -> None:
-        if not self.conductor.sums or self._reported:
+    def _check_replicas_equal(self) -> None:
+        if not self.coordinator_thread.sums or self._reported:
             return
         self._reported = True
         try:
-            check_replicas_equal(self._program, self.conductor.sums)
+            check_replicas_equal(self._program, self.coordinator_thread.sums)
         except RanksDiffer as error:
             log.error("%s", error)  # noqa: TRY400 - a traceback would say nothing more
             self._listener.emit("replicas_differ", error=str(error), step=self._clock.step)

@@ -62,15 +62,17 @@ class SaveHandle:
         self.cut: int | None = None
         self.commit: Commit | None = None
         self.error: Exception | None = None
-        self.asked_step: int | None = None
+        self.requested_step: int | None = None
         """The only step that an exact save may become, once that is known."""
-        self.kept = ""
+        self.not_taken_reason = ""
         """Why it was not cut when that was last tried."""
-        self.settled = threading.Event()
+        self.finished = threading.Event()
         self._waiter = waiter
 
     def __repr__(self) -> str:
-        state = "committed" if self.commit else "failed" if self.error else "cut" if self.cut else "requested"
+        state = (
+            "committed" if self.commit else "failed" if self.error else "staged" if self.cut else "requested"
+        )
         return f"<SaveHandle {self.reason!r} {state} step={self.step}>"
 
     @property
@@ -80,7 +82,7 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        return self.settled.is_set()
+        return self.finished.is_set()
 
     def wait(self, timeout_s: float | None = None) -> Commit:
         """Block until the checkpoint is durable, or until it is known that it will not be.
@@ -99,17 +101,17 @@ class SaveHandle:
             raise TimeoutError(f"the save {self.reason!r} is not durable after {timeout_s} s")
         return self.commit
 
-    def left(self, *, step: int, cut: int) -> None:
+    def mark_staged(self, *, step: int, cut: int) -> None:
         self.step, self.cut = step, cut
 
-    def settle(self, *, commit: Commit | None = None, error: Exception | None = None) -> None:
-        if not self.settled.is_set():
+    def finish(self, *, commit: Commit | None = None, error: Exception | None = None) -> None:
+        if not self.finished.is_set():
             self.commit, self.error = commit, error
-            self.settled.set()
+            self.finished.set()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Flight:
+class InFlightSave:
     """The save whose fate is not known yet."""
 
     cut: int
@@ -125,7 +127,7 @@ class Flight:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Of all its handles; `together` sees to it that they agree."""
+        """Of all its handles; `split_compatible` sees to it that they agree."""
         return {key: value for handle in self.handles for key, value in handle.metadata.items()}
 
     @property
@@ -136,26 +138,26 @@ class Flight:
     def join(self, handle: SaveHandle) -> None:
         """Have a handle that was asked for later share the fate of this save."""
         self.handles.append(handle)
-        handle.left(step=self.step, cut=self.cut)
+        handle.mark_staged(step=self.step, cut=self.cut)
         if self.commit is not None or self.error is not None:
-            handle.settle(commit=self.commit, error=self.error)
+            handle.finish(commit=self.commit, error=self.error)
 
-    def left(self) -> None:
+    def mark_staged(self) -> None:
         for handle in self.handles:
-            handle.left(step=self.step, cut=self.cut)
+            handle.mark_staged(step=self.step, cut=self.cut)
 
     def committed(self, commit: Commit) -> None:
         self.commit = commit
         for handle in self.handles:
-            handle.settle(commit=commit)
+            handle.finish(commit=commit)
 
     def failed(self, error: Exception) -> None:
         self.error = SaveFailed(str(error), where=f"save of step {self.step}")
         for handle in self.handles:
-            handle.settle(error=self.error)
+            handle.finish(error=self.error)
 
 
-def together(handles: list[SaveHandle]) -> tuple[list[SaveHandle], list[SaveHandle]]:
+def split_compatible(handles: list[SaveHandle]) -> tuple[list[SaveHandle], list[SaveHandle]]:
     """Those that one cut can satisfy, oldest first, and the rest: other values under the same names."""
     taken: list[SaveHandle] = []
     rest: list[SaveHandle] = []
@@ -170,24 +172,24 @@ def together(handles: list[SaveHandle]) -> tuple[list[SaveHandle], list[SaveHand
 
 
 @dataclass(slots=True, kw_only=True)
-class HeadStarts:
+class PrecopyStats:
     """Of the cuts for which a copy ahead was begun: rows by how they were copied, and what it cost training.
 
     Cuts for which none was begun (below 4 MiB of weights and state in tables that may be, or precopy=False) do not
     count here; the sidecar's metrics have all.
     """
 
-    cuts: int = 0
+    snapshots: int = 0
     """Cuts for which some were copied ahead."""
-    ahead_rows: int = 0
+    precopied_rows: int = 0
     """Copied while training went on."""
-    again_rows: int = 0
+    recopied_rows: int = 0
     """... of which copied once more at the cut: they had changed since."""
-    held_rows: int = 0
+    stalled_rows: int = 0
     """Copied at cuts only, while training waited."""
-    slower_s: float = 0.0
+    slowdown_s: float = 0.0
     """By so much, in all, the steps meanwhile took longer than those before."""
-    ended: Counter[str] = field(default_factory=Counter)
+    discarded: Counter[str] = field(default_factory=Counter)
     """Copies that were not whole, or not used, by cause: "stopped" (a cut came before their end), "arena full", ..."""
 
 
@@ -195,7 +197,7 @@ class HeadStarts:
 class Stats:
     """Counts of this trainer, for people and tests; the sidecar's metrics are the ones to alert on."""
 
-    cuts: int = 0
+    snapshots: int = 0
     """Cuts whose bytes were handed over."""
     commits: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
@@ -205,11 +207,11 @@ class Stats:
     event_errors: int = 0
     """Exceptions that `on_event=` raised; only the first is logged."""
     audit_faults: int = 0
-    state_thrown_away: int = 0
+    optimizer_state_resets: int = 0
     """Row fields of optimizers that were restored and made anew at the first step after it."""
     stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     """How long each of the last 1,000 cuts held the training thread."""
-    head_starts: HeadStarts = field(default_factory=HeadStarts)
+    precopy: PrecopyStats = field(default_factory=PrecopyStats)
     last_commit: Commit | None = None
 
     def count_event_error(self) -> int:

@@ -84,7 +84,7 @@ class SnapshotState:
     def now(self) -> SnapshotPhase:
         return self._now
 
-    def happen(self, event: SnapshotEvent) -> None:
+    def transition(self, event: SnapshotEvent) -> None:
         """Apply `event`; raises `IllegalEvent` for one that cannot happen now."""
         self._now = after(TABLE, self._now, event, where="snapshot lifecycle")
 

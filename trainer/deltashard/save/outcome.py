@@ -23,20 +23,20 @@ from deltashard_proto.cause import parse_cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.attach.attachment import RunMember
-from deltashard.attach.interruption import leaves
+from deltashard.attach.interruption import must_propagate
 from deltashard.attach.lifecycle import AttachEvent, AttachState
 from deltashard.attach.session import Attached, FencedOff, Link, Lost
-from deltashard.cut.precopy import TableAhead
-from deltashard.cut.save_stream import CutFailed
 from deltashard.errors import SaveFailed
 from deltashard.program import TrainingLoop
 from deltashard.save.comparison import Comparison
-from deltashard.save.handle import Commit, Flight, SaveHandle
-from deltashard.save.head_start import HeadStart
+from deltashard.save.handle import Commit, InFlightSave, SaveHandle
 from deltashard.save.lifecycle import SnapshotEvent, SnapshotPhase
+from deltashard.save.precopy_scheduler import PrecopyScheduler
 from deltashard.save.records import SaveRecords
-from deltashard.tracking.cut_base import CutBase
+from deltashard.snapshot.precopy import TablePrecopy
+from deltashard.snapshot.save_stream import SnapshotFailed
 from deltashard.tracking.marks import Mode
+from deltashard.tracking.snapshot_base import SnapshotBase
 from deltashard.tracking.tracking import TrackedTable
 
 log = logging.getLogger("deltashard")
@@ -51,8 +51,8 @@ class SnapshotOutcomes:
         member: RunMember,
         records: SaveRecords,
         *,
-        base: CutBase,
-        precopy: HeadStart,
+        base: SnapshotBase,
+        precopy: PrecopyScheduler,
     ) -> None:
         self.precopy = precopy
         self._clock = loop.clock
@@ -63,25 +63,25 @@ class SnapshotOutcomes:
         self._attempt = member.attempt
         self._listener = member.listener
         self._requests = records.requests
-        self._setbacks = records.setbacks
+        self._failure_tracker = records.failure_tracker
         self._stats = records.stats
         self._watchdog = records.watchdog
         self._state = records.state
         self._base = base
-        self.comparison = Comparison(precopy.later, found=lambda: self._session.post(self._note_snapshot))
-        self._last: Flight | None = None
+        self.comparison = Comparison(precopy.submit, on_found=lambda: self._session.post(self._note_snapshot))
+        self._last: InFlightSave | None = None
         """The newest snapshot, whose life the state is about."""
-        self._inconsistent: list[Flight] = []
+        self._inconsistent: list[InFlightSave] = []
         """Snapshots that were found inconsistent, until a later commit names them."""
-        self._here: list[Flight] = []
+        self._step_saves: list[InFlightSave] = []
         """Snapshots of the step that was taken last, whatever became of them; newest last."""
-        self._asked = 0, 0
+        self._save_calls = 0, 0
         """(step, how often `save()` was called there)."""
         self.committed_step: int | None = None
         """Step of the newest commit of this attempt; None before the first."""
         self._declined: int | None = None
         """The cut that the sidecar is to hear that this rank has no part in."""
-        self._lost: int | None = None
+        self._lost_snapshot: int | None = None
         """The cut that went with its sidecar, which cannot have told the other ranks; None: there is none."""
 
     @property
@@ -89,12 +89,12 @@ class SnapshotOutcomes:
         return self._state.now is SnapshotPhase.STAGED
 
     @property
-    def copying(self) -> Flight | None:
+    def copying(self) -> InFlightSave | None:
         """The snapshot that is being copied; only a getter of `state=` and a signal's handler run meanwhile."""
         return self._last if self._state.now is SnapshotPhase.COPYING else None
 
     @property
-    def _flight(self) -> Flight | None:
+    def _in_flight_save(self) -> InFlightSave | None:
         return self._last if self.in_flight else None
 
     # The queue.
@@ -103,24 +103,24 @@ class SnapshotOutcomes:
         """Apply what the session thread heard since the last time; raises `FencedError`."""
         while (event := self._session.next_event()) is not None:
             if isinstance(event, Attached):
-                after = self._attempt.happen(AttachEvent.ATTACH)
+                after = self._attempt.transition(AttachEvent.ATTACH)
                 # A cut may have described its tables again since: that link has replaced this one, and is adopted.
                 if after is not AttachState.CLOSED and event.link is self._session.link:
                     self.adopt(event.link)
                 self._listener.emit("attached", session=event.link.session)
             elif isinstance(event, Lost):
-                self._attempt.happen(AttachEvent.LOSE)
+                self._attempt.transition(AttachEvent.LOSE)
                 self._listener.emit("sidecar_lost", why=event.why)
             elif isinstance(event, FencedOff):
-                self._attempt.happen(AttachEvent.FENCE)
+                self._attempt.transition(AttachEvent.FENCE)
             elif isinstance(event, pb.Notice):
                 self._apply_notice(event)
             else:
                 event()
         if self._session.fenced is not None:
-            self._clock.notice()  # every later step() raises as well
+            self._clock.request_boundary()  # every later step() raises as well
             self._requests.fail(self._session.fenced)
-            self._give_up(self._session.fenced)
+            self._fail_in_flight(self._session.fenced)
             raise self._session.fenced
 
     def _apply_notice(self, notice: pb.Notice) -> None:
@@ -129,14 +129,14 @@ class SnapshotOutcomes:
             self._committed(Commit.of(notice.committed))
         elif kind == "save_failed":
             failed = notice.save_failed
-            self.failed(failed.cut, CutFailed(parse_cause(failed.cause), failed.message))
+            self.failed(failed.cut, SnapshotFailed(parse_cause(failed.cause), failed.message))
         elif kind == "save_now":
             if notice.save_now.urgent:
-                self._requests.hurry(notice.save_now.reason or "urgent")
+                self._requests.request_urgent(notice.save_now.reason or "urgent")
             else:
                 self._requests.add(SaveHandle(reason=notice.save_now.reason, pin=None, metadata={}))
         elif kind == "policy":
-            self._attachment.instruct(notice.policy)
+            self._attachment.set_policy(notice.policy)
 
     def opened(self) -> None:
         self._watchdog.begin(restored=self._attempt.resumed_step is not None)
@@ -149,58 +149,63 @@ class SnapshotOutcomes:
         self.precopy.prepare(link)
         if link.reply.HasField("last_commit"):
             self._committed(Commit.of(link.reply.last_commit))
-        if restarted and (flight := self._flight) is not None:
-            self.failed(flight.cut, CutFailed("gone", "the sidecar was restarted during the save"))
-        lost, self._lost = self._lost, None
+        if restarted and (flight := self._in_flight_save) is not None:
+            self.failed(flight.cut, SnapshotFailed("gone", "the sidecar was restarted during the save"))
+        lost, self._lost_snapshot = self._lost_snapshot, None
         if restarted and lost is not None and lost != link.reply.last_commit.cut:
             self.decline_later(lost)
 
     def drain(self, until_s: float) -> bool:
         """Let the save in flight end; False when it has not by `until_s` (monotonic)."""
         while self.in_flight:
-            self._clock.expect()
+            self._clock.clear_wake()
             self.apply()
-            left_s = until_s - time.monotonic()
+            remaining_s = until_s - time.monotonic()
             if not self.in_flight:
                 break
-            if left_s <= 0:
+            if remaining_s <= 0:
                 return False
-            self._clock.pause(min(left_s, 0.2))
+            self._clock.pause(min(remaining_s, 0.2))
         return True
 
     # A snapshot's life.
 
-    def begin(self, flight: Flight) -> None:
+    def begin(self, flight: InFlightSave) -> None:
         """Rows are copied from here on."""
-        self._enter(flight)
+        self._add_step_save(flight)
         self._last = flight
-        self._state.happen(SnapshotEvent.TAKE)
+        self._state.transition(SnapshotEvent.TAKE)
 
     def staged(
-        self, flight: Flight, mode: Mode, *, full: bool, tables: Sequence[tuple[TrackedTable, TableAhead]]
+        self,
+        flight: InFlightSave,
+        mode: Mode,
+        *,
+        full: bool,
+        tables: Sequence[tuple[TrackedTable, TablePrecopy]],
     ) -> None:
         """Rows of `mode` are handed over, `full`: all rows; those of `tables` were copied ahead."""
-        self._state.happen(SnapshotEvent.SEAL)
+        self._state.transition(SnapshotEvent.SEAL)
         self._requests.urgent = None
         self._watchdog.taken()
-        self._tracking.cut_taken(flight.cut, mode, full=full)
+        self._tracking.snapshot_taken(flight.cut, mode, full=full)
         if self.precopy.enabled:
-            self._tracking.audit_sample(self.precopy.look_later)
+            self._tracking.audit_sample(self.precopy.submit_check)
             self.comparison.begin(flight, tables)
-        self._base.cut_taken()
+        self._base.snapshot_taken()
 
-    def not_taken(self, flight: Flight, error: BaseException, *, again: bool) -> None:
+    def not_taken(self, flight: InFlightSave, error: BaseException, *, again: bool) -> None:
         """It could not be copied; `again`: what was asked for stays asked for."""
         if self.copying is not None:  # not where it was interrupted before that
-            self._state.happen(SnapshotEvent.FAIL)
+            self._state.transition(SnapshotEvent.FAIL)
         self.precopy.drop("no cut")
         if again:
-            self._requests.put_back(flight.handles)
+            self._requests.requeue(flight.handles)
         else:
             flight.failed(error if isinstance(error, Exception) else SaveFailed("interrupted", where="save"))
 
     def _committed(self, commit: Commit) -> None:
-        if commit.attempt != self._attempt.number or not self._base.is_news(commit.seq):
+        if commit.attempt != self._attempt.number or not self._base.is_new_commit(commit.seq):
             return
         self._tracking.committed(commit.cut, baseline=commit.baseline)
         self._base.committed(commit.seq, baseline=commit.baseline)
@@ -209,36 +214,36 @@ class SnapshotOutcomes:
         self._inconsistent = [each for each in self._inconsistent if each.cut >= commit.cut]
         self._stats.commits += 1
         self._stats.last_commit = commit
-        self._setbacks.committed()
-        if (flight := self._flight) is not None and flight.cut == commit.cut:
-            self._state.happen(SnapshotEvent.COMMIT)
+        self._failure_tracker.committed()
+        if (flight := self._in_flight_save) is not None and flight.cut == commit.cut:
+            self._state.transition(SnapshotEvent.COMMIT)
             flight.committed(commit)
         self._listener.emit("committed", commit=commit)
 
-    def failed(self, cut: int, failure: CutFailed) -> None:
+    def failed(self, cut: int, failure: SnapshotFailed) -> None:
         self._tracking.failed(cut)
-        if (flight := self._flight) is None or flight.cut != cut:
+        if (flight := self._in_flight_save) is None or flight.cut != cut:
             return
         if failure.cause == "gone":
-            self._lost = cut
-        self._give_up(failure)
-        self._setbacks.failed(failure.cause, failure)
+            self._lost_snapshot = cut
+        self._fail_in_flight(failure)
+        self._failure_tracker.failed(failure.cause, failure)
 
-    def _give_up(self, error: Exception) -> None:
+    def _fail_in_flight(self, error: Exception) -> None:
         """What is in flight, if anything, will not be heard of."""
-        if (flight := self._flight) is not None:
-            self._state.happen(SnapshotEvent.FAIL)
+        if (flight := self._in_flight_save) is not None:
+            self._state.transition(SnapshotEvent.FAIL)
             flight.failed(error)
 
     def close(self, *, until_s: float) -> None:
         """Let go of all that is asked for or in flight; report, by `until_s`, what is wrong with the last snapshot."""
         self._requests.fail(SaveFailed("the checkpointer was closed", where="save"))
         self.precopy.close()
-        self._give_up(SaveFailed("not durable when the checkpointer was closed", where="save"))
+        self._fail_in_flight(SaveFailed("not durable when the checkpointer was closed", where="save"))
         self.report_inconsistent(until_s, last=True)
 
-    def _enter(self, flight: Flight) -> None:
-        self._here = [each for each in self._here if each.step == flight.step] + [flight]
+    def _add_step_save(self, flight: InFlightSave) -> None:
+        self._step_saves = [each for each in self._step_saves if each.step == flight.step] + [flight]
 
     # Snapshots that are wrong, or coarse.
 
@@ -252,7 +257,7 @@ class SnapshotOutcomes:
         found = self.report_inconsistent(until_s)
         if found:
             self._requests.add(SaveHandle(reason="inconsistent", pin=None, metadata={}))
-            self._clock.notice()
+            self._clock.request_boundary()
         return found
 
     def _note_snapshot(self) -> None:
@@ -285,9 +290,9 @@ class SnapshotOutcomes:
             self._base.ask_full(faults=faults)
 
     @property
-    def coarse(self) -> Flight | None:
+    def coarse(self) -> InFlightSave | None:
         """The save of this step, if it is durable and bits were chosen for it: for some table fewer than 8."""
-        last = self._here[-1] if self._here else None
+        last = self._step_saves[-1] if self._step_saves else None
         if last is None or last.commit is None or last.step != self._clock.step or last.reason == "close":
             return None
         policy, begun = self._attachment.policy, last.begun
@@ -308,10 +313,10 @@ class SnapshotOutcomes:
         answers one call of every rank.
         """
         step = self._clock.step
-        self._asked = step, 1 + (self._asked[1] if self._asked[0] == step else 0)
-        here = [flight for flight in self._here if flight.step == step]
+        self._save_calls = step, 1 + (self._save_calls[1] if self._save_calls[0] == step else 0)
+        here = [flight for flight in self._step_saves if flight.step == step]
         failed = sum(flight.error is not None for flight in here)
-        if not here or (here[-1].error is not None and self._asked[1] > failed):
+        if not here or (here[-1].error is not None and self._save_calls[1] > failed):
             return False
         here[-1].join(handle)
         return True
@@ -319,9 +324,9 @@ class SnapshotOutcomes:
     def decline_later(self, cut: int) -> None:
         """This rank has no part in cut `cut`, which all were to take: the others hear of it by `send_decline`."""
         self._declined = cut
-        if all(flight.cut != cut for flight in self._here):
-            flight = Flight(cut=cut, step=self._clock.step, reason="none")
-            self._enter(flight)
+        if all(flight.cut != cut for flight in self._step_saves):
+            flight = InFlightSave(cut=cut, step=self._clock.step, reason="none")
+            self._add_step_save(flight)
             flight.failed(SaveFailed("this rank could not take part in it", where="save"))
 
     def send_decline(self) -> None:
@@ -330,13 +335,13 @@ class SnapshotOutcomes:
         if cut is None or link is None or self.in_flight:
             return
         self._declined = None
-        self._attempt.cut_begins(cut)
+        self._attempt.begin_snapshot(cut)
         try:
             stream = self.precopy.streams.take(link)
             begin = pb.SaveRequest.Begin(session=link.session, step=self._clock.step, cut=cut, reason="none")
             stream.begin(begin, lambda _failure: None)
             stream.abort("no part")
         except Exception as error:
-            if leaves(error):
+            if must_propagate(error):
                 raise
             log.debug("cut %d could not be declined: %s", cut, error)

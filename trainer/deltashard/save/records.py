@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deltashard.attach.term_signal import TermHandler
+from deltashard.save.failure_tracker import SaveFailureTracker
 from deltashard.save.handle import Stats
 from deltashard.save.lifecycle import SnapshotState
 from deltashard.save.request import Requests
-from deltashard.save.setback import Setbacks
 from deltashard.save.watchdog import Watchdog
 
 
@@ -17,7 +17,7 @@ class SaveRecords:
     """Of one Checkpointer; each is written through its own methods only."""
 
     requests: Requests
-    setbacks: Setbacks
+    failure_tracker: SaveFailureTracker
     stats: Stats
     watchdog: Watchdog
     term: TermHandler | None = None

@@ -6,15 +6,15 @@ What was asked for stays asked for until it is cut, but an exact save (see `hand
 from __future__ import annotations
 
 from deltashard.errors import SaveFailed
-from deltashard.save.handle import SaveHandle, together
-from deltashard.save.setback import Setbacks
+from deltashard.save.failure_tracker import SaveFailureTracker
+from deltashard.save.handle import SaveHandle, split_compatible
 
 
 class Requests:
-    """Of one Checkpointer; `hurry` may be called from a signal handler or any thread, `add` from any thread."""
+    """Of one Checkpointer; `request_urgent` may be called from a signal handler or any thread, `add` from any thread."""
 
-    def __init__(self, setbacks: Setbacks) -> None:
-        self._setbacks = setbacks
+    def __init__(self, failure_tracker: SaveFailureTracker) -> None:
+        self._failure_tracker = failure_tracker
         self._handles: list[SaveHandle] = []
         self.urgent: str | None = None
         """Why a save is wanted at once; None: none is."""
@@ -34,48 +34,48 @@ class Requests:
     def add(self, handle: SaveHandle) -> None:
         self._handles.append(handle)
 
-    def hurry(self, reason: str, *, fresh: bool = True) -> None:
+    def request_urgent(self, reason: str, *, fresh: bool = True) -> None:
         """An urgent save is wanted; `fresh`: its first try does not wait for the back-off."""
         self.urgent = reason
         if fresh:
-            self._setbacks.hurry()
+            self._failure_tracker.skip_backoff()
 
     def take(self) -> list[SaveHandle]:
         """Those that one cut can satisfy, which are not asked for any more."""
-        taken, self._handles = together(self._handles)
+        taken, self._handles = split_compatible(self._handles)
         return taken
 
-    def put_back(self, handles: list[SaveHandle]) -> None:
+    def requeue(self, handles: list[SaveHandle]) -> None:
         """Their cut was not begun: they are the oldest again."""
         self._handles = handles + self._handles
 
-    def put_off(self, why: str) -> None:
+    def record_blocked(self, why: str) -> None:
         """No cut now: remember why for who asked."""
         for handle in self._handles:
-            handle.kept = why
+            handle.not_taken_reason = why
 
     def fail(self, error: Exception) -> None:
         handles, self._handles = self._handles, []
         for handle in handles:
-            handle.settle(error=error)
+            handle.finish(error=error)
 
     def drop(self, handle: SaveHandle, error: Exception) -> None:
         """This one will never be, or nobody will ever tell."""
         if handle in self._handles:
             self._handles.remove(handle)
-        handle.settle(error=error)
+        handle.finish(error=error)
 
     def bind_exact(self, step: int, *, whole: bool) -> None:
         """`step` is what exact saves of before mean, if it is `whole`; those of an older one are lost, by name."""
         for handle in [handle for handle in self._handles if handle.exact]:
-            if handle.asked_step is None:
+            if handle.requested_step is None:
                 if whole:
-                    handle.asked_step = step
-            elif handle.asked_step != step:
+                    handle.requested_step = step
+            elif handle.requested_step != step:
                 self.drop(
                     handle,
                     SaveFailed(
-                        f"step {handle.asked_step} was not cut, because {handle.kept or 'another save was'}, and "
+                        f"step {handle.requested_step} was not cut, because {handle.not_taken_reason or 'another save was'}, and "
                         "training has gone on: this pin and metadata were not meant for a later step",
                         where=f"save({handle.reason!r})",
                         remedy="wait() for it before the next step, or save() again",
@@ -83,15 +83,15 @@ class Requests:
                 )
 
     @property
-    def anywhere(self) -> bool:
+    def has_inexact(self) -> bool:
         return any(not handle.exact for handle in self._handles)
 
     def exact_at(self, step: int) -> bool:
-        return any(handle.exact and handle.asked_step == step for handle in self._handles)
+        return any(handle.exact and handle.requested_step == step for handle in self._handles)
 
     def fail_exact(self, step: int, why: str) -> None:
         """Exact saves that mean `step`, which the ranks do not cut together."""
-        for handle in [each for each in self._handles if each.exact and each.asked_step == step]:
+        for handle in [each for each in self._handles if each.exact and each.requested_step == step]:
             self.drop(
                 handle,
                 SaveFailed(
@@ -101,9 +101,9 @@ class Requests:
                 ),
             )
 
-    def refuse_unbound(self, step: int) -> None:
+    def fail_unbound(self, step: int) -> None:
         """Exact saves that were asked for after the last `step()`: no step they could mean will come."""
-        for handle in [h for h in self._handles if h.exact and h.asked_step != step]:
+        for handle in [h for h in self._handles if h.exact and h.requested_step != step]:
             self.drop(
                 handle,
                 SaveFailed(

@@ -14,24 +14,24 @@ from deltashard_proto.block_reason import BlockReason
 
 from deltashard.attach.attachment import RunMember
 from deltashard.attach.term_signal import TermHandler
-from deltashard.cut import save_stream
 from deltashard.errors import DeltashardError, FencedError, SaveFailed, WaitError
-from deltashard.group.conductor import Conductor
+from deltashard.group.coordinator_thread import CoordinatorThread
 from deltashard.program import TrainingLoop
 from deltashard.restore.open_attempt import AttemptOpener
 from deltashard.save.coordinator import SnapshotCoordinator
-from deltashard.save.handle import Flight, SaveHandle
+from deltashard.save.handle import InFlightSave, SaveHandle
 from deltashard.save.outcome import SnapshotOutcomes
 from deltashard.save.records import SaveRecords
+from deltashard.save.snapshot_gate import MESSAGE, Asker
 from deltashard.save.taker import SnapshotTaker
-from deltashard.save.wait import MESSAGE, Asker
 from deltashard.save.watchdog import BlockedBy
+from deltashard.snapshot import save_stream
 
 TERM_TRIES = 3
 """How often the cut that SIGTERM asks for is tried, within the grace."""
-LONGEST_AWAY_S = 300.0
+MAX_DISCONNECTED_S = 300.0
 """A `wait()` without a timeout ends when the sidecar was away for so long."""
-APART_S = 60.0
+OPEN_LATE_INTERVAL_S = 60.0
 """A `wait()` without a timeout ends when the ranks have not come to the cut within so long."""
 PROBE_S = 10.0
 """A `wait()` asks the sidecar so often whether it is there at all."""
@@ -53,7 +53,7 @@ class SaveLoop:
     ) -> None:
         """`coordinator`: when there are several ranks; None: this process is alone."""
         self._clock = loop.clock
-        self._stance = loop.stance
+        self._step_boundary = loop.step_boundary
         self._attachment = member.attachment
         self._session = member.attachment.session
         self._attempt = member.attempt
@@ -61,36 +61,36 @@ class SaveLoop:
         self._outcomes = outcomes
         self._taker = taker
         self._requests = records.requests
-        self._setbacks = records.setbacks
+        self._failure_tracker = records.failure_tracker
         self._watchdog = records.watchdog
         self._term = records.term
         self._ranks = coordinator
         self._thread = threading.current_thread()
 
-    def ask(self, handle: SaveHandle) -> None:
+    def submit(self, handle: SaveHandle) -> None:
         """`save()`: cut at once if the program stands at the end of a step, else by the next `step()`."""
         mine = threading.current_thread() is self._thread
         if mine and (flight := self._outcomes.copying) is not None:
-            self._ask_within(flight, handle)
+            self._join_in_flight(flight, handle)
             return
         here = mine and self._taker.gate().not_at_boundary is None
         if here and handle.exact:
-            handle.asked_step = self._clock.step
+            handle.requested_step = self._clock.step
         if here and self._ranks is not None and not handle.exact:
             self._outcomes.apply()
             if self._outcomes.join(handle):
                 return
         self._requests.add(handle)
-        self._clock.notice()
+        self._clock.request_boundary()
         if here:
             self.boundary(at_step=False)
 
-    def _ask_within(self, flight: Flight, handle: SaveHandle) -> None:
+    def _join_in_flight(self, flight: InFlightSave, handle: SaveHandle) -> None:
         """While `flight` is copied: it is what was asked for, but takes no further pin and metadata."""
         if not handle.exact:
             flight.handles.append(handle)
             return
-        handle.settle(
+        handle.finish(
             error=SaveFailed(
                 f"it was asked for while the snapshot of step {flight.step} was copied, which takes no pin or metadata "
                 "any more",
@@ -101,9 +101,9 @@ class SaveLoop:
 
     def boundary(self, *, at_step: bool, asker: Asker | None = None) -> None:
         """Apply news, open the attempt if nobody did, cut what is due and possible."""
-        self._attempt.refuse_closed("step()")
+        self._attempt.check_open("step()")
         self._thread = threading.current_thread()
-        self._clock.attend()
+        self._clock.ack()
         self._outcomes.apply()
         if not self._attempt.opened:
             self._opener.open_unrestored()
@@ -111,11 +111,11 @@ class SaveLoop:
         elif self._attempt.late is not None:
             self.open_late(patient=asker is None)
         if at_step:
-            self._stance.first_step_done()
+            self._step_boundary.first_step_done()
         due = self._clock.due
         term = self._term is not None and self._term.until_s is not None
         if self._clock.urgent and self._requests.urgent is None:
-            self._requests.hurry("urgent")
+            self._requests.request_urgent("urgent")
         if at_step and self._requests:
             self._requests.bind_exact(
                 self._clock.step, whole=self._taker.gate(at_step=True).not_at_boundary is None
@@ -123,28 +123,28 @@ class SaveLoop:
         if self._ranks is not None:
             self._ranks.at_boundary(at_step=at_step)
         elif due or self._requests or self._requests.urgent or term:
-            self._try_cut(due=due, at_step=at_step, asker=asker)
+            self._try_snapshot(due=due, at_step=at_step, asker=asker)
         elif self._clock.near:
-            self._taker.begin_ahead(self._clock.wanted_at, at_step=at_step)
+            self._taker.begin_precopy(self._clock.wanted_at, at_step=at_step)
         asked = bool(self._requests) or self._requests.urgent is not None
         if asked:
-            self._clock.notice()
+            self._clock.request_boundary()
         self._watchdog.check(
             lambda: self._block(at_step=at_step),
             asked=asked,
-            timed=self._ranks is None or self._ranks.conductor.leads,
+            timed=self._ranks is None or self._ranks.coordinator_thread.is_leader,
         )
         if term and self._term is not None:
             if self._ranks is None:
                 self._finish_term(self._term, at_step=at_step)
             else:
-                self._finish_term_together(self._term, self._ranks.conductor)
+                self._finish_term_collective(self._term, self._ranks.coordinator_thread)
 
     def open_late(self, *, patient: bool) -> DeltashardError | None:
         """Try to open the attempt that the store had no room for; why not. `patient`: only where a try is due."""
-        self._clock.notice()
+        self._clock.request_boundary()
         link = self._attachment.link
-        if link is None or (patient and self._setbacks.backing_off):
+        if link is None or (patient and self._failure_tracker.backing_off):
             return None
         try:
             error = self._opener.open_late(link)
@@ -153,10 +153,10 @@ class SaveLoop:
             self._outcomes.apply()  # fails what waits, and raises
             raise
         if error is None:
-            self._setbacks.hurry()
+            self._failure_tracker.skip_backoff()
             return None
-        self._setbacks.first(BlockReason.UNOPENED)  # it was reported when training began
-        self._setbacks.failed(BlockReason.UNOPENED, error)
+        self._failure_tracker.is_first_report(BlockReason.UNOPENED)  # it was reported when training began
+        self._failure_tracker.failed(BlockReason.UNOPENED, error)
         self._requests.fail(
             SaveFailed(
                 f"nothing can be saved yet: {error.what}",
@@ -166,20 +166,20 @@ class SaveLoop:
         )
         return error
 
-    def _try_cut(self, *, due: bool, at_step: bool, asker: Asker | None = None) -> None:
+    def _try_snapshot(self, *, due: bool, at_step: bool, asker: Asker | None = None) -> None:
         urgent = self._requests.urgent is not None
         asked = urgent or bool(self._requests)
         asker = asker or (Asker.URGENT if urgent else Asker.REQUEST if asked else Asker.TIMER)
-        wait = self._taker.gate(at_step=at_step).why(asker)
+        wait = self._taker.gate(at_step=at_step).block_reason(asker)
         if wait is not None:
-            self._taker.put_off(wait, quiet=asked and not due)
+            self._taker.record_blocked(wait, quiet=asked and not due)
             return
         link = self._attachment.link
         if link is None:
-            self._taker.put_off(BlockReason.SIDECAR_DISCONNECTED)
+            self._taker.record_blocked(BlockReason.SIDECAR_DISCONNECTED)
             return
-        if asker is Asker.TIMER and self._outcomes.precopy.put_off(link, self._clock.wanted_at):
-            self._clock.notice()
+        if asker is Asker.TIMER and self._outcomes.precopy.should_postpone(link, self._clock.wanted_at):
+            self._clock.request_boundary()
             return
         if (veto := self._taker.veto()) is not None:
             self._requests.fail(veto)
@@ -188,11 +188,11 @@ class SaveLoop:
 
     def _block(self, *, at_step: bool) -> BlockedBy:
         """Why a save that is due was not taken at this boundary."""
-        reason = self._taker.gate(at_step=at_step).why(Asker.TIMER)
-        failure = self._setbacks.last
+        reason = self._taker.gate(at_step=at_step).block_reason(Asker.TIMER)
+        failure = self._failure_tracker.last
         if reason is BlockReason.SIDECAR_DISCONNECTED:
             return BlockedBy(
-                reason=reason, message=f"the sidecar has been away for {self._session.away_s:.0f} s"
+                reason=reason, message=f"the sidecar has been away for {self._session.disconnected_s:.0f} s"
             )
         if reason is not None and reason is not BlockReason.BACK_OFF:
             return BlockedBy(reason=reason, message=MESSAGE[reason])
@@ -203,9 +203,11 @@ class SaveLoop:
                 message=f"the last one failed: {failure}",
                 remedy=failure.remedy if isinstance(failure, DeltashardError) else "",
             )
-        if self._ranks is not None and self._ranks.why_off:
+        if self._ranks is not None and self._ranks.cancel_reason:
             return BlockedBy(
-                reason=BlockReason.RANKS, message=self._ranks.why_off, rank=self._ranks.conductor.rank_off
+                reason=BlockReason.RANKS,
+                message=self._ranks.cancel_reason,
+                rank=self._ranks.coordinator_thread.cancelled_by,
             )
         return BlockedBy(reason=BlockReason.NOT_REQUESTED, message=MESSAGE[BlockReason.NOT_REQUESTED])
 
@@ -219,33 +221,33 @@ class SaveLoop:
             return self._taker.gate(at_step=at_step).not_at_boundary is not None
 
         unsaved = not self._outcomes.in_flight and self._outcomes.committed_step != step
-        if unsaved and term.left_s > 0 and self._session.link is not None and unfinished():
+        if unsaved and term.remaining_s > 0 and self._session.link is not None and unfinished():
             return  # in the middle of gradient accumulation, say: the next step() comes here again
         for _ in range(TERM_TRIES):
             # An older save may be uploading, or the sidecar busy with its end: then there is room a moment later.
-            self._outcomes.drain(time.monotonic() + term.left_s)
+            self._outcomes.drain(time.monotonic() + term.remaining_s)
             durable = self._outcomes.committed_step == step
-            if durable and not self._outcomes.check_snapshot(time.monotonic() + term.left_s):
+            if durable and not self._outcomes.check_snapshot(time.monotonic() + term.remaining_s):
                 break
-            if term.left_s <= 0 or self._session.link is None:
+            if term.remaining_s <= 0 or self._session.link is None:
                 break
             if unfinished():
                 return
-            self._requests.hurry(self._requests.urgent or "sigterm", fresh=False)
-            self._try_cut(due=False, at_step=at_step, asker=Asker.TERM)
-        self._outcomes.drain(time.monotonic() + term.left_s)
+            self._requests.request_urgent(self._requests.urgent or "sigterm", fresh=False)
+            self._try_snapshot(due=False, at_step=at_step, asker=Asker.TERM)
+        self._outcomes.drain(time.monotonic() + term.remaining_s)
         term.chain()
 
-    def _finish_term_together(self, term: TermHandler, conductor: Conductor) -> None:
+    def _finish_term_collective(self, term: TermHandler, coordinator_thread: CoordinatorThread) -> None:
         """SIGTERM came: the group was asked for a cut. Until it is due, train on; then make it durable and leave."""
-        self._outcomes.drain(time.monotonic() + term.left_s)
-        over = term.left_s <= 0 or self._session.link is None or conductor.down
+        self._outcomes.drain(time.monotonic() + term.remaining_s)
+        over = term.remaining_s <= 0 or self._session.link is None or coordinator_thread.down_reason
         if self._outcomes.committed_step == self._clock.step or over:
-            self._outcomes.check_snapshot(time.monotonic() + term.left_s)
+            self._outcomes.check_snapshot(time.monotonic() + term.remaining_s)
             term.chain()
         else:
-            self._requests.hurry(self._requests.urgent or "sigterm", fresh=False)
-            self._clock.notice()
+            self._requests.request_urgent(self._requests.urgent or "sigterm", fresh=False)
+            self._clock.request_boundary()
 
     # Waiting.
 
@@ -264,7 +266,11 @@ class SaveLoop:
                 remedy="wait() in the training loop, not in a getter of state= or a signal's handler",
             )
         try:
-            with contextlib.nullcontext() if self._ranks is None else self._ranks.conductor.stay():
+            with (
+                contextlib.nullcontext()
+                if self._ranks is None
+                else self._ranks.coordinator_thread.hold_step()
+            ):
                 self._wait_here(handle, until_s)
         finally:
             # What was ordered for this step while this rank stood here: by the next one it would be another step.
@@ -273,9 +279,9 @@ class SaveLoop:
 
     def _wait_here(self, handle: SaveHandle, until_s: float | None) -> None:
         probe_s = time.monotonic() + PROBE_S
-        apart_s = time.monotonic() + APART_S
+        apart_s = time.monotonic() + OPEN_LATE_INTERVAL_S
         while True:
-            self._clock.expect()
+            self._clock.clear_wake()
             self._outcomes.apply()
             if handle.done:
                 return
@@ -288,29 +294,29 @@ class SaveLoop:
                         remedy="call save() right after step(), or wait() after the next step()",
                     )
                 # Still where the last step() left the program: the cut can be taken here, after the one in flight.
-                if self._taker.gate().why(Asker.WAITER) in (None, BlockReason.UNOPENED):
+                if self._taker.gate().block_reason(Asker.WAITER) in (None, BlockReason.UNOPENED):
                     self.boundary(at_step=False, asker=Asker.WAITER)
                     if handle.done or handle.cut is not None:
                         continue
                 if self._ranks is not None and until_s is None and time.monotonic() > apart_s:
                     raise WaitError(
-                        f"the ranks do not come to a cut of step {self._clock.step}: {self._ranks.why_off}",
+                        f"the ranks do not come to a cut of step {self._clock.step}: {self._ranks.cancel_reason}",
                         where=f"wait() for {handle.reason!r}",
                         remedy="save() and wait() on every rank after the same step, or wait() after the next step()",
                     )
-            left_s = 1.0 if until_s is None else until_s - time.monotonic()
-            if left_s <= 0:
+            remaining_s = 1.0 if until_s is None else until_s - time.monotonic()
+            if remaining_s <= 0:
                 return
             probe_s = self._probe(probe_s)
-            if until_s is None and (lost := self._never(handle)) is not None:
+            if until_s is None and (lost := self._unknown_outcome_reason(handle)) is not None:
                 self._requests.drop(handle, lost)
                 return
-            self._clock.pause(min(left_s, 0.2))
+            self._clock.pause(min(remaining_s, 0.2))
 
     def _wait_elsewhere(self, handle: SaveHandle, until_s: float | None) -> None:
         """On another thread than the one that trains, which alone settles handles."""
         probe_s = time.monotonic() + PROBE_S
-        while not handle.settled.wait(
+        while not handle.finished.wait(
             1.0 if until_s is None else min(1.0, max(0.0, until_s - time.monotonic()))
         ):
             if until_s is not None:
@@ -318,15 +324,15 @@ class SaveLoop:
                     return
                 continue
             probe_s = self._probe(probe_s)
-            lost = self._session.fenced or self._never(handle)
+            lost = self._session.fenced or self._unknown_outcome_reason(handle)
             if lost is not None and not handle.done:
                 raise lost
 
-    def _never(self, handle: SaveHandle) -> SaveFailed | None:
+    def _unknown_outcome_reason(self, handle: SaveHandle) -> SaveFailed | None:
         """Why it will never be known how this save ended; None: it may be."""
-        if self._session.away_s > LONGEST_AWAY_S:
+        if self._session.disconnected_s > MAX_DISCONNECTED_S:
             return SaveFailed(
-                f"the sidecar has been away for {LONGEST_AWAY_S:.0f} s: "
+                f"the sidecar has been away for {MAX_DISCONNECTED_S:.0f} s: "
                 + (
                     "this was never cut" if handle.cut is None else "whether this became durable is not known"
                 ),
@@ -346,6 +352,6 @@ class SaveLoop:
         if time.monotonic() < probe_s:
             return probe_s
         link = self._session.link
-        if link is not None and not link.answers(save_stream.HOLD_S):
-            self._session.doubt(link, "it does not answer")
+        if link is not None and not link.is_alive(save_stream.HOLD_S):
+            self._session.suspect(link, "it does not answer")
         return time.monotonic() + PROBE_S

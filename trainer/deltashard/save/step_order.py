@@ -21,7 +21,7 @@ from deltashard.tracking.tracking import Tracking
 log = logging.getLogger("deltashard")
 
 
-class OrderWatch:
+class StepOrderCheck:
     """Warns, once, about a loop body that goes on after `step()`."""
 
     def __init__(
@@ -44,11 +44,11 @@ class OrderWatch:
         }
         self._epochs: dict[str, int] = {}
         self._versions: list[tuple[str, torch.Tensor, int]] = []
-        self._said = False
+        self._reported = False
 
     def arm(self) -> None:
         self.close()
-        if self._said:
+        if self._reported:
             return
         self._step = self._clock.step
         self._epochs = {name: scheduler.last_epoch for name, scheduler in self._schedulers.items()}
@@ -57,20 +57,20 @@ class OrderWatch:
             for name, tensor in self._tracking.inventory.dense.items()
             if isinstance(tensor, torch.nn.Parameter)
         ]
-        self._tracking.steps.look_before_next(self._look)
+        self._tracking.steps.check_before_next_step(self._check)
 
     def close(self) -> None:
-        self._tracking.steps.look_before_next(None)
+        self._tracking.steps.check_before_next_step(None)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._clock.step != self._step or self._pass_ended():
             return
         moved = [
             f"scheduler {name}" for name, s in self._schedulers.items() if s.last_epoch != self._epochs[name]
         ]
         moved += [name for name, tensor, version in self._versions if tensor._version != version]  # noqa: SLF001
-        if moved and not self._said:
-            self._said = True
+        if moved and not self._reported:
+            self._reported = True
             log.warning(
                 "%s changed between step() and the next optimizer step: a resumed run would miss that. "
                 "step() must be the last statement of the loop body",

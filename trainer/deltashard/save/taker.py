@@ -25,13 +25,9 @@ from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.attach.attachment import RunMember
-from deltashard.attach.interruption import leaves
+from deltashard.attach.interruption import must_propagate
 from deltashard.attach.pinned import pin
 from deltashard.attach.session import Link
-from deltashard.cut import save_stream
-from deltashard.cut.block_writer import BlockWriter, TableCut
-from deltashard.cut.precopy import Precopy, Renewed, TableAhead
-from deltashard.cut.save_stream import LONGEST_S, CutFailed, SaveStream
 from deltashard.errors import (
     DeltashardError,
     FencedError,
@@ -43,15 +39,19 @@ from deltashard.errors import (
 from deltashard.program import TrainingLoop
 from deltashard.restore.content_hash import ContentHashes
 from deltashard.save.capture import Capture
-from deltashard.save.handle import Flight
-from deltashard.save.head_start import table_cuts
+from deltashard.save.handle import InFlightSave
 from deltashard.save.outcome import SnapshotOutcomes
+from deltashard.save.precopy_scheduler import table_snapshots
 from deltashard.save.records import SaveRecords
-from deltashard.save.step_order import OrderWatch
-from deltashard.save.wait import MESSAGE, Asker, SnapshotGate
+from deltashard.save.snapshot_gate import MESSAGE, Asker, SnapshotGate
+from deltashard.save.step_order import StepOrderCheck
+from deltashard.snapshot import save_stream
+from deltashard.snapshot.block_writer import BlockWriter, TableSnapshot
+from deltashard.snapshot.precopy import Precopy, RefreshedCopy, TablePrecopy
+from deltashard.snapshot.save_stream import MAX_STALL_S, SaveStream, SnapshotFailed
 from deltashard.state.value import array_of
-from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.marks import DirtyCounts, Mode
+from deltashard.tracking.snapshot_base import SnapshotBase
 from deltashard.tracking.tracking import TrackedTable
 
 log = logging.getLogger("deltashard")
@@ -68,7 +68,7 @@ class SnapshotRows:
     """Rows that were copied ahead of it."""
     again: int = 0
     """Of these, rows that were copied once more."""
-    tables: list[tuple[TrackedTable, TableAhead]] = field(default_factory=list)
+    tables: list[tuple[TrackedTable, TablePrecopy]] = field(default_factory=list)
     """Tables of which rows were copied ahead."""
 
 
@@ -82,7 +82,7 @@ class SnapshotTaker:
         records: SaveRecords,
         outcomes: SnapshotOutcomes,
         *,
-        base: CutBase,
+        base: SnapshotBase,
         contents: ContentHashes | None,
         validate: Callable[[], bool] | None,
         metadata: Callable[[], Mapping[str, str]] = dict,
@@ -92,14 +92,14 @@ class SnapshotTaker:
         self._program = loop.program
         self._tracking = loop.program.tracking
         self._clock = loop.clock
-        self._stance = loop.stance
+        self._step_boundary = loop.step_boundary
         self._loaders = loop.loaders
         self._attachment = member.attachment
         self._session = member.attachment.session
         self._attempt = member.attempt
         self._listener = member.listener
         self._requests = records.requests
-        self._setbacks = records.setbacks
+        self._failure_tracker = records.failure_tracker
         self._stats = records.stats
         self._term = records.term
         self._outcomes = outcomes
@@ -108,7 +108,7 @@ class SnapshotTaker:
         self._contents = contents
         self._validate = validate
         self._metadata = metadata
-        self._order = OrderWatch(
+        self._order = StepOrderCheck(
             self._tracking, loop.program.state, loop.clock, pass_ended=lambda: loop.loaders.pass_ended
         )
 
@@ -120,31 +120,31 @@ class SnapshotTaker:
     def gate(self, *, at_step: bool = False) -> SnapshotGate:
         """What holds now; `at_step`: within `step()`, where what was done since the last one is what this step is."""
         return SnapshotGate.of(
-            torn=self._stance.torn,
+            torn=self._step_boundary.torn,
             stepped=not at_step and self._clock.stepped and bool(self._tracking.optimizers),
             accumulating=not self._clock.whole,
-            moved=self._stance.moved or self._loaders.batch_requested,
+            moved=self._step_boundary.moved or self._loaders.batch_requested,
             in_flight=self._outcomes.in_flight or self._outcomes.copying is not None,
             # A link whose news is not applied yet does not count: nothing is known of the save before.
             away=self._attachment.link is None,
             unopened=self._attempt.late is not None,
-            backing_off=self._setbacks.backing_off,
+            backing_off=self._failure_tracker.backing_off,
         )
 
-    def put_off(self, wait: BlockReason, *, quiet: bool = False) -> None:
+    def record_blocked(self, wait: BlockReason, *, quiet: bool = False) -> None:
         """None is taken now: remember why for what was asked for, and count what was due."""
-        self._requests.put_off(MESSAGE[wait])
+        self._requests.record_blocked(MESSAGE[wait])
         if wait in (BlockReason.STEPPED, BlockReason.ACCUMULATING, BlockReason.MOVED):
             return  # the next optimizer step takes it
         # Nothing else would report that the sidecar is away; the rest passes by itself.
         if not (quiet and wait in (BlockReason.IN_FLIGHT, BlockReason.BACK_OFF)):
-            self._setbacks.skipped(wait)
+            self._failure_tracker.skipped(wait)
 
-    def begin_ahead(self, step: int, *, at_step: bool) -> None:
+    def begin_precopy(self, step: int, *, at_step: bool) -> None:
         """One is near, at the end of `step`: what can be copied before need not be copied then."""
         link = self._attachment.link
-        if link is not None and self.gate(at_step=at_step).why(Asker.TIMER) is None:
-            self._precopy.near(link, step)
+        if link is not None and self.gate(at_step=at_step).block_reason(Asker.TIMER) is None:
+            self._precopy.begin_for_step(link, step)
 
     def veto(self) -> SaveFailed | None:
         """Why `validate()` lets none be taken now, counted; None: one may be."""
@@ -154,7 +154,7 @@ class SnapshotTaker:
             if self._validate():
                 return None
         except BaseException as error:
-            if leaves(error):
+            if must_propagate(error):
                 raise
             log.debug("validate() failed", exc_info=error)
             failure = SaveFailed(
@@ -162,13 +162,13 @@ class SnapshotTaker:
                 where="validate=",
                 remedy="it must return a bool; nothing is saved while it raises",
             )
-            self._setbacks.failed("validate", failure)
+            self._failure_tracker.failed("validate", failure)
             return failure
         step = self._clock.step
         failure = SaveFailed(
             f"validate() vetoed the save at step {step}", where="validate=", remedy="see validate="
         )
-        self._setbacks.vetoed(failure)
+        self._failure_tracker.vetoed(failure)
         return failure
 
     def take(
@@ -186,33 +186,33 @@ class SnapshotTaker:
 
         Raises `FencedError`, and what the user's own signal handler raises.
         """
-        if self._term is not None and (left_s := self._term.left_s):
-            latest_s = min(latest_s, time.monotonic() + left_s)
+        if self._term is not None and (remaining_s := self._term.remaining_s):
+            latest_s = min(latest_s, time.monotonic() + remaining_s)
         try:
             self._take(link, reason, urgent=urgent, latest_s=latest_s, cut=cut)
-        except CutFailed as failure:
+        except SnapshotFailed as failure:
             if failure.cause in (Cause.FENCED, Cause.TAKEN_OVER):
                 kind = TakenOver if failure.cause == Cause.TAKEN_OVER else FencedError
                 self._session.fence(kind(str(failure), remedy="end this process; the newer one trains on"))
                 self._outcomes.apply()  # fails what waits, and raises
             if failure.cause == "silent" and (silent := self._session.link) is not None:
-                self._session.doubt(silent, str(failure))
-            self._setbacks.failed(failure.cause, failure)
+                self._session.suspect(silent, str(failure))
+            self._failure_tracker.failed(failure.cause, failure)
         except FencedError:
             if self._session.fenced is not None:
                 self._outcomes.apply()  # as above
             raise
         except DeltashardError as error:
             away = isinstance(error, SidecarUnavailable)
-            self._setbacks.failed(
+            self._failure_tracker.failed(
                 "gone" if away else "state" if isinstance(error, UserError) else "error", error
             )
         except BaseException as error:
             # The user's get(), an out-of-memory copy, a closed channel: never training's problem.
-            if leaves(error):
+            if must_propagate(error):
                 raise
             log.debug("save failed", exc_info=error)
-            self._setbacks.failed("error", error)
+            self._failure_tracker.failed("error", error)
         finally:
             # Left as it is, a copy that was interrupted would put off every later snapshot.
             if (flight := self._outcomes.copying) is not None:
@@ -220,20 +220,22 @@ class SnapshotTaker:
 
     def _take(self, link: Link, reason: str, *, urgent: bool, latest_s: float, cut: int | None) -> None:
         began_s = time.perf_counter() - self._precopy.began_s
-        number = cut or self._attempt.next_cut
+        number = cut or self._attempt.next_snapshot
         step = self._clock.step
-        flight = Flight(cut=number, step=step, reason=reason, urgent=urgent, handles=self._requests.take())
+        flight = InFlightSave(
+            cut=number, step=step, reason=reason, urgent=urgent, handles=self._requests.take()
+        )
         try:
             self._outcomes.begin(flight)
             self._precopy.stop()
-            counts = self._look()
+            counts = self._check()
             holds = save_stream.URGENT_HOLDS if urgent or latest_s < math.inf else 1
             hold_s = min(time.monotonic() + save_stream.HOLD_S * holds, latest_s)
             if self._program.schemas != link.tables:
                 self._precopy.drop("schema")
-                link = self._described_again(hold_s)
-            self._attempt.cut_begins(number)
-            with self._session.copying(link):
+                link = self._reattach_with_schemas(hold_s)
+            self._attempt.begin_snapshot(number)
+            with self._session.hold_link(link):
                 copied = self._send(link, flight, counts, began_s, hold_s=hold_s, latest_s=latest_s)
             self._outcomes.staged(flight, copied.mode, full=copied.full, tables=copied.tables)
         except BaseException as error:
@@ -242,30 +244,32 @@ class SnapshotTaker:
             if self._contents is not None:
                 self._contents.discard_staged()
             # A cut of all ranks has failed for all of them: asked for again here, it would wait for the others.
-            again = isinstance(error, CutFailed) and error.cause == Cause.BUSY and cut is None
+            again = isinstance(error, SnapshotFailed) and error.cause == Cause.BUSY and cut is None
             self._outcomes.not_taken(flight, error, again=again)
             raise
         self._order.arm()
         stall_s = time.perf_counter() - began_s
-        self._clock.stalled(stall_s)
-        self._stats.cuts += 1
+        self._clock.record_stall(stall_s)
+        self._stats.snapshots += 1
         self._stats.stalls_s.append(stall_s)
-        self._listener.emit("cut", step=step, cut=number, mode=copied.mode, stall_s=stall_s, reason=reason)
+        self._listener.emit(
+            "snapshot", step=step, cut=number, mode=copied.mode, stall_s=stall_s, reason=reason
+        )
 
-    def _look(self) -> DirtyCounts:
-        self._tracking.settle()
+    def _check(self) -> DirtyCounts:
+        self._tracking.synchronize()
         self._outcomes.report_inconsistent()
-        self._outcomes.count_faults(len(self._tracking.audit_before_commit(ahead=self._precopy.looked)))
+        self._outcomes.count_faults(len(self._tracking.audit_before_commit(ahead=self._precopy.checks_done)))
         counts = self._tracking.refresh()
         if self._tracking.regrown:
             self._base.ask_full()
         return counts
 
-    def _described_again(self, until_s: float) -> Link:
+    def _reattach_with_schemas(self, until_s: float) -> Link:
         """An attachment with the tables as they are now: optimizer state appeared."""
         link = self._session.reattach(until_s=until_s)
         if link is None:
-            raise CutFailed("gone", "the sidecar went away while tables were described anew")
+            raise SnapshotFailed("gone", "the sidecar went away while tables were described anew")
         self._outcomes.adopt(link)
         return link
 
@@ -274,7 +278,7 @@ class SnapshotTaker:
     def _send(
         self,
         link: Link,
-        flight: Flight,
+        flight: InFlightSave,
         counts: DirtyCounts,
         began_s: float,
         *,
@@ -283,7 +287,7 @@ class SnapshotTaker:
     ) -> SnapshotRows:
         cut = flight.cut
 
-        def ended(failure: CutFailed | None) -> None:
+        def ended(failure: SnapshotFailed | None) -> None:
             if failure is not None:
                 self._session.post(lambda: self._outcomes.failed(cut, failure))
 
@@ -295,27 +299,31 @@ class SnapshotTaker:
             if not self._precopy.enabled:
                 # While the answer is on its way: nothing changes the rows any more, and the last sample was checked.
                 self._tracking.audit_sample()
-            cuts = table_cuts(self._program)
-            renewed = {} if ahead is None or ahead.mode is None else self._renewed(ahead, ahead.mode, cuts)
+            snapshots = table_snapshots(self._program)
+            refreshed = (
+                {}
+                if ahead is None or ahead.mode is None
+                else self._refresh_copies(ahead, ahead.mode, snapshots)
+            )
             begun = flight.begun = stream.begun(hold_s)
-            crash_point("cut.begun")
+            crash_point("snapshot.begun")
             mode = self._base.mode(begun)
-            if self._base.asks_rebase(begun):
+            if self._base.needs_rebase(begun):
                 self._tracking.rebase()
                 self._base.rebased()
-            until_s = min(time.monotonic() + (begun.stall_budget_s or LONGEST_S), latest_s)
+            until_s = min(time.monotonic() + (begun.stall_budget_s or MAX_STALL_S), latest_s)
             writer = self._writer(link, stream, until_s, ahead, begun)
             if ahead is not None and ahead.mode != mode:
-                renewed = {}
+                refreshed = {}
             # Rows of all tables are apart, or of none.
-            apart = begun.fresh_first and (not renewed or (ahead is not None and ahead.fresh_first))
-            copied = self._write_tables(writer, mode, cuts, ahead, renewed, fresh_first=apart)
+            apart = begun.fresh_first and (not refreshed or (ahead is not None and ahead.fresh_first))
+            copied = self._write_tables(writer, mode, snapshots, ahead, refreshed, fresh_first=apart)
             content = None if self._contents is None else self._content(self._contents, writer)
             for name, tree in self.capture.blobs(flight.step, content):
                 writer.blob(name, tree)
             writer.flush()
-            crash_point("cut.before_seal")
-            self._precopy.cut_taken(
+            crash_point("snapshot.before_seal")
+            self._precopy.snapshot_taken(
                 ahead,
                 ahead=copied.ahead,
                 again=copied.again,
@@ -326,17 +334,19 @@ class SnapshotTaker:
             seal.stall_s = time.perf_counter() - began_s
             seal.cut_at_s = time.time() - seal.stall_s
             stream.seal(seal)
-            crash_point("cut.after_seal")
+            crash_point("snapshot.after_seal")
         except BaseException as error:
             if writer is not None:
                 writer.stop()
-            stalled = isinstance(error, CutFailed) and error.cause == Cause.DEADLINE and writer is not None
+            stalled = (
+                isinstance(error, SnapshotFailed) and error.cause == Cause.DEADLINE and writer is not None
+            )
             stream.abort(Cause.STALL_BUDGET if stalled else type(error).__name__)
             raise
-        flight.left()
+        flight.mark_staged()
         return copied
 
-    def _begin(self, link: Link, flight: Flight, counts: DirtyCounts) -> pb.SaveRequest.Begin:
+    def _begin(self, link: Link, flight: InFlightSave, counts: DirtyCounts) -> pb.SaveRequest.Begin:
         begin = pb.SaveRequest.Begin(
             session=link.session,
             step=flight.step,
@@ -362,24 +372,24 @@ class SnapshotTaker:
             return stream.block(until_s)
 
         if ahead is not None:
-            ahead.writer.goes_on(block=block, send=stream.send)
+            ahead.writer.redirect(block=block, send=stream.send)
             return ahead.writer
         observe = None if self._contents is None else self._observe(self._contents, link, begun)
         return BlockWriter(
             link.arena, block=block, send=stream.send, observe=observe, pin=partial(pin, link.arena)
         )
 
-    def _renewed(
-        self, ahead: Precopy, mode: Mode, cuts: Sequence[tuple[TrackedTable, TableCut]]
-    ) -> dict[TrackedTable, tuple[TableAhead, Renewed]]:
+    def _refresh_copies(
+        self, ahead: Precopy, mode: Mode, snapshots: Sequence[tuple[TrackedTable, TableSnapshot]]
+    ) -> dict[TrackedTable, tuple[TablePrecopy, RefreshedCopy]]:
         """What was copied ahead for a cut of `mode`, brought up to this step; without what is of no use."""
         known = {each.table: each for each in ahead.tables}
         found = {}
-        for table, cut in cuts:
+        for table, cut in snapshots:
             mine = known.get(table)
-            if mine is not None and (renewed := mine.renewed(cut, mode)) is not None:
-                found[table] = mine, renewed
-            elif mine is not None and mine.strayed:
+            if mine is not None and (refreshed := mine.refresh_copy(cut, mode)) is not None:
+                found[table] = mine, refreshed
+            elif mine is not None and mine.has_unmarked_writes:
                 self._stats.audit_faults += 1
                 table.fall_back_to_hashing(
                     "rows copied ahead of a cut were not what is there at it: it is written for a while, without a "
@@ -391,9 +401,9 @@ class SnapshotTaker:
         self,
         writer: BlockWriter,
         mode: Mode,
-        cuts: Sequence[tuple[TrackedTable, TableCut]],
+        snapshots: Sequence[tuple[TrackedTable, TableSnapshot]],
         ahead: Precopy | None,
-        renewed: Mapping[TrackedTable, tuple[TableAhead, Renewed]],
+        refreshed: Mapping[TrackedTable, tuple[TablePrecopy, RefreshedCopy]],
         *,
         fresh_first: bool,
     ) -> SnapshotRows:
@@ -401,12 +411,12 @@ class SnapshotTaker:
 
         `fresh_first`: of each table what changed since the newest commit by itself, and then the rest.
         """
-        copied = SnapshotRows(mode=mode, tables=[(table, mine) for table, (mine, _) in renewed.items()])
+        copied = SnapshotRows(mode=mode, tables=[(table, mine) for table, (mine, _) in refreshed.items()])
         if ahead is not None:
-            copied.ahead = ahead.hand_over(mine for mine, _ in renewed.values())
-        for table, cut in cuts:
-            if table in renewed:
-                _, now = renewed[table]
+            copied.ahead = ahead.hand_over(mine for mine, _ in refreshed.values())
+        for table, cut in snapshots:
+            if table in refreshed:
+                _, now = refreshed[table]
                 copied.full &= now.full
                 copied.again += now.again
                 now.write(writer, fresh_first=fresh_first)
@@ -416,13 +426,17 @@ class SnapshotTaker:
                 writer.table(replace(cut, selection=fresh), fresh=True)
                 writer.table(replace(cut, selection=older), fresh=False)
             else:
-                selection = table.prepare_cut(mode)
+                selection = table.select_rows(mode)
                 copied.full &= selection.all
                 writer.table(replace(cut, selection=selection))
         return copied
 
     def _seal(
-        self, flight: Flight, writer: BlockWriter, content: Mapping[str, str] | None, copied: SnapshotRows
+        self,
+        flight: InFlightSave,
+        writer: BlockWriter,
+        content: Mapping[str, str] | None,
+        copied: SnapshotRows,
     ) -> pb.SaveRequest.Seal:
         metadata = flight.metadata | dict(self._metadata())
         if named := self._outcomes.inconsistent:
@@ -436,7 +450,7 @@ class SnapshotTaker:
             full=copied.full,
             precopied_rows=copied.ahead,
             recopied_rows=copied.again,
-            slowdown_s=self._precopy.slower_s if copied.ahead else 0.0,
+            slowdown_s=self._precopy.slowdown_s if copied.ahead else 0.0,
             pins=flight.pins,
         )
 
@@ -447,12 +461,12 @@ class SnapshotTaker:
 
     def _observe(
         self, contents: ContentHashes, link: Link, begun: pb.SaveReply.Begun
-    ) -> Callable[[TableCut, Any, list[torch.Tensor]], None]:
+    ) -> Callable[[TableSnapshot, Any, list[torch.Tensor]], None]:
         state_encoding = (
             begun.state_encoding or self._attachment.policy.state_encoding or DEFAULT_STATE_ENCODING
         )
 
-        def observe(cut: TableCut, ids: Any, parts: list[torch.Tensor]) -> None:
+        def observe(cut: TableSnapshot, ids: Any, parts: list[torch.Tensor]) -> None:
             contents.add_batch(
                 link.tables[cut.position],
                 cut.box,

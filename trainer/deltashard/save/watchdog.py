@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from deltashard_proto.block_reason import BlockReason, encode_block_reason
 
 from deltashard.attach.attachment import Listener
-from deltashard.save.wait import REMEDY
+from deltashard.save.snapshot_gate import REMEDY
 from deltashard.tracking.step_clock import StepClock
 
 log = logging.getLogger("deltashard")
 
 INTERVALS = 3
-LEAST_S = 60.0
-LOOK_S = 5.0
+MIN_BLOCKED_S = 60.0
+CHECK_INTERVAL_S = 5.0
 """`step()` comes here so often at least."""
 
 
@@ -112,7 +112,7 @@ class Watchdog:
 
     def check(self, block: Callable[[], BlockedBy], *, asked: bool, timed: bool = True) -> None:
         """At a boundary, after it took what it could. `block` says why nothing more; `asked`: a save is asked for."""
-        self._clock.look_again(LOOK_S)
+        self._clock.check_after(CHECK_INTERVAL_S)
         now_s = self._now_s()
         every_s, every_steps = self._timer() if timed else (0.0, 0)
         anchor_s, anchor_step = self._anchor
@@ -125,10 +125,10 @@ class Watchdog:
         if self._due_s is None:
             self._due_s = now_s
             interval_s = every_s or (now_s - anchor_s if by_steps else 0.0)
-            self._limit_s = max(LEAST_S, INTERVALS * interval_s)
+            self._limit_s = max(MIN_BLOCKED_S, INTERVALS * interval_s)
             return
         newest_s = max(self._taken.values(), default=0.0)
-        young = self._block.reason is BlockReason.IN_FLIGHT and now_s - newest_s < LEAST_S
+        young = self._block.reason is BlockReason.IN_FLIGHT and now_s - newest_s < MIN_BLOCKED_S
         if now_s - self._due_s < self._limit_s or young:
             return
         self._limit_s = max(2 * self._limit_s, 2 * (now_s - self._due_s))

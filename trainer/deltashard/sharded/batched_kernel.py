@@ -26,7 +26,7 @@ from deltashard.state.transient_hook import TransientHook
 
 _log = logging.getLogger("deltashard.tracking")
 
-ONLY_LOOKED_UP = ("exact_sgd", "exact_adagrad", "exact_row_wise_adagrad")
+LOOKUP_ONLY_OPTIMIZERS = ("exact_sgd", "exact_adagrad", "exact_row_wise_adagrad")
 """Fused optimizers that change rows of their lookups only (weight decay included); others are not known to."""
 _HYPERPARAMETERS = ("eps", "weight_decay")
 _SINGLE = ("iter",)
@@ -88,7 +88,7 @@ class BatchedKernel:
         rate = {"lr": float(self._tbe.get_learning_rate())}
         return rate | {name: float(getattr(args, name)) for name in _HYPERPARAMETERS}
 
-    def change(self, values: Mapping[str, float]) -> None:
+    def set_hyperparameters(self, values: Mapping[str, float]) -> None:
         self._tbe.update_hyper_parameters(dict(values))
         if "lr" in values:
             self.group["lr"] = values["lr"]
@@ -140,7 +140,7 @@ class BatchedKernel:
         for table, (start, stop) in zip(features, spans, strict=True):
             told = self.listeners.get(table)
             if told is not None and stop > start:
-                told(_accepted(indices[start:stop], self.weights[table].shape[0]))
+                told(_mask_invalid_ids(indices[start:stop], self.weights[table].shape[0]))
 
     def _states(self) -> list[dict[str, Tensor]]:
         tbe = self._tbe
@@ -180,7 +180,7 @@ class KernelShard:
         name = self.batch.optimizer
         return (
             None
-            if name in ONLY_LOOKED_UP
+            if name in LOOKUP_ONLY_OPTIMIZERS
             else f"{name} is not known to leave rows alone that nobody looks up"
         )
 
@@ -235,7 +235,7 @@ def _spans(
     return list(itertools.pairwise(edges)) if whole else [(0, count)] * features
 
 
-def _accepted(ids: Tensor, rows: int) -> Tensor:
+def _mask_invalid_ids(ids: Tensor, rows: int) -> Tensor:
     """Ids with 0 in the place of those that are no row. On a CPU one pass tells that there are none, as a rule."""
     if ids.device.type == "cpu":
         low, high = torch.aminmax(ids)

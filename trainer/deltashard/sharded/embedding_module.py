@@ -75,7 +75,7 @@ def find(path: str, module: nn.Module) -> ModuleShards | None:
             where=path or "the model",
             remedy="EmbeddingBagCollection and EmbeddingCollection are; leave others out of the model that is given",
         )
-    return _said(f"{path}.{kind.holder}" if path else kind.holder, module, kind)
+    return _read_module(f"{path}.{kind.holder}" if path else kind.holder, module, kind)
 
 
 def _refuse_hidden(path: str, module: nn.Module) -> None:
@@ -90,7 +90,7 @@ def _refuse_hidden(path: str, module: nn.Module) -> None:
             )
 
 
-def _said(path: str, module: Any, kind: _Kind) -> ModuleShards:
+def _read_module(path: str, module: Any, kind: _Kind) -> ModuleShards:
     shards = []
     for lookup in module._lookups:  # noqa: SLF001 - TorchRec offers no accessor
         while isinstance(lookup, nn.parallel.DistributedDataParallel):

@@ -22,9 +22,9 @@ from deltashard.sharded.embedding_module import find
 from deltashard.sharded.fused_view import FusedView
 from deltashard.state.discovery import FoundTable, Inventory, Kernel
 from deltashard.tracking.extension import Lost, ModuleExtension, register
-from deltashard.tracking.handed_optimizer import parts_of, refusal
 from deltashard.tracking.marks import Marks, in_graph
 from deltashard.tracking.tracker import Tracker
+from deltashard.tracking.user_optimizer import refusal, unwrap_optimizers
 
 
 class LookupTracker(Tracker):
@@ -61,7 +61,7 @@ def _parts(optimizer: Any) -> list[Any] | None:
     if keyed is None or not isinstance(optimizer, keyed.KeyedOptimizer):
         return None
     if isinstance(optimizer, keyed.CombinedOptimizer):
-        return parts_of(part for _, part in optimizer.optimizers)
+        return unwrap_optimizers(part for _, part in optimizer.optimizers)
     if isinstance(optimizer, keyed.KeyedOptimizerWrapper):
         return [optimizer._optimizer]  # noqa: SLF001 - TorchRec offers no accessor
     if fused is not None and isinstance(optimizer, fused.FusedOptimizer):

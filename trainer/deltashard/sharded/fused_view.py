@@ -152,7 +152,9 @@ class FusedView(OptimizerView):
         notes = [
             f"nothing is stored of the kernel of {fqn}" for fqn in self.target.tables if fqn not in saved
         ]
-        self._refuse_left({fqn: saved[fqn]["optimizer"] for fqn in saved.keys() - self.target.tables.keys()})
+        self._check_moved_tables(
+            {fqn: saved[fqn]["optimizer"] for fqn in saved.keys() - self.target.tables.keys()}
+        )
         by_kernel: dict[BatchedKernel, str] = {}
         for fqn, kernels in self.target.tables.items():
             for kernel in kernels if fqn in saved and fqn not in skip else ():
@@ -175,12 +177,12 @@ class FusedView(OptimizerView):
             notes += hyperparameter.note(f"fused optimizer of {fqn}", changed, script=script)
             kernel.restore(saved[fqn])
             if script and changed:
-                kernel.change({name: this for name, (_, this) in changed.items()})
+                kernel.set_hyperparameters({name: this for name, (_, this) in changed.items()})
         if not script:
             self.given[0] |= {fqn: was for fqn, was in tree["given"][0].items() if fqn in self.given[0]}
         return notes
 
-    def _refuse_left(self, left: Mapping[str, str]) -> None:
+    def _check_moved_tables(self, left: Mapping[str, str]) -> None:
         """Raise `UserError` for a table that left its kernel (`left`: by its optimizer then) for one unlike it."""
         for fqn, was in left.items():
             for view in self._others:

@@ -14,7 +14,7 @@ practically never found: an audit is a net under the proof, not the proof.
 Where rows may be copied ahead of a cut, the copying thread hashes the sample, beside training, and compares it shortly
 before the next cut: to walk to so many rows takes longer than most else of a small cut. What is written before the
 first look of that thread is not found, and what is written after its second only by the tables whose turn it is to be
-compared at the cut, as without that thread: each at every `AT_CUT`th of its cuts. A sample of all rows is hashed and
+compared at the cut, as without that thread: each at every `SYNC_CHECK_INTERVAL`th of its cuts. A sample of all rows is hashed and
 compared at cuts only, while training waits: who asks for that wants nothing missed.
 
 Rows are drawn from a generator of the audit's own; the training's random streams are never touched.
@@ -50,7 +50,7 @@ class AuditFault:
         )
 
 
-AT_CUT = 8
+SYNC_CHECK_INTERVAL = 8
 """At one of so many cuts a table's sample is compared at the cut itself, whatever was compared ahead of it."""
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("deltashard.tracking")
 
-_LOOKED_AT = (1 << 10, 1 << 13, 1 << 16)
+_SAMPLE_SIZES = (1 << 10, 1 << 13, 1 << 16)
 """So many rows are searched for ones that are worth remembering; more of them where few were found."""
 _FEW, _REMEMBERED = 64, 512
 
@@ -36,7 +36,7 @@ class _Field:
     def __init__(self, table: TrackedTable, name: str, tensor: Tensor) -> None:
         self.name = name
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        for looked_at in _LOOKED_AT:
+        for looked_at in _SAMPLE_SIZES:
             stride = max(1, tensor.shape[0] // looked_at)
             some = tensor[::stride].reshape(len(tensor[::stride]), -1)
             self.usual = some[:, 0].mode().values
@@ -47,7 +47,7 @@ class _Field:
         self.values = _rows(tensor, self.ids)
         self.weights = _rows(table.param, self.ids).to(tensor.device)
 
-    def thrown_away(self, live: Tensor | None, weights: Tensor, clean: Tensor | None) -> bool:
+    def was_reset(self, live: Tensor | None, weights: Tensor, clean: Tensor | None) -> bool:
         """Whether the rows of `clean` (bool [R]; None: any) among the remembered ones were made anew."""
         if live is None or live.shape != self.shape or live.dtype != self.dtype:
             return True
@@ -65,7 +65,7 @@ class _Field:
         return now.shape == own.shape and bool(kept.any()) and torch.equal(now[kept], own[kept])
 
 
-class _Watched:
+class _WatchedTable:
     """One table's state in an optimizer that has not stepped yet."""
 
     def __init__(self, table: TrackedTable, owner: Any, fields: list[_Field]) -> None:
@@ -80,7 +80,7 @@ class FirstStep:
 
     def __init__(self, tables: Iterable[TrackedTable], report: Report) -> None:
         self._report = report
-        self._left: list[_Watched] = []
+        self._left: list[_WatchedTable] = []
         for table in tables:
             by_owner: dict[int, list[_Field]] = {}
             for name, tensor in table.state_tensors().items():
@@ -88,10 +88,10 @@ class FirstStep:
                 by_owner.setdefault(nth, []).append(_Field(table, name, tensor))
             for nth, fields in by_owner.items():
                 if any(field.ids.numel() for field in fields):
-                    self._left.append(_Watched(table, table.views[nth].target, fields))
+                    self._left.append(_WatchedTable(table, table.views[nth].target, fields))
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         return not self._left
 
     def before(self, optimizer: Any) -> None:
@@ -115,18 +115,18 @@ class FirstStep:
             self._check(watched, None)
         self._left.clear()
 
-    def _check(self, watched: _Watched, grad: Tensor | None) -> bool:
+    def _check(self, watched: _WatchedTable, grad: Tensor | None) -> bool:
         try:
             return self._compare(watched, None if grad is None else _clean(grad))
         except Exception as error:  # noqa: BLE001 - inside the user's step: a look must never harm training
             _log.warning("the state of table %s could not be compared: %s", watched.table.fqn, error)
             return True
 
-    def _compare(self, watched: _Watched, clean: Tensor | None) -> bool:
+    def _compare(self, watched: _WatchedTable, clean: Tensor | None) -> bool:
         table = watched.table
         live = table.state_tensors()
         weights = table.param.detach()
-        thrown = [f for f in watched.fields if f.thrown_away(live.get(f.name), weights, clean)]
+        thrown = [f for f in watched.fields if f.was_reset(live.get(f.name), weights, clean)]
         gone = [f for f in thrown if f.name not in live]
         if len(thrown) < sum(bool(f.ids.numel()) for f in watched.fields):
             thrown = gone  # the last gradient (Adam with beta1 = 0, Rprop) is zero there by right
@@ -138,7 +138,7 @@ class FirstStep:
                 field.name,
                 table.fqn,
             )
-            self._report("state_thrown_away", {"table": table.fqn, "field": field.name})
+            self._report("optimizer_state_reset", {"table": table.fqn, "field": field.name})
         if thrown:
             table.rewritten()
         return bool(thrown)

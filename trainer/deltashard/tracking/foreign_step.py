@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from deltashard_checkpoint.errors import UserError
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from deltashard.tracking.handed_optimizer import parts_of
+from deltashard.tracking.user_optimizer import unwrap_optimizers
 
 if TYPE_CHECKING:
     from deltashard.tracking.tracking import Tracking
@@ -59,7 +59,7 @@ class ForeignSteps:
     def _is_known(self, optimizer: Optimizer) -> bool:
         known = {id(each) for each in self._tracking.hooked}
         with suppress(UserError):
-            return all(id(part) in known for part in parts_of([optimizer]))
+            return all(id(part) in known for part in unwrap_optimizers([optimizer]))
         return False
 
 

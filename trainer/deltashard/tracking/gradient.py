@@ -22,9 +22,9 @@ from deltashard.tracking.marks import in_graph
 
 _log = logging.getLogger("deltashard.tracking")
 
-_MARK = "_deltashard_cut"
+_MARK = "_deltashard_snapshot"
 """Attribute of a gradient that was there at the cut; one put in its place lacks it."""
-_LARGEST = 1 << 20
+_MAX_ELEMENTS = 1 << 20
 """Gradients of more values are not watched: whether they are zero would cost too much to see."""
 
 
@@ -76,11 +76,11 @@ class GradientWatch:
                 if not held:
                     continue
                 param = min(held, key=_size)
-                if _size(param) <= _LARGEST:
+                if _size(param) <= _MAX_ELEMENTS:
                     self._watch(_Probe(optimizer, param))
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         return not self._left
 
     def before(self, optimizer: Any, *, closure: bool) -> None:

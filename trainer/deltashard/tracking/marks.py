@@ -24,7 +24,7 @@ blind store per row, without a read. No uniqueness is needed either.
 
 On an accelerator the flags lie beside the table and marking is one kernel more of the step's own stream, for which
 nothing waits. What reads flags and writes them back must not run beside it: on whatever streams a program marks, such
-an operation begins when all of them are done, and is over when it returns (`_alone`). There is none within a step.
+an operation begins when all of them are done, and is over when it returns (`_synchronized`). There is none within a step.
 
 Rows may be copied ahead of a cut, while training goes on (docs/design/030). A third flag tells which changed since that
 began: `watch` lowers `TOUCHED` of all, and every mark raises it. No selection knows of it.
@@ -77,7 +77,7 @@ def in_graph(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -160,13 +160,13 @@ class Marks:
         return np.flatnonzero(older) + start
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _synchronized(self) -> Iterator[None]:
         """Within, no stream of an accelerator marks rows."""
-        settle(self.flags.device)
+        synchronize(self.flags.device)
         yield
-        settle(self.flags.device)
+        synchronize(self.flags.device)
 
-    def cut_taken(self, cut: int, *, full: bool) -> None:
+    def snapshot_taken(self, cut: int, *, full: bool) -> None:
         """Cut number `cut` copied this table's selection; `full`: of the mode "all", for every table."""
         self._in_flight[cut] = full
         moving = FRESH | BASE if full else FRESH
@@ -206,7 +206,7 @@ class Marks:
 
         Rows of a cut in flight are among them, and their flags stand whatever becomes of it.
         """
-        with self._alone():
+        with self._synchronized():
             ids = self.select("since_commit")
             self.flags.bitwise_and_(0xFF ^ (BASE | BASE_PENDING))
             if ids.ids is None:
@@ -217,7 +217,7 @@ class Marks:
     def reseed(self, ids: Tensor | None) -> None:
         """After a restore: nothing is fresh, and `ids` (int64 [n]; None: every row) differ from the baseline."""
         self._in_flight.clear()
-        with self._alone():
+        with self._synchronized():
             self.flags.fill_(TOUCHED | (BASE if ids is None else 0))
             if ids is not None and ids.numel():
                 self.flags.index_fill_(0, ids.to(self.flags.device, torch.int64), TOUCHED | BASE)
@@ -230,7 +230,7 @@ class Marks:
         if self._array is not None:
             np.bitwise_and(self._array, bits, out=self._array)
             return
-        with self._alone():
+        with self._synchronized():
             self.flags.bitwise_and_(bits)
 
     def _merge(self, pending: int) -> None:
@@ -241,7 +241,7 @@ class Marks:
         if self._array is not None:
             row_kernel.move_flags(self._array, bits, left=left > 0)
             return
-        with self._alone():
+        with self._synchronized():
             moved_on = self.flags & bits
             moved_on = moved_on << 1 if left > 0 else moved_on >> 1
             self.flags.bitwise_and_(0xFF ^ bits).bitwise_or_(moved_on)

@@ -1,6 +1,6 @@
 """The steps of one run: how many there were, the control line that shows them, and whether a boundary has work to do.
 
-`tick` and `tock` are all that an ordinary `step()` runs: two words of shared memory are written, two are compared. The
+`begin_step` and `end_step` are all that an ordinary `step()` runs: two words of shared memory are written, two are compared. The
 line is the sidecar's (it says there when a save is due, or urgent); a detached clock ticks on a list of its own.
 """
 
@@ -27,20 +27,20 @@ _time_ns = time.time_ns
 
 
 class StepClock:  # noqa: PLR0904
-    """Counts steps; on the training thread, but for `alert`."""
+    """Counts steps; on the training thread, but for `wake`."""
 
     __slots__ = (
         "_ahead",
         "_attention",
         "_blind",
         "_blocked",
+        "_check_at_ns",
         "_line",
-        "_look_ns",
         "_steps",
         "_wake",
+        "end_step",
         "moved",
         "step",
-        "tock",
         "whole",
     )
 
@@ -50,19 +50,19 @@ class StepClock:  # noqa: PLR0904
         self.whole = True
         """Whether an optimizer stepped between the last two `step()` calls; true where none can be asked."""
         self.moved = False
-        """Whether a training forward ran since the last `tick`, or since the attempt began."""
-        self.tock: Callable[[], None] = tracking.steps.done
+        """Whether a training forward ran since the last `begin_step`, or since the attempt began."""
+        self.end_step: Callable[[], None] = tracking.steps.end_step
         """Ends a step, after its boundary: what optimizers do from now on belongs to the next."""
         self._steps = tracking.steps
         self._blind = not tracking.hooked
         self._line: Any = [0] * 8
         self._ahead = 0
-        self._look_ns = 0
+        self._check_at_ns = 0
         self._blocked = 0, 0
         self._attention = True
         self._wake = threading.Event()
 
-    def tick(self) -> bool:
+    def begin_step(self) -> bool:
         """Begin the end of a step; returns whether its boundary has work to do."""
         step = self.step = self.step + 1
         self.moved = False
@@ -70,11 +70,11 @@ class StepClock:  # noqa: PLR0904
         line[0] = step
         line[1] = now_ns = _time_ns()
         self.whole = self._steps.stepped or self._blind or self._steps.captured
-        return step + self._ahead >= line[3] or self._attention or now_ns >= self._look_ns
+        return step + self._ahead >= line[3] or self._attention or now_ns >= self._check_at_ns
 
     @property
     def stepped(self) -> bool:
-        """Whether an optimizer stepped since the last `tock`; true where none can be asked."""
+        """Whether an optimizer stepped since the last `end_step`; true where none can be asked."""
         return self._steps.stepped or self._blind
 
     @property
@@ -89,7 +89,7 @@ class StepClock:  # noqa: PLR0904
         except ValueError:  # the arena was unmapped just now
             return NEVER
 
-    def look_ahead(self, steps: int) -> None:
+    def set_lookahead(self, steps: int) -> None:
         """Have boundaries work to do so many steps before a save is due, too."""
         self._ahead = steps
 
@@ -101,23 +101,23 @@ class StepClock:  # noqa: PLR0904
     def urgent(self) -> bool:
         return bool(self._line[URGENT])
 
-    def move(self) -> None:
+    def mark_moved(self) -> None:
         """A training forward begins. Runs inside of compiled models, so it reads nothing that changes."""
         self.moved = True
 
-    def notice(self) -> None:
-        """Have the next `tick` find work; from a signal handler, too, so that it takes no lock."""
+    def request_boundary(self) -> None:
+        """Have the next `begin_step` find work; from a signal handler, too, so that it takes no lock."""
         self._attention = True
 
-    def alert(self) -> None:
-        """Have the next `tick` find work, and wake who waits; from any thread."""
+    def wake(self) -> None:
+        """Have the next `begin_step` find work, and wake who waits; from any thread."""
         self._attention = True
         self._wake.set()
 
-    def attend(self) -> None:
+    def ack(self) -> None:
         self._attention = False
 
-    def expect(self) -> None:
+    def clear_wake(self) -> None:
         """Begin to wait: news from here on end the next `pause`."""
         self._wake.clear()
 
@@ -129,12 +129,12 @@ class StepClock:  # noqa: PLR0904
         self.step, self.moved = step, False
         self.show()
 
-    def stalled(self, seconds: float) -> None:
+    def record_stall(self, seconds: float) -> None:
         self._line[STALL_NS] = int(seconds * 1e9)
 
-    def look_again(self, seconds: float) -> None:
-        """Have the next `tick` find work that comes so much later."""
-        self._look_ns = _time_ns() + int(seconds * 1e9)
+    def check_after(self, seconds: float) -> None:
+        """Have the next `begin_step` find work that comes so much later."""
+        self._check_at_ns = _time_ns() + int(seconds * 1e9)
 
     def show_blocked(self, seconds: float, why: int) -> None:
         """Show for how long a save that is due is blocked, and why (`block_reason.encode_block_reason`); 0: none is."""
@@ -149,7 +149,7 @@ class StepClock:  # noqa: PLR0904
         """Say on the line where this run stands, before its next step does."""
         self._line[STEP] = self.step
 
-    def ticks_on(self, line: memoryview) -> bool:
+    def uses_line(self, line: memoryview) -> bool:
         """Whether this is the line of the attachment whose news is applied."""
         return self._line is line
 
@@ -157,7 +157,7 @@ class StepClock:  # noqa: PLR0904
         """Leave the line, which is given back; every step from now on has a boundary, which refuses it."""
         self._line = [0] * 8
 
-    def forget(self) -> None:
+    def reset_after_fork(self) -> None:
         """In a forked child, where the arena is not mapped: a stray step must not touch it, and has no boundary."""
         line = [0] * 8
         line[SAVE_AT_STEP] = 1 << 64

@@ -54,17 +54,17 @@ class Steps:
         self.gradients: GradientWatch | None = None
         """Watches what becomes of the gradients that were there at the last cut."""
 
-    def done(self) -> None:
+    def end_step(self) -> None:
         self.stepped = self.updated = False
 
     def update(self, *, begins: bool) -> None:
         self.updating, self.updated = begins, True
 
-    def call_before_next(self, call: Callable[[], None]) -> None:
+    def run_before_next_step(self, call: Callable[[], None]) -> None:
         """Have `call` called once, before the next step of any of them."""
         self.before_next.append(call)
 
-    def look_before_next(self, look: Callable[[], None] | None) -> None:
+    def check_before_next_step(self, look: Callable[[], None] | None) -> None:
         """Have `look` called once, before the next step of any of them; None: have nothing called."""
         self.before_next = [call for call in self.before_next if call is not self._look]
         self._look = look
@@ -113,7 +113,7 @@ class StepHooks:
                 call()
         if steps.gradients is not None:
             steps.gradients.before(optimizer, closure=has_closure(args, kwargs))
-            if steps.gradients.over:
+            if steps.gradients.is_finished:
                 steps.gradients = None
         if steps.first is not None:
             steps.first.before(optimizer)
@@ -124,17 +124,17 @@ class StepHooks:
             self._sizes = _sizes(optimizer)
             self._tracking.regrouped(optimizer)
         if self.tables:
-            reason = inexact_reason(optimizer) or why_not_alone(optimizer, args, kwargs)
-            if reason is not None or not self._holds(TensorVersionSet.same):
+            reason = inexact_reason(optimizer) or foreign_hook_reason(optimizer, args, kwargs)
+            if reason is not None or not self._holds(TensorVersionSet.unchanged):
                 self._versions = None
             for table in self.tables:
                 try:
                     if self._versions is None:
                         table.before_step(reason)
                     else:
-                        table.hold()
+                        table.hold_gradient()
                 except Exception as error:  # noqa: BLE001 - a moved weight may break anything here, never the step
-                    table.lost(error)
+                    table.on_tracking_error(error)
         steps.inside.add(optimizer)
 
     def after(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -148,7 +148,7 @@ class StepHooks:
             self._mark()
         if steps.first is not None:
             steps.first.after(optimizer)
-            if steps.first.over:
+            if steps.first.is_finished:
                 steps.first = None
         steps.inside.discard(optimizer)  # last of all: without all marks the step is not whole either
 
@@ -163,7 +163,7 @@ class StepHooks:
         except Exception:  # noqa: BLE001 - a moved weight may break anything here; then each table is looked at
             return False
 
-    def _taken(self) -> TensorVersionSet | None:
+    def _take_versions(self) -> TensorVersionSet | None:
         if any(table.tracker != "gradients" for table in self.tables):
             return None
         try:
@@ -174,17 +174,17 @@ class StepHooks:
     def _mark(self) -> None:
         for table in self.tables:
             try:
-                table.mark_held()
+                table.mark_gradient_rows()
             except Exception as error:  # noqa: BLE001 - as above
-                table.lost(error)
+                table.on_tracking_error(error)
         if self._holds(TensorVersionSet.stepped):
             return
         for table in self.tables:
             try:
                 table.after_step()
             except Exception as error:  # noqa: BLE001 - as above
-                table.lost(error)
-        self._versions = self._taken()
+                table.on_tracking_error(error)
+        self._versions = self._take_versions()
 
 
 def _sizes(optimizer: Any) -> list[int]:
@@ -195,7 +195,7 @@ def _on_cuda(optimizer: Any) -> bool:
     return any(param.is_cuda for group in optimizer.param_groups for param in group["params"])
 
 
-def why_not_alone(
+def foreign_hook_reason(
     optimizer: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> str | None:
     """Whose code runs within a step beside the optimizer's own; None: nobody's."""

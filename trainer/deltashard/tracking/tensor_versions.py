@@ -39,7 +39,7 @@ Signed = tuple[Signature, slice]
 
 
 class TensorVersionSet:
-    """Knows the tables of an optimizer as they were right after its last step; of no use once `same` said no."""
+    """Knows the tables of an optimizer as they were right after its last step; of no use once `unchanged` said no."""
 
     __slots__ = (
         "_entries", "_keys", "_lookups", "_params", "_places", "_signature", "_signed", "_state", "_states", "_tables",
@@ -70,7 +70,7 @@ class TensorVersionSet:
         for table, signed in zip(tables, self._signed, strict=True):
             table.signed = signed
 
-    def same(self) -> bool:
+    def unchanged(self) -> bool:
         """Before a step: whether all of that holds still, so that nothing but the last step wrote them.
 
         Also whether all of them are trained, without max_norm.
@@ -87,7 +87,7 @@ class TensorVersionSet:
         """After the step: take what it wrote as seen; False: state came or went, or a table was signed anew.
 
         Optimizers of the whitelist write in place. State that one of them replaced would be taken for replaced from
-        outside by the next `same`, which marks too much, never too little.
+        outside by the next `unchanged`, which marks too much, never too little.
         """
         for target, _, entries in self._states:
             if len(target.state) != len(entries):

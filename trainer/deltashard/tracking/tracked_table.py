@@ -34,7 +34,7 @@ from deltashard.state.row_hash import Hashing
 from deltashard.tracking.audit import Audit, AuditFault
 from deltashard.tracking.extension import tracker_of
 from deltashard.tracking.marks import Marks, Mode, RowSelection, in_graph
-from deltashard.tracking.step_hook import why_not_alone
+from deltashard.tracking.step_hook import foreign_hook_reason
 from deltashard.tracking.tensor_versions import Signature, Signed
 from deltashard.tracking.tracker import HashTracker, Tracker, Untracked
 
@@ -151,7 +151,7 @@ class TrackedTable:  # noqa: PLR0904
         nth = int(spec.name.partition("@")[2] or 0)
         return self.views[nth] if nth < len(self.views) else None
 
-    def prepare_cut(self, mode: Mode) -> RowSelection:
+    def select_rows(self, mode: Mode) -> RowSelection:
         """The rows a cut of this mode takes, as of the last `Tracking.refresh`."""
         return self.marks.select(mode)
 
@@ -171,12 +171,12 @@ class TrackedTable:  # noqa: PLR0904
         if self.saver is not None:
             self.reason, self._schema = f"rank {self.saver} saves it", self._read_schema()
             return
-        reason = self._why_hashes(owners)
+        reason = self._hashing_reason(owners)
         small = self.param.numel() * self.param.element_size() < self._settings.hash_below_bytes
         if reason is not None or small:
             self.fall_back_to_hashing(reason or "it is small", quiet=reason is None)
         elif first:
-            self._tracker = tracker_of(self.found, self.marks, self.lost)
+            self._tracker = tracker_of(self.found, self.marks, self.on_tracking_error)
         if first:  # later `refresh` looks: a field that appeared, or another shape, must not pass for seen
             self._schema = self._read_schema()
         self.sign()
@@ -196,20 +196,20 @@ class TrackedTable:  # noqa: PLR0904
     def before_step(self, inexact: str | None) -> None:
         """Before the sole owner's step: is the whitelist still true, was the table written from outside?
 
-        `inexact` is what `inexact_reason` and `why_not_alone` say of the owner now.
+        `inexact` is what `inexact_reason` and `foreign_hook_reason` say of the owner now.
         """
-        if not self.watched or self._left_to_graph():
+        if not self.watched or self._is_captured():
             return
-        reason = inexact or self._why_not_lookups()
+        reason = inexact or self._lookups_unavailable_reason()
         if reason is not None:
             self.fall_back_to_hashing(reason)
         elif self._differs():
             self._written_outside()
-        self.hold()
+        self.hold_gradient()
 
-    def hold(self) -> None:
+    def hold_gradient(self) -> None:
         if self._tracker is not None:
-            self._tracker.hold()
+            self._tracker.hold_gradient()
 
     def after_step(self) -> None:
         """After the sole owner's step: take what it wrote as seen."""
@@ -221,15 +221,15 @@ class TrackedTable:  # noqa: PLR0904
         else:
             self.signed = (signature, _WHOLE)
 
-    def mark_held(self) -> None:
-        if self._tracker is None or not self.watched or self._left_to_graph():
+    def mark_gradient_rows(self) -> None:
+        if self._tracker is None or not self.watched or self._is_captured():
             return
         try:
             self._tracker.stepped()
         except Untracked as untracked:
             self.fall_back_to_hashing(str(untracked))
 
-    def _left_to_graph(self) -> bool:
+    def _is_captured(self) -> bool:
         """Whether its optimizer's step is being captured: then it is tracked by hashes, and nothing is marked.
 
         A mark would become part of the graph, which would write flags at each replay, even after they were freed.
@@ -239,7 +239,7 @@ class TrackedTable:  # noqa: PLR0904
         self.fall_back_to_hashing("its optimizer runs inside a CUDA graph, where no hook does")
         return True
 
-    def lost(self, error: Exception) -> None:
+    def on_tracking_error(self, error: Exception) -> None:
         """Telling this table's rows raised `error` (its weight was resized in place, say): hashes from now on."""
         self.fall_back_to_hashing(f"its changed rows cannot be told ({type(error).__name__}: {error})")
 
@@ -251,7 +251,10 @@ class TrackedTable:  # noqa: PLR0904
         self.mark_if_written()
         if self.watched and self.marks.flags.device != self.param.device:
             self.fall_back_to_hashing("it moved to another device")
-        if self.tracker == "gradients" and (reason := self._why_not_here(self.sole, why)) is not None:
+        if (
+            self.tracker == "gradients"
+            and (reason := self._gradient_tracking_blocked_reason(self.sole, why)) is not None
+        ):
             self.fall_back_to_hashing(reason)
         if self.param.stride() != self._stride:  # which neither versions nor addresses show
             self._stride = self.param.stride()
@@ -264,11 +267,11 @@ class TrackedTable:  # noqa: PLR0904
             self.schema_version += 1
             self.marks.mark_all()
 
-    def look(self) -> Hashing | None:
-        """After `refresh`: begin the look at a table that is tracked by hashes; `looked` ends it."""
+    def begin_hashing(self) -> Hashing | None:
+        """After `refresh`: begin the look at a table that is tracked by hashes; `end_hashing` ends it."""
         return None if self._tracker is None else self._tracker.begin(self._sections())
 
-    def looked(self, hashing: Hashing) -> None:
+    def end_hashing(self, hashing: Hashing) -> None:
         if self._tracker is not None:
             self._tracker.end(hashing, self._sections(), self.marks)
 
@@ -292,10 +295,10 @@ class TrackedTable:  # noqa: PLR0904
         if not self.watched or not count:
             self._audit.forget()
             return None
-        look = self._audit.draw(self._sections(), count)
+        begin_hashing = self._audit.draw(self._sections(), count)
         if not self._audits_all:
-            return look
-        look()
+            return begin_hashing
+        begin_hashing()
         return None
 
     def audit_ahead(self) -> Callable[[], None] | None:
@@ -311,7 +314,7 @@ class TrackedTable:  # noqa: PLR0904
             self.fall_back_to_hashing("an audit found rows that changed unseen")
         return fault
 
-    def stray_check(self, rows: Tensor) -> AuditFault | None:
+    def check_unmarked_rows(self, rows: Tensor) -> AuditFault | None:
         """Before `refresh`: `rows` (int64 [n]) were stored at the last cut as something else than they were.
 
         Those that no mark tells of since are a fault, as `audit_check` has them.
@@ -330,7 +333,7 @@ class TrackedTable:  # noqa: PLR0904
         if self._tracker is not None:
             self._tracker.close()
 
-    def found_again(self, found: FoundTable) -> None:
+    def update_found(self, found: FoundTable) -> None:
         """The same parameter; other modules may look it up now."""
         self.found, self.lookups, self.aliases = found, found.lookups, found.aliases
 
@@ -338,19 +341,19 @@ class TrackedTable:  # noqa: PLR0904
         """What lies in the same memory, by name; its steps write these rows, too."""
         self._shares = other
         if other is not None and self._tracker is not None:
-            self.fall_back_to_hashing(self._why_shared(other))
+            self.fall_back_to_hashing(self._shared_reason(other))
 
     @staticmethod
-    def _why_shared(other: str) -> str:
+    def _shared_reason(other: str) -> str:
         return f"it shares its memory with {other}"
 
-    def is_like(self, found: FoundTable) -> bool:
+    def matches(self, found: FoundTable) -> bool:
         """Whether `found`, of the same name, has the shape and type that this table was tracked with."""
         return found.box == self.box and dtype_name(found.param.dtype) == self._schema.dtype
 
     def rebind(self, found: FoundTable) -> None:
         """The model holds another parameter of the same shape now, or another module in this place."""
-        self.found_again(found)
+        self.update_found(found)
         self.param = found.param
         _log.warning(
             "the parameter of table %s was replaced: it is saved whole, as new content. "
@@ -384,7 +387,7 @@ class TrackedTable:  # noqa: PLR0904
 
     def rewritten(self) -> None:
         """We wrote its state ourselves: every row counts as changed."""
-        if self.watched and self._left_to_graph():
+        if self.watched and self._is_captured():
             return
         self.marks.mark_all()
         self.sign()
@@ -401,32 +404,32 @@ class TrackedTable:  # noqa: PLR0904
                 self.fqn,
             )
 
-    def _why_hashes(self, owners: list[Any]) -> str | None:
+    def _hashing_reason(self, owners: list[Any]) -> str | None:
         if self.found.hashed:
             return self.found.hashed
         if self.found.kernel is not None:
-            return self._why_shared(self._shares) if self._shares else self.found.kernel.inexact_reason
+            return self._shared_reason(self._shares) if self._shares else self.found.kernel.inexact_reason
         if len(owners) != 1:
             return "no optimizer owns it" if not owners else "several optimizers own it"
         # A wrapper that is no torch optimizer is not on the whitelist either.
         if self._shares is not None:
-            return self._why_shared(self._shares)
+            return self._shared_reason(self._shares)
         dense = not all(lookup.sparse for lookup in self.lookups)
         return (
             inexact_reason(owners[0])
-            or why_not_alone(owners[0])
-            or self._why_not_lookups()
+            or foreign_hook_reason(owners[0])
+            or self._lookups_unavailable_reason()
             or ("its gradients are dense (sparse=False)" if dense else None)
-            or self._why_not_here(owners[0], replaced_step_reason)
+            or self._gradient_tracking_blocked_reason(owners[0], replaced_step_reason)
         )
 
-    def _why_not_here(self, owner: Any, why: _WhyReplaced) -> str | None:
+    def _gradient_tracking_blocked_reason(self, owner: Any, why: _WhyReplaced) -> str | None:
         """What is looked at when a cut is due, not at each step."""
         if self.param.device.type == "cpu" and self.param.is_shared():  # type: ignore[no-untyped-call]
             return "its memory is shared with other processes"
         return why(owner)
 
-    def _why_not_lookups(self) -> str | None:
+    def _lookups_unavailable_reason(self) -> str | None:
         if not self.param.requires_grad:
             return "it is frozen"
         for module in self.lookups:

@@ -29,7 +29,7 @@ class Tracker:
 
     name: ClassVar[str]
 
-    def hold(self) -> None:
+    def hold_gradient(self) -> None:
         """The optimizer is about to apply the gradient: keep it, another hook may drop it."""
 
     def stepped(self) -> None:
@@ -65,7 +65,7 @@ class SparseGradientTracker(Tracker):
         self._held: Tensor | None = None
         self._rows: Tensor | None = None
 
-    def hold(self) -> None:
+    def hold_gradient(self) -> None:
         self._held = grad = self._param.grad
         if grad is None or not grad.is_sparse:
             self._rows = None

@@ -4,11 +4,11 @@ One `TrackedTable` per shard of a table that this process holds: the whole table
 
 Order at a step boundary, all on the training thread:
 
-    steps.done()                        every step
+    steps.end_step()                        every step
     refresh() -> DirtyCounts            a cut is due: audits, looks at hash tables, refreshes schemas; then counts
     audit_sample()                      draw the next sample
-    table.prepare_cut(mode)             per table; ... rows are copied ...
-    cut_taken(cut, mode, full=...)      flags move to pending
+    table.select_rows(mode)             per table; ... rows are copied ...
+    snapshot_taken(cut, mode, full=...)      flags move to pending
     committed(cut, ...) | failed(cut)   whenever the news arrives
 """
 
@@ -35,15 +35,15 @@ from deltashard.state.discovery import FoundTable, Inventory, discover, overlapp
 from deltashard.state.kernel_thread import share
 from deltashard.state.replica import owners
 from deltashard.state.row_hash import Hashing
-from deltashard.tracking.audit import AT_CUT, AuditFault
+from deltashard.tracking.audit import SYNC_CHECK_INTERVAL, AuditFault
 from deltashard.tracking.extension import find, views
 from deltashard.tracking.first_step import FirstStep, Report
 from deltashard.tracking.foreign_step import ForeignSteps
 from deltashard.tracking.gradient import GradientWatch
-from deltashard.tracking.handed_optimizer import HandedOptimizers
-from deltashard.tracking.marks import DirtyCounts, Mode, settle
+from deltashard.tracking.marks import DirtyCounts, Mode, synchronize
 from deltashard.tracking.step_hook import StepHooks, Steps
 from deltashard.tracking.tracked_table import TrackedTable, TrackingSettings
+from deltashard.tracking.user_optimizer import UserOptimizers
 
 _log = logging.getLogger("deltashard.tracking")
 
@@ -73,29 +73,29 @@ class Tracking:  # noqa: PLR0904
             optimizers: one optimizer or an iterable of them; wrappers (Lookahead, ...) are looked into. Fused ones are
                 found in the model.
             settings: see `TrackingSettings`.
-            report: told of events that the log tells as well: state_thrown_away (table, field),
+            report: told of events that the log tells as well: optimizer_state_reset (table, field),
                 gradient_alive (parameter, optimizer).
             rank: of this process, in a group of `world_size`.
             world_size: with more than one, what every rank holds whole is saved by one of them.
 
         Raises:
-            UserError: see `discovery.discover` and `handed_optimizer.parts_of`.
+            UserError: see `discovery.discover` and `handed_optimizer.unwrap_optimizers`.
         """
         self.settings = settings or TrackingSettings()
         self.model = model
-        self._handed = HandedOptimizers(optimizers, model)
+        self._user_optimizers = UserOptimizers(optimizers, model)
         self._hooks: list[StepHooks] = []
         self.steps = Steps()
         self.report: Report = report or (lambda _name, _facts: None)
         self._rank, self._world_size = rank, world_size
         self.inventory = discover(model, self.settings.tables, find)
-        self._savers = self._shared_out()
+        self._savers = self._assign_savers()
         self.tables = [self._tracked(found) for found in self.inventory.tables.values()]
         self.by_key = {table.key: table for table in self.tables}
         self.regrown = False
         """Whether tables came or went since the last cut: the next one is to be full."""
         self._addresses: list[int] = []
-        self._alive_said = False
+        self._alive_reported = False
         self.optimizers: list[OptimizerView] = self._views(self.inventory)
         self.left_out: frozenset[str] = frozenset()
         for view in self.optimizers:
@@ -140,7 +140,7 @@ class Tracking:  # noqa: PLR0904
         }
         return dense | {table.key: table.param for table in self.tables if table.found.replicated}
 
-    def _shared_out(self) -> dict[str, int]:
+    def _assign_savers(self) -> dict[str, int]:
         """Which rank saves each replica. Buffers may differ (statistics of a rank's batches): they are rank 0's."""
         if self._world_size == 1:
             return {}
@@ -165,12 +165,12 @@ class Tracking:  # noqa: PLR0904
     def has_gradients(self) -> bool:
         return any(param.grad is not None for params in _by_view(self.optimizers) for param in params)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the accelerators that a cut reads: their copies run on one stream, training may use several."""
         devices = self._devices()
         self.on_cuda = any(device.type == "cuda" for device in devices)
         for device in devices:
-            settle(device)
+            synchronize(device)
 
     def _devices(self) -> set[torch.device]:
         tensors = [*(table.param for table in self.tables), *self.inventory.dense.values()]
@@ -179,7 +179,7 @@ class Tracking:  # noqa: PLR0904
     def refresh(self) -> DirtyCounts:
         """Bring marks and schemas up to date for a cut and count the rows it would take."""
         self.adopt()
-        self._look()
+        self._rediscover()
         known = self._grouped
         if known is None or _places(_by_view(self.optimizers)) != _places(known):
             self._attach()
@@ -191,8 +191,8 @@ class Tracking:  # noqa: PLR0904
         why = cache(replaced_step_reason)
         for table in self.tables:
             table.refresh(why)
-        self._look_at_state()
-        self._look_at_hashes()
+        self._check_shared_state()
+        self._update_hashes()
         self._index()
         marks = [table.marks for table in self.saved]
         return DirtyCounts(
@@ -201,7 +201,7 @@ class Tracking:  # noqa: PLR0904
             total=sum(each.rows for each in marks),
         )
 
-    def _look_at_state(self) -> None:
+    def _check_shared_state(self) -> None:
         """State that two tables have in one memory is another's to change: both are hashed."""
         held: dict[int, TrackedTable] = {}
         for table in self.tables:
@@ -212,32 +212,32 @@ class Tracking:  # noqa: PLR0904
                     for each, of in ((table, other), (other, table)):
                         each.shared_with(f"the state of {of.key}")
 
-    def _look_at_hashes(self) -> None:
+    def _update_hashes(self) -> None:
         """Many small tables are looked at together; what a look takes meanwhile (8 bytes a row) is bounded."""
         looks: list[tuple[TrackedTable, Hashing]] = []
         jobs = 0
         for table in self.tables:
-            look = table.look()
+            look = table.begin_hashing()
             if look is not None:
                 looks.append((table, look))
                 jobs += len(look.jobs)
             if jobs >= _JOBS_AT_ONCE or table is self.tables[-1]:
                 share([job for _, each in looks for job in each.jobs])
                 for each, done in looks:
-                    each.looked(done)
+                    each.end_hashing(done)
                 looks, jobs = [], 0
 
-    def cut_taken(self, cut: int, mode: Mode, *, full: bool = False) -> None:
+    def snapshot_taken(self, cut: int, mode: Mode, *, full: bool = False) -> None:
         """Every table's selection was copied for `cut`; `full`: all rows of all tables were (implied by "all")."""
         for table in self.tables:
-            table.marks.cut_taken(cut, full=full or mode == "all")
+            table.marks.snapshot_taken(cut, full=full or mode == "all")
         self.regrown = False
         if self.steps.gradients is not None:
             self.steps.gradients.close()
             self.steps.gradients = None
-        if not self._alive_said:
+        if not self._alive_reported:
             watch = GradientWatch([hooks.optimizer for hooks in self._hooks], self._gradient_alive)
-            self.steps.gradients = None if watch.over else watch
+            self.steps.gradients = None if watch.is_finished else watch
 
     def committed(self, cut: int, *, baseline: bool) -> None:
         """The commit of `cut` is known; repeated, late and unknown cuts are harmless."""
@@ -285,7 +285,7 @@ class Tracking:  # noqa: PLR0904
                 _log.debug("the sample of an audit could not be drawn", exc_info=failed)
         faults = []
         for nth, table in enumerate(self.tables):
-            fault = table.audit_check(ahead=ahead and (nth + table.samples) % AT_CUT != 0)
+            fault = table.audit_check(ahead=ahead and (nth + table.samples) % SYNC_CHECK_INTERVAL != 0)
             if fault is not None:
                 _log.error("%s", fault)
                 faults.append(fault)
@@ -294,7 +294,7 @@ class Tracking:  # noqa: PLR0904
 
     def watch_first_step(self) -> None:
         first = FirstStep(self.tables, self.report)
-        self.steps.first = None if first.over else first
+        self.steps.first = None if first.is_finished else first
 
     def close(self) -> None:
         self._foreign.close()
@@ -309,14 +309,18 @@ class Tracking:  # noqa: PLR0904
 
     def _views(self, inventory: Inventory) -> list[OptimizerView]:
         """Of the optimizers that were handed over, in order, then of the fused ones."""
-        return views(views_of(self._handed.now, inventory.names, self.by_key, inventory.fused), inventory)
+        return views(
+            views_of(self._user_optimizers.now, inventory.names, self.by_key, inventory.fused), inventory
+        )
 
     def _attach(self) -> None:
         self._grouped = _by_view(self.optimizers)
         self._share()
         for table in self.tables:
             owners = [
-                o for o in self._handed.now if any(_owns(x, table.param) for x in (o, *wrapped_optimizers(o)))
+                o
+                for o in self._user_optimizers.now
+                if any(_owns(x, table.param) for x in (o, *wrapped_optimizers(o)))
             ]
             table.attach(owners, [v for v in self.optimizers if _owns(v.target, table.param)])
         self._index()
@@ -339,15 +343,15 @@ class Tracking:  # noqa: PLR0904
 
     def adopt(self) -> None:
         """Take over optimizers that others replaced in the list that was given, or in an attribute of the model."""
-        if not self._handed.look():
+        if not self._user_optimizers.refresh():
             return
-        live = {id(optimizer) for handed in self._handed.now for optimizer in hookable(handed)}
+        live = {id(optimizer) for handed in self._user_optimizers.now for optimizer in hookable(handed)}
         for hooks in [hooks for hooks in self._hooks if id(hooks.optimizer) not in live]:
             hooks.close()
             self._hooks.remove(hooks)
             self.steps.inside.discard(hooks.optimizer)
         self._install()
-        self._view_again()
+        self._rebuild_views()
         kinds = ", ".join(type(view.target).__name__ for view in self.optimizers)
         _log.warning(
             "an optimizer was replaced while training: from now on checkpoints hold those that are there now (%s). "
@@ -357,7 +361,7 @@ class Tracking:  # noqa: PLR0904
 
     def _install(self) -> None:
         known = {id(hooks.optimizer) for hooks in self._hooks}
-        for handed in self._handed.now:
+        for handed in self._user_optimizers.now:
             for optimizer in hookable(handed):
                 if id(optimizer) not in known:
                     known.add(id(optimizer))
@@ -377,9 +381,9 @@ class Tracking:  # noqa: PLR0904
                 table.rewritten()
 
     def _gradient_alive(self, param: Tensor, optimizer: Any) -> None:
-        if self._alive_said:
+        if self._alive_reported:
             return
-        self._alive_said = True
+        self._alive_reported = True
         name, kind = self.inventory.names.get(param, "a parameter"), type(optimizer).__name__
         _log.warning(
             "the gradient of %s was there at a cut and is used after it (%s steps less often than step() is called, "
@@ -390,7 +394,7 @@ class Tracking:  # noqa: PLR0904
         )
         self.report("gradient_alive", {"parameter": name, "optimizer": kind})
 
-    def _look(self) -> None:
+    def _rediscover(self) -> None:
         """Find the tables in the model as it is now, by name: modules may be replaced, added or gone.
 
         A table of another shape or type than before is a new table of that name.
@@ -398,15 +402,15 @@ class Tracking:  # noqa: PLR0904
         before = self._named
         now = discover(self.model, self.settings.tables, find)
         same = {key: table for key, table in self.by_key.items() if key in now.tables}
-        same = {key: table for key, table in same.items() if table.is_like(now.tables[key])}
+        same = {key: table for key, table in same.items() if table.matches(now.tables[key])}
         for key, table in same.items():
             found = now.tables[key]
             if found.param is not table.param:
                 table.rebind(found)
             else:
-                table.found_again(found)
+                table.update_found(found)
         self.inventory = now
-        self._savers = self._shared_out()
+        self._savers = self._assign_savers()
         alike = same.keys() == self.by_key.keys() == now.tables.keys()
         if alike and [*map(id, before.names)] == [*map(id, now.names)]:
             return
@@ -417,10 +421,10 @@ class Tracking:  # noqa: PLR0904
                     table.close()
             self.by_key = {key: same.get(key) or self._tracked(found) for key, found in now.tables.items()}
             self.tables = list(self.by_key.values())
-        self._view_again()
+        self._rebuild_views()
         self._named = now
 
-    def _view_again(self) -> None:
+    def _rebuild_views(self) -> None:
         """Optimizers, or what they step, changed: have views of them as they are now."""
         earlier = self.optimizers
         self.optimizers = self._views(self.inventory)
@@ -444,11 +448,11 @@ def _owns(optimizer: Any, param: Tensor) -> bool:
 _live: weakref.WeakSet[Tracking] = weakref.WeakSet()
 
 
-def _in_child() -> None:
+def _after_fork_in_child() -> None:
     # A forked worker trains nothing of ours: what it runs of the model must not be watched.
     for tracking in list(_live):
         tracking.on_cuda = False  # nor may CUDA be asked anything there
         tracking.close()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -15,9 +15,9 @@ from deltashard_checkpoint.write.fencing import FencedError
 
 from tests.support.checkpoint.store_conformance import StoreTests
 from tests.support.checkpoint.written_run import ITEMS, WrittenRun
-from tests.support.server.shared_mount import SharedMount, cannot_mount
+from tests.support.server.shared_mount import SharedMount, mount_error
 
-pytestmark = pytest.mark.skipif(bool(cannot_mount()), reason=cannot_mount())
+pytestmark = pytest.mark.skipif(bool(mount_error()), reason=mount_error())
 Mounter = Callable[..., FileStore]
 CACHED = ("-cache", "3")
 """Seconds of NFS's own shortest default."""

@@ -11,9 +11,9 @@ from deltashard_checkpoint.stores.transport import BadTransport, CertificateRefu
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.checkpoint.store_conformance import get_range
-from tests.support.server.apiserver import Authority
+from tests.support.server.apiserver import CertificateAuthority
 from tests.support.server.cloud_server import CloudServer
-from tests.support.server.faulty_proxy import FixedAnswers
+from tests.support.server.faulty_proxy import FixedResponses
 from tests.support.server.forward_proxy import ForwardProxy
 from tests.support.server.minio_server import MinioServer
 from tests.support.server.port import free_port
@@ -24,12 +24,14 @@ KEY = "tests-key"
 
 
 @pytest.fixture(scope="module")
-def authority() -> Authority:
-    return Authority()
+def authority() -> CertificateAuthority:
+    return CertificateAuthority()
 
 
 @pytest.fixture(scope="module")
-def tls_server(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[MinioServer]:
+def tls_server(
+    tmp_path_factory: pytest.TempPathFactory, authority: CertificateAuthority
+) -> Iterator[MinioServer]:
     """Under TLS, with a key service of its own."""
     server = MinioServer(
         tmp_path_factory.mktemp("tls-minio"),
@@ -64,7 +66,7 @@ def bundle(authority, tmp_path) -> Path:
 
 @pytest.fixture
 def other_bundle(tmp_path) -> Path:
-    (tmp_path / "other.crt").write_bytes(Authority("others").pem)
+    (tmp_path / "other.crt").write_bytes(CertificateAuthority("others").pem)
     return tmp_path / "other.crt"
 
 
@@ -96,7 +98,7 @@ def test_clouds_trust_a_private_authority(authority, bundle, other_bundle, tmp_p
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "both.pem")
     monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "unchecked")
-    with FixedAnswers(404, b"<Error><Code>NoSuchKey</Code></Error>", tls=context) as answers:
+    with FixedResponses(404, b"<Error><Code>NoSuchKey</Code></Error>", tls=context) as answers:
         url = f"gs://some-bucket?endpoint=https://localhost:{answers.port}"
         monkeypatch.setenv("SSL_CERT_FILE", str(bundle))
         with open_store(url, policy=ONCE) as store:
@@ -235,7 +237,7 @@ def test_unavailable_encryption_is_refused(tls_minio, bundle, minio_server, monk
     for name, value in minio_server.environment.items():
         monkeypatch.setenv(name, value)
     refused(f"{minio_server.url(minio_server.new_bucket())}&sse=AES256", RequestRefused, "key service")
-    with FixedAnswers(200) as answers:  # takes every object, and passes over what it does not know
+    with FixedResponses(200) as answers:  # takes every object, and passes over what it does not know
         url = f"s3://bucket?endpoint=http://127.0.0.1:{answers.port}"
         refused(f"{url}&sse=AES256", RequestRefused, "answered nothing about encryption")
         refused(url, StoreUnavailable, "not a store's")

@@ -22,9 +22,9 @@ from tests.support.helm import render
 from tests.support.operator import sample
 from tests.support.operator.sample import policy_object
 from tests.support.operator.webhook_process import WebhookProcess, has_sidecar, job, opted, pod, registered
-from tests.support.server.apiserver import ApiServer, Authority, Reply, Rest, collection, put
+from tests.support.server.apiserver import ApiServer, CertificateAuthority, Reply, Rest, collection, put
 from tests.support.server.minio_server import free_port
-from tests.support.tool import built
+from tests.support.tool import require_tool
 
 OF_JOB = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "0b4f", "controller": True}
 """As the Job's controller puts it on the pods it makes."""
@@ -132,7 +132,7 @@ def test_unchanged_manifest_can_be_reapplied(
     spec = {**grace, "initContainers": inits, "securityContext": {"supplementalGroups": [7]}}
     manifest.write_text(json.dumps(job(name, opted(), **spec)))
     config = f"--kubeconfig={shared_webhook.apiserver.kubeconfig}"
-    command = [str(built("kubectl")), config, "apply", *how, "-f", str(manifest)]
+    command = [str(require_tool("kubectl")), config, "apply", *how, "-f", str(manifest)]
     environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
     with registered(http, shared_webhook.client_config()):
         for _ in range(2):
@@ -148,7 +148,7 @@ def test_unchanged_manifest_can_be_reapplied(
 
 def test_rotation_under_load_fails_no_admission(http: Rest, webhook: WebhookProcess) -> None:
     """Old and new authority in the bundle, then the new certificate, then the old authority out: nobody notices."""
-    old, new = webhook.authority, Authority("new")
+    old, new = webhook.authority, CertificateAuthority("new")
     failed: list[Reply] = []
     done = threading.Event()
     answered = [0] * 3

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.operator.controller_process import Cluster
+from tests.support.operator.controller_process import NamespaceObjects
 from tests.support.server.apiserver import Rest
 
 
 @pytest.fixture
-def cluster(http: Rest) -> Cluster:
-    return Cluster.make(http)
+def cluster(http: Rest) -> NamespaceObjects:
+    return NamespaceObjects.make(http)

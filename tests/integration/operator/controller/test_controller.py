@@ -15,7 +15,13 @@ from deltashard_proto.v1 import fleet_pb2 as wire
 
 from tests.support.eventually import eventually
 from tests.support.operator import sample
-from tests.support.operator.controller_process import MERGE, Cluster, ControllerProcess, Document, Sidecar
+from tests.support.operator.controller_process import (
+    MERGE,
+    ControllerProcess,
+    Document,
+    NamespaceObjects,
+    ReportingSidecar,
+)
 from tests.support.operator.definition import serving
 from tests.support.server.apiserver import ApiServer
 from tests.support.server.faulty_proxy import FaultyProxy
@@ -49,14 +55,14 @@ class IsolatedController:
     """A controller of one test's own, not started, and a namespace; it sees what other tests left, too."""
 
     controller: ControllerProcess
-    cluster: Cluster
+    cluster: NamespaceObjects
 
 
 @pytest.fixture
 def isolated_controller(second_apiserver: ApiServer, tmp_path: Path) -> Iterator[IsolatedController]:
     running = ControllerProcess(second_apiserver, tmp_path)
     with second_apiserver.http() as http:
-        yield IsolatedController(running, Cluster.make(http))
+        yield IsolatedController(running, NamespaceObjects.make(http))
     if running.process is not None:
         running.stop(signal.SIGKILL)
 
@@ -65,12 +71,14 @@ def incident(number: int, kind: str, **more: Any) -> wire.Incident:
     return wire.Incident(id=number, kind=wire.IncidentKind.Value(f"INCIDENT_KIND_{kind}"), **more)
 
 
-def wait_for_pods(cluster: Cluster, owner: Document, pods: int = 1) -> None:
+def wait_for_pods(cluster: NamespaceObjects, owner: Document, pods: int = 1) -> None:
     """Wait until the controller knows the workload's pods."""
     eventually(lambda: len(cluster.status(owner).get("pods") or ()) == pods, "its pods")
 
 
-def test_job_gets_run_whose_phases_follow_training(controller: ControllerProcess, cluster: Cluster) -> None:
+def test_job_gets_run_whose_phases_follow_training(
+    controller: ControllerProcess, cluster: NamespaceObjects
+) -> None:
     job = cluster.job(annotations={cluster_name.RUN_ID: "ctr"})
     found = eventually(lambda: cluster.run(job), "a CheckpointRun")
     uid = job["metadata"]["uid"]
@@ -80,15 +88,17 @@ def test_job_gets_run_whose_phases_follow_training(controller: ControllerProcess
     assert len(cluster.http("GET", cluster.path("checkpointruns") + query).document["items"]) == 1
     assert found["spec"]["runId"] == "ctr"
     assert "ownerReferences" not in found["metadata"]  # it outlives the Job
-    cluster.reaches(job, phase="Pending")
+    cluster.wait_for_status(job, phase="Pending")
     pod = cluster.running_pod(job)
-    sidecar = Sidecar(controller, cluster, pod, job)
+    sidecar = ReportingSidecar(controller, cluster, pod, job)
     reply = sidecar.report(phase="RESTORING")
     assert (reply.sequence, reply.speaks, reply.next_s) == (1, True, 15.0)
-    cluster.reaches(job, phase="Restoring")
+    cluster.wait_for_status(job, phase="Restoring")
     kept = wire.KeptCheckpoint(seq=2, step=8, bytes=3 << 30, pins=["best"])
     sidecar.report(step=9, seq=2, committed=8, stored_bytes=3 << 30, checkpoint_count=1, checkpoints=[kept])
-    status = cluster.reaches(job, phase="Training", step=9, lastCommittedStep=8, stored="3072Mi", bits=8)
+    status = cluster.wait_for_status(
+        job, phase="Training", step=9, lastCommittedStep=8, stored="3072Mi", bits=8
+    )
     assert status["intervalSeconds"] == 300
     assert [(each["seq"], each["pins"]) for each in status["newestCheckpoints"]] == [(2, ["best"])]
     assert cluster.condition(job, "Ready")["status"] == "True"
@@ -97,40 +107,40 @@ def test_job_gets_run_whose_phases_follow_training(controller: ControllerProcess
     assert controller.metric("deltashard_run_phase", phase="Training", **labels) == 1
     cluster.kubelet(pod, phase="Succeeded", exit_code=0, reason="Completed")
     cluster.end(job)
-    status = cluster.reaches(job, phase="Finished", finishedReason="Completed")
+    status = cluster.wait_for_status(job, phase="Finished", finishedReason="Completed")
     assert status["failures"] == 0
     assert controller.metric("deltashard_run_last_commit_timestamp_seconds", **labels) is None
 
 
 def test_eviction_is_one_failure_and_restore_is_recorded_once(
-    controller: ControllerProcess, cluster: Cluster
+    controller: ControllerProcess, cluster: NamespaceObjects
 ) -> None:
     cluster.node("node-a")
     job = cluster.job()
     first = cluster.running_pod(job)
-    Sidecar(controller, cluster, first, job).report(step=100, seq=3, committed=90)
-    cluster.reaches(job, phase="Training")
+    ReportingSidecar(controller, cluster, first, job).report(step=100, seq=3, committed=90)
+    cluster.wait_for_status(job, phase="Training")
     cluster.kubelet(first, phase="Failed", exit_code=79, disruption="EvictionByEvictionAPI")
-    status = cluster.reaches(job, phase="Recovering", failures=0)
+    status = cluster.wait_for_status(job, phase="Recovering", failures=0)
     assert [(each["cause"], each["pod"]) for each in status["losses"]] == [
         ("Evicted", first["metadata"]["name"])
     ]
-    sidecar = Sidecar(controller, cluster, cluster.running_pod(job), job)
+    sidecar = ReportingSidecar(controller, cluster, cluster.running_pod(job), job)
     restored = incident(1, "RESTORED", message="goes on from step 90", lost_steps=10, attempt=2)
     again = {"attempt": 2, "step": 91, "seq": 3, "committed": 90, "incidents": [restored]}
     assert sidecar.report(**again).told == 0  # its count is not written yet
-    cluster.reaches(job, phase="Training", restores=1, lostSteps=10, attempt=2)
+    cluster.wait_for_status(job, phase="Training", restores=1, lostSteps=10, attempt=2)
     eventually(lambda: sidecar.report(**again).told == 1, "it is told")
     told = cluster.events("Restored")
     assert {each["involvedObject"]["kind"] for each in told} == {"CheckpointRun", "Job"}
     assert "goes on from step 90" in told[0]["message"]
     assert (len(told), told[0]["type"]) == (2, "Normal")
-    assert cluster.reaches(job, failures=1)["restores"] == 1
+    assert cluster.wait_for_status(job, failures=1)["restores"] == 1
 
 
 @pytest.mark.parametrize("kind", ["CheckpointPolicy", "ClusterCheckpointPolicy"])
 def test_policy_status_has_run_count_and_store_health(
-    controller: ControllerProcess, cluster: Cluster, kind: str
+    controller: ControllerProcess, cluster: NamespaceObjects, kind: str
 ) -> None:
     """A store that is in trouble, and then well; and what was proven stays."""
     wide = kind.startswith("Cluster")
@@ -148,7 +158,7 @@ def test_policy_status_has_run_count_and_store_health(
 
     job = cluster.job(annotations={cluster_name.POLICY: "cluster/mine" if wide else "mine"})
     pod = cluster.running_pod(job)
-    sidecar = Sidecar(controller, cluster, pod, job, url="s3://bucket/prefix")
+    sidecar = ReportingSidecar(controller, cluster, pod, job, url="s3://bucket/prefix")
     failed = incident(1, "STORE_UNAVAILABLE", message="the bucket does not exist")
     sidecar.report(step=5, store_ok=False, incidents=[failed])
     eventually(lambda: conditions() == {"Ready": "False"}, "the trouble")
@@ -171,26 +181,26 @@ def test_new_controller_continues_after_kill(isolated_controller: IsolatedContro
     controller.start()
     job, still, gone = cluster.job(), cluster.job("still"), cluster.job("gone")
     pod = cluster.running_pod(job)
-    sidecar = Sidecar(controller, cluster, pod, job)
-    other = Sidecar(controller, cluster, cluster.running_pod(still), still)
+    sidecar = ReportingSidecar(controller, cluster, pod, job)
+    other = ReportingSidecar(controller, cluster, cluster.running_pod(still), still)
     restored = incident(1, "RESTORED", step=4, lost_steps=2, attempt=2)
     said = {"seq": 1, "committed": 4, "attempt": 2, "incidents": [restored]}
     sidecar.report(step=5, **said)
     other.report(step=5, seq=1, committed=4)
-    cluster.reaches(job, phase="Training", restores=1)
+    cluster.wait_for_status(job, phase="Training", restores=1)
     eventually(lambda: cluster.run(gone), "the other run")
     eventually(lambda: len(cluster.events("Restored")) == 2, "both Events")
-    quiet = cluster.reaches(still, phase="Training", lastCommittedStep=4)
+    quiet = cluster.wait_for_status(still, phase="Training", lastCommittedStep=4)
     controller.stop(signal.SIGKILL)
     cluster.delete("jobs", "gone")
     cluster.kubelet(pod, phase="Running", restarts=1, exit_code=137, reason="OOMKilled")
     controller.start()
-    cluster.reaches(gone, phase="Finished", finishedReason="Deleted")
+    cluster.wait_for_status(gone, phase="Finished", finishedReason="Deleted")
     eventually(lambda: "losses" in cluster.status(job), "the restart")
     moving = {"observedTime": "", "trainedSeconds": 0}
     assert cluster.status(still) | moving == quiet | moving
     sidecar.report(step=6, **said)
-    after = cluster.reaches(job, step=6)
+    after = cluster.wait_for_status(job, step=6)
     assert (after["restores"], after["lostSteps"]) == (1, 2)
     assert [each["cause"] for each in after["losses"]] == ["OOMKilled"]
     eventually(lambda: sidecar.report(step=6, **said).told == 1, "it is told")
@@ -214,9 +224,9 @@ def test_deletions_during_api_outage_are_found(
         controller.start()
         job, gone = cluster.job(), cluster.job("gone")
         pod, lost = cluster.running_pod(job), cluster.running_pod(job)
-        sidecar = Sidecar(controller, cluster, pod, job)
+        sidecar = ReportingSidecar(controller, cluster, pod, job)
         sidecar.report(step=5, every_s=60.0)
-        cluster.reaches(job, phase="Training")
+        cluster.wait_for_status(job, phase="Training")
         wait_for_pods(cluster, job, 2)
         eventually(lambda: cluster.run(gone), "the other run")
         proxy.upstream_port = free_port()
@@ -228,7 +238,7 @@ def test_deletions_during_api_outage_are_found(
         assert controller.get("livez") == (200, "ok")
         second_apiserver.start_api()
         proxy.upstream_port = second_apiserver.port
-        cluster.reaches(gone, phase="Finished", finishedReason="Deleted")
+        cluster.wait_for_status(gone, phase="Finished", finishedReason="Deleted")
         wait_for_pods(cluster, job, 1)
         eventually(
             lambda: sidecar.report(step=5, every_s=60.0).directive.policy.every_s == 300.0,
@@ -244,9 +254,9 @@ def test_pending_writes_are_flushed_on_sigterm(isolated_controller: IsolatedCont
     controller.status_interval_s = 3600.0
     controller.start()
     job = cluster.job()
-    sidecar = Sidecar(controller, cluster, cluster.running_pod(job), job)
+    sidecar = ReportingSidecar(controller, cluster, cluster.running_pod(job), job)
     sidecar.report(step=5, seq=1, committed=4)
-    cluster.reaches(job, phase="Training", lastCommittedStep=4)
+    cluster.wait_for_status(job, phase="Training", lastCommittedStep=4)
     sidecar.report(step=9, seq=2, committed=8)
     assert controller.stop() == 0, controller.log
     assert cluster.status(job)["lastCommittedStep"] == 8
@@ -267,15 +277,15 @@ def test_finished_runs_expire_and_do_not_reappear(isolated_controller: IsolatedC
     assert not cluster.run(job)
 
 
-def test_runs_save_before_node_shutdown(controller: ControllerProcess, cluster: Cluster) -> None:
+def test_runs_save_before_node_shutdown(controller: ControllerProcess, cluster: NamespaceObjects) -> None:
     node = f"node-{cluster.namespace}"
     cluster.node(node)
     job, other = cluster.job(), cluster.job("other")
-    sidecar = Sidecar(controller, cluster, cluster.running_pod(job, node=node), job)
-    second = Sidecar(controller, cluster, cluster.running_pod(other, node="elsewhere"), other)
+    sidecar = ReportingSidecar(controller, cluster, cluster.running_pod(job, node=node), job)
+    second = ReportingSidecar(controller, cluster, cluster.running_pod(other, node="elsewhere"), other)
     sidecar.report(step=5)
     second.report(step=5)
-    cluster.reaches(job, phase="Training")
+    cluster.wait_for_status(job, phase="Training")
     cordon = {"spec": {"unschedulable": True}}
     assert cluster.http("PATCH", f"/api/v1/nodes/{node}", cordon, content=MERGE).status == 200
     reply = eventually(lambda: (found := sidecar.report(step=6)).saves and found, "an order")
@@ -287,10 +297,10 @@ def test_runs_save_before_node_shutdown(controller: ControllerProcess, cluster: 
     assert not sidecar.report(step=7, saves_over=[over]).saves
 
 
-def test_pods_carry_newest_checkpoint_time(controller: ControllerProcess, cluster: Cluster) -> None:
+def test_pods_carry_newest_checkpoint_time(controller: ControllerProcess, cluster: NamespaceObjects) -> None:
     job = cluster.job()
     pod = cluster.running_pod(job)
-    Sidecar(controller, cluster, pod, job).report(step=9, seq=1, committed=8)
+    ReportingSidecar(controller, cluster, pod, job).report(step=9, seq=1, committed=8)
     time = eventually(lambda: cluster.status(job).get("lastCommitTime"), "a commit")
     path = cluster.path("pods", pod["metadata"]["name"])
 
@@ -302,7 +312,7 @@ def test_pods_carry_newest_checkpoint_time(controller: ControllerProcess, cluste
 
 
 def test_unauthorized_report_is_refused_and_run_id_stays_held(
-    controller: ControllerProcess, cluster: Cluster
+    controller: ControllerProcess, cluster: NamespaceObjects
 ) -> None:
     first = cluster.job("first", {cluster_name.RUN_ID: "ctr"})
     eventually(lambda: cluster.run(first), "a CheckpointRun")
@@ -312,10 +322,10 @@ def test_unauthorized_report_is_refused_and_run_id_stays_held(
     stranger = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "stranger"}}
     spec = {"containers": [{"name": "c", "image": "i"}]}
     unknown = cluster.http.create({**stranger, "spec": spec}, cluster.namespace).document
-    assert Sidecar(controller, cluster, unknown, second).post().status == 404
-    answer = Sidecar(controller, cluster, pod, first).post()
+    assert ReportingSidecar(controller, cluster, unknown, second).post().status == 404
+    answer = ReportingSidecar(controller, cluster, pod, first).post()
     assert (answer.status, second["metadata"]["uid"] in answer.text) == (403, True)
-    sidecar = Sidecar(controller, cluster, pod, second)
+    sidecar = ReportingSidecar(controller, cluster, pod, second)
     answer = sidecar.post()
     assert (answer.status, "run id ctr is held by Job first" in answer.text) == (403, True)
     eventually(lambda: cluster.condition(second, "RunIdTaken").get("status") == "True", "the condition")
@@ -323,18 +333,18 @@ def test_unauthorized_report_is_refused_and_run_id_stays_held(
     cluster.end(first)
     eventually(lambda: cluster.condition(second, "RunIdTaken")["status"] == "False", "its end")
     sidecar.report(step=1)
-    cluster.reaches(second, phase="Training")
+    cluster.wait_for_status(second, phase="Training")
 
 
 def test_deleted_checkpointrun_is_recreated_with_counts(
-    controller: ControllerProcess, cluster: Cluster
+    controller: ControllerProcess, cluster: NamespaceObjects
 ) -> None:
     job = cluster.job()
-    sidecar = Sidecar(controller, cluster, cluster.running_pod(job), job)
+    sidecar = ReportingSidecar(controller, cluster, cluster.running_pod(job), job)
     sidecar.report(step=5, incidents=[incident(1, "RESTORED", lost_steps=4, attempt=1)])
-    cluster.reaches(job, restores=1)
+    cluster.wait_for_status(job, restores=1)
     before = cluster.run(job)["metadata"]
     cluster.delete("checkpointruns", before["name"])
-    after = cluster.reaches(job, restores=1, lostSteps=4)
+    after = cluster.wait_for_status(job, restores=1, lostSteps=4)
     assert after["phase"] == "Training"
     assert cluster.run(job)["metadata"]["uid"] != before["uid"]

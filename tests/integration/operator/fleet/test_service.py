@@ -16,36 +16,36 @@ from deltashard_operator.kube.api_access import ApiAccess
 from deltashard_proto.v1 import fleet_pb2 as wire
 
 from tests.support.operator.controller_process import ControllerProcess
-from tests.support.operator.fleet_service import Pod, posted, refused, request_token, serving, unknown
+from tests.support.operator.fleet_service import ApiPod, post_report, refused, request_token, serving, unknown
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.port import free_port
 
 
 @pytest.fixture(scope="module")
-def pod(http: Rest) -> Pod:
-    return Pod.create(http)
+def pod(http: Rest) -> ApiPod:
+    return ApiPod.create(http)
 
 
 @pytest.fixture(scope="module")
-def token(http: Rest, pod: Pod) -> str:
+def token(http: Rest, pod: ApiPod) -> str:
     return pod.token(http)
 
 
-def test_report_is_accepted_and_answered(api: ApiAccess, pod: Pod, token: str) -> None:
+def test_report_is_accepted_and_answered(api: ApiAccess, pod: ApiPod, token: str) -> None:
     """The ledger has the value, the sidecar its reply; one review does for both."""
     order = SaveOrder(id="r-1", reason="request", urgent=True, deadline_s=30.0, pin="best")
 
     async def scenario() -> None:
         async with serving(api) as service:
-            service.book.answer = lambda report: Reply(
+            service.recorder.answer = lambda report: Reply(
                 sequence=report.sequence, next_s=15.0, speaks=True, saves=(order,), told=4
             )
             for sequence in (7, 8):
                 found = await service.post(token, pod.report(sequence=sequence))
                 assert (found.status, found.reply.sequence, found.reply.next_s) == (200, sequence, 15.0)
                 assert (found.reply.speaks, found.reply.told, found.reply.saves[0].pin) == (True, 4, "best")
-            assert [each.who.pod_uid for each in service.book.reports] == [pod.uid] * 2
+            assert [each.who.pod_uid for each in service.recorder.reports] == [pod.uid] * 2
             assert service.value("reports_total", outcome="accepted") == 2
             assert service.value("report_seconds_count") == 2
             assert service.value("token_reviews_total", outcome="authentic") == 1
@@ -56,9 +56,9 @@ def test_report_is_accepted_and_answered(api: ApiAccess, pod: Pod, token: str) -
     asyncio.run(scenario())
 
 
-def test_rejected_report_has_reason(api: ApiAccess, http: Rest, pod: Pod, token: str) -> None:
+def test_rejected_report_has_reason(api: ApiAccess, http: Rest, pod: ApiPod, token: str) -> None:
     """Each refusal has a status of its own and is counted; the ledger never hears of it."""
-    other = Pod.create(http)
+    other = ApiPod.create(http)
     unbound = request_token(http, "default", {"audiences": ["deltashard-fleet"], "expirationSeconds": 3600})
     good = pod.report()
     cases: list[tuple[str | None, wire.ReportRequest | bytes, int, str]] = [
@@ -85,9 +85,9 @@ def test_rejected_report_has_reason(api: ApiAccess, http: Rest, pod: Pod, token:
                 found = await service.post(sent, body)
                 assert (found.status, bool(found.text)) == (status, True), (outcome, found)
                 assert service.value("reports_total", outcome=outcome) == before + 1
-            assert service.book.reports == []
+            assert service.recorder.reports == []
             for answer, status in ((unknown, 404), (refused, 403), (lambda _: 1 / 0, 500)):
-                service.book.answer = answer  # type: ignore[assignment]
+                service.recorder.answer = answer  # type: ignore[assignment]
                 assert (await service.post(token, good)).status == status
             service.synced = False
             assert (await service.post(token, good)).status == 503
@@ -100,7 +100,7 @@ def test_rejected_report_has_reason(api: ApiAccess, http: Rest, pod: Pod, token:
 
 def test_token_of_deleted_pod_is_rejected(api: ApiAccess, http: Rest) -> None:
     """The API says so, once its own cache does."""
-    gone = Pod.create(http)
+    gone = ApiPod.create(http)
     token = gone.token(http)
     gone.delete(http)
 
@@ -115,9 +115,9 @@ def test_token_of_deleted_pod_is_rejected(api: ApiAccess, http: Rest) -> None:
     asyncio.run(scenario())
 
 
-def test_api_outage_is_retryable(apiserver: ApiServer, http: Rest, pod: Pod, token: str) -> None:
+def test_api_outage_is_retryable(apiserver: ApiServer, http: Rest, pod: ApiPod, token: str) -> None:
     """503 with Retry-After while it cannot be asked; what was asked before still holds; then it works again."""
-    other = Pod.create(http)
+    other = ApiPod.create(http)
     theirs = other.token(http)
 
     async def scenario(proxy: FaultyProxy, api: ApiAccess) -> None:
@@ -139,7 +139,7 @@ def test_api_outage_is_retryable(apiserver: ApiServer, http: Rest, pod: Pod, tok
 
 
 def test_idle_peers_are_disconnected(
-    api: ApiAccess, pod: Pod, token: str, monkeypatch: pytest.MonkeyPatch
+    api: ApiAccess, pod: ApiPod, token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that says nothing, before its handshake or after, goes when another comes; half a body is given up."""
 
@@ -168,7 +168,7 @@ def test_idle_peers_are_disconnected(
 
 @pytest.mark.parametrize("limit", ["CONNECTIONS", "PEER_CONNECTIONS"])
 def test_connections_are_bounded(
-    api: ApiAccess, pod: Pod, token: str, monkeypatch: pytest.MonkeyPatch, limit: str
+    api: ApiAccess, pod: ApiPod, token: str, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     """Only so many are open at once, of all and of an address; the next is closed, and those that go make room."""
     monkeypatch.setattr(reports, limit, 3)
@@ -224,6 +224,6 @@ def test_ipv6_only(apiserver: ApiServer, tmp_path: Path) -> None:
     try:
         assert controller.get("livez") == (200, "ok")
         url = f"https://[::1]:{controller.fleet_port}"
-        assert posted(url, controller.authority.pem, None, b"").status == 401
+        assert post_report(url, controller.authority.pem, None, b"").status == 401
     finally:
         assert controller.stop() == 0, controller.log

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.operator.access import access_to
-from tests.support.server.faulty_proxy import FaultyProxy, FixedAnswers
+from tests.support.server.faulty_proxy import FaultyProxy, FixedResponses
 
 AUDIENCE = "deltashard-fleet"
 USER: dict[str, Any] = {
@@ -43,10 +43,10 @@ def token(**claims: Any) -> str:
     return ".".join([*(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in parts), "s"])
 
 
-def answering(status: dict[str, Any], code: int = 201) -> FixedAnswers:
+def answering(status: dict[str, Any], code: int = 201) -> FixedResponses:
     """An API with one answer to every review."""
     body = json.dumps({"kind": "TokenReview", "status": status}).encode()
-    return FixedAnswers(code, body, {"Content-Type": "application/json"})
+    return FixedResponses(code, body, {"Content-Type": "application/json"})
 
 
 class ReviewerHarness:

@@ -14,13 +14,13 @@ from deltashard_operator.kube.api_access import ApiAccess
 from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.kube.lease import Lease, LeaseLost
 
+from tests.support.async_test import async_test
 from tests.support.eventually import eventually
-from tests.support.in_a_loop import in_a_loop
 from tests.support.operator.access import access_to
 from tests.support.operator.controller_process import ControllerProcess
-from tests.support.operator.fleet_service import posted
+from tests.support.operator.fleet_service import post_report
 from tests.support.server.apiserver import ApiServer, Rest
-from tests.support.server.faulty_proxy import FaultyProxy, FixedAnswers
+from tests.support.server.faulty_proxy import FaultyProxy, FixedResponses
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -66,7 +66,7 @@ def holder(http: Rest, namespace: str) -> Any:
     return (http("GET", path).document.get("spec") or {}).get("holderIdentity")
 
 
-@in_a_loop
+@async_test
 async def test_one_of_two_leads_until_lease_expires(api: ApiAccess, http: Rest, namespace: str) -> None:
     """The first is cut off: it calls itself none before the other takes over, and ends when it sees the other's name."""
     world = LeaseHarness(api, namespace)
@@ -97,7 +97,7 @@ async def test_one_of_two_leads_until_lease_expires(api: ApiAccess, http: Rest, 
     await world.call.close()
 
 
-@in_a_loop
+@async_test
 async def test_stopping_releases_lease_and_restart_reacquires_it(
     api: ApiAccess, http: Rest, namespace: str
 ) -> None:
@@ -118,7 +118,7 @@ async def test_stopping_releases_lease_and_restart_reacquires_it(
     await world.call.close()
 
 
-@in_a_loop
+@async_test
 async def test_concurrent_acquire_has_one_winner(api: ApiAccess, namespace: str) -> None:
     world = LeaseHarness(api, namespace)
     mine = [world.lease(f"c-{n}") for n in range(8)]
@@ -164,7 +164,7 @@ def test_no_leader_without_right_to_create_lease(apiserver: ApiServer, http: Res
 def test_api_outage_does_not_end_controller(namespace: str) -> None:
     """Nothing can be written meanwhile, and nothing is."""
 
-    async def scenario(server: FixedAnswers) -> None:
+    async def scenario(server: FixedResponses) -> None:
         world = LeaseHarness(access_to(server.port), namespace)
         lease = world.lease("first")
         assert not await lease._acquire_or_renew()
@@ -177,7 +177,7 @@ def test_api_outage_does_not_end_controller(namespace: str) -> None:
         await world.call.close()
         await guarded.close()
 
-    with FixedAnswers(503, b"{}", {"Content-Type": "application/json"}) as server:
+    with FixedResponses(503, b"{}", {"Content-Type": "application/json"}) as server:
         asyncio.run(scenario(server))
 
 
@@ -213,7 +213,7 @@ def test_second_controller_stands_by_until_first_ends(
 
     def status(process: ControllerProcess) -> int:
         url = f"https://localhost:{process.fleet_port}"
-        return posted(url, process.authority.pem, None, b"").status
+        return post_report(url, process.authority.pem, None, b"").status
 
     try:
         first.start()

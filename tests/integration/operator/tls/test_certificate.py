@@ -7,12 +7,12 @@ from pathlib import Path
 from deltashard_operator.tls.certificate import Certificate
 from prometheus_client import CollectorRegistry
 
-from tests.support.server.apiserver import Authority, put
+from tests.support.server.apiserver import CertificateAuthority, put
 
 
 def test_invalid_certificate_is_refused_and_old_one_kept(tmp_path: Path) -> None:
     """No file, garbage, or a key that fits another certificate: what serves goes on serving."""
-    certificate, authority = Certificate(tmp_path, "webhook", CollectorRegistry()), Authority()
+    certificate, authority = Certificate(tmp_path, "webhook", CollectorRegistry()), CertificateAuthority()
     certificate.reload()
     assert certificate.loaded is None
     first, second = authority.issue(), authority.issue()

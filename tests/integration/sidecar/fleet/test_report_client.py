@@ -20,7 +20,7 @@ from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import configure
 
 from tests.support.eventually import eventually
-from tests.support.server.fleet_server import Authority, FleetServer
+from tests.support.server.fleet_server import CertificateAuthority, FleetServer
 
 DEADLINE_S = 60.0
 
@@ -69,7 +69,9 @@ class FakeReporter:
 
 
 @contextmanager
-def client(side: FakeReporter, address: str, authority: Authority, token: Path) -> Iterator[ReportClient]:
+def client(
+    side: FakeReporter, address: str, authority: CertificateAuthority, token: Path
+) -> Iterator[ReportClient]:
     side.settings = settings.load([], {
         "DELTASHARD_URL": "memory://x", "DELTASHARD_RUN": "ns/run", "DELTASHARD_DIR": "/d", "DELTASHARD_CACHE_DIR": "/c",
         "DELTASHARD_FLEET": address, "DELTASHARD_FLEET_CA": authority.pem.decode(), "DELTASHARD_FLEET_TOKEN_FILE": str(token),
@@ -85,7 +87,7 @@ def client(side: FakeReporter, address: str, authority: Authority, token: Path) 
         one.stop()
 
 
-def test_report_has_identity_and_state(authority: Authority, token: Path) -> None:
+def test_report_has_identity_and_state(authority: CertificateAuthority, token: Path) -> None:
     """At once, at a change, when nudged, at the end; what comes back reaches the sidecar, a bad directive once."""
     side = FakeReporter()
     with FleetServer(authority, next_s=300) as server, client(side, server.address, authority, token) as one:
@@ -97,11 +99,11 @@ def test_report_has_identity_and_state(authority: Authority, token: Path) -> Non
         assert (first.who.workload_uid, first.who.index, first.who.replica) == ("w-1", "2", "1")
         assert first.process
         assert first.who.version
-        server.tell(speaks=True, directive=fleet.Directive(id=3, policy=pb.Policy(every_s=5)))
+        server.set_reply(speaks=True, directive=fleet.Directive(id=3, policy=pb.Policy(every_s=5)))
         side.phase = fleet.PHASE_TRAINING
         eventually(lambda: side.directives, "the directive")
         assert (side.directives[0].id, side.directives[0].workload) == (3, "w-1")
-        server.tell(directive=fleet.Directive(id=4, policy=pb.Policy(encoding="bogus")))
+        server.set_reply(directive=fleet.Directive(id=4, policy=pb.Policy(encoding="bogus")))
         side.incidents.add(fleet.INCIDENT_KIND_FENCED, cause="fenced", message="m")
         eventually(lambda: not side.incidents.pending(), "it is told")
         assert server.last.run.checkpoint_count == 3, "who is told to speaks for the run"
@@ -115,7 +117,7 @@ def test_report_has_identity_and_state(authority: Authority, token: Path) -> Non
     assert len(side.directives) == 1
 
 
-def test_token_is_read_for_each_report(authority: Authority, token: Path) -> None:
+def test_token_is_read_for_each_report(authority: CertificateAuthority, token: Path) -> None:
     """It rotates under the client; a refusal is a metric, and trying goes on."""
     side = FakeReporter()
     token.unlink()
@@ -126,7 +128,7 @@ def test_token_is_read_for_each_report(authority: Authority, token: Path) -> Non
         token.write_text("good")
         eventually(lambda: server.reports, "taken")
     side = FakeReporter()  # no token reaches a server that the injected authority does not vouch for
-    with FleetServer(Authority()) as impostor, client(side, impostor.address, authority, token):
+    with FleetServer(CertificateAuthority()) as impostor, client(side, impostor.address, authority, token):
         eventually(lambda: side.refused("verification") >= 2, "the failed verification is counted")
         assert not impostor.tokens
 
@@ -135,15 +137,17 @@ def test_token_is_read_for_each_report(authority: Authority, token: Path) -> Non
     ("status", "cause"),
     [(400, "protocol"), (403, "denied"), (404, "unknown_pod"), (421, "not_leading"), (429, "busy"), (500, "other")],
 )  # fmt: skip
-def test_every_refusal_is_retried(authority: Authority, token: Path, status: int, cause: str) -> None:
+def test_every_refusal_is_retried(
+    authority: CertificateAuthority, token: Path, status: int, cause: str
+) -> None:
     """And counted by its cause; a report that could not be read comes again without the texts of its incidents."""
     side = FakeReporter()
     side.incidents.add(fleet.INCIDENT_KIND_FENCED, cause="fenced", message="m")
     with FleetServer(authority) as server:
-        server.refuse = lambda _: status
+        server.reject = lambda _: status
         with client(side, server.address, authority, token):
             eventually(lambda: side.refused(cause) >= 2, "two refusals")
-            server.refuse = lambda _: 0
+            server.reject = lambda _: 0
             eventually(lambda: server.reports, "taken")
     (told,) = server.incidents(fleet.INCIDENT_KIND_FENCED)
     assert told.message == ("" if status == 400 else "m")

@@ -21,7 +21,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.policy import KEY
 
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model
+from tests.support.fake_model import FakeModel
 from tests.support.fake_trainer import Trainer
 from tests.support.server.fleet_server import FleetServer
 from tests.support.sidecar.training import pod, training
@@ -82,11 +82,11 @@ def test_pod_lifecycle_is_reported(tmp_path: Path, url: str, server: FleetServer
         first = wait_for_report(server, "waiting", phase=fleet.PHASE_WAITING)
         assert (first.pod.run, first.pod.attempt, first.pod.store_ok) == ("ns/job", 0, True)
         assert (first.who.workload_uid, first.HasField("run")) == ("w-1", False)
-        trainer = Trainer(process.socket, Model())
+        trainer = Trainer(process.socket, FakeModel())
         wait_for_report(server, "attached", phase=fleet.PHASE_RESTORING)
         trainer.open()
         trainer.model.step = 5
-        trainer.stepped()
+        trainer.report_step()
         wait_for_report(server, "training", phase=fleet.PHASE_TRAINING, attempt=1)
         commit = trainer.save_and_commit()
         eventually(lambda: server.last.run.newest.seq == commit.seq, what="the commit")
@@ -98,9 +98,9 @@ def test_pod_lifecycle_is_reported(tmp_path: Path, url: str, server: FleetServer
         assert 0 < run.newest_age_s == kept.age_s < DEADLINE_S
         # The trainer dies without a word (its lock goes with its descriptors), another takes its place.
         trainer.model.step = 7
-        trainer.stepped()
+        trainer.report_step()
         trainer.close()
-        again = Trainer(process.socket, Model())
+        again = Trainer(process.socket, FakeModel())
         opened = again.open()
         again.restore(opened.resume_seq)
         wait_for_incident(server, fleet.INCIDENT_KIND_TRAINER_LOST)
@@ -113,7 +113,7 @@ def test_pod_lifecycle_is_reported(tmp_path: Path, url: str, server: FleetServer
         assert wait_for_incident(server, fleet.INCIDENT_KIND_SAVE_FAILED).cause == "aborted"
         assert wait_for_report(server, "the failure", saves_failed_in_a_row=1)
         again.model.step = 8
-        again.stepped()
+        again.report_step()
         again.save_and_commit()
         wait_for_report(server, "counted anew", saves_failed_in_a_row=0)
         again.detach()
@@ -132,7 +132,7 @@ def test_directive_takes_effect_while_running(tmp_path: Path, url: str, server: 
         assert (first.begun.encoding, first.begun.state_encoding) == ("fp32", "fp32")
         wait_for_report(server, "connected", attempt=1)
         policy = pb.Policy(every_steps=40, encoding="q4", differential="full", state_encoding="bf16")
-        server.tell(directive=fleet.Directive(id=2, policy=policy))
+        server.set_reply(directive=fleet.Directive(id=2, policy=policy))
         wait_for_report(server, "in force", directive=2)
         # The cut that has begun stays what it was.
         first.write_all()
@@ -143,7 +143,7 @@ def test_directive_takes_effect_while_running(tmp_path: Path, url: str, server: 
         eventually(lambda: line[SAVE_AT_STEP] == 40, what="the timer follows")
         assert [p.encoding for p in trainer.policies] == ["q4"]
         assert server.last.run.policy.every_steps == 40
-        server.tell(directive=fleet.Directive(id=9, policy=pb.Policy(encoding="nonsense")))
+        server.set_reply(directive=fleet.Directive(id=9, policy=pb.Policy(encoding="nonsense")))
         reports = len(server.reports)
         eventually(lambda: len(server.reports) > reports + 1, what="it was answered so")
         cut = trainer.begin()
@@ -166,12 +166,12 @@ def test_restart_without_controller_keeps_directive(tmp_path: Path, url: str, se
     """Pods of the workload adopt it from the newest commit, at Open or re-attach; another workload's do not."""
     with training(tmp_path, url, **flags(tmp_path, server)) as (_, trainer):
         wait_for_report(server, "connected", attempt=1)
-        server.tell(directive=fleet.Directive(id=4, policy=pb.Policy(every_steps=25, encoding="q8")))
+        server.set_reply(directive=fleet.Directive(id=4, policy=pb.Policy(every_steps=25, encoding="q8")))
         wait_for_report(server, "in force", directive=4)
         trainer.save_and_commit()
     alone = flags(tmp_path, server) | {"fleet": ""}
     with sidecar(tmp_path, url, **alone) as process:
-        trainer = Trainer(process.socket, Model())
+        trainer = Trainer(process.socket, FakeModel())
         assert trainer.reply.policy.encoding == "fp32"
         trainer.open()
         eventually(lambda: trainer.policies, what="the notice")
@@ -180,11 +180,11 @@ def test_restart_without_controller_keeps_directive(tmp_path: Path, url: str, se
         attempt = trainer.attempt
         trainer.close()
     with sidecar(tmp_path, url, **alone) as process:
-        trainer = Trainer(process.socket, Model(), attempt=attempt)
+        trainer = Trainer(process.socket, FakeModel(), attempt=attempt)
         assert trainer.reply.policy.encoding == "q8"
         trainer.close()
     with sidecar(tmp_path, url, **(alone | {"workload-uid": "w-2"})) as process:
-        other = Trainer(process.socket, Model())
+        other = Trainer(process.socket, FakeModel())
         other.open()
         assert other.begin().begun.encoding == "fp32"
         other.close()
@@ -194,9 +194,9 @@ def test_ordered_save_is_executed_once(tmp_path: Path, url: str, server: FleetSe
     """By the next cut, with its pin; one that fails or comes too late is told as well, and a restart repeats none."""
     first = fleet.SaveOrder(id="u-1", reason="request", pin="release")
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
-        server.tell(saves=[first, fleet.SaveOrder(id="late", reason="request", deadline_s=0.1)])
+        server.set_reply(saves=[first, fleet.SaveOrder(id="late", reason="request", deadline_s=0.1)])
         assert over(server, "late").outcome == fleet.SaveOver.OUTCOME_EXPIRED
-        trainer = Trainer(process.socket, Model())
+        trainer = Trainer(process.socket, FakeModel())
         trainer.open()  # only now is there a trainer to be asked
         eventually(lambda: trainer.urgent, what="asked")
         assert [(each.reason, each.urgent) for each in trainer.urgent] == [("request", False)]
@@ -205,13 +205,13 @@ def test_ordered_save_is_executed_once(tmp_path: Path, url: str, server: FleetSe
         assert (end.outcome, end.seq) == (fleet.SaveOver.OUTCOME_COMMITTED, commit.seq)
         assert newest(url).pins == ("release",)
         eventually(lambda: list(server.last.run.checkpoints[0].pins) == ["release"])
-        server.tell(saves=[fleet.SaveOrder(id="drain/n/1", reason="drain", urgent=True, deadline_s=60)])
+        server.set_reply(saves=[fleet.SaveOrder(id="drain/n/1", reason="drain", urgent=True, deadline_s=60)])
         eventually(lambda: len(trainer.urgent) == 2, what="asked again")
         assert (trainer.urgent[1].reason, trainer.urgent[1].urgent) == ("drain", True)
         fail_a_save(trainer)
         end = over(server, "drain/n/1")
         assert (end.outcome, end.cause) == (fleet.SaveOver.OUTCOME_FAILED, "aborted: veto")
-        server.tell(saves=[fleet.SaveOrder(id="u-2", reason="request", pin="release")])
+        server.set_reply(saves=[fleet.SaveOrder(id="u-2", reason="request", pin="release")])
         end = over(server, "u-2")
         assert (end.outcome, f"at step {newest(url).step}" in end.cause) == (
             fleet.SaveOver.OUTCOME_FAILED,
@@ -220,8 +220,8 @@ def test_ordered_save_is_executed_once(tmp_path: Path, url: str, server: FleetSe
         process.kill()
     server.reports.clear()
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
-        server.tell(saves=[first])
-        again = Trainer(process.socket, Model(), attempt=trainer.attempt)
+        server.set_reply(saves=[first])
+        again = Trainer(process.socket, FakeModel(), attempt=trainer.attempt)
         assert over(server, "u-1").seq == commit.seq
         assert not again.urgent
         again.close()
@@ -230,9 +230,9 @@ def test_ordered_save_is_executed_once(tmp_path: Path, url: str, server: FleetSe
 
 def test_sidecar_without_rank_0_executes_order(tmp_path: Path, url: str, server: FleetServer) -> None:
     """Ranks cut together, so that any of them may ask; told to, it speaks for the run."""
-    server.tell(speaks=True, saves=[fleet.SaveOrder(id="u-1", reason="request")])
+    server.set_reply(speaks=True, saves=[fleet.SaveOrder(id="u-1", reason="request")])
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
-        trainer = Trainer(process.socket, Model(), rank=1, world_size=2, attempt=1, layout="0" * 32)
+        trainer = Trainer(process.socket, FakeModel(), rank=1, world_size=2, attempt=1, layout="0" * 32)
         eventually(lambda: trainer.urgent, what="asked")
         eventually(lambda: server.last.HasField("run"), what="it speaks")
         trainer.close()
@@ -240,7 +240,7 @@ def test_sidecar_without_rank_0_executes_order(tmp_path: Path, url: str, server:
 
 def test_nudge_triggers_report(tmp_path: Path, url: str, server: FleetServer) -> None:
     """On the metrics port, without a word or a secret; nothing else is served there but metrics."""
-    server.tell(next_s=300)
+    server.set_reply(next_s=300)
     with sidecar(tmp_path, url, metrics_port=0, metrics_host="::", **flags(tmp_path, server)) as process:
         eventually(lambda: server.reports, what="the first report")
         port = process.ready()["metrics_port"]
@@ -259,7 +259,7 @@ def test_silent_controller_blocks_nothing(tmp_path: Path, url: str, server: Flee
         silent_flags = flags(tmp_path, server) | {"fleet": f"localhost:{silent.getsockname()[1]}"}
         for_ever = {"deltashard_sidecar.fleet.report_client.DEADLINE_S": 86400.0}
         with sidecar(tmp_path, url, metrics_port=0, constants=for_ever, **silent_flags) as process:
-            trainer = Trainer(process.socket, Model())
+            trainer = Trainer(process.socket, FakeModel())
             trainer.open()
             silent.settimeout(DEADLINE_S)
             connection, _ = silent.accept()
@@ -294,7 +294,7 @@ def test_library_applies_directive_and_reports_fault(
             assert ckpt.restore() is None
             step(ckpt)
             assert ckpt.save().wait(DEADLINE_S).baseline
-            server.tell(
+            server.set_reply(
                 directive=fleet.Directive(id=1, policy=pb.Policy(encoding="q4", state_encoding="bf16"))
             )
             wait_for_report(server, "in force", directive=1)
@@ -308,7 +308,7 @@ def test_library_applies_directive_and_reports_fault(
                 "a tracking fault makes the next save hold every row"
             )
             wait_for_incident(server, fleet.INCIDENT_KIND_TRACKING_FAULT)
-            server.tell(saves=[fleet.SaveOrder(id="u-1", reason="request")])
+            server.set_reply(saves=[fleet.SaveOrder(id="u-1", reason="request")])
             before = ckpt.stats.commits
             eventually(lambda: step(ckpt) or ckpt.stats.commits > before, what="saved now")
         wait_for_report(server, "closed", phase=fleet.PHASE_CLOSED)

@@ -17,7 +17,7 @@ from deltashard_checkpoint.stores.url import open_store
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1 import trainer_pb2_grpc
 
-from tests.support.fake_model import Model
+from tests.support.fake_model import FakeModel
 from tests.support.fake_trainer import Trainer
 from tests.support.sidecar_process import sidecar
 
@@ -63,7 +63,7 @@ def test_layout_over_64_mib_opens_attempt(tmp_path: Path) -> None:
     assert len(layout.data) > LARGE_BYTES
     url = (tmp_path / "store").as_uri()
     with sidecar(tmp_path, url, arena_bytes="64MiB") as process:
-        trainer = Trainer(process.socket, Model(of_rank=0), rank=0, world_size=2100)
+        trainer = Trainer(process.socket, FakeModel(of_rank=0), rank=0, world_size=2100)
         with _link(f"unix:{process.socket}") as link:
             request = pb.OpenRequest(session=trainer.reply.session, which="latest", layout=layout.data)
             reply = link.open(request)

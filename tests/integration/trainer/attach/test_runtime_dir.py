@@ -13,7 +13,7 @@ from deltashard.attach.launcher import cache_dir, normal_url, runtime_dir
 from deltashard.errors import UserError
 from deltashard_proto.arena_layout import BLOCKS_OFFSET
 
-from tests.incidents.toys import Run, assert_holds, stored
+from tests.incidents.toys import ToyRun, assert_holds, stored
 from tests.support.eventually import eventually
 
 
@@ -28,7 +28,7 @@ def home_of(store: Path) -> Path:
     return runtime_dir(normal_url(store), "run")
 
 
-def assert_saves_again(run: Run, store: Path, first: int | None) -> None:
+def assert_saves_again(run: ToyRun, store: Path, first: int | None) -> None:
     """A sidecar other than `first` comes, and holds what is saved."""
     eventually(
         lambda: (run.train(1), run.kinds("attached") and run.ckpt.arena_path)[1], what="another sidecar"
@@ -40,7 +40,7 @@ def assert_saves_again(run: Run, store: Path, first: int | None) -> None:
 
 def test_removed_runtime_directory_is_recreated(store: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The sidecar that nobody can find any more stops, the trainer says why and starts another."""
-    with Run(store) as run:
+    with ToyRun(store) as run:
         run.train(2)
         first = run.ckpt.sidecar_pid
         shutil.rmtree(home_of(store))
@@ -50,7 +50,7 @@ def test_removed_runtime_directory_is_recreated(store: Path, caplog: pytest.LogC
 
 def test_removed_pack_cache_is_recreated(store: Path, tmp_path: Path) -> None:
     """No save fails for it; the sidecar's log says so."""
-    with Run(store) as run:
+    with ToyRun(store) as run:
         run.train(2)
         run.save()
         shutil.rmtree(tmp_path / "cache")
@@ -62,7 +62,7 @@ def test_removed_pack_cache_is_recreated(store: Path, tmp_path: Path) -> None:
 
 def test_truncated_arena_is_restored_to_size(store: Path) -> None:
     """The sidecar stops, rather than to die by SIGBUS, or is ended by it: the next one makes the file whole again."""
-    with Run(store) as run:
+    with ToyRun(store) as run:
         run.train(2)
         first = run.ckpt.sidecar_pid
         # The control lines stay: the trainer itself writes its own at each step.
@@ -78,7 +78,7 @@ def test_symlink_in_runtime_directory_is_refused(name: str, store: Path, tmp_pat
     home_of(store).mkdir(parents=True)
     (home_of(store) / name).symlink_to(precious)
     with pytest.raises(UserError, match=f"{name} is a symbolic link.*remove it"):
-        Run(store)
+        ToyRun(store)
     assert precious.read_text() == "precious"
 
 
@@ -89,7 +89,7 @@ def test_symlink_at_replaced_file_is_replaced(name: str, store: Path, tmp_path: 
     precious.write_text("precious")
     home_of(store).mkdir(parents=True)
     (home_of(store) / name).symlink_to(precious)
-    with Run(store) as run:
+    with ToyRun(store) as run:
         run.train(1)
     assert precious.read_text() == "precious"
 
@@ -104,7 +104,7 @@ def test_missing_package_is_named_at_once(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "without"))
     with pytest.raises(UserError, match=r"'structlog' is not installed.*deltashard\[sidecar\]"):
-        Run(store)
+        ToyRun(store)
 
 
 def test_missing_torch_names_extra() -> None:

@@ -84,7 +84,7 @@ def main(url: str, *, device: str, steps: int, dies_at: int | None = None, stric
         print(json.dumps({"what": what, **facts}), flush=True)
 
     def heard(name: str, facts: Any) -> None:
-        if name == "cut":
+        if name == "snapshot":
             said("cut", step=facts["step"], digest=digest(net, optimizers, generator))
 
     state = {"generator": generator} if strict else {}
@@ -109,7 +109,7 @@ def main(url: str, *, device: str, steps: int, dies_at: int | None = None, stric
         step=ckpt.steps,
         digest=digest(net, optimizers, generator),
         trackers={table.fqn: (table.tracker, table.reason) for table in tables},
-        ahead=ckpt.stats.head_starts.ahead_rows,
+        ahead=ckpt.stats.precopy.precopied_rows,
         failures=dict(ckpt.stats.failures),
         faults=ckpt._program.tracking.faults,
     )

@@ -12,16 +12,16 @@ import deltashard
 import pytest
 import torch
 from deltashard.attach import pinned
-from deltashard.cut.block_writer import parts_of
 from deltashard.errors import SaveFailed, UserError
+from deltashard.snapshot.block_writer import section_tensors
 from deltashard.tracking.marks import RowSelection
 from torch import nn
 
-from tests.support.checkpointers import programs_copied_ahead
+from tests.support.checkpointers import precopied_programs
 from tests.support.eventually import eventually
 from tests.support.gpu import needs_gpu
-from tests.support.trainer.arena import Arena, cut_of
-from tests.support.trainer.copied_program import CopiedProgram
+from tests.support.trainer.arena import FakeArena, table_snapshot
+from tests.support.trainer.precopied_program import PrecopiedProgram
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 COLUMNS = 16
@@ -43,7 +43,7 @@ TABLES = {
 """Name -> (module, sparse gradients, optimizer)."""
 
 
-class CudaProgram(CopiedProgram):
+class CudaProgram(PrecopiedProgram):
     """Six tables and a dense layer; tables on `device`, the dense layer on `dense`."""
 
     def __init__(self, folder: Path, *, device: str, dense: str, rows: int = 8_000, **options: Any) -> None:
@@ -61,7 +61,7 @@ class CudaProgram(CopiedProgram):
         """What was there at the end of the last step."""
         super().__init__(folder, tables, optimizers, top, **{"arena_bytes": 128 << 20} | options)
 
-    def at_cut(self) -> dict[str, torch.Tensor]:
+    def on_cut(self) -> dict[str, torch.Tensor]:
         return self.now
 
     def step(self) -> None:
@@ -93,7 +93,7 @@ class CudaProgram(CopiedProgram):
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Programs whose cuts are all copied ahead."""
-    with programs_copied_ahead(tmp_path, monkeypatch, CudaProgram) as build:
+    with precopied_programs(tmp_path, monkeypatch, CudaProgram) as build:
         yield build
 
 
@@ -110,14 +110,14 @@ def test_every_checkpoint_matches_its_step(make: Any, device: str, dense: str, a
     program = make(device=device, dense=dense, every_steps=7, precopy=ahead)
     for _ in range(6):
         program.train(7)
-        program.settle()
+        program.wait_idle()
     program.check()
-    assert [*program.cuts] == [7, 14, 21, 28, 35, 42]
-    counts = program.ckpt.stats.head_starts
+    assert [*program.snapshots] == [7, 14, 21, 28, 35, 42]
+    counts = program.ckpt.stats.precopy
     ahead = ahead and device == "cpu"  # from a GPU all are copied at the cut
-    assert (counts.cuts >= 3) == ahead, counts
+    assert (counts.snapshots >= 3) == ahead, counts
     if ahead:
-        assert counts.ahead_rows > counts.again_rows > 0
+        assert counts.precopied_rows > counts.recopied_rows > 0
     trackers = [table.tracker for table in program.ckpt._program.tracking.tables]
     assert trackers == ["gradients"] * 3 + ["hashes"] * 3
     assert not program.ckpt._program.tracking.faults
@@ -129,14 +129,14 @@ def test_every_checkpoint_matches_its_step(make: Any, device: str, dense: str, a
 def test_training_on_separate_stream(make: Any, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     """`step()` is called where another stream is current, right after work that is not done, and training goes on at once."""
     if not direct:
-        monkeypatch.setattr(pinned, "_registered", lambda _arena: 0)
+        monkeypatch.setattr(pinned, "_register", lambda _arena: 0)
     program = make(device="cuda", dense="cuda", every_steps=5)
     program.stream = torch.cuda.Stream()
     program.stream.wait_stream(torch.cuda.current_stream())
     for _ in range(6):
         program.train(5)
         program.train(1)  # while nothing was waited for since the cut
-        program.settle()
+        program.wait_idle()
     program.check()
     assert not program.ckpt._program.tracking.faults
     assert [address != 0 for _, address in pinned._pinned.values()] == [direct]
@@ -152,7 +152,7 @@ def test_arena_not_registrable_with_cuda(make: Any) -> None:
     torch.ones(3, device="cuda").add_(1)
     torch.cuda.synchronize()
     program.train(6)
-    program.settle()
+    program.wait_idle()
     program.check()
     assert not program.ckpt.stats.failures
     pinned._pinned[id(arena)] = held
@@ -168,9 +168,9 @@ def test_copies_in_flight_do_not_change(chosen: bool) -> None:
     ids = torch.arange(0, rows, 3, device="cuda") if chosen else None
     kept = [each.cpu() if ids is None else each[ids].cpu() for each in (weights, state)]
 
-    arena = Arena(16 << 20)
+    arena = FakeArena(16 << 20)
     writer = arena.writer()
-    cut = cut_of(weights, [state], selection=RowSelection(all=ids is None, ids=ids))
+    cut = table_snapshot(weights, [state], selection=RowSelection(all=ids is None, ids=ids))
     torch.cuda._sleep(20_000_000)
     writer.table(cut)
     weights.fill_(7.0)
@@ -179,7 +179,7 @@ def test_copies_in_flight_do_not_change(chosen: bool) -> None:
     got = [arena.rows(batch, [weights, state])[1] for batch in arena.sent]
     for mine, before in zip(zip(*got, strict=True), kept, strict=True):
         assert torch.equal(torch.cat(mine), before)
-    assert [part.device.type for part in parts_of(cut)] == ["cuda", "cuda"]
+    assert [part.device.type for part in section_tensors(cut)] == ["cuda", "cuda"]
 
 
 @needs_gpu
@@ -187,18 +187,18 @@ def test_model_moved_to_device(make: Any) -> None:
     """Built and saved on the CPU, then moved: tables that were found by hashes, and by gradients, are saved as they are."""
     program = make(device="cpu", dense="cpu", every_steps=5)
     program.train(10)
-    program.settle()
+    program.wait_idle()
     program.model.to("cuda")
     program.device = program.dense = "cuda"
     for optimizer in program.optimizers:
         optimizer.load_state_dict(optimizer.state_dict())  # moves its state to its parameters
     program.train(10)
-    program.settle()
+    program.wait_idle()
     program.check()
     assert not program.ckpt.stats.failures
 
 
-class Captured(CopiedProgram):
+class Captured(PrecopiedProgram):
     """A table and a layer whose whole step, or its gradients alone, are a CUDA graph."""
 
     def __init__(self, folder: Path, *, whole: bool) -> None:
@@ -262,9 +262,9 @@ def test_replayed_graphs(
         program.capture()
         for _ in range(4):
             program.train(5)
-            program.settle()
+            program.wait_idle()
         program.check()
-        assert max(program.cuts) > 10
+        assert max(program.snapshots) > 10
         table = ckpt._program.tracking.by_key["table.weight"]
         assert table.tracker == "hashes"
         assert "gradients are dense" in table.reason
@@ -283,7 +283,7 @@ def test_step_inside_graph_is_refused(make: Any) -> None:
     """No replay would call it: said at the capture, and the program goes on without."""
     program = make(device="cuda", dense="cuda", every_steps=5)
     program.train(5)
-    program.settle()
+    program.wait_idle()
     steps, graph = program.ckpt.steps, torch.cuda.CUDAGraph()
     room = torch.zeros(4, device="cuda")
     with torch.cuda.graph(graph):
@@ -295,7 +295,7 @@ def test_step_inside_graph_is_refused(make: Any) -> None:
     assert room.tolist() == [1.0] * 4
     assert program.ckpt.steps == steps
     program.train(5)
-    program.settle()
+    program.wait_idle()
     program.check()
 
 

@@ -41,11 +41,11 @@ def end_of(life: list[dict[str, Any]]) -> dict[str, Any]:
 def test_killed_training_resumes_exactly(tmp_path: Path, device: str) -> None:
     """SIGKILL between two cuts; the restored state is that of the cut, bit for bit, and the end that of a run that lived."""
     first = live(tmp_path / "store", device=device, steps=STEPS, dies_at=37, code=-signal.SIGKILL)
-    cuts = {said["step"]: said["digest"] for said in first if said["what"] == "cut"}
+    snapshots = {said["step"]: said["digest"] for said in first if said["what"] == "cut"}
     second = live(tmp_path / "store", device=device, steps=STEPS)
     restored, end = second[0], end_of(second)
-    assert restored["step"] in cuts
-    assert restored["digest"] == cuts[restored["step"]], "not the state of the step that was cut"
+    assert restored["step"] in snapshots
+    assert restored["digest"] == snapshots[restored["step"]], "not the state of the step that was cut"
     whole, again = (end_of(live(tmp_path / name, device=device, steps=STEPS)) for name in ("whole", "again"))
     print(json.dumps({"deterministic": whole["digest"] == again["digest"], **whole}))
     if whole["digest"] == again["digest"]:  # atomics may make two runs differ, without anybody's fault

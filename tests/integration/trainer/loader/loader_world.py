@@ -38,7 +38,7 @@ class SimulatedTrainer:
         self,
         seed: int,
         *,
-        cut_at: int,
+        snapshot_at: int,
         end: int,
         cut: LoaderSnapshot | None = None,
         on_change: OnChange = "restart",
@@ -47,7 +47,7 @@ class SimulatedTrainer:
         random.seed(seed)
         np.random.seed(seed)
         self.end = end
-        self.cut_at = cut_at
+        self.snapshot_at = snapshot_at
         self.steps = StepCount()
         self.state: dict[str, Any] = {}
         self.log: list[Any] = []
@@ -77,7 +77,7 @@ class SimulatedTrainer:
         apply_globals(rng)
 
     def wrap(self, loader: Any, name: str = "loader", **options: Any) -> WrappedLoader:
-        if not self.registry.loaders and self.registry.cut is None:
+        if not self.registry.loaders and self.registry.snapshot_rng is None:
             self.restore(self.state)
         return self.registry.wrap(loader, name=name, **options)
 
@@ -87,7 +87,7 @@ class SimulatedTrainer:
         self.log.append((*(plain(each) for each in seen), drawn))
         self.steps.now += 1
         self.registry.stepped()
-        if self.steps.now == self.cut_at and self.cut is None and not self.resumed:
+        if self.steps.now == self.snapshot_at and self.cut is None and not self.resumed:
             self.save()
         if self.steps.now >= self.end:
             raise RunEnded
@@ -166,10 +166,10 @@ def resumed(
 ) -> ResumeResult:
     """`program` cut after step `at` and trained on until `end`, and resumed (as `after`, if it is given) from the cut."""
     with CapturedWarnings() as heard:
-        lost = SimulatedTrainer(4, cut_at=at, end=end)
+        lost = SimulatedTrainer(4, snapshot_at=at, end=end)
         run(program, lost)
         assert lost.cut is not None
-        again = SimulatedTrainer(99, cut_at=at, end=end, cut=lost.cut, on_change=on_change)
+        again = SimulatedTrainer(99, snapshot_at=at, end=end, cut=lost.cut, on_change=on_change)
         run(after or program, again)
     for world in (lost, again):
         world.registry.close()  # or the collector ends their workers, and torch waits 5 s for each

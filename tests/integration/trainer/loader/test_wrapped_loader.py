@@ -189,7 +189,7 @@ def test_strict_raises_instead() -> None:
 
 
 def test_position_of_other_version_is_refused() -> None:
-    world = SimulatedTrainer(1, cut_at=3, end=3)
+    world = SimulatedTrainer(1, snapshot_at=3, end=3)
     run(loop(shuffled), world)
     tree = world.registry.capture()[1]["loader"] | {"version": 2}
     with pytest.raises(CheckpointMismatch, match="has format version 2, this library reads 1"):

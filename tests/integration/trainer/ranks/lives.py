@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from deltashard.attach.launcher import normal_url, runtime_dir
-from deltashard.group import conductor
+from deltashard.group import coordinator_thread
 from deltashard_checkpoint import crash_point
 from torch import nn
 
@@ -75,7 +75,7 @@ class RankTraining:
         if name == "committed":
             self.committed.append(facts["commit"].step)
             self.record("told", seq=facts["commit"].seq, step=facts["commit"].step)
-        elif name not in ("cut", "skipped", "restored"):
+        elif name not in ("snapshot", "skipped", "restored"):
             self.record(name, **{key: str(value) for key, value in facts.items()})
 
     @property
@@ -214,15 +214,15 @@ def zombie(rank: int, workdir: Path) -> Any:
 
 def unlike(rank: int, workdir: Path) -> Any:
     """Rank 2 is ten times as slow as the others; rank 1 is stopped while an order waits for it, until that is off."""
-    conductor.ANSWER_S = 1.0
+    coordinator_thread.ANSWER_S = 1.0
     # No order but those asked for here: one that rank 1 has answered needs it no more until its step.
     life = RankTraining(rank, workdir, every_s=3600)
     life.restore()
-    orders, pids = life.ckpt._wiring.conductor, [0] * dist.get_world_size()
+    orders, pids = life.ckpt._wiring.coordinator_thread, [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
 
     def wake(before: int) -> None:
-        eventually(lambda: orders.off > before, "the order to be off")
+        eventually(lambda: orders.cancelled > before, "the order to be off")
         os.kill(pids[1], signal.SIGCONT)
 
     stopped_at = 0
@@ -238,9 +238,9 @@ def unlike(rank: int, workdir: Path) -> Any:
                 eventually(
                     lambda: b"T" in Path(f"/proc/{pids[1]}/stat").read_bytes().split()[2], "rank 1 to stop"
                 )
-                threading.Thread(target=wake, args=(orders.off,), daemon=True).start()
+                threading.Thread(target=wake, args=(orders.cancelled,), daemon=True).start()
                 life.ckpt.save("while rank 1 is stopped")
         elif stopped_at and all_agree(life.commits >= seen + 2):
             break
     life.ckpt.close()
-    return {"off": orders.off}
+    return {"off": orders.cancelled}

@@ -17,14 +17,14 @@ from deltashard.errors import DeltashardError
 from deltashard.tracking.tracking import TrackingSettings
 from torch.utils.data import DataLoader
 
-from tests.support.trainer.sharded_case import Training, batch
+from tests.support.trainer.sharded_case import ShardedTraining, batch
 
 PLANNED = 1000
 EPOCH = 7
 """Batches."""
 
 
-def checkpointer(workdir: Path, training: Training, **options: Any) -> Checkpointer:
+def checkpointer(workdir: Path, training: ShardedTraining, **options: Any) -> Checkpointer:
     """With partial recovery, unless `options` say otherwise."""
     return Checkpointer(
         training.model,
@@ -38,7 +38,7 @@ def checkpointer(workdir: Path, training: Training, **options: Any) -> Checkpoin
     )
 
 
-def held(ckpt: Checkpointer, training: Training) -> dict[str, np.ndarray]:
+def held(ckpt: Checkpointer, training: ShardedTraining) -> dict[str, np.ndarray]:
     """All that this rank has: shards, their state, the dense part."""
     found = {
         f"dense|{n}": p.detach().numpy().copy() for n, p in training.model.named_parameters() if "over" in n
@@ -69,7 +69,7 @@ def train(
     print("begins anew", flush=True)
     logging.basicConfig(force=True)
     logging.getLogger("deltashard").setLevel(logging.INFO)
-    training = Training("row_wise", "rowwise")
+    training = ShardedTraining("row_wise", "rowwise")
     torch.manual_seed(77 + rank)
     own = {"drawn": 0.0}
     terms: dict[str, Any] = {name: eval(value) for name, value in options.items()}

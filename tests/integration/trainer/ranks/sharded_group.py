@@ -11,17 +11,17 @@ import torch
 from deltashard.checkpointer import Checkpointer
 from deltashard.tracking.tracking import TrackingSettings
 
-from tests.support.trainer.sharded_case import Training, batch
+from tests.support.trainer.sharded_case import ShardedTraining, batch
 
 
-def _training(sharding: str, optimizer: str) -> Training:
+def _training(sharding: str, optimizer: str) -> ShardedTraining:
     """With fused Adagrad the dense optimizer has its rule, so that a table may leave its kernel."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # what torchrun says on hosts of two ranks
     dense = torch.optim.Adagrad if optimizer == "adagrad" else torch.optim.Adam
-    return Training(sharding, optimizer, dense=dense)
+    return ShardedTraining(sharding, optimizer, dense=dense)
 
 
-def _checkpointer(workdir: Path, training: Training, run: str, encoding: str = "fp32") -> Checkpointer:
+def _checkpointer(workdir: Path, training: ShardedTraining, run: str, encoding: str = "fp32") -> Checkpointer:
     settings = TrackingSettings(hash_below_bytes=0)
     options = {"run": run, "encoding": encoding, "grace_s": None, "tracking": settings}
     return Checkpointer(training.model, [training.dense], url=workdir / "store", **options)

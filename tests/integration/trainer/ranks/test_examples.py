@@ -15,7 +15,7 @@ import pytest
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 
-from tests.support.eventually import NotWithin, eventually
+from tests.support.eventually import EventuallyTimeout, eventually
 from tests.support.machine import limit_s
 from tests.support.tool import ROOT
 
@@ -133,7 +133,7 @@ def test_restarted_group_resumes_exactly(torchrun: Start, tmp_path: Path, exampl
             begun = _begun(log.read_text())
             return len(begun) >= 4 and max(_steps(tmp_path / "store")) > max(begun)
 
-        with contextlib.suppress(NotWithin):  # gloo, see `_run_to_end`
+        with contextlib.suppress(EventuallyTimeout):  # gloo, see `_run_to_end`
             eventually(lambda: back() or process.poll() is not None, what="the group is back", timeout_s=30)
         process.terminate()
         process.wait(limit_s(60))

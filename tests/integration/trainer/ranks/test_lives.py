@@ -33,19 +33,19 @@ FULL = os.environ.get("DELTASHARD_TEST_LIVES") == "full"
 SAVE = (
     "order.answered",
     "order.read",
-    "cut.begun",
-    "cut.first_batch",
-    "cut.before_seal",
-    "cut.after_seal",
+    "snapshot.begun",
+    "snapshot.first_batch",
+    "snapshot.before_seal",
+    "snapshot.after_seal",
 )
 RESTORE = (
-    "meeting.hello",
+    "rendezvous.hello",
     "agree.answered",
     "restore.first_applied",
     "restore.before_dense",
 )
 LEADERS_SAVE = ("order.proposed", "order.settled")
-LEADERS_RESTORE = ("meeting.welcomed", "open.before_publish", "open.after_publish", "agree.published")
+LEADERS_RESTORE = ("rendezvous.welcomed", "open.before_publish", "open.after_publish", "agree.published")
 # Instants of a sidecar, of each pod's; then those of the one that commits, whichever that is.
 SIDECAR_SAVE = (
     "stage.granted",
@@ -162,7 +162,7 @@ def kill_cases() -> Iterator[Any]:
         yield 1, "rank 0", point, "save"
     for point in RESTORE:
         yield from ((1, "rank 0", point, "restore"), (1, "rank 2", point, "restore"))
-    yield 1, "rank 2", "meeting.here", "restore"
+    yield 1, "rank 2", "rendezvous.here", "restore"
     for point in LEADERS_RESTORE:
         yield 1, "rank 0", point, "restore"
     for point in SIDECAR_SAVE:
@@ -178,7 +178,7 @@ def kill_cases() -> Iterator[Any]:
 
 
 FAST_CASES = {
-    ("rank 2", "cut.before_seal"),
+    ("rank 2", "snapshot.before_seal"),
     ("rank 2", "restore.before_dense"),
     ("rank 0", "order.read"),
     ("sidecar 0", "stage.batch_received"),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.integration.trainer.ranks.partial_group import checkpointer, held
-from tests.support.trainer.sharded_case import Training, batch
+from tests.support.trainer.sharded_case import ShardedTraining, batch
 
 WORLD, SAVE_AT, KILL_AT, UNTIL, LOST = 3, 3, 6, 9, 1
 
@@ -31,7 +31,7 @@ def train(rank: int, workdir: Path, recovery: str, where: str) -> Any:
         os.environ["LOCAL_RANK"] = "0"
     first = not (workdir / f"held-{rank}.npz").exists()
     torch.manual_seed(rank)
-    training = Training("row_wise", "rowwise")
+    training = ShardedTraining("row_wise", "rowwise")
     terms = {} if recovery == "partial" else {"pls_target": None, "planned_steps": None}
     ckpt = checkpointer(workdir, training, recovery=recovery, **terms)
     restored = ckpt.restore()

@@ -104,10 +104,10 @@ def _saved(folder: Path, training: Any, steps: int = 5) -> dict[str, Tensor]:
 )
 def test_restored_sharded_training_continues_exactly(tmp_path: Path, sharding: str, optimizer: str) -> None:
     """A new process' model with other initial rows gets all of it back, and its next steps are the same."""
-    first = case.Training(sharding, optimizer)
+    first = case.ShardedTraining(sharding, optimizer)
     saved = _saved(tmp_path, first)
     torch.manual_seed(99)
-    again = case.Training(sharding, optimizer, lr=0.7)
+    again = case.ShardedTraining(sharding, optimizer, lr=0.7)
     with torch.no_grad():
         for found in again.model.parameters():
             found.add_(1)
@@ -129,8 +129,8 @@ def test_restored_sharded_training_continues_exactly(tmp_path: Path, sharding: s
 
 def test_restore_into_unsharded_model(tmp_path: Path) -> None:
     """The plain collections have tables of the same names: for evaluation, say."""
-    saved = _saved(tmp_path, case.Training("column_wise"))
-    plain = case.Model("cpu")
+    saved = _saved(tmp_path, case.ShardedTraining("column_wise"))
+    plain = case.ShardedModel("cpu")
     ckpt = _checkpointer(tmp_path, plain, ())
     assert ckpt.restore(weights_only=True) is not None
     _equal(dict(plain.ebc.named_parameters(prefix="ebc")) | dict(plain.ec.named_parameters(prefix="ec")), {
@@ -141,9 +141,9 @@ def test_restore_into_unsharded_model(tmp_path: Path) -> None:
 
 def test_unfused_table_keeps_state_of_same_optimizer(tmp_path: Path) -> None:
     """Fused Adagrad keeps what torch's Adagrad keeps; Adam keeps something else, and is refused."""
-    first = case.Training("row_wise", "adagrad", dense=torch.optim.Adagrad)
+    first = case.ShardedTraining("row_wise", "adagrad", dense=torch.optim.Adagrad)
     saved = _saved(tmp_path, first)
-    replicated = case.Training("data_parallel", "adagrad", dense=torch.optim.Adagrad)
+    replicated = case.ShardedTraining("data_parallel", "adagrad", dense=torch.optim.Adagrad)
     ckpt = _checkpointer(tmp_path, replicated.model, replicated.dense)
     assert ckpt.restore() is not None
     _equal(_whole(ckpt), saved)
@@ -168,9 +168,11 @@ def test_unfused_table_keeps_state_of_same_optimizer(tmp_path: Path) -> None:
 )
 def test_other_fused_optimizer_is_refused(tmp_path: Path, then: str, now: str, words: str) -> None:
     """State of one rule is not made up from that of another; the remedy names what keeps the planner from leaving one."""
-    _saved(tmp_path, case.Training("row_wise", then))
+    _saved(tmp_path, case.ShardedTraining("row_wise", then))
     replicated = now == "data_parallel"
-    training = case.Training("data_parallel" if replicated else "row_wise", then if replicated else now)
+    training = case.ShardedTraining(
+        "data_parallel" if replicated else "row_wise", then if replicated else now
+    )
     ckpt = _checkpointer(tmp_path, training.model, training.dense)
     with pytest.raises(UserError, match=words):
         ckpt.restore()
@@ -179,7 +181,7 @@ def test_other_fused_optimizer_is_refused(tmp_path: Path, then: str, now: str, w
 
 def test_untested_sharding_is_refused_by_name() -> None:
     """Sharded modules of other kinds, two-dimensional parallelism, optimizers of TorchRec that hold state apart."""
-    training = case.Training("table_wise")
+    training = case.ShardedTraining("table_wise")
     for kind, words in (
         (DMPCollection, "2D parallelism"),
         (ShardedManagedCollisionEmbeddingBagCollection, "ShardedManagedCollisionEmbeddingBagCollection is"),
@@ -202,14 +204,14 @@ def test_untested_sharding_is_refused_by_name() -> None:
 
 def test_external_write_marks_all_rows() -> None:
     """Loading a state_dict moves torch's version of the kernel's memory, which its own updates do not."""
-    training = case.Training("column_wise")
+    training = case.ShardedTraining("column_wise")
     tracking = Tracking(training.model, settings=TrackingSettings(hash_below_bytes=0))
-    watch = case.Watch(tracking)
+    watch = case.MarkChecker(tracking)
     training.train(case.batch(0, 0))
-    case.check_marked(tracking, watch.look(), (0,), 1)
+    case.check_marked(tracking, watch.check(), (0,), 1)
     training.model.load_state_dict(training.model.state_dict())
     assert all(
         len(ids) == table.marks.rows
-        for table, ids in zip(tracking.tables, watch.look().values(), strict=True)
+        for table, ids in zip(tracking.tables, watch.check().values(), strict=True)
     )
     tracking.close()

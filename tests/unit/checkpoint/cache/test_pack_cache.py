@@ -23,7 +23,7 @@ def _get(cache: PackCache, key: str, n: int, offset: int = 0) -> bytes | None:
     return bytes(out) if cache.read_into(key, offset, memoryview(out)) else None
 
 
-def test_the_least_recently_used_pack_is_evicted_first(tmp_path: Path) -> None:
+def test_evicts_least_recently_used_pack_first(tmp_path: Path) -> None:
     with PackCache(tmp_path, budget_bytes=3 * 640) as cache:
         for name in "abc":
             _put(cache, name, name.encode() * 640)
@@ -35,7 +35,7 @@ def test_the_least_recently_used_pack_is_evicted_first(tmp_path: Path) -> None:
         assert _get(cache, "a", 10, 635) is None, "reads beyond the end are not served"
 
 
-def test_pinned_packs_stay_and_a_full_budget_waits_for_a_pin_to_end(tmp_path: Path) -> None:
+def test_pinned_packs_are_kept_and_create_waits_for_an_unpin(tmp_path: Path) -> None:
     """What is not uploaded yet is never evicted; `create` waits, then gets the room, or says why not."""
     with PackCache(tmp_path, budget_bytes=1280) as cache:
         _put(cache, "a", b"a" * 640, unpin=False)
@@ -57,7 +57,7 @@ def test_pinned_packs_stay_and_a_full_budget_waits_for_a_pin_to_end(tmp_path: Pa
             cache.create_all(["d"], capacity_bytes=640, wait_s=30, stopped=lambda: True)
 
 
-def test_packs_survive_a_restart_and_debris_does_not(tmp_path: Path) -> None:
+def test_restart_keeps_packs_and_removes_partial_files(tmp_path: Path) -> None:
     """Order of use too; a half-filled spool of a dead owner is removed; a smaller budget evicts at start."""
     with PackCache(tmp_path, budget_bytes=1 << 20) as cache:
         for i, name in enumerate("abc"):

@@ -38,7 +38,7 @@ def test_fused_scatter_equals_decode_then_scatter(kernel_set, encoding, dtype):
             assert out.tobytes() == expected.tobytes()
 
 
-def test_narrow_dtypes_get_the_nearest_value(kernel_set):
+def test_narrow_dtypes_round_to_nearest(kernel_set):
     stored = store("q8", np.random.default_rng(0).normal(0, 1, (50, 33)).astype(np.float32))
     wide = stored.restored()
     assert stored.restored("float16").tobytes() == wide.astype(np.float16).tobytes()
@@ -61,7 +61,7 @@ def test_positions_outside_the_target_write_nothing(kernel_set, encoding, rows):
     assert (out[0] == (1 if rows[0] == 0 else out[0])).all()
 
 
-def test_wrong_sections_are_corrupt_and_any_bytes_decode_to_something(kernel_set):
+def test_wrong_section_sizes_are_corrupt_and_any_bytes_decode(kernel_set):
     rng = np.random.default_rng(0)
     x = rng.normal(0, 1, (9, 7)).astype(np.float32)
     for encoding in ENCODINGS.values():
@@ -82,7 +82,7 @@ def test_wrong_sections_are_corrupt_and_any_bytes_decode_to_something(kernel_set
         )
 
 
-def test_side_lists_are_checked():
+def test_side_lists_are_validated():
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     good = write_exceptions(np.array([1, 4]), values)
     positions, read = read_exceptions(np.frombuffer(good, np.uint8), 5, 3)
@@ -95,7 +95,7 @@ def test_side_lists_are_checked():
             read_exceptions(np.frombuffer(bad, np.uint8), 5, 3)
 
 
-def test_fields_are_scattered_row_wise_and_point_wise_and_converted_between_float_dtypes(kernel_set):
+def test_scattered_fields_are_converted_between_float_dtypes(kernel_set):
     rng = np.random.default_rng(0)
     rows, take = np.array([7, 0, 3], np.int64), np.array([True, False, True])
     for dtype in (np.float32, np.float64, np.int64, np.uint8, np.float16):
@@ -127,7 +127,7 @@ def test_fields_are_scattered_row_wise_and_point_wise_and_converted_between_floa
         ("rows contiguous", {"out": np.zeros((4, 4), np.float32)[:, ::2]}),
     ],
 )
-def test_fields_of_the_wrong_form_are_refused(what, changes):
+def test_malformed_fields_are_refused(what, changes):
     given = {"values": ONES, "out": np.zeros((4, 2), np.float32), "rows": np.arange(2), **changes}
     with pytest.raises(EncodingError, match=what):
         scatter(given.pop("values"), **given)

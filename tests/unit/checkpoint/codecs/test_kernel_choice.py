@@ -41,7 +41,7 @@ def _encoded(k, x, bits, mode, unit):
     "mode", ["plain", pytest.param("greedy", marks=pytest.mark.slow), "refit1", "refit4"]
 )
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_encoding_is_equal_bit_for_bit(level, bits, mode):
+def test_native_encoding_equals_numpy(level, bits, mode):
     for columns in COLUMNS:
         for unit in (1.0,) if bits == 8 else (1.0, 2.0**9, 2.0**-40):
             x = _rows(columns)
@@ -54,7 +54,7 @@ def test_encoding_is_equal_bit_for_bit(level, bits, mode):
 
 @pytest.mark.parametrize(("dtype", "store"), [("float32", 0), ("float64", 0), ("uint16", 1), ("uint16", 2)])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_decoding_is_equal_bit_for_bit(level, bits, dtype, store):
+def test_native_decoding_equals_numpy(level, bits, dtype, store):
     rng = np.random.default_rng(bits)
     for columns in COLUMNS:
         x = _rows(columns)[40:]
@@ -71,7 +71,7 @@ def test_decoding_is_equal_bit_for_bit(level, bits, dtype, store):
                 assert targets[0].tobytes() == targets[1].tobytes(), (columns, first)
 
 
-def test_large_aligned_scatters_are_equal_too(level):
+def test_large_aligned_scatter_equals_numpy(level):
     """Above a MiB into 64-byte aligned rows the native scatter writes around the caches."""
     rng = np.random.default_rng(0)
     n, d = 6000, 64
@@ -90,7 +90,7 @@ def test_large_aligned_scatters_are_equal_too(level):
     assert (out.view(np.uint8)[rows] == values).all()
 
 
-def test_an_unknown_choice_and_forced_native_kernels_that_are_missing_are_refused(monkeypatch):
+def test_unknown_choice_and_missing_native_kernels_are_refused(monkeypatch):
     monkeypatch.setenv(kernel_choice.VARIABLE, "cuda")
     with pytest.raises(UserError, match="cuda"):
         kernel_choice.active.__wrapped__()

@@ -60,7 +60,7 @@ def _check_bounds(x: np.ndarray, stored) -> None:
 @pytest.mark.parametrize("encoding", QUANTIZED)
 @settings(max_examples=60, deadline=None)
 @given(x=blocks)
-def test_any_floats_come_back_within_the_error_of_a_step_or_exactly(encoding, x):
+def test_any_floats_decode_within_one_step(encoding, x):
     stored = store(encoding, x, search=PLAIN)
     if stored.encoded.fits:
         _check_bounds(x, stored)
@@ -96,7 +96,7 @@ def test_constant_rows_are_exact(kernel_set, encoding, search, value):
 
 @pytest.mark.parametrize("columns", [4, 8, 20, 64, 96, 128, 200])
 @pytest.mark.parametrize("encoding", TORCH)
-def test_plain_rows_are_torchs_rows(kernel_set, encoding, columns):
+def test_plain_rows_equal_torch_prepack(kernel_set, encoding, columns):
     """Same bits as prepack after the reorder, and the same bits as unpack after decoding."""
     rng = np.random.default_rng(columns)
     x = rng.normal(0, 0.05, (500, columns)) + rng.normal(0, 0.03, (500, 1))
@@ -116,7 +116,7 @@ def test_plain_rows_are_torchs_rows(kernel_set, encoding, columns):
 
 
 @pytest.mark.parametrize("encoding", ["q4", "q3", "q2"])
-def test_fresh_tables_of_any_size_keep_their_precision(kernel_set, encoding):
+def test_precision_is_independent_of_table_size(kernel_set, encoding):
     """Rows uniform in +-1/sqrt(rows): float16 scales underflow at 10**9 rows and beyond, the exponent takes over."""
     base = np.random.default_rng(0).uniform(-1, 1, (3000, 64))
     relative = []
@@ -142,7 +142,7 @@ def test_fresh_tables_of_any_size_keep_their_precision(kernel_set, encoding):
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=100, deadline=None)
-def test_the_exponent_serves_the_most_rows_or_is_zero(scale, spread, bits, seed):
+def test_exponent_covers_most_rows_or_is_zero(scale, spread, bits, seed):
     rng = np.random.default_rng(seed)
     with np.errstate(over="ignore", under="ignore"):
         x = np.ldexp(rng.normal(0, 1, (64, 8)), scale + rng.integers(-spread, spread + 1, (64, 1))).astype(
@@ -165,7 +165,7 @@ def test_the_exponent_serves_the_most_rows_or_is_zero(scale, spread, bits, seed)
 @pytest.mark.parametrize(
     ("encoding", "dtype"), [("fp16", "float32"), ("bf16", "float64"), ("fp32", "float64")]
 )
-def test_a_cast_that_overflows_keeps_the_row(kernel_set, encoding, dtype):
+def test_overflowing_cast_keeps_finite_rows(kernel_set, encoding, dtype):
     """Finite values that would become Inf travel in the side list; NaN and Inf need no help."""
     wide = np.ones((40, 16), np.float64)
     wide[3, 2] = 1e300 if dtype == "float64" else 1e38
@@ -181,7 +181,7 @@ def test_a_cast_that_overflows_keeps_the_row(kernel_set, encoding, dtype):
 @pytest.mark.parametrize("encoding", QUANTIZED)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("search", [PLAIN, Search(kind="refit", starts=3, passes=2)])
-def test_no_table_reads_its_largest_weights_as_infinities(kernel_set, encoding, dtype, search):
+def test_largest_weights_never_decode_as_inf(kernel_set, encoding, dtype, search):
     """Neither the rounding of a scale nor a range that a search made wider may cost a finite weight."""
     most = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": np.finfo(np.float32).max}
     largest = most[dtype]
@@ -196,7 +196,7 @@ def test_no_table_reads_its_largest_weights_as_infinities(kernel_set, encoding, 
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_what_saves_nothing_is_unfit_and_no_rows_are_fine(kernel_set, encoding):
+def test_encoding_without_savings_is_unfit_and_no_rows_are_valid(kernel_set, encoding):
     assert store(encoding, np.empty((0, 8), np.float32)).restored().shape == (0, 8)
     if encoding in QUANTIZED:
         assert not store(encoding, np.full((16, 64), np.nan, np.float32)).encoded.fits
@@ -204,7 +204,7 @@ def test_what_saves_nothing_is_unfit_and_no_rows_are_fine(kernel_set, encoding):
         assert not store("fp16", narrowed(np.full((40, 16), 1e38), "bfloat16"), dtype="bfloat16").encoded.fits
 
 
-def test_what_cannot_be_taken_is_refused_and_longer_buffers_keep_their_rest():
+def test_invalid_inputs_are_refused_and_longer_buffers_keep_their_tail():
     x, q4 = np.ones((4, 8), np.float32), ENCODINGS["q4"]
     room = [np.full(s + 7, 0x55, np.uint8) for s in section_bytes(q4, 4, 8)]
     encode_rows(q4, x, *room)
@@ -237,7 +237,7 @@ def test_few_columns_are_stored_raw(asked, dtype, columns, found):
     assert effective_encoding(ENCODINGS[asked], dtype, columns).name == found
 
 
-def test_the_default_search_is_used_unless_another_is_asked_for():
+def test_default_search_is_used_unless_overridden():
     x = np.random.default_rng(0).normal(0, 1, (32, 64)).astype(np.float32)
     for encoding in QUANTIZED:
         asked = store(encoding, x, search=DEFAULT_SEARCH[encoding])

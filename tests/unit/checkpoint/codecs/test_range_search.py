@@ -18,9 +18,7 @@ ORACLES = {
 
 
 @pytest.mark.parametrize(("kind", "bits"), ORACLES)
-def test_errors_meet_the_oracles_and_the_default_is_as_good_as_the_best_greedy(
-    kernel_set, reference, kind, bits
-):
+def test_errors_match_oracles_and_default_equals_best_greedy(kernel_set, reference, kind, bits):
     """4000 rows of 64; float16 scales cost within a hundredth. Student rows have no fourth moment: ratios only."""
     x = reference.rows_like(kind, 4000, 64, seed=11)
     asymmetric, *ratios = ORACLES[kind, bits]
@@ -37,7 +35,7 @@ def test_errors_meet_the_oracles_and_the_default_is_as_good_as_the_best_greedy(
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 5, 16, 65, 8192])
 @pytest.mark.parametrize("encoding", ["q2", "q3", "q4", "q8"])
-def test_searches_never_lose_to_plain(reference, encoding, columns):
+def test_searches_are_never_worse_than_plain(reference, encoding, columns):
     """In the error of a row as a whole; one value that a search leaves outside may be off by more than a step."""
     x = reference.rows_like("student", 500 if columns < 100 else 20, columns, seed=columns)
     plain = reference.mean_error(x, int(encoding[1:]), PLAIN)

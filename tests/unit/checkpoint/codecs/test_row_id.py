@@ -8,7 +8,7 @@ from deltashard_checkpoint.errors import CorruptObject
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-fixtures_are_fine = settings(
+fixture_settings = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 id_sets = st.one_of(
@@ -23,9 +23,9 @@ def _varint_bytes(ids: list[int]) -> int:
     return sum(max(1, -(-gap.bit_length() // 7)) for gap in gaps)
 
 
-@fixtures_are_fine
+@fixture_settings
 @given(ids=id_sets)
-def test_any_set_comes_back_in_its_smallest_form(kernel_set, ids):
+def test_any_id_set_round_trips_in_smallest_form(kernel_set, ids):
     ordered = sorted(ids)
     kind, data = encode_ids(np.array(ordered, np.int64))
     low, high = (ordered[0], ordered[-1] + 1) if ordered else (0, 0)
@@ -43,12 +43,12 @@ def test_any_set_comes_back_in_its_smallest_form(kernel_set, ids):
             decode_ids(kind, data, len(ordered), wrong)
 
 
-@fixtures_are_fine
+@fixture_settings
 @given(
     kind=st.integers(-1, 4), data=st.binary(max_size=40), n=st.integers(-1, 60), low=st.integers(-1, 50),
     span=st.integers(-1, 10**6),
 )  # fmt: skip
-def test_any_bytes_give_ids_in_bounds_or_an_error(kernel_set, kind, data, n, low, span):
+def test_any_bytes_decode_to_bounded_ids_or_an_error(kernel_set, kind, data, n, low, span):
     try:
         ids = decode_ids(kind, data, n, (low, low + span))
     except CorruptObject:
@@ -86,6 +86,6 @@ def test_hostile_bytes_are_refused(kernel_set):
         *(np.array([1, 2], np.int32), np.arange(10)[::2], range(0, 10, 2), range(-1, 5)),
     ],
 )
-def test_ids_that_are_no_ascending_set_are_refused(kernel_set, ids):
+def test_ids_that_are_not_ascending_are_refused(kernel_set, ids):
     with pytest.raises(EncodingError):
         encode_ids(ids)

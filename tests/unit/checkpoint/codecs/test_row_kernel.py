@@ -20,7 +20,7 @@ def _random(rows, width):
 
 
 @pytest.mark.parametrize("bits", [1, 5])
-def test_flags_are_counted_listed_and_moved_and_what_is_at_the_target_stays(kernel_set, bits):
+def test_flags_are_counted_listed_and_merged_into_the_target(kernel_set, bits):
     for rows in (0, 1, 7, 63, 64, 65, 128, 1000, 4097):
         flags = np.random.default_rng(rows).integers(0, 16, rows, dtype=np.uint8)
         for mask in (3, 12, 1, 0):
@@ -48,7 +48,7 @@ def _aligned(rows, width, shift):
 @pytest.mark.parametrize(
     ("width", "n"), [(256, 9000), *((w, 300) for w in (1, 2, 4, 7, 8, 60, 64, 100, 640))]
 )
-def test_rows_are_gathered_and_put_over_others_in_any_order(kernel_set, width, n, shift):
+def test_rows_are_gathered_and_overwritten_in_any_order(kernel_set, width, n, shift):
     """Of any stride and alignment. Above a MiB the native gather writes around the caches; nothing else is touched."""
     random = np.random.default_rng(0)
     for values in (_random(n, width), _random(n, width + 32)[:, 16:-16]):
@@ -68,7 +68,7 @@ def test_rows_are_gathered_and_put_over_others_in_any_order(kernel_set, width, n
 
 
 @pytest.mark.parametrize("row", [-1, 10, 2**40])
-def test_a_row_or_place_outside_is_refused_before_anything_is_touched(kernel_set, row):
+def test_out_of_range_row_is_refused_before_any_write(kernel_set, row):
     values, out = _random(10, 8), np.zeros((2, 8), np.uint8)
     bad, good = np.array([row], np.int64), np.array([1], np.int64)
     with pytest.raises(EncodingError, match=f"row {row} of a table of 10"):
@@ -80,7 +80,7 @@ def test_a_row_or_place_outside_is_refused_before_anything_is_touched(kernel_set
     assert not out.any()
 
 
-def test_buffers_that_do_not_fit_are_refused():
+def test_mismatched_buffers_are_refused():
     values, two = _random(10, 8), np.arange(2)
     for rows, shape in ((two, (2, 7)), (two, (3, 8)), (two.astype(np.int32), (2, 8))):
         with pytest.raises(EncodingError, match="rows"):
@@ -97,7 +97,7 @@ def test_buffers_that_do_not_fit_are_refused():
         row_hashes([X], 1, out=np.zeros(3, np.uint64))
 
 
-def test_hashes_are_the_formula_over_sections_of_any_dtype(kernel_set):
+def test_hashes_match_the_formula_for_any_dtype(kernel_set):
     rng = np.random.default_rng(0)
     sections = [
         rng.normal(0, 1, (23, 16)).astype(np.float32), rng.normal(0, 1, 23), rng.integers(0, 1 << 16, (23, 5), dtype=np.uint16),
@@ -116,7 +116,7 @@ def test_hashes_are_the_formula_over_sections_of_any_dtype(kernel_set):
     assert row_hashes([np.empty((0, 4), np.float32)], 1).shape == (0,)
 
 
-def test_weights_are_odd_and_follow_the_seed_and_every_single_bit_of_a_row_shows(kernel_set):
+def test_hash_weights_are_odd_and_seeded_and_every_bit_counts(kernel_set):
     weights = hash_weights(7, 1000)
     assert (weights & np.uint64(1)).all()
     assert len(set(weights.tolist())) == 1000

@@ -48,7 +48,7 @@ def test_moments(values):
     assert found.p95 in values
 
 
-def test_what_is_not_finite_is_no_sample_and_few_samples_know_no_error():
+def test_non_finite_samples_are_ignored_and_few_samples_have_no_error():
     once = measure([1.0])
     assert once.with_sample(float("nan")) is once.with_sample(float("inf")) is once
     assert once.error == Measure().error == float("inf")
@@ -57,7 +57,7 @@ def test_what_is_not_finite_is_no_sample_and_few_samples_know_no_error():
 
 
 @given(profiles)
-def test_a_profile_is_read_back(profile):
+def test_profile_round_trips(profile):
     assert parse_metadata(profile.text()) == profile
 
 
@@ -77,6 +77,6 @@ def test_garbage_raises_bad_profile_only(text):
         parse_metadata(text)
 
 
-def test_history_begins_anew_with_the_newest_sample():
+def test_history_reset_keeps_the_newest_sample():
     again = Profile(save=measure([1.0, 2.0, 3.0]), stall=measure([0.5])).with_cost_reset()
     assert (again.save.n, again.save.newest, again.stall) == (0, (3.0,), measure([0.5]))

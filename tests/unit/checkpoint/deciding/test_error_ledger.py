@@ -14,22 +14,22 @@ shares = st.floats(0, 10, allow_nan=False).map(lambda x: float(f"{x:.4g}"))
     error=st.dictionaries(st.text(min_size=1, max_size=20), shares.filter(bool), max_size=8),
     restores=st.integers(0, 10_000),
 )
-def test_a_record_comes_back(spent: dict[str, float], error: dict[str, float], restores: int) -> None:
-    told = ErrorLedger(restores=restores, spent=spent, error=error)
-    assert error_ledger.parse_metadata(told.text()) == told
+def test_record_round_trips(spent: dict[str, float], error: dict[str, float], restores: int) -> None:
+    ledger = ErrorLedger(restores=restores, spent=spent, error=error)
+    assert error_ledger.parse_metadata(ledger.text()) == ledger
 
 
-def test_each_restore_adds_the_squared_error_of_what_was_restored() -> None:
+def test_each_restore_adds_its_squared_error() -> None:
     """Two restores of a checkpoint with an error of .3 spend .18; a table without one spends nothing more."""
-    told = ErrorLedger(spent={"a": 0.01}, error={"b": 0.3})
-    once = told.after_restore()
+    ledger = ErrorLedger(spent={"a": 0.01}, error={"b": 0.3})
+    once = ledger.after_restore()
     assert once.restores == 1
     assert once.spent == pytest.approx({"a": 0.01, "b": 0.09})
     assert once.error == {}
     assert ErrorLedger(spent=once.spent, error={"b": 0.3}).after_restore().spent["b"] == pytest.approx(0.18)
 
 
-def test_of_too_many_tables_the_most_harmed_are_told() -> None:
+def test_tables_with_the_largest_error_are_recorded_when_over_the_limit() -> None:
     spent = {f"table.{n:05}": n / 1000 for n in range(1, 5000)}
     text = ErrorLedger(spent=spent).text()
     found = error_ledger.parse_metadata(text)
@@ -44,7 +44,7 @@ def test_of_too_many_tables_the_most_harmed_are_told() -> None:
         *('{"restores":1,"tables":{"a":[1' + more + "]}}" for more in ("", ",-1", ",NaN")),
     ],
 )
-def test_what_cannot_be_read_is_refused(text: str) -> None:
+def test_malformed_record_is_refused(text: str) -> None:
     """Whoever can write the bucket wrote it."""
     with pytest.raises(BadErrorLedger):
         error_ledger.parse_metadata(text)

@@ -48,7 +48,7 @@ def _less(seen: Evidence) -> Evidence:
     return Evidence(exposure_s=-seen.exposure_s, lossy=-seen.lossy, restores=-seen.restores)
 
 
-def test_half_is_left_after_a_half_life_and_exposure_never_exceeds_its_bound():
+def test_evidence_halves_per_half_life_and_exposure_is_bounded():
     seen = NONE.with_incident(lossy=True).with_incident(lossy=False).after_training(HALF_LIFE_S)
     assert (seen.lossy, seen.restores) == (0.5, 1.0)
     assert NONE.after_training(60.0).exposure_s == pytest.approx(60.0, rel=1e-3)
@@ -66,7 +66,7 @@ def direct(gamma: Gamma, seconds: float, n: int) -> float:
 
 
 @given(st.floats(0.01, 50), st.floats(10, 1e6), st.floats(1, 1e6), st.floats(0.5, 0.99))
-def test_the_quantile_is_that_of_a_direct_sum(shape, rate_s, seconds, q):
+def test_quantile_equals_direct_sum(shape, rate_s, seconds, q):
     gamma = Gamma(shape=shape, rate_s=rate_s)
     if seconds > 30 * rate_s:
         return  # a direct sum of thousands of terms
@@ -76,7 +76,7 @@ def test_the_quantile_is_that_of_a_direct_sum(shape, rate_s, seconds, q):
     assert below + direct(gamma, seconds, n) >= q - 1e-9
 
 
-def test_the_quantiles_ends():
+def test_quantile_at_its_limits():
     gamma = Gamma(shape=0.5, rate_s=100.0)
     assert gamma.quantile(0.0) == gamma.quantile(-1.0) == 0
     assert gamma.quantile(1e-300) == 0
@@ -85,7 +85,7 @@ def test_the_quantiles_ends():
     assert Gamma(shape=1e6, rate_s=1e6).quantile(3.0) == 6  # a known rate: Poisson of mean 3
 
 
-def test_without_evidence_a_pod_fails_once_in_30_days_and_a_runs_own_failures_outweigh_that():
+def test_prior_is_one_failure_in_30_days_and_observed_failures_dominate():
     for pods, hours in ((1, 720), (8, 90), (32, 22.5), (128, 5.625)):
         assert lossy_prior(pods).mean_between_s == pytest.approx(hours * 3600)
     found = rates(Evidence(exposure_s=2000 * 3600.0, lossy=200.0, restores=300.0), pods=10)

@@ -15,10 +15,10 @@ amounts = {"overhead": st.floats(1e-9, 0.5), "lost-work": st.floats(1e-6, 604800
         lambda aim: st.tuples(st.just(aim), amounts.get(aim, st.just(0.0)))
     )
 )
-def test_a_goal_is_read_back_from_its_own_words(pair):
+def test_goal_round_trips_through_text(pair):
     aim, amount = pair
-    said = Goal(aim=aim, amount=amount)
-    assert goal(str(said)) == said
+    expected = Goal(aim=aim, amount=amount)
+    assert goal(str(expected)) == expected
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_goal_is_read_back_from_its_own_words(pair):
         ("pls=0.02", Goal(aim="pls", amount=0.02), "pls=0.02"),
     ],
 )
-def test_words(text, found, again):
+def test_goal_texts_are_parsed(text, found, again):
     assert goal(text) == found
     assert str(found) == again
 
@@ -45,7 +45,7 @@ def test_words(text, found, again):
         "pls=0", "pls=1.1", "pls=inf", "pls=٣", "fixed=3", "check-n-run",
     ],
 )  # fmt: skip
-def test_what_is_no_goal_says_what_would_be(text):
+def test_invalid_goal_error_lists_valid_goals(text):
     with pytest.raises(BadGoal) as refused:
         goal(text, where="policy")
     assert refused.value.where == "policy"

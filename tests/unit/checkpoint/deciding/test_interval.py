@@ -56,12 +56,12 @@ def quiet(*, least_s: float = 0.0, most_s: float = 0.0, **changes: float) -> Int
 
 
 @given(costs, mtbfs)
-def test_without_slack_the_fewest_saves_are_youngs(cost_s, mtbf_s):
+def test_interval_without_slack_is_youngs_formula(cost_s, mtbf_s):
     assert fewest_saves(cost_s, mtbf_s, 0.0) == pytest.approx(young_interval_s(cost_s, mtbf_s), rel=1e-6)
 
 
 @given(st.floats(1e-6, 1e4), mtbfs, st.floats(1e-5, 0.1))
-def test_the_fewest_saves_stay_within_the_slack_and_no_longer_interval_does(cost_s, mtbf_s, slack):
+def test_interval_is_the_longest_within_the_slack(cost_s, mtbf_s, slack):
     interval_s = fewest_saves(cost_s, mtbf_s, slack)
     best_s = young_interval_s(cost_s, mtbf_s)
     best = overhead_share(best_s, cost_s, mtbf_s)
@@ -90,14 +90,14 @@ def test_the_fewest_saves_stay_within_the_slack_and_no_longer_interval_does(cost
         ({"most_s": 90.0, "durable_s": 100.0}, 500.0, "durable"),
     ],
 )
-def test_autos_bounds(changes, seconds, bound):
+def test_auto_interval_bounds(changes, seconds, bound):
     found = choose_interval(goal("auto"), quiet(**changes))
     assert found.seconds == pytest.approx(seconds)
     assert bound in found.bound
 
 
 @given(st.floats(0, 1e3), st.floats(0, 1e3), st.floats(1e-3, 0.5))
-def test_overhead_is_checkfreqs_in_seconds_and_in_whole_steps(cost_s, durable_s, allowed):
+def test_overhead_interval_matches_checkfreq(cost_s, durable_s, allowed):
     wanted = Goal(aim="overhead", amount=allowed)
     found = choose_interval(wanted, quiet(cost_s=cost_s, durable_s=durable_s))
     assert found.seconds == pytest.approx(max(durable_s, cost_s / allowed, 0.001))
@@ -107,7 +107,7 @@ def test_overhead_is_checkfreqs_in_seconds_and_in_whole_steps(cost_s, durable_s,
 
 
 @given(st.floats(1, 604800), situations)
-def test_lost_work_is_kept_or_said_to_be_out_of_reach(most_s, now):
+def test_lost_work_goal_is_met_or_reported_unreachable(most_s, now):
     found = choose_interval(Goal(aim="lost-work", amount=most_s), now)
     worst_s = found.seconds + now.durable_s
     if found.unreachable:
@@ -116,7 +116,7 @@ def test_lost_work_is_kept_or_said_to_be_out_of_reach(most_s, now):
         assert worst_s <= most_s * (1 + 1e-6)
 
 
-def test_pls():
+def test_pls_interval():
     now = quiet(partial=True, shards=18, mtbf_s=20 * 3600.0)
     assert choose_interval(goal("pls=0.02"), now).seconds == pytest.approx(14.4 * 3600)
     assert choose_interval(goal("pls=0.1"), now).seconds == pytest.approx(72 * 3600)
@@ -128,13 +128,13 @@ def test_pls():
     assert "partial recovery" in full.unreachable
 
 
-def test_a_fixed_interval_is_not_chosen():
+def test_fixed_interval_is_not_tuned():
     with pytest.raises(ValueError, match="fixed"):
         choose_interval(FIXED, quiet())
 
 
 @given(goals, situations)
-def test_bounds_hold_and_the_lower_one_wins(aim, now):
+def test_lower_bound_takes_precedence(aim, now):
     found = choose_interval(aim, now)
     auto = aim.aim == "auto" or (aim.aim == "pls" and not now.partial)
     low_s = max(now.durable_s, now.step_s, 0.001, now.least_s)
@@ -182,12 +182,12 @@ BASIS = Basis(seconds=300.0, cost_s=1.0, mtbf_s=36000.0)
         (BASIS, STEADY, 900.0, {"durable_s": 301.0}, True),  # saves overlap
     ],
 )
-def test_only_what_is_no_chance_changes_an_interval(basis, costs, seconds, changes, changed):
+def test_only_significant_changes_change_the_interval(basis, costs, seconds, changes, changed):
     assert should_replace(basis, Interval(seconds=seconds), costs, quiet(**changes)) is changed
 
 
 @pytest.mark.parametrize(
     ("ranks", "pods", "shards"), [(1, 1, 1), (4, 1, 4), (4, 4, 4), (128, 16, 16), (2, 4, 2), (1, 4, 1)]
 )
-def test_a_pod_is_lost_with_all_its_ranks(ranks: int, pods: int, shards: int) -> None:
+def test_pod_loss_loses_all_its_ranks(ranks: int, pods: int, shards: int) -> None:
     assert failure_shards(ranks, pods) == shards

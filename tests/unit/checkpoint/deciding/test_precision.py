@@ -30,7 +30,7 @@ facts = st.builds(
     spent=st.floats(0, 0.3),
 )
 tables = st.dictionaries(st.text(min_size=1, max_size=3), facts, min_size=1, max_size=8)
-outlooks = st.builds(
+forecasts = st.builds(
     RestoreForecast, restores=st.integers(0, 5000), expected=st.floats(0, 200), restores_so_far=st.integers(0, 50),
     near_end=st.booleans(), least_bits=st.integers(0, 8),
 )  # fmt: skip
@@ -43,12 +43,12 @@ def real_error(bits: int, columns: int = 64) -> float:
     return float(np.linalg.norm(rows - restored) / np.linalg.norm(rows))
 
 
-def test_the_errors_of_gaussian_rows_are_the_codecs():
+def test_gaussian_row_errors_match_the_codecs():
     for bits in BITS:
         assert GAUSSIAN_ERRORS[bits] == pytest.approx(real_error(bits), rel=0.01)
 
 
-def test_gaussian_rows_bear_no_restore_at_2_bit_1_at_3_4_at_4_and_1000_at_8():
+def test_restores_allowed_per_bit_width_for_gaussian_rows():
     """Stricter than the paper's 1, 3, 20 and over 100, which harm more than it says."""
     found = {}
     for restores in range(1, 6000):
@@ -62,8 +62,8 @@ def test_gaussian_rows_bear_no_restore_at_2_bit_1_at_3_4_at_4_and_1000_at_8():
     assert found[8] == pytest.approx(1076, rel=0.03)
 
 
-@given(tables, outlooks)
-def test_the_budget_is_kept_and_small_tables_have_8_bit(model, forecast):
+@given(tables, forecasts)
+def test_error_budget_is_met_and_small_tables_use_8_bit(model, forecast):
     found = choose_bits("budget", model, forecast, {})
     assert found.encodings.keys() == model.keys()
     large = large_tables(model)
@@ -79,7 +79,7 @@ def test_the_budget_is_kept_and_small_tables_have_8_bit(model, forecast):
 
 
 @given(tables)
-def test_the_large_tables_are_the_fewest_that_hold_nine_tenths(model):
+def test_large_tables_are_the_fewest_with_90_percent_of_bytes(model):
     large = large_tables(model)
     total = sum(each.raw_bytes for each in model.values())
     held = sum(model[name].raw_bytes for name in large)
@@ -89,15 +89,15 @@ def test_the_large_tables_are_the_fewest_that_hold_nine_tenths(model):
     assert all(each.raw_bytes <= smallest for name, each in model.items() if name not in large)
 
 
-@given(tables, outlooks, st.sampled_from(ENCODING_CHOICES))
-def test_the_users_own_encoding_of_a_table_stands(model, forecast, encoding):
+@given(tables, forecasts, st.sampled_from(ENCODING_CHOICES))
+def test_user_encoding_of_a_table_takes_precedence(model, forecast, encoding):
     name = next(iter(model))
     for rule in ("budget", "check-n-run"):
         assert choose_bits(rule, model, forecast, {name: encoding}).encodings[name] == encoding
 
 
-@given(tables, outlooks)
-def test_check_n_run_is_one_width_for_all(model, forecast):
+@given(tables, forecasts)
+def test_check_n_run_uses_one_width_for_all_tables(model, forecast):
     found = set(choose_bits("check-n-run", model, forecast, {}).encodings.values())
     assert len(found) == 1
     bits = bits_of(found.pop())
@@ -111,20 +111,20 @@ def test_check_n_run_is_one_width_for_all(model, forecast):
     ("expected", "restores_so_far", "bits"),
     [(0.5, 0, 2), (1, 1, 2), (1, 2, 8), (3, 3, 3), (20, 4, 4), (21, 4, 8), (0, 0, 2), (2.5, 3, 8)],
 )
-def test_check_n_runs_table(expected, restores_so_far, bits):
+def test_check_n_run_width_by_restore_count(expected, restores_so_far, bits):
     assert check_n_run_bits(expected, restores_so_far) == bits
 
 
 @given(
     st.dictionaries(st.from_regex(r"[a-z][a-z.=]{0,8}", fullmatch=True), st.sampled_from(ENCODING_CHOICES))
 )
-def test_encodings_of_tables_are_read_back(wanted):
+def test_table_encodings_round_trip(wanted):
     text = ", ".join(f"{table}={encoding}" for table, encoding in wanted.items())
     assert parse_encodings(text, where="tables") == wanted
 
 
 @pytest.mark.parametrize("text", ["emb", "emb=", "=q8", "emb=q5", "emb=fp64", "emb=q8,emb=q4"])
-def test_what_is_no_encoding_of_a_table_is_refused(text):
+def test_invalid_table_encoding_is_refused(text):
     with pytest.raises(BadTables) as refused:
         parse_encodings(text, where="tables")
     assert refused.value.where == "tables"

@@ -30,7 +30,7 @@ FULL = Record(
 )  # fmt: skip
 
 
-def test_it_comes_back_as_it_was_and_has_room() -> None:
+def test_record_round_trips_within_its_size_limit() -> None:
     text = FULL.text()
     assert len(text) < MAX_TEXT * 3 / 4
     assert parse_metadata(text) == FULL

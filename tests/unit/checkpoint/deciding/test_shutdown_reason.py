@@ -13,13 +13,13 @@ from deltashard_checkpoint.deciding import shutdown_reason
         *(("close", True, True, True), ("sigterm", True, True, False), ("stopping", True, True, False)),
     ],
 )
-def test_who_closed_has_ended_and_who_was_told_to_go_if_he_was_alone(reason, asked, alone, in_a_group):
+def test_close_is_an_end_and_termination_only_without_a_group(reason, asked, alone, in_a_group):
     """In a group the others stay, or come together anew. Whatever is no ordinary save's reason is an eviction's."""
-    said = SimpleNamespace(directive=f"{reason}; full: baseline")
+    checkpoint = SimpleNamespace(directive=f"{reason}; full: baseline")
     assert (
-        shutdown_reason.is_shutdown_save(said),
-        shutdown_reason.has_ended(said, 1),
-        shutdown_reason.has_ended(said, 4),
+        shutdown_reason.is_shutdown_save(checkpoint),
+        shutdown_reason.has_ended(checkpoint, 1),
+        shutdown_reason.has_ended(checkpoint, 4),
     ) == (
         asked,
         alone,
@@ -27,7 +27,7 @@ def test_who_closed_has_ended_and_who_was_told_to_go_if_he_was_alone(reason, ask
     )
 
 
-def test_a_users_word_never_means_an_end():
+def test_user_requested_save_is_never_an_end():
     assert shutdown_reason.user_reason("eval") == "eval"
     for reserved in (shutdown_reason.CLOSE, *shutdown_reason.TERMINATION_REASONS):
         assert not shutdown_reason.has_ended(

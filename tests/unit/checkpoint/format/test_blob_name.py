@@ -15,7 +15,7 @@ NAMES = st.text(min_size=1).filter(lambda name: parse_blob_name(name)[0] is None
 
 
 @given(rank=RANKS, other=RANKS, name=NAMES)
-def test_what_a_rank_names_it_reads_and_of_the_others_only_rank_0s(rank: int, other: int, name: str) -> None:
+def test_rank_reads_its_own_blobs_and_those_of_rank_0(rank: int, other: int, name: str) -> None:
     stored = blob_name(rank, name)
     assert parse_blob_name(stored) == ((None if rank == 0 else rank), name)
     world = max(rank, other) + 1
@@ -25,7 +25,7 @@ def test_what_a_rank_names_it_reads_and_of_the_others_only_rank_0s(rank: int, ot
 
 
 @given(saved=st.integers(1, 40), world=st.integers(1, 40))
-def test_the_loaders_of_ranks_that_are_gone_are_read_by_one_rank_each(saved: int, world: int) -> None:
+def test_loader_blobs_of_removed_ranks_are_read_by_one_rank_each(saved: int, world: int) -> None:
     for owner in range(1, saved):
         readers = [rank for rank in range(world) if is_read_by(rank, world, blob_name(owner, "loader"))]
         assert readers == [owner % world]
@@ -43,5 +43,5 @@ def test_the_loaders_of_ranks_that_are_gone_are_read_by_one_rank_each(saved: int
         "ranks/3/rng",
     ],
 )
-def test_any_other_name_is_for_all(stored: str) -> None:
+def test_unqualified_blob_name_is_read_by_all_ranks(stored: str) -> None:
     assert parse_blob_name(stored) == (None, stored)

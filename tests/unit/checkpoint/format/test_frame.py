@@ -22,13 +22,13 @@ from deltashard_checkpoint.vocabulary import ENCODINGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.sample import Model, sample_frames, schema, whole
+from tests.support.checkpoint.sample import SampleModel, sample_frames, schema, whole
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
 
 
 @pytest.mark.parametrize("name", sorted(sample_frames()))
-def test_todays_writer_makes_the_golden_bytes_of_version_1(name: str) -> None:
+def test_writer_reproduces_version_1_golden_bytes(name: str) -> None:
     """The bytes of version 1 never change: a difference here needs a new version of the format."""
     golden = (GOLDEN / f"{name}.frame").read_bytes()
     frame = sample_frames()[name]
@@ -46,10 +46,10 @@ def test_todays_writer_makes_the_golden_bytes_of_version_1(name: str) -> None:
     encoding=st.sampled_from(["fp32", "fp16", "bf16", "q8", "q4", "q3", "q2"]),
     state=st.sampled_from(["fp32", "bf16"]), seed=st.integers(0, 1000),
 )  # fmt: skip
-def test_any_rows_survive_the_round_trip(rows, columns, share, encoding, state, seed):
+def test_any_rows_round_trip(rows, columns, share, encoding, state, seed):
     """Ids, step, encoding and row-wise state exactly; a frame never takes more than its rows do raw."""
     table = schema(rows=rows, columns=columns)
-    model = Model(table, seed)
+    model = SampleModel(table, seed)
     ids = np.flatnonzero(model.rng.random(rows) < share).astype(np.int64)
     if not len(ids):
         ids = np.array([rows - 1], np.int64)
@@ -72,7 +72,7 @@ def test_any_rows_survive_the_round_trip(rows, columns, share, encoding, state, 
     assert frame.info.stored_bytes <= frame.raw_bytes + 64 * 20 + 9 * len(ids) + 400
 
 
-def test_rows_that_need_many_frames_are_split_below_the_limit() -> None:
+def test_rows_are_split_into_frames_below_the_limit() -> None:
     """No frame has more than 1 MiB of weights, and they are alike; all rows are there once."""
     table = TableSchema(
         fqn="wide", rows=4000, columns=2048, dtype="float32",
@@ -94,7 +94,7 @@ def test_rows_that_need_many_frames_are_split_below_the_limit() -> None:
 
 
 @pytest.mark.parametrize(("encoding", "rows"), [("q8", 1 << 20), ("q2", 1 << 20)])
-def test_a_frame_is_cut_where_its_weights_or_its_tail_would_be_too_large(encoding: str, rows: int) -> None:
+def test_frames_are_split_by_weight_or_tail_size(encoding: str, rows: int) -> None:
     """Also where more state, or raw weights, belong to 1 MiB of encoded ones than a frame holds."""
     for fields in ((), (FieldSpec(name="m", kind="pointwise", dtype="float64"),)):
         table = TableSchema(fqn="t", rows=rows, columns=32, dtype="float32", fields=fields)
@@ -108,9 +108,9 @@ def test_a_frame_is_cut_where_its_weights_or_its_tail_would_be_too_large(encodin
         assert n <= min(limits) <= 1.01 * n
 
 
-def test_only_the_tail_that_a_frame_names_is_its_tail() -> None:
+def test_only_the_named_tail_is_accepted() -> None:
     """A tail of other rows, of another step, of other values, and the frame itself are refused."""
-    model = Model(schema())
+    model = SampleModel(schema())
     one = model.frames(range(5))[0]
     parse_frame(one.data, one.tail)
     checked_tail(one.tail, one.info)
@@ -129,9 +129,9 @@ def test_only_the_tail_that_a_frame_names_is_its_tail() -> None:
         parse_frame(one.tail)
 
 
-def test_weights_alone_are_read_without_the_tail_and_state_never_is() -> None:
+def test_weights_are_readable_without_the_tail_and_state_is_not() -> None:
     table = schema()
-    frame = Model(table).frames(range(5))[0]
+    frame = SampleModel(table).frames(range(5))[0]
     weights = np.zeros((200, 8), np.float32)
     FrameApplier([TableTarget(schema=table, box=whole(table), weights=weights)]).apply(frame.data)
     assert weights[:5].any()
@@ -143,7 +143,7 @@ def test_weights_alone_are_read_without_the_tail_and_state_never_is() -> None:
         wanted.apply(frame.data)
 
 
-def test_blobs_come_in_chunks_and_may_be_empty() -> None:
+def test_blobs_are_chunked_and_may_be_empty() -> None:
     data = np.random.default_rng(0).bytes(10_000)
     found = list(encode_blob_frames(name="rng", data=data, step=3, chunk_bytes=4096))
     assert [f.info.blob_offset for f in found] == [0, 4096, 8192]
@@ -160,8 +160,8 @@ def test_blobs_come_in_chunks_and_may_be_empty() -> None:
         lacking.finish()
 
 
-def test_a_newer_version_and_a_short_frame_are_refused_by_name() -> None:
-    data = bytes(Model(schema()).frames(range(5))[0].data)
+def test_newer_version_and_truncated_frame_are_refused() -> None:
+    data = bytes(SampleModel(schema()).frames(range(5))[0].data)
     newer = bytearray(data)
     struct.pack_into("<H", newer, 4, 2)
     with pytest.raises(UnsupportedVersion, match="version 2"):

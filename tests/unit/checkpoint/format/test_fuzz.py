@@ -128,7 +128,7 @@ def test_mutated_frames_are_refused_by_hash() -> None:
 
 
 @pytest.mark.slow
-def test_mutated_tails_are_refused_by_hash_and_behind_it_by_name() -> None:
+def test_mutated_tails_are_refused() -> None:
     by_tail = {bytes(each.tail): each for each in sample_frames().values() if each.tail is not None}
 
     def attempt(rng: random.Random) -> bool:
@@ -151,7 +151,7 @@ def test_mutated_tails_are_refused_by_hash_and_behind_it_by_name() -> None:
 
 
 @pytest.mark.slow
-def test_frames_with_a_valid_hash_decode_or_are_refused_by_name() -> None:
+def test_mutated_frames_with_valid_hash_decode_or_are_refused() -> None:
     others = list(SAMPLES.values())
     by_digest = {tail[48:64]: tail for tail in TAILS}
 
@@ -183,7 +183,7 @@ def _index() -> tuple[str, bytes]:
 
 
 @pytest.mark.slow
-def test_mutated_indexes_are_refused_or_mean_what_they_say() -> None:
+def test_mutated_indexes_are_refused_or_round_trip() -> None:
     """By name hash always; with a name made to fit, whatever is accepted survives its own round trip."""
     key, data = _index()
 
@@ -205,7 +205,7 @@ def test_mutated_indexes_are_refused_or_mean_what_they_say() -> None:
 @pytest.mark.parametrize(
     ("run", "attempt", "cut", "rank"), [("other", 3, 2, 1), (RUN, 4, 2, 1), (RUN, 3, 1, 1), (RUN, 3, 2, 0)]
 )
-def test_a_whole_index_in_a_foreign_place_is_refused(run: str, attempt: int, cut: int, rank: int) -> None:
+def test_index_of_another_snapshot_is_refused(run: str, attempt: int, cut: int, rank: int) -> None:
     """Another run's, attempt's, cut's or rank's index is not taken for ours, though its hash fits."""
     key, data = _index()
     name = object_key.parse_index_key(key)

@@ -12,7 +12,7 @@ from deltashard_checkpoint.errors import UnsupportedVersion
 from deltashard_checkpoint.format.canonical_json import content_digest
 from deltashard_checkpoint.format.index import encode_index, parse_index
 from deltashard_checkpoint.format.layout import Layout
-from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.format.object_key import snapshot_prefix
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import (
@@ -36,7 +36,7 @@ from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.report import ReportBody, parse_report_name
 from deltashard_proto.v1 import index_pb2
 
-from tests.support.checkpoint.run_builder import begun, layout_of
+from tests.support.checkpoint.run_builder import layout_of, started_run
 from tests.support.checkpoint.snapshot import arrays_of, read_checkpoint
 
 RUN, RUN_2, RUN_3, RUN_4 = "run", "run-2", "run-3", "run-4"
@@ -44,13 +44,13 @@ COLUMNS = ("rank", "table", "row_start", "row_stop", "col_start", "col_stop")
 """Of a layout."""
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
 PAGE = (Path(__file__).parents[4] / "docs" / "format.md").read_text()
-LIVING = (2, 4, 5, 6, 11, 14, 17, 19, 20)
-LIVING_2 = (2, 4, 8)
-LIVING_3 = (4, 5, 7, 9, 10, 13)
-LIVING_4 = (2, 3, 6, 13)
+LIVE_SEQS = (2, 4, 5, 6, 11, 14, 17, 19, 20)
+LIVE_SEQS_2 = (2, 4, 8)
+LIVE_SEQS_3 = (4, 5, 7, 9, 10, 13)
+LIVE_SEQS_4 = (2, 3, 6, 13)
 EACH = [
     (run, seq)
-    for run, living in ((RUN, LIVING), (RUN_2, LIVING_2), (RUN_3, LIVING_3), (RUN_4, LIVING_4))
+    for run, living in ((RUN, LIVE_SEQS), (RUN_2, LIVE_SEQS_2), (RUN_3, LIVE_SEQS_3), (RUN_4, LIVE_SEQS_4))
     for seq in living
 ]
 """All living checkpoints."""
@@ -69,7 +69,7 @@ def found_in(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("run", "seq"), EACH)
-def test_every_living_checkpoint_restores_to_the_same_bits(store: Store, run: str, seq: int) -> None:
+def test_every_live_checkpoint_restores_bit_for_bit(store: Store, run: str, seq: int) -> None:
     found = read_checkpoint(store, run, f"seq:{seq}")
     expected = GOLDEN / f"{run}-expected"
     wanted = {path.stem: np.load(path) for path in (expected / str(seq)).glob("*.npy")}
@@ -87,7 +87,7 @@ BAD = {
 """Rot, an entry of a kind that nobody knows, one of a newer version; a folded state that no entry names."""
 
 
-def written_again(run: str, key: str, data: bytes) -> bytes:
+def rewritten(run: str, key: str, data: bytes) -> bytes:
     """What today's writer makes of what today's reader finds in an object."""
     name = key.rpartition("/")[2]
     if name == "HINT":
@@ -105,33 +105,33 @@ def written_again(run: str, key: str, data: bytes) -> bytes:
     if name.endswith(".index"):
         return encode_index(parse_index(data))
     if name.endswith(".part"):
-        said = parse_report_name(name)
-        assert said is not None
-        assert (said.text, said.body) == (name, content_digest(data))
+        parsed = parse_report_name(name)
+        assert parsed is not None
+        assert (parsed.text, parsed.body) == (name, content_digest(data))
         world_size = json.loads(data)["world_size"]
         return ReportBody.decode(data, run, world_size, where=key).encode(run, world_size)
     raise AssertionError(f"{key} is of no kind")
 
 
 @pytest.mark.parametrize("run", [RUN, RUN_2, RUN_3, RUN_4])
-def test_what_is_read_is_written_with_the_same_bytes(run: str) -> None:
+def test_golden_objects_are_rewritten_with_the_same_bytes(run: str) -> None:
     for key, data in found_in(GOLDEN / run).items():
         if not key.endswith(".pack") and f"{run}/{key}" not in BAD:
-            assert written_again(run, key, data) == data, key
+            assert rewritten(run, key, data) == data, key
 
 
-def test_todays_documents_have_no_member_that_the_golden_ones_lack() -> None:
+def test_current_documents_have_no_members_missing_in_golden() -> None:
     """Or readers of version 1 would stop at them."""
-    run, attempt = begun(workload="a", pod="b")
+    run, attempt = started_run(workload="a", pod="b")
     first = run.commit(attempt, 1, metadata={"loss": "1"}, directive="timer", pins=("best",))
     second = run.commit(attempt, 2, first)
     run.compacted(second)
     user_entry.pin(run.log, "paper", f"{first}")
     user_entry.rewind(run.log, f"{second}", ended=True)
     run.open(workload="a")
-    run.retire((), [cut_prefix(attempt, 0)])
+    run.retire((), [snapshot_prefix(attempt, 0)])
     run.append(Reclaimed, through=1)
-    ranks, attempt = begun(world_size=2, layout=layout_of().data)
+    ranks, attempt = started_run(world_size=2, layout=layout_of().data)
     ranks.commit_halves(attempt, 1)
     found = set[str]()
     for each in (run, ranks):
@@ -141,7 +141,7 @@ def test_todays_documents_have_no_member_that_the_golden_ones_lack() -> None:
     assert found <= golden_members()
 
 
-def test_the_state_is_the_same_from_wherever_it_is_folded(store: Store) -> None:
+def test_fold_is_independent_of_its_start(store: Store) -> None:
     """From the newest folded state that an entry names, from the one before, and from genesis."""
     states: list[RunState] = []
     while True:
@@ -160,17 +160,17 @@ def test_the_state_is_the_same_from_wherever_it_is_folded(store: Store) -> None:
         store.delete([f"{RUN}/log/HINT"])
     assert len(states) == 12
     assert all(state == states[0] for state in states)
-    assert (tuple(states[0].checkpoints), states[0].attempt, states[0].stopped) == (LIVING, 16, None)
+    assert (tuple(states[0].checkpoints), states[0].attempt, states[0].stopped) == (LIVE_SEQS, 16, None)
 
 
-def test_a_repaired_run_reads_up_to_what_is_newer(store: Store) -> None:
+def test_repaired_run_reads_up_to_the_newer_version(store: Store) -> None:
     log = RunLog(store, RUN_2)
     state = log.refresh()
-    assert (tuple(state.checkpoints), state.tip) == (LIVING_2, 9)
+    assert (tuple(state.checkpoints), state.tip) == (LIVE_SEQS_2, 9)
     assert state.stopped is not None
     assert (state.stopped.seq, state.stopped.voidable) == (9, False)
     assert isinstance(state.stopped.error, UnsupportedVersion)
-    assert read_checkpoint(store, RUN_2).entry.seq == LIVING_2[-1]
+    assert read_checkpoint(store, RUN_2).entry.seq == LIVE_SEQS_2[-1]
     rotten, mended, passed = (log.read_slot(seq) for seq in (3, 5, 6))
     assert isinstance(rotten, Unreadable)
     assert isinstance(mended.entry, Repaired)
@@ -179,10 +179,10 @@ def test_a_repaired_run_reads_up_to_what_is_newer(store: Store) -> None:
     assert isinstance(passed.entry, Ignored)
     # Without the repair's folded state nothing from the rotten slot on would count.
     slots = [log.read_slot(seq) for seq in range(10)]
-    assert tuple(fold(RunState(run=RUN_2), slots).checkpoints) == LIVING_2[:1]
+    assert tuple(fold(RunState(run=RUN_2), slots).checkpoints) == LIVE_SEQS_2[:1]
 
 
-def test_a_run_in_which_people_pinned_and_rewound(store: Store) -> None:
+def test_run_with_pins_and_rewinds(store: Store) -> None:
     log = RunLog(store, RUN_4)
     slots = [log.read_slot(seq) for seq in range(15)]
     states = [fold(RunState(run=RUN_4), slots[: tip + 1]) for tip in range(15)]
@@ -198,12 +198,12 @@ def test_a_run_in_which_people_pinned_and_rewound(store: Store) -> None:
     assert RunLog(store, RUN_4).refresh() == state
 
 
-def test_a_part_of_an_unknown_kind_refuses_its_checkpoint_and_not_the_run(store, monkeypatch):
+def test_unknown_part_kind_refuses_only_its_checkpoint(store, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("deltashard_checkpoint.format.index.ROWS_AND_BLOBS", "keys")
         with pytest.raises(UnsupportedVersion, match="kind 'rows'"):
             read_checkpoint(store, RUN_4, "seq:2")
-        assert tuple(RunLog(store, RUN_4).refresh().checkpoints) == LIVING_4
+        assert tuple(RunLog(store, RUN_4).refresh().checkpoints) == LIVE_SEQS_4
     with monkeypatch.context() as patch:
         patch.setattr("deltashard_checkpoint.log.manifest.ROWS_AND_BLOBS", "keys")
         with pytest.raises(UnsupportedVersion, match="kind 'rows'"):
@@ -240,12 +240,12 @@ def golden_members() -> set[str]:
     }
 
 
-def test_the_page_names_all_members_of_the_documents() -> None:
+def test_format_page_lists_all_document_members() -> None:
     assert {name for name in golden_members() if f"`{name}`" not in PAGE} == set()
 
 
 @pytest.mark.parametrize("message", index_pb2.DESCRIPTOR.message_types_by_name)
-def test_the_page_has_the_wire_form_of_the_index(message: str) -> None:
+def test_format_page_has_the_index_wire_form(message: str) -> None:
     (row,) = re.findall(rf"^\| {message} \| (.*) \|$", PAGE, re.MULTILINE)
-    said = {int(number): name for number, name in re.findall(r"(?:^|[·:] )(\d+) (\w+) ", row)}
-    assert said == {f.number: f.name for f in index_pb2.DESCRIPTOR.message_types_by_name[message].fields}
+    parsed = {int(number): name for number, name in re.findall(r"(?:^|[·:] )(\d+) (\w+) ", row)}
+    assert parsed == {f.number: f.name for f in index_pb2.DESCRIPTOR.message_types_by_name[message].fields}

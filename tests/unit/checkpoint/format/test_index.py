@@ -16,7 +16,7 @@ from tests.support.checkpoint.sample import RUN
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1" / "part.index"
 
 
-def test_the_golden_index_reads_and_writes_as_ever() -> None:
+def test_golden_index_round_trips() -> None:
     data = GOLDEN.read_bytes()
     assert encode_index(golden_index()) == data
     key = object_key.index_key(attempt=3, cut=2, rank=1, token=TOKEN, xxh3=digest_hex(data))
@@ -56,7 +56,7 @@ def _set(path: str, value: object):
         _set("frames.12.since", 1), _set("frames.0.again", 1 << 20), _set("frames.1.again", 1),
     ],
 )  # fmt: skip
-def test_what_no_index_may_say_is_refused(change) -> None:
+def test_invalid_index_contents_are_refused(change) -> None:
     """Places outside packs, rows outside tables, boxes outside tables, unknown types, overlaps."""
     message = index_pb2.Index.FromString(GOLDEN.read_bytes())
     parse_index(message.SerializeToString())
@@ -90,7 +90,7 @@ def test_a_newer_index_is_unsupported_and_garbage_is_corrupt(change) -> None:
     st.integers(0, 10**20 - 1), st.integers(0, 10**8 - 1), st.integers(0, 10**5 - 1), st.from_regex(r"\A[0-9a-z]{8,32}\Z"),
     st.integers(0, 10**5 - 1),
 )  # fmt: skip
-def test_names_parse_back(attempt: int, cut: int, rank: int, token: str, n: int) -> None:
+def test_names_round_trip(attempt: int, cut: int, rank: int, token: str, n: int) -> None:
     pack = object_key.parse_pack_key(
         object_key.pack_key(attempt=attempt, cut=cut, rank=rank, token=token, n=n)
     )
@@ -110,14 +110,14 @@ def test_names_parse_back(attempt: int, cut: int, rank: int, token: str, n: int)
     assert (compact.attempt, compact.token, compact.n) == (None, token, n)
     assert object_key.parse_index_key(object_key.compaction_index_key(token=token, xxh3=digest)).cut is None
     if cut:
-        assert object_key.cut_prefix(attempt, cut - 1) < object_key.cut_prefix(attempt, cut)
+        assert object_key.snapshot_prefix(attempt, cut - 1) < object_key.snapshot_prefix(attempt, cut)
 
 
 @pytest.mark.parametrize(
     "key",
     ["", "data/1/2/x.pack", "log/00000000000000000000.json", "data/compact-x/00000.pack", "/etc/passwd"],
 )
-def test_other_names_are_refused(key: str) -> None:
+def test_malformed_keys_are_refused(key: str) -> None:
     with pytest.raises(CorruptObject):
         object_key.parse_pack_key(key)
     with pytest.raises(CorruptObject):
@@ -125,13 +125,13 @@ def test_other_names_are_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("run", ["", "/x", "a//b", "../x", "a/../b", "a/.hidden", "ü", "a b", "x" * 600])
-def test_what_cannot_name_a_run_is_refused(run: str) -> None:
+def test_invalid_run_names_are_refused(run: str) -> None:
     with pytest.raises(UserError):
         object_key.validate_run(run)
     assert object_key.validate_run("ns/job-1.a_b") == "ns/job-1.a_b"
 
 
-def test_numbers_that_do_not_fit_their_names_are_refused() -> None:
+def test_numbers_too_wide_for_key_padding_are_refused() -> None:
     """Zero padding would break, and with it the listing's order."""
     with pytest.raises(UserError):
         object_key.pack_key(attempt=1, cut=10**8, rank=0, token=TOKEN, n=0)

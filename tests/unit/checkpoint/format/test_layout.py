@@ -19,7 +19,7 @@ def _box(table: str, a: int, b: int, c: int, d: int) -> Box:
 COLUMNS = ("rank", "table", "row_start", "row_stop", "col_start", "col_stop")
 
 
-def _written_anew(layout: Layout) -> bytes:
+def _reencoded(layout: Layout) -> bytes:
     """The bytes that are made of what was read."""
     columns = {name: getattr(layout, name) for name in COLUMNS}
     return Layout(world_size=layout.world_size, tables=layout.tables, columns=columns).data
@@ -54,12 +54,12 @@ def tilings(draw: st.DrawFn) -> tuple[int, dict[str, tuple[int, int]], dict[int,
 
 @settings(max_examples=150, deadline=None)
 @given(tilings())
-def test_any_tiling_is_taken_and_its_bytes_are_it(tiling) -> None:
+def test_any_tiling_round_trips(tiling) -> None:
     world_size, shapes, boxes = tiling
     layout = Layout.of(world_size, shapes, boxes)
     layout.check()
     again = Layout.decode(layout.data, digest=layout.digest)
-    assert _written_anew(again) == layout.data
+    assert _reencoded(again) == layout.data
     assert again.key == f"layout/{layout.digest}"
     for rank in range(world_size):
         assert set(again.boxes_of(rank)) == set(boxes.get(rank, ()))
@@ -69,7 +69,7 @@ def test_any_tiling_is_taken_and_its_bytes_are_it(tiling) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(tilings(), st.data())
-def test_a_hole_or_an_overlap_of_one_cell_is_found(tiling, data) -> None:
+def test_gap_or_overlap_of_one_cell_is_detected(tiling, data) -> None:
     world_size, shapes, boxes = tiling
     rank = data.draw(st.sampled_from(sorted(boxes)))
     held = list(boxes[rank])
@@ -94,7 +94,7 @@ def test_a_hole_or_an_overlap_of_one_cell_is_found(tiling, data) -> None:
             Layout.decode(layout.data, digest=layout.digest)
 
 
-def test_a_rank_may_hold_nothing_and_a_table_without_boxes_is_a_gap() -> None:
+def test_rank_may_be_empty_and_table_without_boxes_is_a_gap() -> None:
     Layout.of(3, {"a": (4, 2)}, {1: [_box("a", 0, 4, 0, 2)]}).check()
     with pytest.raises(NotTiled, match="no rank holds rows 0 to 3, columns 0 to 1"):
         Layout.of(3, {"a": (4, 2)}, {}).check()
@@ -103,7 +103,7 @@ def test_a_rank_may_hold_nothing_and_a_table_without_boxes_is_a_gap() -> None:
     assert issubclass(NotTiled, DeltashardError)
 
 
-def test_a_small_layout_that_would_cost_much_to_check_is_refused() -> None:
+def test_layout_too_expensive_to_check_is_refused() -> None:
     """Each of 3,000 columns is cut at a row of its own: 6,000 boxes, 9 million cells of bands."""
     n = 3000
     held = [_box("a", *rows, c, c + 1) for c in range(n) for rows in ((0, c + 1), (c + 1, n + 1))]
@@ -136,7 +136,7 @@ def test_boxes_are_checked_slice_by_slice(at_once: int, monkeypatch: pytest.Monk
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(tilings(), st.data())
-def test_mutated_bytes_are_refused_by_name(tiling, data):
+def test_mutated_layout_bytes_are_refused(tiling, data):
     """By the hash; and behind it, one form only: zeros between the columns, too."""
     layout = Layout.of(*tiling)
     raw = bytearray(layout.data)
@@ -147,12 +147,12 @@ def test_mutated_bytes_are_refused_by_name(tiling, data):
         with pytest.raises(CorruptObject):
             Layout.decode(mutated, digest=layout.digest)
         with contextlib.suppress(CorruptObject, UnsupportedVersion):
-            assert _written_anew(Layout.decode(mutated)) == mutated
+            assert _reencoded(Layout.decode(mutated)) == mutated
 
 
 @pytest.mark.parametrize(
     ("ranks", "shapes"), [(1, {"a": (0, 2)}), (1, {"a": (4, 1 << 40)}), (1, {"": (4, 2)}), (0, {"a": (4, 2)})]
 )
-def test_what_is_no_table_or_no_group_has_no_layout(ranks, shapes):
+def test_invalid_tables_or_ranks_have_no_layout(ranks, shapes):
     with pytest.raises(UserError):
         Layout.of(ranks, shapes, {}).check()

@@ -52,12 +52,12 @@ def block() -> RowBlock:
         ),
     ],
 )
-def test_arrays_that_are_not_the_schemas_are_refused(change: dict[str, object], what: str) -> None:
+def test_arrays_not_matching_the_schema_are_refused(change: dict[str, object], what: str) -> None:
     with pytest.raises(FrameEncodeError, match=what):
         replace(block(), **change)  # type: ignore[arg-type]
 
 
-def test_a_slice_is_a_block_of_the_same_columns() -> None:
+def test_slice_keeps_columns() -> None:
     whole = block()
     part = whole[1:]
     assert (list(part.ids), part.row_span, part.columns) == ([5, 9], (5, 9), range(1, 3))

@@ -56,7 +56,7 @@ def same(a: object, b: object) -> bool:
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(values)
-def test_any_tree_comes_back_with_its_types_and_order(tree: object) -> None:
+def test_any_tree_round_trips_with_types_and_order(tree: object) -> None:
     """Tuples stay tuples, int keys ints, big ints big, dicts in order; equal trees have equal bytes."""
     encoded = encode(tree)
     data = encoded.to_bytes()
@@ -67,7 +67,7 @@ def test_any_tree_comes_back_with_its_types_and_order(tree: object) -> None:
     assert encode(decode(data)).to_bytes() == data
 
 
-def test_the_golden_tree_reads_and_writes_as_ever() -> None:
+def test_golden_tree_round_trips() -> None:
     assert encode(golden_tree()).to_bytes() == GOLDEN.read_bytes()
     assert same(decode(GOLDEN.read_bytes()), golden_tree())
 
@@ -112,7 +112,7 @@ class Point(NamedTuple):
         ({(1, Colour.RED): 1}, r"state\[\(1, <Colour.RED: 1>\)\]\[1\]: "),
     ],
 )
-def test_what_would_need_pickle_is_refused_by_path(tree: object, path: str) -> None:
+def test_values_that_need_pickle_are_refused_with_their_path(tree: object, path: str) -> None:
     with pytest.raises(UnsupportedValue, match=path):
         encode(tree)
 
@@ -124,7 +124,7 @@ def test_a_cycle_is_refused() -> None:
         encode(loop)
 
 
-def test_callers_types_travel_as_tags_and_tensors() -> None:
+def test_caller_types_are_encoded_as_tags() -> None:
     """`adapt` and `untag` are how torch's types go through a package that knows no torch."""
 
     def adapt(value: object) -> object:
@@ -141,7 +141,7 @@ def test_callers_types_travel_as_tags_and_tensors() -> None:
         encode([Thing(1)], adapt=adapt)
 
 
-def test_hostile_trees_are_refused_before_anything_is_built() -> None:
+def test_hostile_trees_are_refused_before_allocation() -> None:
     good = bytearray(encode(Counter("a")).to_bytes())
     newer = bytearray(good)
     newer[6] = 9

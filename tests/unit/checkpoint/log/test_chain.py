@@ -14,11 +14,11 @@ from deltashard_checkpoint.log.chain import (
     missing,
 )
 
-from tests.support.checkpoint.run_builder import WHOLE, begun, rows
+from tests.support.checkpoint.run_builder import WHOLE, rows, started_run
 
 
-def test_a_box_that_nobody_holds_is_an_error_or_left_out():
-    run, attempt = begun()
+def test_uncovered_box_is_an_error_or_omitted():
+    run, attempt = started_run()
     last = run.commit(attempt, 1)
     with pytest.raises(ChainIncomplete, match=r"t\[8:10"):
         chain(run.log.state, last, [rows(7, 10)])

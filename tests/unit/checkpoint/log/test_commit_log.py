@@ -6,7 +6,7 @@ import json
 
 import pytest
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, FormatError, UnsupportedVersion
-from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.format.object_key import snapshot_prefix
 from deltashard_checkpoint.log import commit_log, folded_state
 from deltashard_checkpoint.log.chain import chain, lineage
 from deltashard_checkpoint.log.commit_log import RunLog
@@ -22,11 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.checkpoint.faulty_store import Fault, FaultyStore
-from tests.support.checkpoint.run_builder import Run, begun, resealed
+from tests.support.checkpoint.run_builder import MemoryRun, rehashed, started_run
 
 
-def faulty_run() -> tuple[Run, FaultyStore]:
-    run = Run()
+def faulty_run() -> tuple[MemoryRun, FaultyStore]:
+    run = MemoryRun()
     run.store = FaultyStore(run.memory)
     probe._probed.add(run.store)
     run.log = run.reader()
@@ -34,7 +34,7 @@ def faulty_run() -> tuple[Run, FaultyStore]:
 
 
 def test_many_new_entries_are_read_in_parallel_and_in_order():
-    run, attempt = begun()
+    run, attempt = started_run()
     for cut in range(40):
         run.commit(attempt, cut)
     assert run.reader(readers=8).refresh() == run.reader(readers=1).refresh() == run.log.state
@@ -48,7 +48,7 @@ def run_checkpoint(run, attempt, cut, seq, writer):
     )  # fmt: skip
 
 
-def test_an_unavailable_store_is_waited_for_and_then_named():
+def test_unavailable_store_is_retried_then_reported():
     run, store = faulty_run()
     store.fail_next(Fault.UNAVAILABLE, times=4)
     run.log.refresh(deadline_s=60)
@@ -72,8 +72,8 @@ def test_an_unavailable_store_is_waited_for_and_then_named():
     assert sum(run.time.slept) < 300
 
 
-def test_a_listing_that_is_older_than_the_hint_is_not_believed():
-    run, attempt = begun()
+def test_listing_older_than_the_hint_is_ignored():
+    run, attempt = started_run()
     run.commit(attempt, 1)
     run.memory.put("job/log/HINT", Hint(fold=-1, seq=2).data)
 
@@ -93,13 +93,13 @@ def test_a_listing_that_is_older_than_the_hint_is_not_believed():
         RunLog(stale, "job", clocks=run.time.clocks).refresh(deadline_s=1)
 
 
-def folds_of(run: Run) -> list[str]:
+def folds_of(run: MemoryRun) -> list[str]:
     return [info.key for info in run.memory.list("job/log/fold-")]
 
 
-def test_old_folds_do_not_add_up():
+def test_only_the_last_two_folds_are_kept():
     """Each is as large as the run is long: only the last two are kept, and the one HINT names is among them."""
-    run, attempt = begun()
+    run, attempt = started_run()
     for cut in range(1, 40):
         run.commit(attempt, cut)
     folds = folds_of(run)
@@ -109,8 +109,8 @@ def test_old_folds_do_not_add_up():
 
 
 @pytest.mark.parametrize("lost", [b"rotten", None])
-def test_a_reader_needs_no_entry_but_the_newest(lost):
-    run, attempt = begun()
+def test_reader_needs_only_the_newest_entry(lost):
+    run, attempt = started_run()
     for cut in range(1, 30):
         newest = run.commit(attempt, cut)
         before = {f"job/{entry_key(seq)}": run.memory.get("job/" + entry_key(seq)) for seq in range(newest)}
@@ -122,9 +122,9 @@ def test_a_reader_needs_no_entry_but_the_newest(lost):
     assert len(folds_of(run)) <= commit_log._DROP_EVERY + 1
 
 
-def test_a_large_folded_state_is_named_as_seldom_as_it_is_large(monkeypatch):
+def test_fold_interval_grows_with_fold_size(monkeypatch):
     monkeypatch.setattr(folded_state, "_BYTES", 1000)
-    run, attempt = begun()
+    run, attempt = started_run()
     named = [run.log.read_slot(run.commit(attempt, cut)).entry for cut in range(1, 60)]
     slots = [name.seq for entry in named if (name := named_fold(entry)) is not None]
     gaps = [after - before for before, after in itertools.pairwise(slots)]
@@ -133,8 +133,8 @@ def test_a_large_folded_state_is_named_as_seldom_as_it_is_large(monkeypatch):
     assert run.reader().refresh() == run.log.state
 
 
-def test_folds_are_read_strictly():
-    run = Run()
+def test_folds_are_parsed_strictly():
+    run = MemoryRun()
     run.commit(run.open().attempt, 1)
     data = folded_state.dump(run.log.state)
     name = folded_state.name_of(run.log.state, data)
@@ -150,9 +150,9 @@ def test_folds_are_read_strictly():
     with pytest.raises(ForeignObject):
         load(data, 3)
     with pytest.raises(CorruptObject, match="hash in its name"):
-        folded_state.load(resealed({**document, "owner": "us"}), "job", name)
+        folded_state.load(rehashed({**document, "owner": "us"}), "job", name)
     with pytest.raises(UnsupportedVersion):
-        load(resealed({**document, "format": 2}))
+        load(rehashed({**document, "format": 2}))
 
 
 def places_in(value: object, path: tuple = ()) -> list[tuple]:
@@ -172,7 +172,7 @@ def replaced(value: object, path: tuple, by: object) -> object:
 @pytest.fixture(scope="module")
 def rich_state():
     """Of a run in which everything happened that a folded state speaks of."""
-    run, first = begun(workload="a", pod="b")
+    run, first = started_run(workload="a", pod="b")
     base, delta = run.commit(first, 1, pins=("p",)), None
     delta = run.commit(first, 2, base)
     run.compacted(delta)
@@ -181,7 +181,7 @@ def rich_state():
     user_entry.rewind(run.log, f"{delta}", ended=True)
     second = run.open(workload="c").attempt
     run.commit(second, 1, delta)
-    run.retire((), [cut_prefix(first, 0)])
+    run.retire((), [snapshot_prefix(first, 0)])
     return run.log.state
 
 
@@ -193,11 +193,11 @@ JSON_VALUES = st.recursive(
 
 
 @given(data=st.data())
-def test_a_hostile_fold_is_rejected_by_name_or_can_be_worked_with(rich_state, data):
+def test_hostile_fold_is_rejected_or_usable(rich_state, data):
     """Any value of it replaced, under hashes that fit: no raw error, and no walk that does not end."""
     document = json.loads(folded_state.dump(rich_state))
     place = data.draw(st.sampled_from([path for path in places_in(document) if path and path[0] != "hash"]))
-    changed = resealed(replaced(document, place, data.draw(JSON_VALUES)))
+    changed = rehashed(replaced(document, place, data.draw(JSON_VALUES)))
     name = FoldName(rich_state.tip, hashlib.sha256(changed).hexdigest()[:32])
     try:
         state = folded_state.load(changed, "job", name)

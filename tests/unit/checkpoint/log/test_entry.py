@@ -4,7 +4,7 @@ import json
 
 import pytest
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, FormatError, UnsupportedVersion
-from deltashard_checkpoint.format.object_key import compaction_index_key, cut_prefix
+from deltashard_checkpoint.format.object_key import compaction_index_key, snapshot_prefix
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.log.entry import (
     AttemptOpened,
@@ -28,7 +28,7 @@ from deltashard_checkpoint.log.entry_codec import KINDS, parse, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import TOKEN, WHOLE, part, resealed
+from tests.support.checkpoint.run_builder import TOKEN, WHOLE, part, rehashed
 
 HASH = "ab" * 32
 LAYOUT, MANIFEST = "1a" * 16, "2b" * 16
@@ -100,7 +100,7 @@ def an_example_of_each() -> list:
         Compacted(
             seq=6, replaces=5, parts=(compact,), encodings={"items": ("q8",)}, rows=1, stored_bytes=2, **COMMON
         ),
-        Retired(seq=8, checkpoints=(5,), prefixes=(cut_prefix(3, 7),), **COMMON),
+        Retired(seq=8, checkpoints=(5,), prefixes=(snapshot_prefix(3, 7),), **COMMON),
         Reclaimed(seq=9, through=8, **COMMON),
         Pinned(seq=20, name="paper \u2713", checkpoint=5, **COMMON),
         Pinned(seq=21, name="paper", checkpoint=None, **COMMON),
@@ -114,7 +114,7 @@ def an_example_of_each() -> list:
 
 
 @pytest.mark.parametrize("entry", an_example_of_each(), ids=lambda e: f"{type(e).__name__}-{e.seq}")
-def test_every_kind_reads_back_as_it_was_written(entry):
+def test_every_entry_kind_round_trips(entry):
     sealed = seal(entry)
     assert parse(sealed.data, entry.seq) == sealed
     assert sealed.entry == entry
@@ -123,12 +123,12 @@ def test_every_kind_reads_back_as_it_was_written(entry):
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(checkpoints())
-def test_any_checkpoint_reads_back_as_it_was_written(entry):
+def test_any_checkpoint_entry_round_trips(entry):
     assert parse(seal(entry).data, entry.seq).entry == entry
 
 
 @pytest.mark.parametrize("entry", an_example_of_each(), ids=lambda e: f"{type(e).__name__}-{e.seq}")
-def test_wrong_values_under_a_right_hash_are_refused_by_name(entry):
+def test_wrong_values_with_a_valid_hash_are_refused(entry):
     """Every field in turn is missing, or of another type or range; the hash is made to fit."""
     document = json.loads(seal(entry).data)
     bad = [
@@ -140,11 +140,11 @@ def test_wrong_values_under_a_right_hash_are_refused_by_name(entry):
         smaller = {k: v for k, v in document.items() if k != key}
         if key != "layout" or "manifest" in document:  # an attempt of one rank has none
             with pytest.raises(UnsupportedVersion):
-                parse(resealed(smaller), entry.seq)
+                parse(rehashed(smaller), entry.seq)
         for value in bad:
             if document[key] != value or type(document[key]) is not type(value):
                 try:
-                    read = parse(resealed({**document, key: value}), entry.seq).entry
+                    read = parse(rehashed({**document, key: value}), entry.seq).entry
                 except (UnsupportedVersion, ForeignObject):  # never corrupt: the next attempt would void it
                     continue
                 if isinstance(
@@ -154,7 +154,7 @@ def test_wrong_values_under_a_right_hash_are_refused_by_name(entry):
                 # What is accepted is a legal value of that field, and survives as it is.
                 assert parse(seal(read).data, entry.seq).entry == read
     with pytest.raises(UnsupportedVersion, match="whole"):
-        parse(resealed({**document, "surprise": 1}), entry.seq)
+        parse(rehashed({**document, "surprise": 1}), entry.seq)
 
 
 def many_ranks(seq: int) -> dict:
@@ -162,7 +162,7 @@ def many_ranks(seq: int) -> dict:
     return json.loads(seal(entry).data)
 
 
-def test_a_writer_says_more_than_its_token_and_stays_one():
+def test_writer_carries_voids_and_fold_beside_its_token():
     token = "0" * 16
     writer = folding_writer(voiding_writer(token, "ab" * 32), FoldName(10**15 - 1, "c" * 32))
     opened = AttemptOpened(
@@ -184,12 +184,12 @@ def test_a_writer_says_more_than_its_token_and_stays_one():
     ],
     ids=str,
 )  # fmt: skip
-def test_what_stands_for_parts_is_read_strictly(change):
+def test_part_references_are_parsed_strictly(change):
     with pytest.raises(UnsupportedVersion):
-        parse(resealed({**many_ranks(12), **change}), 12)
+        parse(rehashed({**many_ranks(12), **change}), 12)
 
 
-def test_a_pin_has_a_name_and_a_persons_word_is_never_passed_over():
+def test_pin_needs_a_name_and_user_entries_are_not_ignorable():
     for seq, change in (
         (20, {"name": ""}),
         (20, {"ignorable": True}),
@@ -197,19 +197,19 @@ def test_a_pin_has_a_name_and_a_persons_word_is_never_passed_over():
         (11, {"layout": ""}),
     ):
         with pytest.raises(UnsupportedVersion):
-            parse(resealed({**many_ranks(seq), **change}), seq)
+            parse(rehashed({**many_ranks(seq), **change}), seq)
 
 
-def test_parts_stand_in_the_entry_or_in_a_manifest_and_not_in_both_or_none():
+def test_parts_are_in_either_the_entry_or_a_manifest():
     here, there = many_ranks(5), many_ranks(12)
     listed = {name: there[name] for name in ("layout", "manifest", "world_size", "covers")}
     without = {name: value for name, value in there.items() if name not in listed}
     for wrong in ({**here, **listed}, {**here, "layout": LAYOUT}, {**there, "parts": here["parts"]}, without):
         with pytest.raises(UnsupportedVersion):
-            parse(resealed(wrong), wrong["seq"])
+            parse(rehashed(wrong), wrong["seq"])
 
 
-def test_what_is_not_canonical_json_is_refused():
+def test_non_canonical_json_is_refused():
     data = seal(an_example_of_each()[0]).data
     for other in (
         data + b" ",
@@ -229,7 +229,7 @@ def test_what_is_not_canonical_json_is_refused():
             parse(other, 0)
 
 
-def test_a_reclaim_entry_is_passed_over_by_versions_that_do_not_know_it(monkeypatch):
+def test_reclaim_entry_is_ignorable_for_older_versions(monkeypatch):
     """Golden bytes: it says that it is ignorable, or a run that was collected once could not be read by them."""
     entry = Reclaimed(seq=9, through=8, **COMMON)
     data = seal(entry).data
@@ -238,27 +238,27 @@ def test_a_reclaim_entry_is_passed_over_by_versions_that_do_not_know_it(monkeypa
         % HASH.encode()
     )
     with pytest.raises(UnsupportedVersion):
-        parse(resealed({**json.loads(data), "ignorable": False}), 9)
+        parse(rehashed({**json.loads(data), "ignorable": False}), 9)
     monkeypatch.delitem(KINDS, "reclaim")
     assert isinstance(parse(data, 9).entry, Ignored)
 
 
-def test_an_entry_of_another_slot_or_cut_is_foreign():
+def test_entry_of_another_slot_or_snapshot_is_foreign():
     genesis, *_, checkpoint = an_example_of_each()[:4]
     with pytest.raises(ForeignObject):
         parse(seal(genesis).data, 1)
     document = json.loads(seal(checkpoint).data)
     with pytest.raises(ForeignObject):
-        parse(resealed({**document, "cut": 8}), 5)
+        parse(rehashed({**document, "cut": 8}), 5)
 
 
 @pytest.mark.parametrize("seq", [5, 12])
-def test_a_cut_that_no_object_can_be_named_after_is_newer_and_stops_no_reader(seq):
+def test_out_of_range_snapshot_is_an_unsupported_version(seq):
     with pytest.raises(UnsupportedVersion, match="does not fit its object name"):
-        parse(resealed({**many_ranks(seq), "cut": 10**8}), seq)
+        parse(rehashed({**many_ranks(seq), "cut": 10**8}), seq)
 
 
-def test_an_entry_that_would_not_be_read_is_never_written():
+def test_unreadable_entry_is_never_written():
     with pytest.raises(FormatError):
         seal(Genesis(seq=0, previous="", writer="spaces are none", at_s=0.0, run="r", owner="o"))
     with pytest.raises(FormatError):

@@ -11,30 +11,30 @@ from deltashard_checkpoint.stores.abc import ObjectInfo
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt
 
-from tests.support.checkpoint.run_builder import Run
+from tests.support.checkpoint.run_builder import MemoryRun
 
 
-class Counting(MemoryStore):
+class RequestCounter(MemoryStore):
     """Counts requests, and the names that listings give."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
 
     def get(self, key: str) -> bytes:
-        self.asked["get"] += 1
+        self.requests["get"] += 1
         return super().get(key)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        self.asked["list"] += 1
+        self.requests["list"] += 1
         for info in super().list(prefix, start_after=start_after):
-            self.asked["names"] += 1
+            self.requests["names"] += 1
             yield info
 
 
-def known_and_further(commits: int) -> tuple[Run, RunLog, list[int]]:
+def reader_and_new_commits(commits: int) -> tuple[MemoryRun, RunLog, list[int]]:
     """A run; who knew it when it had two checkpoints; the seqs of those that came since."""
-    run = Run(Counting())
+    run = MemoryRun(RequestCounter())
     run.memory = run.store
     attempt = run.open().attempt
     for cut in (1, 2):
@@ -49,38 +49,38 @@ def opened(log: RunLog) -> int | None:
     return None if found.resume is None else found.resume.seq
 
 
-def asked(run: Run, log: RunLog) -> Counter[str]:
-    run.store.asked.clear()
+def requests(run: MemoryRun, log: RunLog) -> Counter[str]:
+    run.store.requests.clear()
     opened(log)
-    return run.store.asked
+    return run.store.requests
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("commits", [100, 400])
 def test_a_long_log_costs_as_many_requests_as_a_short_one(commits: int) -> None:
     """Whoever opens reads the newest folded state and what came after it, however far behind it was."""
-    run, known, seqs = known_and_further(commits)
-    found = asked(run, known)
+    run, known, seqs = reader_and_new_commits(commits)
+    found = requests(run, known)
     assert found["get"] < 2 * 128 + 10, "the rarest fold, and a few"
     assert found["names"] < 2 * 128 + 10
     assert known.state.newest().seq == seqs[-1]
     assert known.state == run.reader().refresh()
 
 
-def test_who_is_not_behind_asks_for_hint_and_no_more() -> None:
-    run, known, _ = known_and_further(0)
+def test_up_to_date_reader_requests_only_hint() -> None:
+    run, known, _ = reader_and_new_commits(0)
     known.refresh()
-    run.store.asked.clear()
+    run.store.requests.clear()
     known.refresh()
-    before = run.store.asked.copy()
-    run.store.asked.clear()
+    before = run.store.requests.copy()
+    run.store.requests.clear()
     known.refresh(use_hint=True)
-    assert run.store.asked - before == Counter(get=1)
+    assert run.store.requests - before == Counter(get=1)
 
 
-def test_newest_entries_that_are_gone_are_a_gap_for_who_knew_less() -> None:
+def test_lost_newest_entries_are_a_gap_for_an_older_reader() -> None:
     """It went on from what it knew, and called that the newest."""
-    run, known, seqs = known_and_further(3)
+    run, known, seqs = reader_and_new_commits(3)
     run.memory.delete(["job/" + entry_key(seq) for seq in seqs])
     with pytest.raises(LogGap, match="newest entries are gone"):
         opened(known)

@@ -15,7 +15,7 @@ from deltashard_checkpoint.log.manifest import Manifest, Manifests, manifest_key
 from deltashard_checkpoint.log.part_list import ListedPart
 
 from tests.support.checkpoint.faulty_store import Fault, FaultyStore
-from tests.support.checkpoint.run_builder import Run, begun, layout_of
+from tests.support.checkpoint.run_builder import MemoryRun, layout_of, started_run
 
 EXAMPLE = Manifest(
     run="job", attempt=1, cut=2, step=3, layout="0f" * 16,
@@ -26,8 +26,8 @@ EXAMPLE = Manifest(
 )  # fmt: skip
 
 
-def saved() -> tuple[Run, int, Checkpoint]:
-    run, attempt = begun(world_size=2, layout=layout_of().data)
+def saved() -> tuple[MemoryRun, int, Checkpoint]:
+    run, attempt = started_run(world_size=2, layout=layout_of().data)
     return run, attempt, run.commit_halves(attempt, 1)
 
 
@@ -44,7 +44,7 @@ def test_the_bytes_of_a_manifest_are_the_format() -> None:
     assert EXAMPLE.listed.covers == (None, 7)
 
 
-def test_wrong_values_under_a_right_hash_are_refused_by_name() -> None:
+def test_wrong_values_with_a_valid_hash_are_refused() -> None:
     document = json.loads(EXAMPLE.data)
     part = document["parts"][0]
     bad_parts = [
@@ -77,7 +77,7 @@ def test_wrong_values_under_a_right_hash_are_refused_by_name() -> None:
             Manifest.decode(data, digest=content_digest(data))
 
 
-def test_a_manifest_and_its_layout_are_read_once_and_again_if_they_were_rotten_for_a_moment():
+def test_manifest_and_layout_are_cached_and_reread_if_corrupt():
     run, attempt, first = saved()
     run.commit_halves(attempt, 2, (first.seq, None))
     store = FaultyStore(run.memory)
@@ -92,7 +92,7 @@ def test_a_manifest_and_its_layout_are_read_once_and_again_if_they_were_rotten_f
     assert folded_state.dump(listed) == folded_state.dump(state)
 
 
-def test_ranks_that_ask_at_once_wait_for_one_read(monkeypatch):
+def test_concurrent_manifest_reads_are_shared(monkeypatch):
     """Eight of a pod: a layout of thousands of ranks is not in memory eight times while it is read."""
     run, _, entry = saved()
     state, reading, go, reads = run.reader().refresh(), Event(), Event(), []
@@ -116,14 +116,14 @@ def test_ranks_that_ask_at_once_wait_for_one_read(monkeypatch):
     assert all(each is parts[0] for each in parts)
 
 
-def test_parts_that_were_not_read_are_a_bug_and_not_none() -> None:
+def test_access_to_unread_parts_raises() -> None:
     run, _, entry = saved()
     with pytest.raises(InternalBug, match="was not read"):
         chain(run.log.state, entry.seq)
 
 
 @pytest.mark.parametrize("change", ["run", "attempt", "cut", "step", "layout", "covers", "ranks", "newer"])
-def test_a_manifest_of_something_else_is_not_believed(change: str) -> None:
+def test_mismatched_manifest_is_refused(change: str) -> None:
     """Whole, of the right hash, under the right name: but it is not what the entry says."""
     run, _, entry = saved()
     assert entry.listed is not None

@@ -15,9 +15,9 @@ from deltashard_checkpoint.log.manifest import Manifests, manifest_key
 from deltashard_checkpoint.log.replay import EntryRefused, advance
 from deltashard_checkpoint.maintenance.compaction import compact, compactable
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.cut_reports import CutAbandoned
+from deltashard_checkpoint.write.snapshot_reports import SnapshotAbandoned
 
-from tests.support.checkpoint.sample import RUN, Model, Run, box, schema
+from tests.support.checkpoint.sample import RUN, SampleModel, SampleRun, box, schema
 from tests.support.checkpoint.snapshot import read_checkpoint
 
 TABLE = schema(rows=40, columns=8)
@@ -26,30 +26,35 @@ COLUMNS = [[box(TABLE, 0, 40, 0, 4)], [box(TABLE, 0, 40, 4, 8)]]
 
 
 def _save(
-    run: Run, model: Model, layout: list[list[Box]], ids: Any, step: int, covers: int | None = None
+    run: SampleRun,
+    model: SampleModel,
+    layout: list[list[Box]],
+    ids: Any,
+    step: int,
+    covers: int | None = None,
 ) -> int:
     ranks = [(list(held), [f for b in held for f in model.frames(ids, b, step=step)]) for held in layout]
     return run.save([TABLE], ranks, step=step, covers=covers, blobs={"meta": b"m%d" % step})
 
 
-def test_a_cut_covers_nothing_of_another_layout(tmp_path: Path) -> None:
+def test_snapshot_cannot_cover_another_layout(tmp_path: Path) -> None:
     """The first cut after a change of layout is a baseline, or abandoned; so it is without a layout after one."""
-    run, model = Run(tmp_path, world_size=2, layout=HALVES), Model(TABLE)
+    run, model = SampleRun(tmp_path, world_size=2, layout=HALVES), SampleModel(TABLE)
     first = _save(run, model, HALVES, range(40), 1)
     run.open(2, HALVES)
     assert may_cover(run.log.state, run.attempt, first)
     again = _save(run, model, HALVES, model.train(), 2, first)
     run.open(2, COLUMNS)
     assert not may_cover(run.log.state, run.attempt, again)
-    with pytest.raises(CutAbandoned, match="another layout"):
+    with pytest.raises(SnapshotAbandoned, match="another layout"):
         _save(run, model, COLUMNS, range(40), 3, again)
     run.open(1)
-    with pytest.raises(CutAbandoned, match="another layout"):
+    with pytest.raises(SnapshotAbandoned, match="another layout"):
         _save(run, model, [[box(TABLE, 0, 40, 0, 8)]], range(40), 3, again)
 
 
-def test_a_layout_that_does_not_fit_is_refused_before_an_attempt(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+def test_mismatched_layout_is_refused_before_the_attempt(tmp_path: Path) -> None:
+    run = SampleRun(tmp_path)
     tip = run.log.refresh().tip
     good = Layout.of(2, {TABLE.fqn: (40, 8)}, dict(enumerate(HALVES)))
     for data, world_size, why in (
@@ -63,8 +68,8 @@ def test_a_layout_that_does_not_fit_is_refused_before_an_attempt(tmp_path: Path)
     assert not list(run.store.list(f"{RUN}/layout/"))
 
 
-def test_a_manifest_or_layout_that_is_gone_or_wrong_makes_the_checkpoint_invalid(tmp_path: Path) -> None:
-    run, model = Run(tmp_path, world_size=2, layout=HALVES), Model(TABLE)
+def test_missing_or_wrong_manifest_makes_the_checkpoint_invalid(tmp_path: Path) -> None:
+    run, model = SampleRun(tmp_path, world_size=2, layout=HALVES), SampleModel(TABLE)
     seq = _save(run, model, HALVES, range(40), 1)
     entry = run.log.refresh().checkpoints[seq]
     assert entry.listed is not None
@@ -88,8 +93,8 @@ def test_a_manifest_or_layout_that_is_gone_or_wrong_makes_the_checkpoint_invalid
 
 
 @pytest.mark.slow
-def test_several_ranks_are_not_compacted(tmp_path: Path) -> None:
-    run, model = Run(tmp_path, world_size=2, layout=HALVES), Model(TABLE)
+def test_multi_rank_checkpoints_are_not_compacted(tmp_path: Path) -> None:
+    run, model = SampleRun(tmp_path, world_size=2, layout=HALVES), SampleModel(TABLE)
     seq = None
     for step in range(1, 12):
         seq = _save(run, model, HALVES, range(40) if seq is None else model.train(), step, seq)
@@ -99,8 +104,8 @@ def test_several_ranks_are_not_compacted(tmp_path: Path) -> None:
         compact(run.log, seq, lambda *_: pytest.fail("moved"))
 
 
-def test_an_entry_of_another_size_than_its_attempt_is_refused(tmp_path: Path) -> None:
-    run, model = Run(tmp_path, world_size=2, layout=HALVES), Model(TABLE)
+def test_entry_with_another_world_size_is_refused(tmp_path: Path) -> None:
+    run, model = SampleRun(tmp_path, world_size=2, layout=HALVES), SampleModel(TABLE)
     seq = _save(run, model, HALVES, range(40), 1)
     state = run.log.refresh()
     good = state.checkpoints[seq]

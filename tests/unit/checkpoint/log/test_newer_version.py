@@ -12,13 +12,13 @@ from deltashard_checkpoint.maintenance import garbage_collection, user_entry
 from deltashard_checkpoint.maintenance.compaction import compact
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement, retire_selected
 
-from tests.support.checkpoint.run_builder import WHOLE, Run, begun, part, resealed
+from tests.support.checkpoint.run_builder import WHOLE, MemoryRun, part, rehashed, started_run
 
 NEWER = {
     "version": {"format": 2}, "kind": {"kind": "future"}, "member": {"surprise": 1},
     "type": {"stall_s": None}, "part": {"parts": {}},
 }  # fmt: skip
-ACTORS: dict[str, Callable[[Run], object]] = {
+ACTORS: dict[str, Callable[[MemoryRun], object]] = {
     "a new trainer": lambda run: run.open(),
     "a takeover": lambda run: run.open(takeover=True, owner="other"),
     "the living trainer": lambda run: run.append_checkpoint(
@@ -37,28 +37,28 @@ ACTORS: dict[str, Callable[[Run], object]] = {
 }
 
 
-def skewed(change: dict[str, object]) -> tuple[Run, dict[str, bytes]]:
+def newer_run(change: dict[str, object]) -> tuple[MemoryRun, dict[str, bytes]]:
     """A run of three checkpoints, the newest newer than this version; its objects, its parts' among them."""
-    run, attempt = begun()
+    run, attempt = started_run()
     first = run.commit(attempt, 1)
     run.commit(attempt, 2, first)
     run.retire([], [f"data/{attempt:020d}/{0:08d}/"])
     newest = run.commit(attempt, 3)
     key = f"job/{entry_key(newest)}"
-    run.memory.put(key, resealed({**json.loads(run.memory.get(key)), **change}))
+    run.memory.put(key, rehashed({**json.loads(run.memory.get(key)), **change}))
     run.time.now_s += 1e6
     run.log = run.reader()
     return run, objects(run)
 
 
-def objects(run: Run) -> dict[str, bytes]:
+def objects(run: MemoryRun) -> dict[str, bytes]:
     return {info.key: run.memory.get(info.key) for info in run.memory.list("job/")}
 
 
 @pytest.mark.parametrize("change", NEWER.values(), ids=NEWER)
 @pytest.mark.parametrize("actor", ACTORS.values(), ids=ACTORS)
-def test_what_a_newer_version_wrote_stops_the_log_and_nothing_behind_it_is_deleted(change, actor):
-    run, before = skewed(change)
+def test_newer_version_stops_the_log_and_nothing_is_deleted(change, actor):
+    run, before = newer_run(change)
     state = run.log.refresh()
     assert (state.stopped.seq, state.stopped.voidable) == (state.tip, False)
     assert isinstance(state.stopped.error, UnsupportedVersion)

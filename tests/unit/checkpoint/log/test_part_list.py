@@ -16,7 +16,7 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import plan_restore
 from deltashard_checkpoint.restore.plan import Want
 
-from tests.support.checkpoint.sample import RUN, Model, Run, box, schema
+from tests.support.checkpoint.sample import RUN, SampleModel, SampleRun, box, schema
 
 TABLE = schema(rows=40, columns=8)
 QUARTERS = [[box(TABLE, at, at + 10, 0, 8)] for at in range(0, 40, 10)]
@@ -91,17 +91,17 @@ def any_box(chance: random.Random) -> Box:
     )  # fmt: skip
 
 
-def walked(state: RunState, seq: int, boxes: list[Box] | None) -> list[tuple[int, str, list[Box]]]:
+def chain_parts(state: RunState, seq: int, boxes: list[Box] | None) -> list[tuple[int, str, list[Box]]]:
     links = chain(state, seq, boxes, strict=False)
     return sorted((link.seq, link.part.index_key, sorted(map(repr, link.boxes))) for link in links)
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_chains_through_lists_are_those_through_all_parts(seed: int) -> None:
+def test_chains_through_part_lists_equal_full_chains(seed: int) -> None:
     chance = random.Random(seed)
     listed, inline = states(chance)
     for boxes in (None, [any_box(chance) for _ in range(chance.randrange(1, 4))]):
-        assert walked(listed, 5, boxes) == walked(inline, 5, boxes)
+        assert chain_parts(listed, 5, boxes) == chain_parts(inline, 5, boxes)
         if boxes is None:
             continue
         lacks = missing(listed, 5, boxes)
@@ -111,7 +111,7 @@ def test_chains_through_lists_are_those_through_all_parts(seed: int) -> None:
                 chain(listed, 5, boxes)
 
 
-def test_of_thousands_of_ranks_a_chain_makes_the_parts_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chain_materializes_only_needed_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 4,096, over six checkpoints; and after a reshard to 4,095 the two or three that meet."""
     world, rows = 4096, 4096 * 4095
     each = rows // world
@@ -140,9 +140,9 @@ def test_of_thousands_of_ranks_a_chain_makes_the_parts_it_needs(monkeypatch: pyt
     assert {link.part.rank for link in chain(state, 6, [share(7, rows // 4095)])} == {7, 8}
 
 
-def test_a_rank_reads_its_own_indexes_and_those_with_blobs_for_all(tmp_path: Path) -> None:
+def test_rank_reads_its_own_indexes_and_shared_blobs(tmp_path: Path) -> None:
     """Of four ranks and three checkpoints; whoever reads for a new layout reads those that meet it."""
-    run, model = Run(tmp_path, world_size=4, layout=QUARTERS), Model(TABLE)
+    run, model = SampleRun(tmp_path, world_size=4, layout=QUARTERS), SampleModel(TABLE)
     blobs = {"meta": b"0", "dense/w": b"w", "rank/1/rng": b"1", "rank/2/rng": b"2", "rank/3/rng": b"3"}
     blobs["rank/3/loader"] = b"4"
     covers, ids = None, np.arange(40)

@@ -20,7 +20,7 @@ from deltashard_cli.main import cli, exit_code
 
 from tests.crash import log_victim
 from tests.crash.log_victim import ROWS, log_of, save, values
-from tests.support.checkpoint.run_builder import begun, layout_of, resealed
+from tests.support.checkpoint.run_builder import layout_of, rehashed, started_run
 from tests.support.checkpoint.snapshot import read_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,7 @@ def entry_file(directory, seq: int):
     return directory / "store" / "job" / entry_key(seq)
 
 
-def uncover(directory, seq: int):
+def remove_folds(directory, seq: int):
     """The file of a slot, with no folded state left that makes its loss harmless."""
     for path in (directory / "store" / "job" / "log").glob("fold-*"):
         if int(path.name.split("-")[1]) >= seq:
@@ -68,7 +68,7 @@ def uncover(directory, seq: int):
     return entry_file(directory, seq)
 
 
-def test_verify_judges_a_fold_by_its_content(stored):
+def test_verify_checks_fold_content(stored):
     """One whose slot and hashes fit, that an entry names, and that says something else."""
     url = stored / "store" / "job"
     code, found = run_cli("verify", url)
@@ -90,7 +90,7 @@ def test_verify_judges_a_fold_by_its_content(stored):
 
 
 @pytest.mark.parametrize("damage", ["rot", "loss"])
-def test_verify_says_what_is_bad_behind_a_fold_and_the_run_goes_on(stored, damage):
+def test_verify_reports_damage_behind_a_fold_and_the_run_continues(stored, damage):
     if damage == "rot":
         entry_file(stored, 3).write_bytes(b"rotten")
     else:
@@ -103,15 +103,15 @@ def test_verify_says_what_is_bad_behind_a_fold_and_the_run_goes_on(stored, damag
 
 
 @pytest.mark.parametrize("damage", ["rot", "loss", "end"])
-def test_a_repair_keeps_all_that_does_not_need_what_is_lost(stored, damage):
+def test_repair_keeps_checkpoints_independent_of_the_loss(stored, damage):
     log = log_of(stored)
     tip = log.refresh().tip
     truth = dict(log.state.checkpoints)
     lost = tip if damage == "end" else tip - 1
     if damage == "rot":
-        uncover(stored, lost).write_bytes(b"rotten")
+        remove_folds(stored, lost).write_bytes(b"rotten")
     else:
-        uncover(stored, lost).unlink()
+        remove_folds(stored, lost).unlink()
     url = stored / "store" / "job"
     before = everything(stored)
     code, planned = run_cli("repair", url, "--dry-run")
@@ -138,7 +138,7 @@ def test_a_repair_keeps_all_that_does_not_need_what_is_lost(stored, damage):
     assert (code, found["problems"]) == (0, [])
 
 
-def test_a_repair_keeps_what_people_said_of_what_it_keeps(stored):
+def test_repair_keeps_pins_and_exclusions_of_kept_checkpoints(stored):
     """A pinned checkpoint and one that was set aside are gone, and so is an entry: words of these go with them."""
     log = log_of(stored)
     live = sorted(log.refresh().checkpoints)
@@ -148,7 +148,7 @@ def test_a_repair_keeps_what_people_said_of_what_it_keeps(stored):
     user_entry.rewind(log, f"{kept}", ended=True)
     lost = log.store
     lost.delete([log.key(log.state.checkpoints[detached].parts[0].index_key)])
-    uncover(stored, log.state.tip - 1).write_bytes(b"rotten")
+    remove_folds(stored, log.state.tip - 1).write_bytes(b"rotten")
     assert run_cli("repair", stored / "store" / "job")[0] == 0
     state = log_of(stored).refresh()
     assert detached not in state.checkpoints
@@ -158,7 +158,7 @@ def test_a_repair_keeps_what_people_said_of_what_it_keeps(stored):
 
 
 @pytest.mark.parametrize("where", ["store/job", "store", ".", "store/job/log", "store/job/data"])
-def test_a_repair_of_what_needs_none_or_is_no_run_is_refused(stored, where):
+def test_unneeded_repair_or_repair_of_no_run_is_refused(stored, where):
     before = everything(stored)
     for damaged in (False, True):
         if damaged and where != "store/job":
@@ -168,7 +168,7 @@ def test_a_repair_of_what_needs_none_or_is_no_run_is_refused(stored, where):
         assert (code, everything(stored)) == (2, before), found
 
 
-def test_a_repair_is_for_the_run_whose_log_it_is(stored):
+def test_repair_of_another_runs_log_is_refused(stored):
     (stored / "store").rename(stored / "outer")
     (stored / "store").mkdir()
     (stored / "outer" / "job").rename(stored / "store" / "other")
@@ -180,7 +180,7 @@ def test_a_repair_is_for_the_run_whose_log_it_is(stored):
 
 def test_an_early_entry_lost_before_any_fold():
     for lost in ((0,), (1,), (0, 1), (1, 2)):
-        run, attempt = begun()
+        run, attempt = started_run()
         first = run.commit(attempt, 1)
         run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
         second = run.commit(attempt, 2)
@@ -198,11 +198,11 @@ def test_an_early_entry_lost_before_any_fold():
         assert run.commit(opened.attempt, 1, second)
 
 
-def test_a_run_of_many_ranks_is_repaired_from_its_entries_and_manifests():
+def test_multi_rank_run_is_repaired_from_entries_and_manifests():
     """A lost attempt's layout is that of its first commit; a checkpoint without its manifest or layout is not kept."""
     layout = layout_of()
     for gone in ("nothing", "manifest", "layout"):
-        run, attempt = begun(world_size=2, layout=layout.data)
+        run, attempt = started_run(world_size=2, layout=layout.data)
         first = run.commit_halves(attempt, 1)
         second = run.commit_halves(attempt, 2)
         third = run.commit_halves(attempt, 3, (first.seq, first.seq))
@@ -229,8 +229,8 @@ def test_a_run_of_many_ranks_is_repaired_from_its_entries_and_manifests():
         assert run.commit_halves(opened.attempt, 1, (newest, newest)).covers == (newest,)
 
 
-def test_checkpoints_whose_objects_are_gone_are_not_kept():
-    run, attempt = begun()
+def test_repair_drops_checkpoints_with_missing_objects():
+    run, attempt = started_run()
     base = run.commit(attempt, 1)
     delta = run.commit(attempt, 2, base)
     whole = run.commit(attempt, 3)
@@ -244,11 +244,11 @@ def test_checkpoints_whose_objects_are_gone_are_not_kept():
         salvage(run.reader())
 
 
-def test_a_newer_entry_is_passed_over_only_when_that_is_said():
-    run, attempt = begun()
+def test_repair_skips_newer_entries_only_on_request():
+    run, attempt = started_run()
     seqs = [run.commit(attempt, cut) for cut in (1, 2, 3)]
     key = "job/" + entry_key(seqs[-1])
-    run.memory.put(key, resealed({**json.loads(run.memory.get(key)), "surprise": 1}))
+    run.memory.put(key, rehashed({**json.loads(run.memory.get(key)), "surprise": 1}))
     with pytest.raises(LogStopped, match="does not know"):
         salvage(run.reader())
     found = salvage(run.reader(), even_newer=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from deltashard_checkpoint.format.index import decode_index
-from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.format.object_key import snapshot_prefix
 from deltashard_checkpoint.log.chain import chain
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.maintenance import garbage_collection
@@ -11,19 +11,19 @@ from deltashard_checkpoint.maintenance.compaction import CompactionAbandoned, co
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.maintenance.row_mover import mover
 
-from tests.support.checkpoint.sample import RUN, Model, Run, box, schema
+from tests.support.checkpoint.sample import RUN, SampleModel, SampleRun, box, schema
 from tests.support.checkpoint.snapshot import read_checkpoint
 
 TABLE = schema("items", rows=300, columns=16)
 HALVES = [[box(TABLE, 0, 150, 0, 16)], [box(TABLE, 150, 300, 0, 16)]]
 
 
-class Job(Run):
+class CompactedRun(SampleRun):
     """A trainer of two ranks, with a chain of a baseline and so many deltas."""
 
     def __init__(self, directory, encoding="q8", deltas=3):
         super().__init__(directory, world_size=2)
-        self.encoding, self.model, self.move = encoding, Model(TABLE), mover(self.cache)
+        self.encoding, self.model, self.move = encoding, SampleModel(TABLE), mover(self.cache)
         self.seqs = [self.save_rows(range(300), None)]
         for _ in range(deltas):
             self.seqs.append(self.save_rows(self.changed(), self.seqs[-1]))
@@ -48,7 +48,7 @@ class Job(Run):
     def index(self, key: str):
         return decode_index(self.store.get(f"{RUN}/{key}"), key=key, run=RUN)
 
-    def given_up(self) -> RunLog:
+    def collect_elsewhere(self) -> RunLog:
         """The log of another process, which takes what is being compacted for debris."""
         other = RunLog(self.store, RUN)
         litter = garbage_collection.orphaned_prefixes(other, other.refresh(), compaction_timeout_s=-1.0)
@@ -61,8 +61,8 @@ class Job(Run):
 
 
 @pytest.mark.parametrize("encoding", ["fp32", "q8", "q4", "q3", "q2"])
-def test_a_compacted_chain_restores_bit_for_bit_what_it_restored_before(tmp_path, encoding):
-    job = Job(tmp_path, encoding)
+def test_compacted_chain_restores_bit_for_bit(tmp_path, encoding):
+    job = CompactedRun(tmp_path, encoding)
     later = job.save_rows(job.changed(), job.seqs[-1])
     before = {seq: job.content(seq) for seq in (*job.seqs, later)}
     entry = compact(job.log, job.seqs[-1], job.move)
@@ -71,7 +71,7 @@ def test_a_compacted_chain_restores_bit_for_bit_what_it_restored_before(tmp_path
     assert {seq: job.content(seq) for seq in before} == before
     retired = append_retirement(job.log, Retention(keep_last=2))
     # Only the objects that the compaction replaced: what it made unneeded is now the second, independent chain.
-    assert (retired.checkpoints, retired.prefixes) == ((), (cut_prefix(job.attempt, len(job.seqs)),))
+    assert (retired.checkpoints, retired.prefixes) == ((), (snapshot_prefix(job.attempt, len(job.seqs)),))
     again = job.save_rows(range(300), None)
     more = job.save_rows(job.changed(), again)
     assert set(job.seqs[:-1]) <= set(append_retirement(job.log, Retention(keep_last=2)).checkpoints)
@@ -81,8 +81,8 @@ def test_a_compacted_chain_restores_bit_for_bit_what_it_restored_before(tmp_path
     assert more in job.log.state.checkpoints
 
 
-def test_frames_that_lose_nothing_are_copied_verbatim_rows_occur_once_and_a_baseline_is_left_alone(tmp_path):
-    job = Job(tmp_path, deltas=1)
+def test_lossless_frames_are_copied_verbatim_and_baselines_kept(tmp_path):
+    job = CompactedRun(tmp_path, deltas=1)
     first, last = job.seqs
     assert compactable(job.log.state, last)
     assert compact(job.log, first, job.move) is None
@@ -97,10 +97,10 @@ def test_frames_that_lose_nothing_are_copied_verbatim_rows_occur_once_and_a_base
     assert not compactable(job.log.state, last)
 
 
-def test_a_compaction_whose_checkpoint_was_retired_or_that_was_given_up_meanwhile_changes_nothing(tmp_path):
-    job = Job(tmp_path, deltas=1)
+def test_retired_or_abandoned_compaction_changes_nothing(tmp_path):
+    job = CompactedRun(tmp_path, deltas=1)
     with pytest.raises(CompactionAbandoned, match="retired and may be deleted"):
-        job.compact_while(job.given_up)
+        job.compact_while(job.collect_elsewhere)
     for _ in range(2):
         job.save_rows(range(300), None)
     with pytest.raises(CompactionAbandoned, match="not live"):

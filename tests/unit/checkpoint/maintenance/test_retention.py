@@ -2,7 +2,7 @@
 
 import pytest
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.format.object_key import snapshot_prefix
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.chain import live_prefixes
 from deltashard_checkpoint.log.entry import Reclaimed
@@ -13,10 +13,10 @@ from deltashard_checkpoint.maintenance.retention import Retention, append_retire
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import Run, begun
+from tests.support.checkpoint.run_builder import MemoryRun, started_run
 
 
-def chains(run: Run, attempt: int, count: int = 4) -> list[tuple[int, int]]:
+def chains(run: MemoryRun, attempt: int, count: int = 4) -> list[tuple[int, int]]:
     """(baseline, delta) pairs."""
     found = []
     for n in range(count):
@@ -25,15 +25,15 @@ def chains(run: Run, attempt: int, count: int = 4) -> list[tuple[int, int]]:
     return found
 
 
-def test_the_last_k_are_kept_with_their_chains_and_a_second_independent_chain():
-    run = Run()
+def test_last_k_are_kept_with_their_chains_and_one_independent_chain():
+    run = MemoryRun()
     pairs = chains(run, run.open().attempt)
     assert kept(run.log.state, Retention(keep_last=1)) == {*pairs[-1], *pairs[-2]}
     assert kept(run.log.state, Retention(keep_last=5)) == {*pairs[-1], *pairs[-2], *pairs[-3]}
 
 
-def test_every_nth_step_hour_and_pins_are_kept():
-    run, attempt = begun()
+def test_every_nth_step_every_hour_and_pins_are_kept():
+    run, attempt = started_run()
     seqs = []
     for cut in range(1, 13):
         seqs.append(run.commit(attempt, cut, step=cut * 10, pins=("best",) if cut in {3, 5} else ()))
@@ -55,13 +55,13 @@ def test_every_nth_step_hour_and_pins_are_kept():
         ([2], [], "chain reads"),
         ([2, 3, 4, 5, 6, 7, 8, 9], [], "every checkpoint"),
         ([99], [], "not live"),
-        ([], [cut_prefix(1, 1)], "live checkpoint reads"),
-        ([], [cut_prefix(1, 33)], "may still be committed"),
-        ([], [cut_prefix(7, 1)], "may still be committed"),
+        ([], [snapshot_prefix(1, 1)], "live checkpoint reads"),
+        ([], [snapshot_prefix(1, 33)], "may still be committed"),
+        ([], [snapshot_prefix(7, 1)], "may still be committed"),
     ],
 )
-def test_the_log_refuses_a_retirement_that_would_lose_something(checkpoints, prefixes, why):
-    run = Run()
+def test_log_refuses_retirement_of_needed_objects(checkpoints, prefixes, why):
+    run = MemoryRun()
     chains(run, run.open().attempt)
     with pytest.raises(EntryRefused, match=why):
         run.retire(checkpoints, prefixes)
@@ -76,8 +76,8 @@ def test_numbers_must_be_positive():
 # gc
 
 
-def test_gc_waits_for_the_grace_by_the_stores_clock_and_is_idempotent():
-    run, attempt = begun()
+def test_gc_waits_for_the_grace_period_and_is_idempotent():
+    run, attempt = started_run()
     chains(run, attempt)
     append_retirement(run.log, Retention(keep_last=1))
     before = list(run.memory.list("job/data/"))
@@ -97,36 +97,36 @@ def test_gc_waits_for_the_grace_by_the_stores_clock_and_is_idempotent():
     assert garbage_collection.collect(run.log, grace_s=100).objects == 1
 
 
-def test_litter_of_dead_cuts_is_named_and_deleted_and_that_of_live_ones_is_not():
-    run, attempt = begun()
+def test_only_objects_of_dead_snapshots_are_collected():
+    run, attempt = started_run()
     for cut in (1, 2, 3):
-        run.memory.put(f"job/{cut_prefix(attempt, cut)}00000-{'a' * 16}-00000.pack", b"x")
+        run.memory.put(f"job/{snapshot_prefix(attempt, cut)}00000-{'a' * 16}-00000.pack", b"x")
     run.commit(attempt, 2)
-    assert garbage_collection.orphaned_prefixes(run.log, run.log.state) == (cut_prefix(attempt, 1),)
+    assert garbage_collection.orphaned_prefixes(run.log, run.log.state) == (snapshot_prefix(attempt, 1),)
     run.memory.put("job/data/strange", b"not ours")
     compaction = "data/compact-cccccccccccccccc/"
     run.memory.put(f"job/{compaction}00000.pack", b"x")
     assert compaction not in garbage_collection.orphaned_prefixes(run.log, run.log.state)
     run.time.now_s += 25 * 3600
     assert garbage_collection.orphaned_prefixes(run.log, run.log.state) == (
-        cut_prefix(attempt, 1),
+        snapshot_prefix(attempt, 1),
         compaction,
     )
     entry = append_retirement(
         run.log, Retention(), orphaned_prefixes=garbage_collection.orphaned_prefixes(run.log, run.log.state)
     )
-    assert entry.prefixes == (cut_prefix(attempt, 1), compaction)
+    assert entry.prefixes == (snapshot_prefix(attempt, 1), compaction)
     run.time.now_s += 1000
     assert garbage_collection.collect(run.log).objects == 2
     run.open()
-    assert garbage_collection.orphaned_prefixes(run.log, run.log.state) == (cut_prefix(attempt, 3),)
+    assert garbage_collection.orphaned_prefixes(run.log, run.log.state) == (snapshot_prefix(attempt, 3),)
 
 
 # Forgetting
 
 
-def housekeeping(
-    run: Run, *, keep_last: int = 1, grace_s: float = 600.0, **options
+def maintain(
+    run: MemoryRun, *, keep_last: int = 1, grace_s: float = 600.0, **options
 ) -> garbage_collection.CollectResult:
     """One round of a sidecar's."""
     state = run.log.refresh()
@@ -146,17 +146,17 @@ def housekeeping(
     litter_every=st.integers(1, 9),
     grace_s=st.sampled_from([0.0, 600.0]),
 )
-def test_a_state_and_its_cached_fold_do_not_grow_with_the_run(keep_last, chain, litter_every, grace_s):
+def test_state_and_fold_size_are_independent_of_run_length(keep_last, chain, litter_every, grace_s):
     """A save a minute, retention of the last few: later saves find no more to remember than the first 160 did."""
-    run, attempt = begun()
+    run, attempt = started_run()
     remembered, sizes, base = [], [], None
     for cut in range(1, 321):
         if cut % litter_every == 0:  # a save that was begun, and another that came instead
-            run.memory.put(f"job/{cut_prefix(attempt, 2 * cut - 1)}00000-{'a' * 16}-00000.pack", b"x")
+            run.memory.put(f"job/{snapshot_prefix(attempt, 2 * cut - 1)}00000-{'a' * 16}-00000.pack", b"x")
         seq = run.commit(attempt, 2 * cut, None if cut % chain == 0 else base)
         base = seq if cut % chain == 0 or base is None else base
         run.time.now_s += 60
-        housekeeping(run, keep_last=keep_last, grace_s=grace_s)
+        maintain(run, keep_last=keep_last, grace_s=grace_s)
         remembered.append(len(run.log.state.retired))
         sizes.append(len(folded_state.dump(run.log.state)))
     assert max(remembered) <= garbage_collection.MIN_RECLAIM_PREFIXES + 2 * (
@@ -173,26 +173,26 @@ def test_a_state_and_its_cached_fold_do_not_grow_with_the_run(keep_last, chain, 
     )
 
 
-def test_what_waits_for_its_grace_is_remembered_however_much_that_is():
+def test_objects_in_their_grace_period_are_never_forgotten():
     """Forgotten, it would be named anew, and its grace begin anew with every save: it would never be deleted."""
-    run, attempt = begun()
-    first = cut_prefix(attempt, 1)
+    run, attempt = started_run()
+    first = snapshot_prefix(attempt, 1)
     for cut in range(1, 200):
         run.commit(attempt, cut)
         run.time.now_s += 1
-        assert housekeeping(run, grace_s=1000.0).objects == 0
+        assert maintain(run, grace_s=1000.0).objects == 0
     named_by = run.log.state.retired[first]
     assert len(run.log.state.retired) > 2 * garbage_collection.MIN_RECLAIM_PREFIXES
     run.time.now_s += 900
-    assert first in housekeeping(run, grace_s=1000.0).prefixes
+    assert first in maintain(run, grace_s=1000.0).prefixes
     assert named_by < run.log.state.tip
     run.time.now_s += 1000
-    housekeeping(run, grace_s=1000.0)
+    maintain(run, grace_s=1000.0)
     assert not run.log.state.retired
 
 
-def test_a_reclaim_entry_speaks_of_what_is_before_it():
-    run = Run()
+def test_reclaim_entry_covers_only_earlier_entries():
+    run = MemoryRun()
     run.commit(run.open().attempt, 1)
     with pytest.raises(EntryRefused, match="not before it"):
         run.append(Reclaimed, through=run.log.state.tip + 1)

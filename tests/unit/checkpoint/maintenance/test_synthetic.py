@@ -2,22 +2,22 @@
 
 from deltashard_checkpoint.maintenance.synthetic import (
     CompactionInputs,
-    FullCut,
-    at_cut,
-    between_cuts,
+    FullSnapshot,
+    at_snapshot,
+    between_snapshots,
     compaction_inputs,
     compaction_s,
     compaction_target,
-    full_cut_s,
+    full_snapshot_s,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import Run
+from tests.support.checkpoint.run_builder import MemoryRun
 
 GB = 10**9
 CACHED = CompactionInputs(checkpoints=2, chain_bytes=int(1.4 * GB), fetch_bytes=0, base_bytes=GB)
-FULL = FullCut(raw_bytes=3 * GB, stored_bytes=GB, stall_s=0.2)
+FULL = FullSnapshot(raw_bytes=3 * GB, stored_bytes=GB, stall_s=0.2)
 
 sizes = st.integers(1, 10**12)
 materials = st.builds(
@@ -28,28 +28,28 @@ materials = st.builds(
 )  # fmt: skip
 
 
-def test_a_cached_chain_is_compacted_and_one_that_must_be_fetched_or_has_more_bits_is_not():
+def test_only_cached_chains_of_equal_precision_are_compacted():
     """Compacted rows would keep their 8 bits for good, and each restore would read them."""
-    assert at_cut(CACHED, FULL).why == "cheaper"
+    assert at_snapshot(CACHED, FULL).why == "cheaper"
     away = CompactionInputs(checkpoints=2, chain_bytes=14 * GB, fetch_bytes=14 * GB, base_bytes=GB)
-    assert at_cut(away, FULL) is None
-    assert at_cut(CACHED, FullCut(raw_bytes=3 * GB, stored_bytes=GB // 3, stall_s=0.2)) is None
+    assert at_snapshot(away, FULL) is None
+    assert at_snapshot(CACHED, FullSnapshot(raw_bytes=3 * GB, stored_bytes=GB // 3, stall_s=0.2)) is None
 
 
-@given(materials, st.builds(FullCut, raw_bytes=sizes, stored_bytes=sizes, stall_s=st.floats(0, 10)))
-def test_cheaper_is_said_only_of_what_is(found, full):
-    assert at_cut(found, full) is None or compaction_s(found) < full_cut_s(full)
+@given(materials, st.builds(FullSnapshot, raw_bytes=sizes, stored_bytes=sizes, stall_s=st.floats(0, 10)))
+def test_compaction_is_chosen_only_if_cheaper(found, full):
+    assert at_snapshot(found, full) is None or compaction_s(found) < full_snapshot_s(full)
 
 
-def test_a_chain_is_too_long_beyond_the_setting():
-    found = [between_cuts(n, deferred=False, longest=16) for n in (2, 16, 17)]
+def test_chain_longer_than_the_setting_is_compacted():
+    found = [between_snapshots(n, deferred=False, longest=16) for n in (2, 16, 17)]
     assert [each and each.why for each in found] == [None, None, "length"]
-    assert between_cuts(1000, deferred=False, longest=0) is None
-    assert between_cuts(2, deferred=True, longest=16).why == "deferred"
+    assert between_snapshots(1000, deferred=False, longest=0) is None
+    assert between_snapshots(2, deferred=True, longest=16).why == "deferred"
 
 
-def test_what_the_next_cuts_build_on_is_compacted():
-    run = Run()
+def test_compaction_targets_the_base_of_the_next_snapshots():
+    run = MemoryRun()
     attempt = run.open().attempt
     base = run.commit(attempt, 1, stored_bytes=1000)
     first = run.commit(attempt, 2, base, stored_bytes=300)

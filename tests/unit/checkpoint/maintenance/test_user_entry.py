@@ -18,18 +18,18 @@ from deltashard_checkpoint.write.closing import mark_closing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import Run, begun
+from tests.support.checkpoint.run_builder import MemoryRun, started_run
 
 
-def three(run: Run, **options: object) -> tuple[int, list[int]]:
+def three_baselines(run: MemoryRun, **options: object) -> tuple[int, list[int]]:
     """An attempt with three baselines."""
     attempt = run.open(**options).attempt
     return attempt, [run.commit(attempt, cut, directive="steps") for cut in (1, 2, 3)]
 
 
-def test_a_word_is_forgotten_with_what_it_is_about():
+def test_annotation_is_dropped_with_its_checkpoint():
     """Or states would grow with every name there ever was."""
-    run, attempt = begun()
+    run, attempt = started_run()
     first = run.commit(attempt, 1, pins=("best",))
     run.commit(attempt, 2)
     user_entry.pin(run.reader(), "best", None)
@@ -42,8 +42,8 @@ def test_a_word_is_forgotten_with_what_it_is_about():
     assert b'"pins":[]' in folded_state.dump(run.log.state)
 
 
-def test_who_holds_a_run_is_what_its_last_commit_says():
-    run = Run()
+def test_run_holder_is_named_by_the_last_commit():
+    run = MemoryRun()
     assert holder(run.log, run.log.refresh()) is None, "no attempt"
     attempt = run.open(workload="uid").attempt
     found = holder(run.log, run.log.refresh())
@@ -68,9 +68,9 @@ def test_who_holds_a_run_is_what_its_last_commit_says():
     assert holder(run.log, run.log.refresh()) is not None, "it came back"
 
 
-def test_what_is_set_aside_is_nothing_to_fall_back_to_and_goes_first():
-    run = Run()
-    attempt, (first, second, third) = three(run)
+def test_excluded_checkpoint_is_no_fallback_and_is_retired_first():
+    run = MemoryRun()
+    attempt, (first, second, third) = three_baselines(run)
     user_entry.rewind(run.reader(), f"{second}", ended=True)
     state = run.log.refresh()
     assert select(state, exclude=[second]).seq == first
@@ -88,9 +88,9 @@ def test_what_is_set_aside_is_nothing_to_fall_back_to_and_goes_first():
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> Run:
+def runs(draw: st.DrawFn) -> MemoryRun:
     """A run with deltas on anything, pins, words, compactions and rewinds."""
-    run, attempt = begun()
+    run, attempt = started_run()
     for cut in range(1, draw(st.integers(2, 15))):
         live = sorted(run.log.refresh().checkpoints)
         what = draw(

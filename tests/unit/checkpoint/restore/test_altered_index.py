@@ -20,7 +20,7 @@ from deltashard_checkpoint.restore.plan import Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.sample import RUN, Model, Run, schema, whole
+from tests.support.checkpoint.sample import RUN, SampleModel, SampleRun, schema, whole
 
 LIMIT_BYTES = 32 << 20
 """The sample's stored bytes are 300 KB, its requests 8 MiB at most."""
@@ -29,12 +29,12 @@ NUMBERS = (
 )  # fmt: skip
 
 
-class Written:
+class AlteredRun:
     """A baseline and a delta of one table, with a blob; and what a restore reads."""
 
     def __init__(self, directory: Path) -> None:
-        self.run = Run(directory)
-        self.model = model = Model(schema(rows=1000))
+        self.run = SampleRun(directory)
+        self.model = model = SampleModel(schema(rows=1000))
         boxes = [whole(model.table)]
         frames = model.frames(range(1000), per_frame=100, encoding="q4")
         first = self.run.save([model.table], [(boxes, frames)], step=1)
@@ -62,13 +62,13 @@ class Written:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    return Written(tmp_path_factory.mktemp("run"))
+def written(tmp_path_factory: pytest.TempPathFactory) -> AlteredRun:
+    return AlteredRun(tmp_path_factory.mktemp("run"))
 
 
 @settings(max_examples=150)
 @given(data=st.data())
-def test_an_altered_index_is_refused_or_reads_the_same(written: Written, data: st.DataObject) -> None:
+def test_an_altered_index_is_refused_or_reads_the_same(written: AlteredRun, data: st.DataObject) -> None:
     key = data.draw(st.sampled_from(sorted(written.indexes)))
     index = written.indexes[key]
     at = data.draw(st.integers(0, len(index.places) - 1))
@@ -92,7 +92,7 @@ def test_an_altered_index_is_refused_or_reads_the_same(written: Written, data: s
 
 
 @pytest.mark.parametrize("name", ["step", "blob_bytes", "col_start", "rows"])
-def test_a_frame_that_is_not_the_one_its_index_describes_is_invalid(written: Written, name: str) -> None:
+def test_frame_not_matching_its_index_is_invalid(written: AlteredRun, name: str) -> None:
     """Its hash is right, and the index was made to fit: reading it agrees with `verify`."""
     wants = whole_tables([written.model.table])
     plan = plan_restore(written.run.store, written.state, written.state.newest().seq, wants)
@@ -110,7 +110,7 @@ def test_a_frame_that_is_not_the_one_its_index_describes_is_invalid(written: Wri
         list(Fetcher(written.run.store, RUN).fetch(wrong))
 
 
-def test_rows_that_their_bytes_cannot_carry_are_refused(written: Written) -> None:
+def test_row_counts_larger_than_their_bytes_are_refused(written: AlteredRun) -> None:
     index = next(iter(written.indexes.values()))
     table = replace(index.tables[0], rows=1 << 40)
     place = index.places[0]

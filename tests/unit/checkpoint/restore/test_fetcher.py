@@ -17,14 +17,14 @@ from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.stores.memory import MemoryStore
 
 from tests.support.checkpoint.faulty_store import FaultyStore
-from tests.support.checkpoint.sample import RUN, Model, Run, schema, whole
+from tests.support.checkpoint.sample import RUN, SampleModel, SampleRun, schema, whole
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> SampleRun:
     """A baseline of 40 frames in many packs, and a blob."""
-    made = Run(tmp_path, store=FaultyStore(MemoryStore()))
-    model = Model(schema(rows=4000))
+    made = SampleRun(tmp_path, store=FaultyStore(MemoryStore()))
+    model = SampleModel(schema(rows=4000))
     made.model = model
     made.save(
         [model.table], [([whole(model.table)], model.frames(range(4000), per_frame=100))], step=1,
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Run:
     return made
 
 
-def _plan(run: Run, *, weights_only: bool = False) -> Plan:
+def _plan(run: SampleRun, *, weights_only: bool = False) -> Plan:
     wants = checkpoint_reader.whole_tables([run.model.table])
     return checkpoint_reader.plan_restore(
         run.store, run.log.refresh(), run.log.state.newest().seq, wants, weights_only=weights_only
@@ -44,7 +44,7 @@ def _frames(fetcher: Fetcher, plan: Plan) -> list[bytes]:
     return [bytes(fetched.data) + bytes(fetched.tail or b"") for fetched in fetcher.fetch(plan)]
 
 
-def test_bytes_come_from_the_cache_first_and_are_the_same_from_the_store(run: Run) -> None:
+def test_cache_is_read_before_the_store(run: SampleRun) -> None:
     plan = _plan(run)
     read = sum(request.length for request in plan.requests)
     cached, direct = Fetcher(run.store, RUN, cache=run.cache), Fetcher(run.store, RUN, prefetch_bytes=1)
@@ -69,7 +69,7 @@ def _swapped(data: bytearray) -> bytes:
 
 @pytest.mark.parametrize("state", [False, True], ids=["weights", "state"])
 @pytest.mark.parametrize("damage", [_flip, lambda data: bytes(data[:1000]), _swapped, None])
-def test_a_checkpoint_that_is_wrong_in_the_store_is_invalid(run: Run, damage, *, state: bool) -> None:
+def test_damaged_checkpoint_is_invalid(run: SampleRun, damage, *, state: bool) -> None:
     """Damaged, short, of other rows, absent: `InvalidCheckpoint` names the object; weights are read without state."""
     plan = _plan(run)
     packs = [info.key for info in run.store.list(RUN) if info.key.endswith(".pack")]
@@ -85,7 +85,7 @@ def test_a_checkpoint_that_is_wrong_in_the_store_is_invalid(run: Run, damage, *,
         assert _frames(Fetcher(run.store, RUN), _plan(run, weights_only=True))
 
 
-def test_a_tail_of_another_table_is_invalid_though_its_hash_is_the_named_one(tmp_path, monkeypatch):
+def test_tail_of_another_table_is_invalid_despite_its_hash(tmp_path, monkeypatch):
     """A writer's fault that no hash shows: refused where it is read, before a trainer gets it."""
     encode = frame_encoder._encode_tail
 
@@ -93,15 +93,15 @@ def test_a_tail_of_another_table_is_invalid_though_its_hash_is_the_named_one(tmp
         return encode(replace(block, schema=replace(block.schema, rows=5000)), *rest)
 
     monkeypatch.setattr(frame_encoder, "_encode_tail", of_more_rows)
-    run = Run(tmp_path, store=FaultyStore(MemoryStore()))
-    model = run.model = Model(schema(rows=400))
+    run = SampleRun(tmp_path, store=FaultyStore(MemoryStore()))
+    model = run.model = SampleModel(schema(rows=400))
     run.save([model.table], [([whole(model.table)], model.frames(range(400), per_frame=100))], step=1)
     with pytest.raises(InvalidCheckpoint, match="differ in the shape of table"):
         _frames(Fetcher(run.store, RUN), _plan(run))
     assert _frames(Fetcher(run.store, RUN), _plan(run, weights_only=True))
 
 
-def test_a_damaged_cache_costs_a_read_and_nothing_else(run: Run) -> None:
+def test_damaged_cache_costs_one_extra_read(run: SampleRun) -> None:
     for path in run.cache.directory.glob("*.pack"):
         data = bytearray(path.read_bytes())
         data[100] ^= 1
@@ -113,7 +113,7 @@ def test_a_damaged_cache_costs_a_read_and_nothing_else(run: Run) -> None:
     assert not any(object_key.run_key(RUN, request.key) in run.cache for request in plan.requests)
 
 
-def test_an_unreachable_store_is_unavailable_and_never_invalid(run: Run) -> None:
+def test_unreachable_store_is_unavailable_not_invalid(run: SampleRun) -> None:
     plan = _plan(run)
     run.store.down = True
     with pytest.raises(StoreUnavailable):
@@ -121,7 +121,7 @@ def test_an_unreachable_store_is_unavailable_and_never_invalid(run: Run) -> None
     assert _frames(Fetcher(run.store, RUN, cache=run.cache), plan)
 
 
-class Arena:
+class TwoBlockArena:
     """Two blocks, lent and taken back: a consumer that frees a block when its last frame is applied."""
 
     def __init__(self, block_bytes: int, blocks: int = 2) -> None:
@@ -142,11 +142,11 @@ class Arena:
         self.free.append(self.lent.pop(id(request)))
 
 
-def test_bytes_land_directly_in_a_destination_of_two_blocks(run: Run) -> None:
+def test_fetch_works_with_two_destination_blocks(run: SampleRun) -> None:
     """No dead-lock with as few blocks as there may be; the frames are views of the blocks."""
     plan = _plan(run)
     expected = _frames(Fetcher(run.store, RUN), plan)
-    arena = Arena(max(request.length for request in plan.requests))
+    arena = TwoBlockArena(max(request.length for request in plan.requests))
     found = []
     left = [len(request.frames) + len(request.tails) for request in plan.requests]
     for fetched in Fetcher(run.store, RUN, cache=run.cache).fetch(plan, arena):
@@ -165,7 +165,7 @@ def test_bytes_land_directly_in_a_destination_of_two_blocks(run: Run) -> None:
     assert arena.least == 0
 
 
-def test_a_stalled_store_ends_with_the_deadline_and_an_early_close_stops_the_threads(run: Run) -> None:
+def test_stalled_store_hits_the_deadline_and_close_stops_threads(run: SampleRun) -> None:
     plan = _plan(run)
     fetching = Fetcher(run.store, RUN, workers=3, deadline_s=30).fetch(plan)
     next(fetching)

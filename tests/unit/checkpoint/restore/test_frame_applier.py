@@ -18,7 +18,7 @@ from deltashard_checkpoint.vocabulary import ENCODINGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.sample import Model, box, schema, tombstone, whole
+from tests.support.checkpoint.sample import SampleModel, box, schema, tombstone, whole
 
 
 def _apply(applier: FrameApplier, frame: EncodedFrame | FetchedFrame) -> tuple[Applied, ...]:
@@ -35,9 +35,9 @@ def _target(table: TableSchema, held: Box | None = None, dtype=np.float32) -> Ta
     return TableTarget(schema=table, box=held, weights=np.full((rows, columns), -9, dtype), fields=fields)
 
 
-def test_state_that_was_narrowed_is_named_where_it_is_wanted() -> None:
+def test_narrowed_state_is_reported_by_table() -> None:
     """By table, with the type it was stored in; who takes weights alone got nothing narrow, nor who took no row."""
-    model = Model(schema(rows=20))
+    model = SampleModel(schema(rows=20))
     table = model.table
 
     def narrowed(target: TableTarget, state_encoding: str) -> dict[str, str]:
@@ -55,19 +55,19 @@ def test_state_that_was_narrowed_is_named_where_it_is_wanted() -> None:
     assert narrowed(_target(table, box(table, 10, 20, 0, table.columns)), "bf16") == {}
 
 
-def test_only_rows_really_written_are_returned() -> None:
-    model = Model(schema(rows=50))
+def test_only_written_rows_are_returned() -> None:
+    model = SampleModel(schema(rows=50))
     applier = FrameApplier([_target(model.table, box(model.table, 10, 40, 0, 8))])
     newer = _apply(applier, model.frames(np.array([5, 12, 13, 45]))[0])
     older = _apply(applier, model.frames(np.array([12, 13, 14, 39, 40]))[0])
     assert [list(a.rows) for a in (*newer, *older)] == [[12, 13], [14, 39]]
     assert _apply(applier, model.frames(np.array([13, 14]))[0]) == ()
-    assert _apply(applier, Model(schema("other")).frames(range(5))[0]) == ()
+    assert _apply(applier, SampleModel(schema("other")).frames(range(5))[0]) == ()
 
 
-def test_a_tombstone_hides_older_rows_and_not_its_own_checkpoint() -> None:
+def test_tombstone_hides_only_older_rows() -> None:
     """Rows are applied before tombstones of the same checkpoint, so a row beats its tombstone; older rows do not."""
-    model = Model(schema(rows=20))
+    model = SampleModel(schema(rows=20))
     applier = FrameApplier([target := _target(model.table)])
     _apply(applier, model.frames(np.array([4, 5]))[0])
     _apply(applier, tombstone(model.table, np.array([5, 6], np.int64), step=2))
@@ -80,8 +80,8 @@ def test_a_tombstone_hides_older_rows_and_not_its_own_checkpoint() -> None:
     assert target.fields["sum"][5] == model.fields["sum"][5]
 
 
-def test_what_was_not_provided_is_named() -> None:
-    model = Model(schema(rows=20))
+def test_missing_tables_and_fields_are_reported() -> None:
+    model = SampleModel(schema(rows=20))
     applier = FrameApplier([_target(model.table)])
     _apply(applier, model.frames(np.arange(20)[np.arange(20) != 7])[0])
     with pytest.raises(InvalidCheckpoint, match=r"items.weight\[7:8, 0:8\]"):
@@ -90,8 +90,8 @@ def test_what_was_not_provided_is_named() -> None:
     applier.finish(initial=applier.missing())
 
 
-def test_another_dtype_or_an_absent_field_needs_strict_false() -> None:
-    model = Model(schema(rows=10))
+def test_other_dtype_or_missing_field_needs_strict_false() -> None:
+    model = SampleModel(schema(rows=10))
     grown = TableSchema(
         fqn=model.table.fqn, rows=10, columns=8, dtype="float16",
         fields=(*model.table.fields, FieldSpec(name="new", kind="rowwise", dtype="float32")),
@@ -148,7 +148,7 @@ SPLIT = TableSchema(
 
 @settings(max_examples=150, deadline=None)
 @given(history=_histories(), few=st.booleans(), seed=st.integers(0, 99))
-def test_rowwise_state_of_any_splits_is_one_sum_or_the_value_that_all_say(history, few, seed):
+def test_rowwise_state_of_column_splits_is_summed_or_equal(history, few, seed):
     """Against the definition, in fractions: a frame counts once a row, whatever cut its columns before or after."""
     rng = np.random.default_rng(seed)
     values = (np.array([0.1, -0.0]) if few else rng.normal(0, 1, 50)).astype(np.float32)

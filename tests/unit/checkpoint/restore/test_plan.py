@@ -17,7 +17,7 @@ from deltashard_checkpoint.restore.plan import IncompletePlan, SchemaMismatch, W
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.sample import RUN, Model, box, schema, tombstone, whole
+from tests.support.checkpoint.sample import RUN, SampleModel, box, schema, tombstone, whole
 
 TOKEN = "0123456789abcdef"
 
@@ -59,8 +59,8 @@ def _want(table: TableSchema, *boxes: Box) -> Want:
     return Want(schema=table, boxes=boxes or (whole(table),))
 
 
-def test_newest_first_rows_before_tombstones_and_neighbours_joined() -> None:
-    model = Model(schema())
+def test_plan_is_newest_first_and_merges_adjacent_frames() -> None:
+    model = SampleModel(schema())
     table = model.table
     dead = tombstone(table, np.array([7], np.int64), step=2)
     new = _part(table, [dead, *model.frames(range(20), step=2, per_frame=5)], seq=2, covers=1)
@@ -83,8 +83,8 @@ def test_newest_first_rows_before_tombstones_and_neighbours_joined() -> None:
     assert sum(request.length for request in plan.requests) == plan.bytes
 
 
-def test_a_compactions_frames_go_by_their_steps() -> None:
-    model = Model(schema())
+def test_compacted_frames_are_ordered_by_step() -> None:
+    model = SampleModel(schema())
     table = model.table
     mixed = [
         *model.frames(range(200), step=1),
@@ -99,8 +99,8 @@ def test_a_compactions_frames_go_by_their_steps() -> None:
 @given(
     gap=st.sampled_from([0, 64, plans.MAX_GAP_BYTES, plans.MAX_GAP_BYTES + 64]), per_frame=st.integers(1, 100)
 )
-def test_requests_cover_exactly_the_frames_and_stay_small(gap: int, per_frame: int) -> None:
-    model = Model(schema())
+def test_requests_cover_exactly_the_frames_within_the_size_limit(gap: int, per_frame: int) -> None:
+    model = SampleModel(schema())
     table = model.table
     part = _part(table, model.frames(range(200), per_frame=per_frame), seq=1, covers=None, gap=gap)
     plan = _plan([part], [_want(table)])
@@ -120,8 +120,8 @@ def test_requests_cover_exactly_the_frames_and_stay_small(gap: int, per_frame: i
     assert (len(plan.requests) == 2 * plan.frames) is (gap > plans.MAX_GAP_BYTES or plan.frames == 1)
 
 
-def test_a_box_that_no_baseline_reaches_is_refused_by_rows_and_columns() -> None:
-    model = Model(schema())
+def test_box_without_a_baseline_is_refused() -> None:
+    model = SampleModel(schema())
     table = model.table
     delta = _part(table, model.frames(range(20)), seq=2, covers=1)
     half = box(table, 0, 100, 0, 8)
@@ -135,8 +135,8 @@ def test_a_box_that_no_baseline_reaches_is_refused_by_rows_and_columns() -> None
         _plan([delta], [_want(table)], strict=False)
 
 
-def test_differences_of_schema_are_named_and_may_be_allowed() -> None:
-    model = Model(schema())
+def test_schema_differences_are_reported_and_may_be_allowed() -> None:
+    model = SampleModel(schema())
     stored = model.table
     parts = [_part(stored, model.frames(range(200)), seq=1, covers=None)]
     grown = replace(stored, rows=250)
@@ -173,7 +173,7 @@ def test_differences_of_schema_are_named_and_may_be_allowed() -> None:
 
 def test_renamed_and_new_tables() -> None:
     """A mapping follows a rename; a new table keeps its initial values only when allowed."""
-    model = Model(schema("old.name"))
+    model = SampleModel(schema("old.name"))
     parts = [_part(model.table, model.frames(range(200)), seq=1, covers=None)]
     renamed = schema("new.name")
     with pytest.raises(IncompletePlan, match=r"new.name\[0:200, 0:8\]"):
@@ -189,7 +189,7 @@ def test_renamed_and_new_tables() -> None:
 @pytest.mark.parametrize("what", ["missing", "repeated", "tombstones"])
 def test_a_baseline_with_fewer_rows_than_its_boxes_is_invalid(what):
     """Ten rows are not there, or others twice in their place, or named as gone: a few bytes name any number of those."""
-    model = Model(schema())
+    model = SampleModel(schema())
     more = {"missing": [], "repeated": model.frames(range(10)), "tombstones": [tombstone(model.table, np.arange(190, 200), step=1)]}  # fmt: skip
     link, index = _part(model.table, [*model.frames(range(190)), *more[what]], seq=1, covers=None)
     if what == "repeated":
@@ -201,8 +201,8 @@ def test_a_baseline_with_fewer_rows_than_its_boxes_is_invalid(what):
         _plan([(link, index)], [_want(model.table)])
 
 
-def test_of_two_copies_of_a_row_the_one_in_a_frame_of_again_comes_first():
-    model = Model(schema())
+def test_resent_copy_of_a_row_takes_precedence():
+    model = SampleModel(schema())
     frames = [*model.frames(range(200)), *model.frames(range(10))]
     link, index = _part(model.table, frames, seq=1, covers=None)
     *places, last = index.places
@@ -211,9 +211,9 @@ def test_of_two_copies_of_a_row_the_one_in_a_frame_of_again_comes_first():
     assert (plan.requests[0].frames[0].info.rows, plan.frames) == (10, len(index.places))
 
 
-def test_a_blob_with_a_hole_or_that_its_chunks_cannot_carry_is_invalid():
+def test_blob_with_missing_or_duplicate_chunks_is_invalid():
     """Its first chunk is missing, or one occurs twice. Memory for all of it is taken with the first chunk."""
-    model = Model(schema())
+    model = SampleModel(schema())
     chunks = list(encode_blob_frames(name="rng", data=bytes(9000), step=1, chunk_bytes=4096))
     huge = encode_blob(name="rng", offset=0, blob_bytes=1 << 40, chunk=bytes(100), step=1)
     for wrong, why in ((chunks[1:], "rng"), ([*chunks, chunks[1]], "rng"), ([huge], "1099511627776 bytes in chunks of 256")):  # fmt: skip

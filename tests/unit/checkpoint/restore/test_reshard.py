@@ -14,7 +14,7 @@ from deltashard_checkpoint.restore.plan import Want
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.sample import RUN, Model, Run, box, schema
+from tests.support.checkpoint.sample import RUN, SampleModel, SampleRun, box, schema
 
 TABLE = schema(rows=90, columns=12)
 
@@ -51,10 +51,12 @@ def test_any_history_restores_to_any_sharding(
 
     Weights and point-wise state exactly; row-wise state too, since every shard of a row has the row's value.
     """
-    model = Model(TABLE, seed)
+    model = SampleModel(TABLE, seed)
     with tempfile.TemporaryDirectory() as directory:
         first = history[0][0]
-        run = Run(Path(directory), world_size=len(first), layout=[[b] for b in first] if listed else None)
+        run = SampleRun(
+            Path(directory), world_size=len(first), layout=[[b] for b in first] if listed else None
+        )
         commit = baseline = None
         dirty_commit: set[int] = set()
         dirty_baseline: set[int] = set()

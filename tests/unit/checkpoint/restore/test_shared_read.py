@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.checkpoint.faulty_store import Fault, FaultyStore
-from tests.support.checkpoint.sample import RUN, Model, Run, schema, whole
+from tests.support.checkpoint.sample import RUN, SampleModel, SampleRun, schema, whole
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40), st.integers(0, 400))
-def test_what_is_read_is_what_was_stored_within_the_budget(asked, budget):
+def test_reads_return_stored_bytes_within_the_budget(asked, budget):
     """One reader; some keys are forgotten after they were read. What was used last is still there."""
     shared = SharedReads(budget_bytes=budget)
     for key, wrong in asked:
@@ -35,18 +35,18 @@ def test_what_is_read_is_what_was_stored_within_the_budget(asked, budget):
     assert (shared._cached, shared._cached_bytes) == ({}, 0)
 
 
-def test_who_comes_while_another_reads_waits_for_it() -> None:
-    shared, begun, go, reads = SharedReads(budget_bytes=0), threading.Event(), threading.Event(), []
+def test_concurrent_reader_waits_for_the_first() -> None:
+    shared, started, go, reads = SharedReads(budget_bytes=0), threading.Event(), threading.Event(), []
 
     def fetch() -> bytes:
         reads.append(1)
-        begun.set()
+        started.set()
         assert go.wait(60)
         return b"bytes"
 
     with ThreadPoolExecutor(8) as pool:
         first = pool.submit(shared.read, "key", fetch)
-        assert begun.wait(60)
+        assert started.wait(60)
         arrived = [threading.Event() for _ in range(7)]
         others = [pool.submit(_waiting, shared, each) for each in arrived]
         for event in arrived:
@@ -64,17 +64,17 @@ def _waiting(shared: SharedReads, arrived: threading.Event) -> bytes:
     return bytes(shared.read("key", lambda: b"itself"))
 
 
-def test_whose_read_fails_fails_alone_and_the_next_one_asks_itself() -> None:
-    shared, begun, go = SharedReads(), threading.Event(), threading.Event()
+def test_failed_read_is_not_shared() -> None:
+    shared, started, go = SharedReads(), threading.Event(), threading.Event()
 
     def fails() -> bytes:
-        begun.set()
+        started.set()
         assert go.wait(60)
         raise StoreUnavailable("mine", where="key")
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(shared.read, "key", fails)
-        assert begun.wait(60)
+        assert started.wait(60)
         arrived = threading.Event()
         second = pool.submit(_waiting, shared, arrived)
         with pytest.raises(StoreUnavailable, match="in vain"), deadline(0.0):
@@ -88,15 +88,15 @@ def test_whose_read_fails_fails_alone_and_the_next_one_asks_itself() -> None:
 
 @pytest.fixture
 def run(tmp_path):
-    made = Run(tmp_path, store=FaultyStore(MemoryStore()))
-    model = made.model = Model(schema(rows=400))
+    made = SampleRun(tmp_path, store=FaultyStore(MemoryStore()))
+    model = made.model = SampleModel(schema(rows=400))
     blobs = {"dense/w": bytes(range(256)) * 40, "meta": b"m"}
     made.save([model.table], [([whole(model.table)], model.frames(range(400)))], step=1, blobs=blobs)
     made.store.calls.clear()
     return made
 
 
-def _restored(run: Run, shared: SharedReads) -> list[bytes]:
+def _restored(run: SampleRun, shared: SharedReads) -> list[bytes]:
     state = run.log.refresh()
     wants = checkpoint_reader.whole_tables([run.model.table])
     plan = checkpoint_reader.plan_restore(run.store, state, state.newest().seq, wants, shared=shared)
@@ -108,14 +108,14 @@ def _restored(run: Run, shared: SharedReads) -> list[bytes]:
     return found
 
 
-def _reads(run: Run) -> dict[str, int]:
+def _reads(run: SampleRun) -> dict[str, int]:
     """By kind."""
     read = [call.key for call in run.store.calls if call.operation in {"get", "get_into"}]
     run.store.calls.clear()
     return {kind: sum(key.endswith(kind) for key in read) for kind in ("index", "pack")}
 
 
-def test_the_second_rank_reads_rows_only(run: Run) -> None:
+def test_the_second_rank_reads_rows_only(run: SampleRun) -> None:
     shared = SharedReads()
     alone = _restored(run, SharedReads())
     once = _reads(run)
@@ -126,7 +126,7 @@ def test_the_second_rank_reads_rows_only(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("kind", "operation"), [("index", "get"), ("pack", "get_into")])
-def test_a_wrong_byte_is_nobodys_for_long(run, kind, operation):
+def test_corrupt_shared_bytes_are_read_again(run, kind, operation):
     """It was read into the shared memory; whoever finds it wrong reads again, and the next rank gets what is right."""
     shared = SharedReads()
     alone = _restored(run, SharedReads())

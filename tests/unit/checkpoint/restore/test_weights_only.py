@@ -10,7 +10,7 @@ from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.vocabulary import ENCODINGS
 
-from tests.support.checkpoint.sample import RUN, Run, whole
+from tests.support.checkpoint.sample import RUN, SampleRun, whole
 
 ROWS, COLUMNS, BATCH = 300_000, 64, 15_872
 """As many rows as a trainer sends at once."""
@@ -21,7 +21,7 @@ TABLE = TableSchema(
 MOST_BYTES = 12_000_000
 
 
-class CountingStore(MemoryStore):
+class PackByteCounter(MemoryStore):
     """Counts the bytes of packs that are read, by whether they have state."""
 
     def __init__(self) -> None:
@@ -34,10 +34,10 @@ class CountingStore(MemoryStore):
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> CountingStore:
+def store(tmp_path_factory: pytest.TempPathFactory) -> PackByteCounter:
     """One checkpoint under torch's Adagrad, in q8."""
-    made = CountingStore()
-    run = Run(tmp_path_factory.mktemp("run"), store=made)
+    made = PackByteCounter()
+    run = SampleRun(tmp_path_factory.mktemp("run"), store=made)
     rng = np.random.default_rng(0)
     weights = rng.standard_normal((ROWS, COLUMNS), np.float32)
     state = {"sum": rng.random((ROWS, COLUMNS), np.float32)}
@@ -54,7 +54,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> CountingStore:
     return made
 
 
-def test_ten_rows_cost_their_frames_and_no_byte_of_state(store: CountingStore) -> None:
+def test_reading_ten_rows_reads_no_state_bytes(store: PackByteCounter) -> None:
     state = store.log.refresh()
     opened = OpenCheckpoint.of(store, state, state.newest())
     ids = np.linspace(0, ROWS - 1, 10).astype(np.int64)

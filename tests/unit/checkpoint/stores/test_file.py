@@ -22,7 +22,7 @@ from deltashard_checkpoint.stores.key_rule import BadKey
 from tests.support.checkpoint.store_conformance import get_range
 
 
-def test_data_is_synced_before_it_is_named(tmp_path, monkeypatch):
+def test_data_is_fsynced_before_rename(tmp_path, monkeypatch):
     """Fsync of the file, then link or rename, then fsync of the directory; new directories are synced into theirs."""
     events, fsync, link, rename = [], os.fsync, os.link, Path.rename
 
@@ -41,7 +41,9 @@ def test_data_is_synced_before_it_is_named(tmp_path, monkeypatch):
     assert events[4:] == ["fsync file", "rename", "fsync dir log"]
 
 
-def test_stale_temporaries_go_with_their_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_temporary_files_are_removed_with_their_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Deleting the last object removes old debris and the directory; a young temporary may be a writer's, and stays."""
     store = FileStore(tmp_path)
     store.put("data/1/a", b"x")
@@ -55,7 +57,7 @@ def test_stale_temporaries_go_with_their_directory(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_put_goes_on_when_a_deleter_takes_the_directory_that_it_or_another_put_made(tmp_path, monkeypatch):
+def test_put_survives_concurrent_directory_removal(tmp_path, monkeypatch):
     """Whoever deletes the last object prunes upwards, at any instant of a put into a new directory beside it."""
     store, made, pruned = FileStore(tmp_path), [], []
     real_path, real = Path.mkdir, os.mkdir
@@ -90,7 +92,7 @@ def test_a_put_goes_on_when_a_deleter_takes_the_directory_that_it_or_another_put
         (errno.EROFS, AccessDenied), (errno.EIO, StoreUnavailable), (errno.ESTALE, StoreUnavailable),
     ],
 )  # fmt: skip
-def test_errors_have_names(tmp_path, monkeypatch, code, expected):
+def test_os_errors_are_mapped(tmp_path, monkeypatch, code, expected):
     store = FileStore(tmp_path)
 
     def fail(*_: object) -> int:
@@ -105,7 +107,7 @@ def test_errors_have_names(tmp_path, monkeypatch, code, expected):
         store.get("a/b")
 
 
-def test_a_root_that_is_missing_or_cannot_be_made_yet(tmp_path):
+def test_missing_root_is_reported_until_created(tmp_path):
     """Each call says why, until one can make it; made once, it is not made again, and named when it vanishes."""
     with pytest.raises(BucketMissing):
         FileStore(tmp_path / "no", create=False)
@@ -127,7 +129,7 @@ def test_a_root_that_is_missing_or_cannot_be_made_yet(tmp_path):
             call()
 
 
-def test_names_that_are_no_keys_of_ours_and_keys_that_are_directories_harm_nothing(tmp_path):
+def test_foreign_file_names_and_directories_are_ignored(tmp_path):
     store = FileStore(tmp_path)
     store.put("log/1", b"x")
     (tmp_path / "log" / "gone").symlink_to(tmp_path / "nowhere")

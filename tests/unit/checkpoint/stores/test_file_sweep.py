@@ -11,7 +11,7 @@ from deltashard_checkpoint.stores.key_rule import TEMPORARY
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.whole_run import removal
 
-from tests.support.checkpoint.run_builder import Run
+from tests.support.checkpoint.run_builder import MemoryRun
 
 
 def unfinished(directory: Path, *, old: bool = True, name: str = "dead") -> Path:
@@ -24,13 +24,13 @@ def unfinished(directory: Path, *, old: bool = True, name: str = "dead") -> Path
 
 
 def run_in(directory: Path) -> RunLog:
-    run = Run(FileStore(directory))
+    run = MemoryRun(FileStore(directory))
     run.memory = run.store
     run.commit(run.open().attempt, 1)
     return RunLog(open_store(f"file://{directory}"), "job")
 
 
-def test_gc_takes_what_dead_writers_left_and_nothing_young(tmp_path: Path) -> None:
+def test_gc_removes_stale_temporary_files_and_no_recent_ones(tmp_path: Path) -> None:
     log = run_in(tmp_path)
     (data,) = (tmp_path / "job/data/00000000000000000001").iterdir()
     dead, young = unfinished(data), unfinished(data, old=False, name="young")
@@ -47,7 +47,7 @@ def test_gc_takes_what_dead_writers_left_and_nothing_young(tmp_path: Path) -> No
     assert not [path for path in (tmp_path / "job").rglob("*") if path.is_file()]
 
 
-def test_a_living_writers_file_stays_however_old_it_is(tmp_path, monkeypatch):
+def test_file_of_a_live_writer_is_kept_at_any_age(tmp_path, monkeypatch):
     """A process that was stopped, say, for an hour in the middle of a put: it goes on."""
     log = run_in(tmp_path)
     stands, goes_on = threading.Event(), threading.Event()

@@ -15,7 +15,7 @@ def pauses(times: int):
 
 @pytest.mark.parametrize("operation", ["put_if_absent", "get"])
 @pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.LOST_ACK])
-def test_lost_answers_are_asked_for_again(operation, fault):
+def test_lost_responses_are_retried(operation, fault):
     """Of the first put, of the second and of the read: an object that is there already is the one we put."""
     for before in range(3):
         memory = MemoryStore()
@@ -28,7 +28,7 @@ def test_lost_answers_are_asked_for_again(operation, fault):
         assert list(memory.list("")) == []
 
 
-def test_a_bit_that_flips_on_the_way_condemns_no_store():
+def test_single_bit_flip_does_not_fail_the_probe():
     """Only the second object's bytes show that it overwrites; others are read again, and a store that rots is named."""
     memory = MemoryStore()
     store = FaultyStore(memory)
@@ -40,7 +40,7 @@ def test_a_bit_that_flips_on_the_way_condemns_no_store():
         probe(store, "probe/a", pause=pauses(3))
 
 
-def test_a_store_that_overwrites_keeps_nothing_or_does_not_answer_is_named():
+def test_unsuitable_store_is_reported():
     store = MemoryStore()
     store.put_if_absent = store.put  # it ignores If-None-Match
     with pytest.raises(ConditionalPutUnsupported, match="overwrites"):

@@ -9,13 +9,13 @@ from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.retry import RetryingStore, RetryPolicy
 
 from tests.support.checkpoint.faulty_store import Fault, FaultyStore
-from tests.support.checkpoint.run_builder import Time
+from tests.support.checkpoint.run_builder import FakeClock
 from tests.support.checkpoint.store_conformance import get_range
 
-START_S = Time().now_s
+START_S = FakeClock().now_s
 
 
-class Log:
+class TryRecorder:
     """An observer that remembers."""
 
     def __init__(self) -> None:
@@ -28,13 +28,13 @@ class Log:
         self.calls.append((operation, size_bytes, error is None))
 
 
-def retrying(**policy) -> tuple[FaultyStore, RetryingStore, Time, Log]:
-    faulty, time, log = FaultyStore(MemoryStore()), Time(), Log()
+def retrying(**policy) -> tuple[FaultyStore, RetryingStore, FakeClock, TryRecorder]:
+    faulty, time, log = FaultyStore(MemoryStore()), FakeClock(), TryRecorder()
     store = RetryingStore(faulty, policy=RetryPolicy(**policy), observer=log, clocks=time.clocks)
     return faulty, store, time, log
 
 
-def test_it_tries_again_with_growing_pauses():
+def test_retries_with_growing_delays():
     faulty, store, time, log = retrying(backoff=Backoff(first_s=0.1, longest_s=5.0, jitter=0.0))
     faulty.fail_next(Fault.UNAVAILABLE, times=3)
     store.put("a", b"xyz")
@@ -43,10 +43,10 @@ def test_it_tries_again_with_growing_pauses():
     assert log.calls == [("put", 3, True)]
 
 
-class Slow(MemoryStore):
+class SlowStore(MemoryStore):
     """Its reads begin after so many seconds."""
 
-    def __init__(self, time: Time, *first_byte_s: float) -> None:
+    def __init__(self, time: FakeClock, *first_byte_s: float) -> None:
         super().__init__()
         self.time, self.first_byte_s, self.silences = time, list(first_byte_s), []
 
@@ -63,22 +63,22 @@ class Slow(MemoryStore):
         super().put(key, data)
 
 
-def test_reads_hear_nothing_for_two_seconds_and_then_for_longer_and_what_a_store_needs_is_remembered():
+def test_first_byte_timeout_doubles_and_is_remembered():
     """Doubled from try to try up to the store's own; writes have that at once. Other failures double nothing."""
-    time = Time()
-    slow = Slow(time, *[100.0] * 5, 0.0)
+    time = FakeClock()
+    slow = SlowStore(time, *[100.0] * 5, 0.0)
     store = RetryingStore(slow, policy=RetryPolicy(deadline_s=600.0), clocks=time.clocks)
     store.put("a", b"x")
     assert store.get("a") == b"x"
     assert slow.silences == [20.0, 2.0, 4.0, 8.0, 16.0, 20.0, 20.0]
-    faulty = FaultyStore(Slow(time, 0.0, 0.0))
+    faulty = FaultyStore(SlowStore(time, 0.0, 0.0))
     store = RetryingStore(faulty, clocks=time.clocks)
     store.put("a", b"x")
     faulty.fail_next(Fault.UNAVAILABLE)
     assert store.get("a") == store.get("a") == b"x"
     assert faulty.inner.silences == [20.0, 2.0, 2.0]
     # One that is slow as a whole costs its first read three requests, each later one a single one; it may get faster.
-    slow = Slow(time, *[5.0] * 4, *[0.0] * 100)
+    slow = SlowStore(time, *[5.0] * 4, *[0.0] * 100)
     store = RetryingStore(slow, clocks=time.clocks)
     store.put("a", b"x")
     for _ in range(102):
@@ -87,7 +87,7 @@ def test_reads_hear_nothing_for_two_seconds_and_then_for_longer_and_what_a_store
     assert slow.silences[-1] == 2.0
 
 
-def test_create_only_is_tried_once_and_answers_are_not_retried():
+def test_create_only_and_definite_errors_are_not_retried():
     """An ambiguous create is the caller's to resolve: a second try would find its own object."""
     faulty, store, time, _ = retrying()
     faulty.fail_next(Fault.LOST_ACK)
@@ -104,7 +104,7 @@ def test_create_only_is_tried_once_and_answers_are_not_retried():
     assert time.slept == []
 
 
-def test_the_deadline_ends_it_and_bigger_objects_get_more_time():
+def test_deadline_ends_retries_and_grows_with_object_size():
     """By the slowest rate that is still progress. With the last reason and the count, and no more tries than allowed."""
     for size_bytes, expected_s in ((0, 10.0), (50_000_000, 35.0)):
         faulty, store, time, log = retrying(deadline_s=10.0, slowest_bytes_per_s=2e6, attempts=1000)
@@ -120,7 +120,7 @@ def test_the_deadline_ends_it_and_bigger_objects_get_more_time():
     assert len(faulty.calls) == 7
 
 
-def test_a_broken_listing_goes_on_where_it_stopped_and_deletes_go_in_batches():
+def test_broken_listing_resumes_and_deletes_are_batched():
     """Every key once, in order, though each answer breaks off half-way; a lost answer repeats one batch of a thousand."""
     faulty, store, time, _ = retrying()
     keys = [f"k/{number:04d}" for number in range(2500)]
@@ -137,7 +137,7 @@ def test_a_broken_listing_goes_on_where_it_stopped_and_deletes_go_in_batches():
     assert list(faulty.inner.list("")) == []
 
 
-def test_a_caller_that_gave_up_is_not_retried_for_and_the_sooner_deadline_wins():
+def test_cancelled_call_is_not_retried_and_earlier_deadline_wins():
     """Given up during a pause: no further try, the store's reason; and nothing remains for whoever waits below."""
     faulty, store, time, _ = retrying()
     faulty.down = True
@@ -153,7 +153,7 @@ def test_a_caller_that_gave_up_is_not_retried_for_and_the_sooner_deadline_wins()
 
 
 @pytest.mark.parametrize("error", [ValueError("null byte"), OSError("nothing to say"), UnicodeError("x")])
-def test_what_a_library_raises_gets_a_place_and_a_remedy(error):
+def test_library_errors_get_a_location_and_a_remedy(error):
     class Foreign(MemoryStore):
         def get(self, key):
             raise error

@@ -17,7 +17,7 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name.lower(), raising=False)
 
 
-def test_a_proxy_is_by_scheme_and_not_for_whom_no_proxy_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_is_chosen_by_scheme_and_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     monkeypatch.setenv("http_proxy", "proxy:8080")
     monkeypatch.setenv("NO_PROXY", "minio.example,.svc,10.0.0.7")
@@ -32,14 +32,14 @@ def test_a_proxy_is_by_scheme_and_not_for_whom_no_proxy_names(monkeypatch: pytes
 @pytest.mark.parametrize(
     "host", ["169.254.169.254", "169.254.170.2", "169.254.170.23", "[fd00:ec2::23]", "[fd00:ec2::254]"]
 )
-def test_what_gives_credentials_is_asked_by_no_proxy(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+def test_credential_endpoints_bypass_the_proxy(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     """Whatever NO_PROXY says: the request of EKS Pod Identity has the service account's token in it."""
     monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
     assert proxy_of(f"http://{host}/v1/credentials") is None
 
 
 @pytest.mark.parametrize("proxy", ["ftp://proxy", "http://", "http://proxy:0", "http://proxy:99999"])
-def test_what_names_no_proxy_is_refused(monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+def test_invalid_proxy_is_refused(monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
     monkeypatch.setenv("HTTPS_PROXY", proxy)
     with pytest.raises(BadTransport, match="HTTPS_PROXY names no proxy"):
         proxy_of("https://host")

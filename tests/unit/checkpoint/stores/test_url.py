@@ -56,7 +56,7 @@ def test_s3(monkeypatch: pytest.MonkeyPatch) -> None:
         *("s3://b", "s3://under..score%", "memory://x?region=a", "file:///tmp?endpoint=http://h"),
     ],
 )
-def test_urls_that_name_no_store(url: str) -> None:
+def test_invalid_store_urls_are_refused(url: str) -> None:
     with pytest.raises(BadStoreUrl, match="use "):
         open_store(url)
 
@@ -97,7 +97,7 @@ def test_credentials_in_a_url_are_refused_and_not_repeated():
     assert "AKIAKEY" not in str(caught.value)
 
 
-def test_a_prefix_a_port_and_a_home_that_are_none():
+def test_invalid_prefix_port_and_home_are_refused():
     """Refused when the store is opened, not at the first save; a container's user may have no passwd entry."""
     for url in ("s3://bucket/a//b", "s3://bucket/../up", "s3://bucket/" + "x" * 900):
         with pytest.raises(BadKey):

@@ -8,12 +8,12 @@ from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.whole_run import removal
 
-from tests.support.checkpoint.run_builder import Run
+from tests.support.checkpoint.run_builder import MemoryRun
 
 PACK = f"data/{1:020d}/{{:08d}}/00000-{'0' * 16}-00000.pack"
 
 
-class Busy(FileStore):
+class ConcurrentWriterStore(FileStore):
     """Beside every delete of a removal somebody else puts an object, so many times."""
 
     def __init__(self, directory: Path, keys: Iterable[str]) -> None:
@@ -27,18 +27,18 @@ class Busy(FileStore):
 
 
 def run_in(directory: Path) -> None:
-    run = Run(FileStore(directory))
+    run = MemoryRun(FileStore(directory))
     run.memory = run.store
     attempt = run.open().attempt
     for cut in range(1, 4):
         run.commit(attempt, cut)
 
 
-def test_what_comes_while_a_run_is_removed_is_listed_again_and_goes(tmp_path: Path) -> None:
+def test_objects_written_during_removal_are_removed_too(tmp_path: Path) -> None:
     run_in(tmp_path)
     late = ["log/HINT", entry_key(5), PACK.format(5), "closing/00000000000000000001/x", "log/HINT"]
     late += map(PACK.format, range(6, 10))
-    store = Busy(tmp_path, [f"job/{key}" for key in late])
+    store = ConcurrentWriterStore(tmp_path, [f"job/{key}" for key in late])
     assert removal.remove(RunLog(store, "job")).left == 0
     assert store.keys == []
     assert list(FileStore(tmp_path).list("")) == []

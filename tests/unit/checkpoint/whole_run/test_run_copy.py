@@ -32,14 +32,14 @@ from tests.support.checkpoint.snapshot import arrays_of, read_checkpoint
 
 pytestmark = pytest.mark.slow
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
-LIVE = {"run": (2, 4, 5, 6, 11, 14, 17, 19, 20), "run-3": (4, 5, 7, 9, 10, 13), "run-4": (2, 3, 6, 13)}  # fmt: skip
+LIVE_SEQS = {"run": (2, 4, 5, 6, 11, 14, 17, 19, 20), "run-3": (4, 5, 7, 9, 10, 13), "run-4": (2, 3, 6, 13)}  # fmt: skip
 TOMBSTONES = {("run", seq) for seq in (4, 5, 6, 11)}
 """Checkpoints that read tombstones of their chains."""
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> FileStore:
-    for run in (*LIVE, "run-2"):
+    for run in (*LIVE_SEQS, "run-2"):
         shutil.copytree(GOLDEN / run, tmp_path / "store" / run)
     return FileStore(tmp_path / "store")
 
@@ -68,23 +68,23 @@ def assert_restores(store: Store, run: str, pairs: dict[int, int], golden: str) 
         assert {n: sha256(data).hexdigest() for n, data in found.blobs.items()} == blobs[str(here)]
 
 
-@pytest.mark.parametrize("golden", LIVE)
-def test_a_copy_of_a_run_is_its_bytes(store, there, tmp_path, golden):
+@pytest.mark.parametrize("golden", LIVE_SEQS)
+def test_run_copy_is_byte_identical(store, there, tmp_path, golden):
     source, target = RunLog(store, golden), RunLog(there, golden)
     done = copy_run(source, target)
     assert (done.seq, done.checkpoints, done.through) == (
-        LIVE[golden][-1], len(LIVE[golden]), source.state.tip,
+        LIVE_SEQS[golden][-1], len(LIVE_SEQS[golden]), source.state.tip,
     )  # fmt: skip
     assert target.refresh() == source.state
     copied = {info.key for info in there.list("")}
     assert all(there.get(key) == store.get(key) for key in copied)
     assert {info.key for info in store.list(f"{golden}/log/")} <= copied
-    assert_restores(there, golden, {seq: seq for seq in LIVE[golden]}, golden)
+    assert_restores(there, golden, {seq: seq for seq in LIVE_SEQS[golden]}, golden)
     again = copy_run(source, target)
     assert (again.entries, again.objects) == (0, 0)
 
 
-def test_a_log_behind_a_folded_state_is_copied_and_a_stopped_one_is_not(store, there, tmp_path):
+def test_log_behind_a_fold_is_copied_and_a_stopped_log_is_not(store, there, tmp_path):
     with pytest.raises(LogStopped):  # it ends in an entry of a newer version
         copy_run(RunLog(store, "run-2"), RunLog(there, "run-2"))
     assert list(there.list("run-2/")) == []
@@ -92,10 +92,10 @@ def test_a_log_behind_a_folded_state_is_copied_and_a_stopped_one_is_not(store, t
     source = RunLog(store, "run-3")
     copy_run(source, RunLog(there, "run-3"))
     assert RunLog(there, "run-3").refresh() == source.state
-    assert_restores(there, "run-3", {seq: seq for seq in LIVE["run-3"]}, "run-3")
+    assert_restores(there, "run-3", {seq: seq for seq in LIVE_SEQS["run-3"]}, "run-3")
 
 
-@pytest.mark.parametrize(("golden", "seq"), [(run, seq) for run, live in LIVE.items() for seq in live])
+@pytest.mark.parametrize(("golden", "seq"), [(run, seq) for run, live in LIVE_SEQS.items() for seq in live])
 def test_one_checkpoint_begins_a_run(store, there, tmp_path, cache, golden, seq):
     """With all its rows in one part, whatever ranks wrote it; unless its chain has other column shards, or tombstones."""
     source, target = RunLog(store, golden), RunLog(there, "one")
@@ -126,33 +126,33 @@ def test_one_checkpoint_begins_a_run(store, there, tmp_path, cache, golden, seq)
         start_run(source, target, f"{seq}", cache)
 
 
-class Meanwhile(FileStore):
+class InterruptedStore(FileStore):
     """Does something once, just before a key that ends like this is put, or read in part."""
 
     def __init__(self, directory: Path, before: str, act: Callable[[], object]) -> None:
         super().__init__(directory)
         self.before, self.act, self.lock = before, act, threading.Lock()
 
-    def _meanwhile(self, key: str) -> None:
+    def _interrupt(self, key: str) -> None:
         with self.lock:
             if self.before and key.endswith(self.before):
                 self.before = ""
                 self.act()
 
     def put(self, key: str, data) -> None:
-        self._meanwhile(key)
+        self._interrupt(key)
         super().put(key, data)
 
     def put_if_absent(self, key: str, data) -> None:
-        self._meanwhile(key)
+        self._interrupt(key)
         super().put_if_absent(key, data)
 
     def get_into(self, key: str, offset: int, out: memoryview) -> None:
-        self._meanwhile(key)
+        self._interrupt(key)
         super().get_into(key, offset, out)
 
 
-def test_a_copy_begins_again_when_the_source_lets_something_go(store, there, tmp_path):
+def test_copy_restarts_when_the_source_deletes_objects(store, there, tmp_path):
     def let_go() -> None:
         tool = RunLog(store, "run-4")
         user_entry.pin(tool, "paper", None)
@@ -160,7 +160,7 @@ def test_a_copy_begins_again_when_the_source_lets_something_go(store, there, tmp
         retention.retire_selected(tool, lambda _state: [3, 6, 13])
         garbage_collection.collect(tool, grace_s=0.0)
 
-    source = RunLog(Meanwhile(tmp_path / "store", ".pack", let_go), "run-4")
+    source = RunLog(InterruptedStore(tmp_path / "store", ".pack", let_go), "run-4")
     done = copy_run(source, RunLog(there, "run-4"))
     assert (done.checkpoints, done.seq, done.through) == (1, 2, 17)
     assert_restores(there, "run-4", {2: 2}, "run-4")
@@ -174,7 +174,7 @@ def test_a_copy_begins_again_when_the_source_lets_something_go(store, there, tmp
 
 @pytest.mark.parametrize("before", ["00.pack", f"{entry_key(0)}"])
 @pytest.mark.parametrize("one", [False, True])
-def test_a_run_that_is_begun_there_meanwhile_is_not_shut(
+def test_run_created_concurrently_at_the_target_is_not_closed(
     store, there, tmp_path, cache, monkeypatch, before, one
 ):
     """While data is put, and after HINT was left: a process that read before it takes the first slot."""
@@ -188,7 +188,7 @@ def test_a_run_that_is_begun_there_meanwhile_is_not_shut(
         there.put(f"run-4/{entry_key(0)}", entry.data)
 
     target = RunLog(
-        Meanwhile(tmp_path / "there", before, begin if before == "00.pack" else take_the_slot), "run-4"
+        InterruptedStore(tmp_path / "there", before, begin if before == "00.pack" else take_the_slot), "run-4"
     )
     source = RunLog(store, "run-4")
     copy = (lambda: start_run(source, target, "13", cache)) if one else (lambda: copy_run(source, target))
@@ -203,7 +203,7 @@ def test_a_run_that_is_begun_there_meanwhile_is_not_shut(
     assert RunLog(there, "run-4").refresh(deadline_s=0.0).owner == "somebody"
 
 
-def test_a_removal_under_way_is_not_copied_into(store, there, cache):
+def test_copy_into_a_run_being_removed_is_refused(store, there, cache):
     log = RunLog(there, "one")
     log.put_hint(REMOVAL)
     RunLog(there, "run-4").put_hint(REMOVAL)
@@ -216,7 +216,7 @@ def test_a_removal_under_way_is_not_copied_into(store, there, cache):
     assert sorted(info.key for info in there.list("")) == ["one/log/HINT", "run-4/log/HINT"]
 
 
-def test_a_new_run_that_was_cut_short_names_the_checkpoint_that_began_it(store, there, cache):
+def test_partial_new_run_names_its_source_checkpoint(store, there, cache):
     source, target = RunLog(store, "run-4"), RunLog(there, "one")
     start_run(source, target, "seq:6", cache)
     there.delete([f"one/{entry_key(2)}"])

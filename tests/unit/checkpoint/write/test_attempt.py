@@ -2,7 +2,7 @@
 
 import pytest
 from deltashard_checkpoint.errors import DeltashardError, UserError
-from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.format.object_key import snapshot_prefix
 from deltashard_checkpoint.log.chain import CheckpointNotFound
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.log_error import LogStopped
@@ -16,18 +16,18 @@ from deltashard_checkpoint.write.attempt import OwnerMismatch
 from deltashard_checkpoint.write.closing import mark_closing
 from deltashard_checkpoint.write.fencing import FencedError
 
-from tests.support.checkpoint.run_builder import Run, begun
+from tests.support.checkpoint.run_builder import MemoryRun, started_run
 
 
 def test_a_store_that_overwrites_is_refused():
     careless = MemoryStore()
     careless.put_if_absent = careless.put
     with pytest.raises(ConditionalPutUnsupported, match="overwrites"):
-        Run(careless).open()
+        MemoryRun(careless).open()
 
 
-def test_which_chooses_by_seq_step_pin_or_nothing():
-    run, attempt = begun()
+def test_which_selects_by_seq_step_pin_or_none():
+    run, attempt = started_run()
     a, b, c = (run.commit(attempt, cut, step=step) for cut, step in ((1, 10), (2, 20), (3, 20)))
     state = run.log.state
     assert select(state, "none") is None
@@ -41,8 +41,8 @@ def test_which_chooses_by_seq_step_pin_or_nothing():
             select(state, which)
 
 
-def test_falling_back_excludes_every_chain_that_reads_the_bad_checkpoint():
-    run, attempt = begun()
+def test_fallback_excludes_every_chain_of_the_bad_checkpoint():
+    run, attempt = started_run()
     old = run.commit(attempt, 1)
     base = run.commit(attempt, 2)
     run.commit(attempt, 3, base)
@@ -53,8 +53,8 @@ def test_falling_back_excludes_every_chain_that_reads_the_bad_checkpoint():
         run.open(exclude=[base, old])
 
 
-def test_another_owner_must_say_takeover():
-    run = Run()
+def test_another_owner_needs_takeover():
+    run = MemoryRun()
     run.open()
     with pytest.raises(OwnerMismatch, match="belongs to 'me'"):
         run.open(owner="you")
@@ -63,19 +63,19 @@ def test_another_owner_must_say_takeover():
         run.open(owner="me")
 
 
-def test_a_marker_nobody_removes_costs_one_bound_and_an_old_one_nothing():
-    run, first = begun()
+def test_abandoned_marker_costs_one_timeout_and_an_old_one_none():
+    run, first = started_run()
     mark_closing(run.log, first, "00000-a")
     assert run.open(closing_wait_s=20.0).waited_s == pytest.approx(20.0, abs=0.1)
     assert run.open(closing_wait_s=20.0).waited_s == 0.0
 
 
-def without_folds(run: Run) -> None:
+def without_folds(run: MemoryRun) -> None:
     run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
 
 
-def test_an_unreadable_first_entry_is_refused_by_name():
-    run, _ = begun()
+def test_unreadable_first_entry_is_refused():
+    run, _ = started_run()
     run.memory.put("job/" + entry_key(0), b"rotten")
     without_folds(run)
     run.log = run.reader()
@@ -85,12 +85,12 @@ def test_an_unreadable_first_entry_is_refused_by_name():
 
 @pytest.mark.parametrize("damage", ["rot", "loss"])
 @pytest.mark.parametrize("kind", ["checkpoint", "retire", "compact", "attempt"])
-def test_an_attempt_takes_what_a_repair_keeps_before_it_gives_slots_up(kind, damage):
+def test_attempt_repairs_the_log_before_voiding_slots(kind, damage):
     """Two faults at once: an entry, and the folded states that would make it harmless."""
-    run, first = begun()
+    run, first = started_run()
     base = run.commit(first, 1)
     bad = {
-        "checkpoint": lambda: run.commit(first, 2), "retire": lambda: run.retire((), [cut_prefix(first, 0)]),
+        "checkpoint": lambda: run.commit(first, 2), "retire": lambda: run.retire((), [snapshot_prefix(first, 0)]),
         "compact": lambda: run.compacted(base) or run.log.state.tip, "attempt": lambda: run.open().attempt,
     }[kind]()  # fmt: skip
     attempt = run.log.state.attempt
@@ -107,8 +107,8 @@ def test_an_attempt_takes_what_a_repair_keeps_before_it_gives_slots_up(kind, dam
     assert run.open().damage == ""
 
 
-def test_a_repair_by_an_attempt_asks_who_it_is_first():
-    run = Run()
+def test_attempt_checks_ownership_before_a_repair():
+    run = MemoryRun()
     run.commit(run.open().attempt, 1)
     run.memory.delete(["job/" + entry_key(2)])
     before = {info.key for info in run.memory.list("")}
@@ -119,9 +119,9 @@ def test_a_repair_by_an_attempt_asks_who_it_is_first():
 
 
 @pytest.mark.parametrize("how", ["void", "repair"])
-def test_what_was_given_up_keeps_its_data_while_the_attempt_lives(how):
+def test_voided_checkpoint_keeps_its_data_during_the_attempt(how):
     """A person may find the entry in a copy. Attempts that never commit do not count; the next that did lets it go."""
-    run, first = begun()
+    run, first = started_run()
     base, lost = run.commit(first, 1), run.commit(first, 2)
     key = "job/" + entry_key(lost)
     run.memory.put(key, b"rotten") if how == "void" else run.memory.delete([key])
@@ -134,21 +134,21 @@ def test_what_was_given_up_keeps_its_data_while_the_attempt_lives(how):
             run.log, Retention(keep_last=1), orphaned_prefixes=orphaned_prefixes(run.log, state)
         )
         collect(run.log, grace_s=0.0)
-        return {cut_prefix(first, 2)} - {prefix for prefix, _ in data_objects(run.log)}
+        return {snapshot_prefix(first, 2)} - {prefix for prefix, _ in data_objects(run.log)}
 
     for cut in (1, 2, 3):
         run.commit(again, cut)
         assert not dead()
     assert base not in run.log.state.checkpoints, "retention goes on"
     with pytest.raises(EntryRefused, match="given up"):
-        run.retire((), [cut_prefix(first, 2)])
+        run.retire((), [snapshot_prefix(first, 2)])
     assert run.reader().refresh() == run.log.state
     run.open()
     assert dead()
 
 
-def test_a_reader_that_had_folded_a_voided_entry_folds_again():
-    run, first = begun()
+def test_reader_refolds_after_an_entry_is_voided():
+    run, first = started_run()
     good = run.commit(first, 1)
     lost = run.commit(first, 2)
     reader = run.reader()
@@ -159,9 +159,9 @@ def test_a_reader_that_had_folded_a_voided_entry_folds_again():
     assert reader.refresh().newest().seq == good
 
 
-def test_a_pod_of_a_group_may_open_again_after_others_in_which_it_took_part():
+def test_group_pod_may_reopen_after_attempts_it_took_part_in():
     """Rank 0 goes from pod one to pod two and back: the first was in the second's attempt, whatever the log says."""
-    run = Run()
+    run = MemoryRun()
     run.open(workload="job", pod="one", world_size=2)
     second = run.open(workload="job", pod="two", world_size=2).attempt
     third = run.open(workload="job", pod="one", world_size=2, took_part=second).attempt

@@ -5,29 +5,31 @@ from dataclasses import replace
 
 import pytest
 from deltashard_checkpoint.format.layout import Layout
-from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.format.object_key import snapshot_prefix
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.stores.abc import StoreUnavailable
-from deltashard_checkpoint.write import commit_wait, cut_reports
+from deltashard_checkpoint.write import commit_wait, snapshot_reports
 from deltashard_checkpoint.write.commit import PartsMissing, _create, commit_parts
 from deltashard_checkpoint.write.commit_wait import CommitLatency
-from deltashard_checkpoint.write.cut_reports import CutAbandoned, CutReports, abandon_part
 from deltashard_checkpoint.write.report import ReportBodyCache
+from deltashard_checkpoint.write.snapshot_reports import SnapshotAbandoned, SnapshotReports, abandon_part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoint.faulty_store import FaultyStore
-from tests.support.checkpoint.run_builder import HALVES, TABLE, TOKEN, Run, begun, layout_of
+from tests.support.checkpoint.run_builder import HALVES, TABLE, TOKEN, MemoryRun, layout_of, started_run
 
 
-def commit(run: Run, attempt: int, rank: int, *, cut: int = 1, step: int = 7, covers=None, log=None, **more):
+def commit(
+    run: MemoryRun, attempt: int, rank: int, *, cut: int = 1, step: int = 7, covers=None, log=None, **more
+):
     options = {"deadline_s": more.pop("deadline_s", 30.0), "layout": more.pop("layout", "")}
     reports = [run.report(attempt, cut, covers, rank=rank, boxes=[HALVES[rank]], **more)]
     place = {"attempt": attempt, "cut": cut, "step": step, "world_size": 2}
     return commit_parts(log or run.reader(), reports=reports, **place, **options)
 
 
-def after(run: Run, seconds: float, action) -> None:
+def after(run: MemoryRun, seconds: float, action) -> None:
     """Run `action` once, so much later, while somebody sleeps."""
     until, sleep, done = run.time.now_s + seconds, run.time.sleep, []
 
@@ -42,30 +44,30 @@ def after(run: Run, seconds: float, action) -> None:
     run.time.sleep = hooked
 
 
-def _work(log, attempt, **more) -> CutReports:
+def _work(log, attempt, **more) -> SnapshotReports:
     options = {"step": 7, "world_size": 2, "layout": "", **more}
-    return CutReports(log, attempt=attempt, cut=1, bodies=ReportBodyCache(), **options)
+    return SnapshotReports(log, attempt=attempt, cut=1, bodies=ReportBodyCache(), **options)
 
 
-def test_missing_ranks_are_named_after_the_deadline():
-    run, attempt = begun(world_size=2)
+def test_missing_ranks_are_reported_after_the_deadline():
+    run, attempt = started_run(world_size=2)
     with pytest.raises(PartsMissing, match="ranks 1") as raised:
         commit(run, attempt, 0)
     assert raised.value.ranks == (1,)
     assert run.time.now_s - 1e9 == pytest.approx(30.0, abs=1)
 
 
-def test_ranks_that_disagree_about_a_table_never_make_one_checkpoint():
-    run, attempt = begun(world_size=2)
+def test_ranks_that_disagree_about_a_table_never_commit():
+    run, attempt = started_run(world_size=2)
     with pytest.raises(PartsMissing):
         commit(run, attempt, 0)
     other = TableSchema(fqn="t", rows=9, columns=2, dtype="float32")
-    with pytest.raises(CutAbandoned, match="disagree about table t"):
+    with pytest.raises(SnapshotAbandoned, match="disagree about table t"):
         commit(run, attempt, 1, tables=(other,))
 
 
 def test_a_single_rank_writes_no_report():
-    run = Run()
+    run = MemoryRun()
     run.commit(run.open().attempt, 1)
     assert not [info for info in run.memory.list("job/data/") if info.key.endswith(".part")]
 
@@ -76,33 +78,33 @@ def test_a_single_rank_writes_no_report():
 LAYOUT = layout_of()
 
 
-def asked(run: Run) -> tuple[int, int]:
+def request_counts(run: MemoryRun) -> tuple[int, int]:
     """(GETs, LISTs) of the run's `data/` since the last look."""
     calls = [call.operation for call in run.store.calls if "/data/" in call.key]
     run.store.calls.clear()
     return calls.count("get"), calls.count("list")
 
 
-def laid_out() -> tuple[Run, int]:
-    run = Run()
+def run_with_layout() -> tuple[MemoryRun, int]:
+    run = MemoryRun()
     run.store = FaultyStore(run.memory)
     run.log = run.reader()
     return run, run.open(world_size=2, layout=LAYOUT.data).attempt
 
 
-def test_the_same_entry_whoever_commits_and_its_manifest_lies_in_the_cut():
+def test_entry_is_independent_of_the_committing_rank():
     entries = []
     for last in (0, 1):
-        run, attempt = laid_out()
+        run, attempt = run_with_layout()
         with pytest.raises(PartsMissing):
-            commit(run, attempt, 1 - last, layout=LAYOUT.digest, deadline_s=0.0, **told(1 - last))
-        done = commit(run, attempt, last, layout=LAYOUT.digest, deadline_s=0.0, **told(last))
+            commit(run, attempt, 1 - last, layout=LAYOUT.digest, deadline_s=0.0, **rank_options(1 - last))
+        done = commit(run, attempt, last, layout=LAYOUT.digest, deadline_s=0.0, **rank_options(last))
         assert done.by_us
         entries.append(replace(done.entry, writer="", previous=""))
         (manifest,) = [
-            i.key for i in run.memory.list(f"job/{cut_prefix(attempt, 1)}") if ".manifest" in i.key
+            i.key for i in run.memory.list(f"job/{snapshot_prefix(attempt, 1)}") if ".manifest" in i.key
         ]
-        assert manifest == f"job/{cut_prefix(attempt, 1)}{done.entry.listed.manifest}.manifest"
+        assert manifest == f"job/{snapshot_prefix(attempt, 1)}{done.entry.listed.manifest}.manifest"
     assert entries[0] == entries[1]
     assert entries[0].metadata == {"loss": "0", "epoch": "1"}
     assert (entries[0].directive, entries[0].pins, entries[0].parts) == ("of rank 0", ("best", "paper"), ())
@@ -110,7 +112,7 @@ def test_the_same_entry_whoever_commits_and_its_manifest_lies_in_the_cut():
     assert entries[0].tables == (TABLE,)
 
 
-def told(rank: int) -> dict:
+def rank_options(rank: int) -> dict:
     return {
         "metadata": ({"loss": "0"}, {"loss": "1", "epoch": "1"})[rank],
         "pins": (("paper",), ("best", "paper"))[rank],
@@ -119,12 +121,12 @@ def told(rank: int) -> dict:
     }
 
 
-def test_a_commit_reads_what_is_new_once_and_then_names_only():
+def test_unchanged_schemas_are_read_once_across_commits():
     """Schemas and encodings are the same from cut to cut: after the first one only names are looked at."""
-    run, attempt = laid_out()
+    run, attempt = run_with_layout()
     bodies = [ReportBodyCache(), ReportBodyCache()]
     for cut in range(1, 6):
-        asked(run)
+        request_counts(run)
         for rank, wait_s in ((1, 0.0), (0, 30.0)):
             encodings = {"t": ("q8",) if rank == 0 else ("q4",)}
             report = run.report(attempt, cut, rank=rank, boxes=[HALVES[rank]], encodings=encodings)
@@ -134,16 +136,16 @@ def test_a_commit_reads_what_is_new_once_and_then_names_only():
                     layout=LAYOUT.digest, bodies=bodies[rank], deadline_s=wait_s,
                 )  # fmt: skip
         assert done.entry.cut == cut
-        assert asked(run) == (int(cut == 1), 2)
+        assert request_counts(run) == (int(cut == 1), 2)
 
 
 @pytest.mark.parametrize(
     "bad", [b"", b"{}", b'{"format":1}', b"[" * 9999], ids=["empty", "bare", "short", "deep"]
 )
-def test_a_report_whose_bytes_are_not_what_its_name_says_is_never_believed(bad):
-    run, attempt = laid_out()
+def test_report_with_mismatched_hash_is_ignored(bad):
+    run, attempt = run_with_layout()
     with pytest.raises(PartsMissing):
-        commit(run, attempt, 1, layout=LAYOUT.digest, deadline_s=0.0, **told(1))
+        commit(run, attempt, 1, layout=LAYOUT.digest, deadline_s=0.0, **rank_options(1))
     (key,) = [info.key for info in run.memory.list("job/data/") if info.key.endswith(".part")]
     run.memory.put(key, bad)
     with pytest.raises(StoreUnavailable, match="does not match the hash in its name"):
@@ -154,10 +156,10 @@ def test_a_report_whose_bytes_are_not_what_its_name_says_is_never_believed(bad):
 # What waiting costs
 
 
-class Pages:
+class ListingPages:
     """Requests of listings under `data/`: a page of `cut_reports.LIST_PAGE` names each, asked for when it is needed."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: MemoryRun) -> None:
         self.count = 0
         inner = run.memory.list
 
@@ -170,13 +172,13 @@ class Pages:
 
     def _names(self, found):
         found = list(found)
-        for at in range(0, max(1, len(found)), cut_reports.LIST_PAGE):
+        for at in range(0, max(1, len(found)), snapshot_reports.LIST_PAGE):
             self.count += 1
-            yield from found[at : at + cut_reports.LIST_PAGE]
+            yield from found[at : at + snapshot_reports.LIST_PAGE]
 
 
-def many(world: int) -> tuple[Run, Layout]:
-    run = Run()
+def many(world: int) -> tuple[MemoryRun, Layout]:
+    run = MemoryRun()
     layout = Layout.of(world, {"t": (8, 2 * world)}, {r: [columns(r)] for r in range(world)})
     return run, layout
 
@@ -185,22 +187,22 @@ def columns(rank: int) -> Box:
     return Box(table="t", row_start=0, row_stop=8, col_start=2 * rank, col_stop=2 * rank + 2)
 
 
-def put_report(run: Run, work, attempt: int, rank: int, **more) -> None:
+def put_report(run: MemoryRun, work, attempt: int, rank: int, **more) -> None:
     report = run.report(attempt, 1, rank=rank, boxes=[columns(rank)], **more)
     work.put(report, run.log.retry_budget(1))
 
 
 @given(st.data())
 @settings(deadline=None)
-def test_every_report_is_seen_at_last_whenever_it_comes(data):
+def test_every_report_is_eventually_seen(data):
     """Reports come in any order between looks, some twice, among words of who gave up before and names of nobody."""
     world = data.draw(st.integers(2, 12), label="world")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cut_reports, "LIST_PAGE", data.draw(st.integers(1, 5), label="page"))
+        patch.setattr(snapshot_reports, "LIST_PAGE", data.draw(st.integers(1, 5), label="page"))
         run, layout = many(world)
         attempt = run.open(world_size=world, layout=layout.data).attempt
         work = _work(run.log, attempt, world_size=world, layout=layout.digest)
-        pages = Pages(run)
+        pages = ListingPages(run)
         order = data.draw(st.permutations(range(world)), label="order")
         there: set[int] = set()
         for rank in order:
@@ -210,7 +212,7 @@ def test_every_report_is_seen_at_last_whenever_it_comes(data):
                 abandon_part(run.log, attempt=attempt, cut=1, rank=rank, token=TOKEN, deadline_s=1.0)
             if data.draw(st.booleans(), label="junk"):
                 name = data.draw(st.text("0123456789-x", min_size=1, max_size=7))
-                run.memory.put(f"job/{cut_prefix(attempt, 1)}part/{name}", b"")
+                run.memory.put(f"job/{snapshot_prefix(attempt, 1)}part/{name}", b"")
             there.add(rank)
             if data.draw(st.booleans(), label="look"):
                 missing, absent = set(work.missing()), set(range(world)) - there
@@ -218,19 +220,19 @@ def test_every_report_is_seen_at_last_whenever_it_comes(data):
                 # What all wait for is known for sure: the first rank that is missing.
                 assert min(missing, default=None) == min(absent, default=None)
         assert list(work.missing()) == []
-        names = len(list(run.memory.list(f"job/{cut_prefix(attempt, 1)}part/")))
+        names = len(list(run.memory.list(f"job/{snapshot_prefix(attempt, 1)}part/")))
         before = pages.count
         fresh = _work(run.log, attempt, world_size=world, layout=layout.digest)
         assert list(fresh.missing()) == []
-        assert pages.count - before <= names // cut_reports.LIST_PAGE + 2
+        assert pages.count - before <= names // snapshot_reports.LIST_PAGE + 2
         assert _create(fresh, run.log.retry_budget(1)).entry.world_size == world
 
 
-def test_a_cut_that_comes_sooner_than_ever_is_committed_at_once_and_heard_of_within_seconds():
-    run, attempt = laid_out()
+def test_early_snapshot_is_committed_and_observed_promptly():
+    run, attempt = run_with_layout()
     latency = CommitLatency()
     latency.observe(True, 3600.0)
-    begun, ends = run.time.now_s, []
+    started_run, ends = run.time.now_s, []
 
     def one(rank: int, since_s: float):
         report = run.report(attempt, 1, rank=rank, boxes=[HALVES[rank]])
@@ -238,7 +240,7 @@ def test_a_cut_that_comes_sooner_than_ever_is_committed_at_once_and_heard_of_wit
             run.reader(), attempt=attempt, cut=1, step=1, world_size=2, reports=(report,),
             layout=LAYOUT.digest, latency=latency, since_s=since_s,
         )  # fmt: skip
-        ends.append((rank, done.by_us, run.time.now_s - begun))
+        ends.append((rank, done.by_us, run.time.now_s - started_run))
 
     after(run, 3, lambda: one(1, 3.0))
     one(0, 0.0)

@@ -7,7 +7,7 @@ from deltashard_checkpoint.vocabulary import ENCODING_CHOICES, ENCODINGS, INCREM
 from deltashard_checkpoint.write.differential import History, decide, history, increments_text
 from deltashard_checkpoint.write.precision import StoredPrecision
 
-from tests.support.checkpoint.run_builder import Run, begun
+from tests.support.checkpoint.run_builder import MemoryRun, started_run
 
 PAPER = (0.26, 0.31, 0.35, 0.385, 0.415, 0.44, 0.46, 0.48)
 TABLE = TableSchema(
@@ -23,7 +23,9 @@ def known(*increments: float) -> History:
     return History(baseline=2, newest=9, increments=increments)
 
 
-def saved(run: Run, attempt: int, cut: int, share: float, covers: int | None = None, **more: object) -> int:
+def saved(
+    run: MemoryRun, attempt: int, cut: int, share: float, covers: int | None = None, **more: object
+) -> int:
     """A checkpoint with so many of all rows."""
     rows = round(TABLE.rows * share)
     return run.commit(attempt, cut, covers, tables=(TABLE,), rows=rows, raw_bytes=rows * ROW + BLOBS, **more)
@@ -35,13 +37,13 @@ def at(share: float, precision: StoredPrecision) -> float:
     return (BLOBS + share * 1000 * row) / (BLOBS + 1000 * row)
 
 
-def test_the_papers_run_takes_its_second_baseline_after_the_seventh_increment():
+def test_paper_example_takes_a_baseline_after_seven_increments():
     decisions = [decide("intermittent", known(*PAPER[:i])) for i in range(len(PAPER))]
     assert decisions == ["since_baseline"] * 7 + ["full"]
 
 
-def test_history_begins_anew_at_a_baseline():
-    run, attempt = begun()
+def test_history_restarts_at_a_baseline():
+    run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
     for cut, size in enumerate(PAPER[:7], start=2):
         saved(run, attempt, cut, size, base)
@@ -60,7 +62,7 @@ def test_history_begins_anew_at_a_baseline():
 
 
 def test_history_follows_the_lineage_of_a_restore_not_log_order():
-    run, first = begun()
+    run, first = started_run()
     base = saved(run, first, 1, 1.0)
     delta = saved(run, first, 2, 0.3, base)
     saved(run, first, 3, 1.0)
@@ -72,16 +74,16 @@ def test_history_follows_the_lineage_of_a_restore_not_log_order():
 
 @pytest.mark.parametrize("encoding", ENCODING_CHOICES)
 @pytest.mark.parametrize("state_encoding", ["fp32", "bf16"])
-def test_a_cut_of_all_rows_counts_one_at_every_encoding(encoding, state_encoding):
-    run, attempt = begun()
+def test_full_snapshot_counts_one_at_every_encoding(encoding, state_encoding):
+    run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
     saved(run, attempt, 2, 1.0, base)
     seen = history(run.log.state, attempt, StoredPrecision.of(encoding, state_encoding))
     assert seen.increments == pytest.approx((1.0,))
 
 
-def test_history_restarts_at_a_compacted_checkpoint_that_the_newest_one_is_read_through():
-    run, attempt = begun()
+def test_history_restarts_at_a_compacted_base():
+    run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
     first = saved(run, attempt, 2, 0.3, base)
     run.compacted(first)
@@ -94,14 +96,14 @@ def test_history_restarts_at_a_compacted_checkpoint_that_the_newest_one_is_read_
     assert seen.increments == pytest.approx((at(0.2, Q8),), rel=0.05)
 
 
-def test_increments_that_retention_took_away_are_remembered():
+def test_retired_increments_are_remembered():
     """Each says what came before it; so does one that covers what was compacted, of that."""
-    run, attempt = begun()
+    run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
     found: list[int] = []
     for cut, size in enumerate(PAPER[:7], start=2):
-        said = increments_text(history(run.log.state, attempt, Q8), base)
-        found.append(saved(run, attempt, cut, size, base, metadata={INCREMENTS_KEY: said}))
+        text = increments_text(history(run.log.state, attempt, Q8), base)
+        found.append(saved(run, attempt, cut, size, base, metadata={INCREMENTS_KEY: text}))
         run.retire(found[:-2])
         del found[:-2]
     assert len(run.log.state.checkpoints) == 3
@@ -112,17 +114,17 @@ def test_increments_that_retention_took_away_are_remembered():
     assert increments_text(seen, found[-1]) == f"{found[-1]}:"
 
 
-@pytest.mark.parametrize("said", ["", "x", "7:1,2", "2:1,-2", "2:" + "9" * 30, "2:1;2"])
-def test_what_an_increment_says_wrongly_counts_for_nothing(said: str):
-    run, attempt = begun()
+@pytest.mark.parametrize("text", ["", "x", "7:1,2", "2:1,-2", "2:" + "9" * 30, "2:1;2"])
+def test_invalid_increment_history_is_ignored(text: str):
+    run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
-    saved(run, attempt, 2, 0.3, base, metadata={INCREMENTS_KEY: said})
+    saved(run, attempt, 2, 0.3, base, metadata={INCREMENTS_KEY: text})
     assert history(run.log.state, attempt, Q8).increments == pytest.approx((at(0.3, Q8),))
 
 
-def test_history_passes_over_a_compaction_that_nothing_newer_builds_on():
+def test_history_skips_an_unused_compaction():
     """The trainer's next cut covered the old baseline: it was on its way before the compaction was in the log."""
-    run, attempt = begun()
+    run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
     first = saved(run, attempt, 2, 0.3, base)
     saved(run, attempt, 3, 0.4, base)

@@ -18,7 +18,7 @@ from deltashard_checkpoint.stores.retry import RetryingStore
 from deltashard_checkpoint.write.part_writer import PartAborted, PartTarget, PartWriter, UploadFailed
 
 from tests.support.checkpoint.faulty_store import Fault, FaultyStore
-from tests.support.checkpoint.sample import RUN, Model, open_descriptors, schema, whole
+from tests.support.checkpoint.sample import RUN, SampleModel, open_descriptors, schema, whole
 from tests.support.eventually import eventually
 
 TABLE = schema(rows=4000)
@@ -45,14 +45,14 @@ def _uploads() -> list[threading.Thread]:
 
 
 def _write(writer: PartWriter) -> None:
-    for frame in Model(TABLE).frames(range(4000), per_frame=50):
+    for frame in SampleModel(TABLE).frames(range(4000), per_frame=50):
         writer.add(frame)
     writer.finish()
 
 
-def test_writers_of_one_small_cache_do_not_wait_for_one_another(tmp_path: Path) -> None:
+def test_writers_of_a_small_cache_do_not_deadlock(tmp_path: Path) -> None:
     """Four ranks with two kinds of packs each, and room for four packs: each gets its turn."""
-    store, frames = MemoryStore(), Model(TABLE).frames(range(4000), per_frame=50, encoding="q8")
+    store, frames = MemoryStore(), SampleModel(TABLE).frames(range(4000), per_frame=50, encoding="q8")
     assert all(frame.tail is not None for frame in frames)
     largest = max(len(each) for frame in frames for each in (frame.data, frame.tail) if each is not None)
 
@@ -67,9 +67,9 @@ def test_writers_of_one_small_cache_do_not_wait_for_one_another(tmp_path: Path) 
         assert len(list(pool.map(write, range(4)))) == 4
 
 
-def test_frames_from_many_threads_end_in_packs_that_the_index_describes(cache: PackCache) -> None:
+def test_concurrent_frames_are_packed_and_indexed(cache: PackCache) -> None:
     """Every frame once, whole, at its place; packs of the size asked for; the Part says what the log needs."""
-    store, model = MemoryStore(), Model(TABLE)
+    store, model = MemoryStore(), SampleModel(TABLE)
     frames = model.frames(range(4000), per_frame=50, encoding="q8")
     with PartWriter(store, _target(), cache, pack_bytes=20_000) as writer, ThreadPoolExecutor(8) as pool:
         list(pool.map(writer.add, frames))
@@ -99,7 +99,7 @@ def test_frames_from_many_threads_end_in_packs_that_the_index_describes(cache: P
     assert all(object_key.run_key(RUN, key) in cache for key in packs), "the cache keeps what was uploaded"
 
 
-def test_a_failed_upload_ends_the_part_with_the_stores_reason_and_cleans_up(cache: PackCache) -> None:
+def test_failed_upload_fails_the_part_and_cleans_up(cache: PackCache) -> None:
     store = FaultyStore(MemoryStore())
     store.fail_next(Fault.UNAVAILABLE)
     writer = PartWriter(store, _target(), cache, pack_bytes=20_000)
@@ -108,13 +108,13 @@ def test_a_failed_upload_ends_the_part_with_the_stores_reason_and_cleans_up(cach
     assert caught.value.__cause__ is not None
     assert not [info for info in store.list("") if info.key.endswith(".index")]
     with pytest.raises((PartAborted, UploadFailed)):
-        writer.add(Model(TABLE).frames(range(5))[0])
+        writer.add(SampleModel(TABLE).frames(range(5))[0])
     writer.abort()
     assert cache.used_bytes == 0
     assert not list(cache.directory.glob("*.spool"))
 
 
-def test_a_store_that_stays_away_fills_the_cache_and_not_memory_and_then_fails_the_part(
+def test_unavailable_store_fills_the_cache_then_fails_the_part(
     tmp_path: Path,
 ) -> None:
     store = FaultyStore(MemoryStore())
@@ -132,7 +132,7 @@ def test_abort_from_another_thread_stops_writers_and_leaves_no_files(cache: Pack
     before = open_descriptors()
     for round_ in range(10):
         writer = PartWriter(MemoryStore(), _target(cut=round_), cache, pack_bytes=20_000)
-        frames = Model(TABLE).frames(range(4000), per_frame=20)
+        frames = SampleModel(TABLE).frames(range(4000), per_frame=20)
         started = threading.Barrier(5)
 
         def work(part: list, writer: PartWriter = writer, started: threading.Barrier = started) -> None:
@@ -160,7 +160,7 @@ def test_abort_ends_uploads_that_are_being_retried(cache: PackCache) -> None:
     faulty = FaultyStore(MemoryStore())
     faulty.down = True
     writer = PartWriter(RetryingStore(faulty), _target(), cache, pack_bytes=20_000, deadline_s=1800.0)
-    for frame in Model(TABLE).frames(range(1000), per_frame=50):
+    for frame in SampleModel(TABLE).frames(range(1000), per_frame=50):
         writer.add(frame)
     eventually(lambda: len(faulty.calls) >= 4)
     uploads = _uploads()

@@ -13,7 +13,7 @@ from deltashard_checkpoint.write.precision import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import begun
+from tests.support.checkpoint.run_builder import started_run
 
 encodings = st.sampled_from(ENCODING_CHOICES)
 precisions = st.builds(
@@ -30,18 +30,18 @@ def bits(of: StoredPrecision) -> tuple[int, ...]:
 
 
 @given(precisions, precisions)
-def test_the_coarser_of_two_has_the_fewer_bits_of_every_table(one, other):
+def test_coarser_precision_has_the_fewer_bits_per_table(one, other):
     assert bits(coarser(one, other)) == tuple(map(min, bits(one), bits(other)))
 
 
 @given(precisions)
-def test_what_a_commit_says_is_read_back(said):
+def test_stored_precision_round_trips(said):
     assert parse_metadata(said.text()) == said
     assert len(said.text()) < 200
 
 
 @given(precisions, precisions)
-def test_raised_is_said_exactly_when_some_table_asks_for_more(asked, stored):
+def test_precision_is_raised_if_any_table_needs_more(asked, stored):
     named = {*asked.weights, *stored.weights} - {"*"}
     more = any(ENCODINGS[asked.of_table(t)].bits > ENCODINGS[stored.of_table(t)].bits for t in (*named, "*"))
     state = (asked.state, stored.state) == ("fp32", "bf16")
@@ -54,27 +54,27 @@ def test_raised_is_said_exactly_when_some_table_asks_for_more(asked, stored):
      '{"state":"fp8","weights":{"*":"q8"}}', '{"state":[],"weights":{"*":"q8"}}', '{"state":"fp32","weights":{"*":"q9"}}',
      "[" * 100_000],
 )  # fmt: skip
-def test_what_cannot_be_read_says_nothing(text):
+def test_malformed_precision_is_ignored(text):
     assert parse_metadata(text) is None
     assert too_coarse_reason(StoredPrecision.of("fp32"), parse_metadata(text)) == ""
 
 
-def test_several_ranks_say_the_coarsest_together():
+def test_precision_of_several_ranks_is_the_coarsest():
     texts = [StoredPrecision.of("q8").text(), "rot", StoredPrecision.of("q4", "bf16").text()]
     assert coarsest(texts) == StoredPrecision.of("q4", "bf16")
     assert coarsest(["rot"]) is None
 
 
-def test_an_import_says_nothing_and_what_covers_it_its_own():
-    run, attempt = begun()
+def test_import_has_no_precision_and_later_deltas_have_theirs():
+    run, attempt = started_run()
     silent = run.commit(attempt, 1, directive="full")
     assert stored_precision(run.log.state, silent) is None
     newer = run.commit(attempt, 2, silent, metadata={PRECISION_KEY: StoredPrecision.of("q3").text()})
     assert stored_precision(run.log.state, newer) == StoredPrecision.of("q3")
 
 
-def test_a_compacted_checkpoint_says_what_its_retired_chain_had():
-    run, attempt = begun()
+def test_compacted_checkpoint_keeps_its_chains_precision():
+    run, attempt = started_run()
     base = run.commit(attempt, 1, metadata={PRECISION_KEY: StoredPrecision.of("q2").text()})
     delta = run.commit(attempt, 2, base, metadata={PRECISION_KEY: StoredPrecision.of("q2").text()})
     run.compacted(delta)

@@ -31,15 +31,15 @@ RUNS = [
 
 
 @pytest.mark.parametrize(
-    ("said", "wanted"),
+    ("argument", "wanted"),
     [("dlrm-1", "dlrm-1"), ("dlrm", "dlrm-3"), ("nightly", "nightly-2"), ("nightly-28", "nightly-1")],
 )
-def test_by_name_workload_or_run_id(said: str, wanted: str) -> None:
+def test_run_is_selected_by_name_workload_or_run_id(argument: str, wanted: str) -> None:
     """Of a workload that was made again: the one that lives, or the newest."""
-    assert find_run(RUNS, said, "team")["metadata"]["name"] == wanted
+    assert find_run(RUNS, argument, "team")["metadata"]["name"] == wanted
 
 
-def test_several_and_none_are_said() -> None:
+def test_ambiguous_and_unknown_names_list_the_runs() -> None:
     """With the names there are."""
     with pytest.raises(UserError, match="may be several") as error:
         find_run(RUNS, "two", "team")

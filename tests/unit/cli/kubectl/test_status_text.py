@@ -15,7 +15,7 @@ def run(**status: Any) -> dict[str, Any]:
     return {"metadata": {"name": "r"}, "spec": {"policy": "p", "runId": "r"}, "status": status}
 
 
-def test_of_a_run_that_has_not_begun() -> None:
+def test_summary_of_a_run_that_has_not_started() -> None:
     """Nothing is claimed that nobody told."""
     for each in (run(), {"metadata": {"name": "r"}, "spec": {"policy": "p"}}):
         assert list(status_text.decision_lines(each)) == [
@@ -25,7 +25,7 @@ def test_of_a_run_that_has_not_begun() -> None:
         assert list(status_text.loss_lines(each, NOW_S)) == ["Nothing was lost."]
 
 
-def test_ready_that_is_not_true_is_a_trouble() -> None:
+def test_false_ready_condition_is_a_problem() -> None:
     """And troubles that are over are none."""
     ready = {
         "type": "Ready",
@@ -40,11 +40,11 @@ def test_ready_that_is_not_true_is_a_trouble() -> None:
     ]
 
 
-def test_losses_newest_first_and_bounded() -> None:
+def test_failures_are_newest_first_and_bounded() -> None:
     losses = [{"time": AGO, "cause": "Evicted", "pod": f"p-{n}"} for n in range(9)]
-    said = list(status_text.loss_lines(run(losses=losses, restores=9, lostSteps=1), NOW_S))
-    assert said[0] == "10 min ago: Evicted, pod p-8"
-    assert said[5:] == [
+    lines = list(status_text.loss_lines(run(losses=losses, restores=9, lostSteps=1), NOW_S))
+    assert lines[0] == "10 min ago: Evicted, pod p-8"
+    assert lines[5:] == [
         "and 4 older ones in the CheckpointRun",
         "In all 9 restores, and 1 step trained again.",
     ]

@@ -35,7 +35,7 @@ def pod(*tokens: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tokens", [(FLEET, STORE), (STORE,)])
-def test_a_web_identity_goes_along_and_the_controllers_token_does_not(
+def test_web_identity_token_is_kept_and_controller_token_dropped(
     tokens: tuple[dict[str, Any], ...],
 ) -> None:
     spec = store_job.manifest(RUN, pod(*tokens), ["rewind", "-c", "seq:3"], name="x")["spec"]["template"][
@@ -50,7 +50,7 @@ def test_a_web_identity_goes_along_and_the_controllers_token_does_not(
     assert spec["serviceAccountName"] == "trainers"
 
 
-def test_no_mesh_keeps_it_from_its_end() -> None:
+def test_service_mesh_injection_is_disabled() -> None:
     job = store_job.manifest(RUN, pod(FLEET), ["rewind"], name="x")
     metadata = job["spec"]["template"]["metadata"]
     assert metadata["labels"]["sidecar.istio.io/inject"] == "false"

@@ -48,7 +48,7 @@ LOG = [
 ]
 
 
-def test_a_log_of_two_attempts():
+def test_log_with_two_attempts():
     found = recorded_run(LOG)
     assert (found.raw_bytes, found.stored_bytes, found.checkpoints) == (ROW_BYTES, 4000, 4)
     assert (found.now_s, found.step_s, found.cost_s) == (100.0, 10.0, None)
@@ -92,7 +92,7 @@ def test_a_rewind_is_a_restore_and_no_failure():
     assert found.evidence.restores == pytest.approx(1, rel=0.01)
 
 
-def test_a_trainer_that_closed_lost_nothing():
+def test_closed_trainer_is_no_failure():
     """It is a restore, and no failure."""
     log = [
         opened(1, 0.0),
@@ -106,7 +106,7 @@ def test_a_trainer_that_closed_lost_nothing():
     assert found.evidence.restores == pytest.approx(1 + 2 ** (-1 / 7))
 
 
-def test_what_the_runs_decider_counted_stands_over_what_its_log_shows():
+def test_decider_counts_take_precedence_over_the_log():
     """It knows of more than the log does; and what came after its commit is added."""
     counted = Evidence(exposure_s=5e5, lossy=3.5, restores=7.25)
     text = Record(profile=Profile(), evidence=counted).text()

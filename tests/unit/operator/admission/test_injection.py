@@ -34,7 +34,7 @@ def variables(
     return sample.expanded(sidecar, {"metadata.namespace": "team-a"})
 
 
-def test_twice_is_once() -> None:
+def test_injection_is_idempotent() -> None:
     """A marked template is left alone, even by another version or under another policy."""
     once = injected(sample.template())
     assert injected(once) == once
@@ -87,7 +87,7 @@ SMALL = {"resources": {"requests": {"cpu": "1", "memory": "1Gi"}}}
         (sample.template(), {"sidecar": {"env": [{"name": "AWS_SHARED_CREDENTIALS_FILE", "value": "x"}]}}, "BadPolicy", "sets AWS"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused(
+def test_unsupported_templates_are_refused(
     template: dict[str, Any], spec: dict[str, Any], code: str, said: str
 ) -> None:
     with pytest.raises(Refusal) as caught:
@@ -96,7 +96,7 @@ def test_what_cannot_work_is_refused(
     assert said in caught.value.sentence
 
 
-def test_the_named_container_gets_the_socket_and_nobody_else() -> None:
+def test_only_the_named_container_gets_the_socket() -> None:
     """An unknown name lists the known ones."""
     template = sample.template(containers=[{"name": "a"}, {"name": "b"}], initContainers=[{"name": "i"}])
     result = injected(template, container="b")["spec"]
@@ -121,7 +121,7 @@ def test_the_named_container_gets_the_socket_and_nobody_else() -> None:
         (600, False, "2m", 600, "595"),
     ],
 )
-def test_grace_is_changed_from_the_default_only(
+def test_grace_period_is_changed_only_from_the_default(
     stated: int | None, keep: bool, policy: str, given: int, saves: str
 ) -> None:
     """30 is the API's default; any other value, and a 30 known to be written, is the user's."""
@@ -140,7 +140,7 @@ def test_grace_is_changed_from_the_default_only(
         ({"fsGroup": 9, "supplementalGroups": [7]}, 7, {"fsGroup": 9, "supplementalGroups": [7]}),
     ],
 )
-def test_the_shared_group(context: dict[str, Any] | None, group: int, after: dict[str, Any]) -> None:
+def test_shared_fs_group(context: dict[str, Any] | None, group: int, after: dict[str, Any]) -> None:
     """An existing group is reused, one is appended only where there is none; the sidecar's files belong to it."""
     result = injected(sample.template(**({} if context is None else {"securityContext": context})))
     assert result["spec"]["securityContext"] == after
@@ -150,7 +150,7 @@ def test_the_shared_group(context: dict[str, Any] | None, group: int, after: dic
 @pytest.mark.parametrize(
     "proxy", ["istio-proxy", "linkerd-proxy", "consul-dataplane", "consul-dataplane-web", "kuma-sidecar"]
 )
-def test_any_meshs_proxy_goes_first(proxy: str) -> None:
+def test_mesh_proxy_starts_first(proxy: str) -> None:
     """The sidecar has no network before it; and a proxy that is an ordinary container does not train."""
     template = sample.template(initContainers=[{"name": "a"}, {"name": proxy}, {"name": "b"}])
     order = [c["name"] for c in injected(template)["spec"]["initContainers"]]
@@ -168,7 +168,7 @@ def test_any_meshs_proxy_goes_first(proxy: str) -> None:
         (container(ports=[{"containerPort": 24464}]), {}, "-1", False),
     ],
 )
-def test_metrics_take_no_port_of_others(
+def test_metrics_port_avoids_used_ports(
     template: dict[str, Any], spec: dict[str, Any], port: str, declares: bool
 ) -> None:
     """Neither of the user's containers nor of the node; nor one that Prometheus' registry gives to exporters."""
@@ -178,7 +178,7 @@ def test_metrics_take_no_port_of_others(
     assert cluster_name.METRICS_PORT not in {*range(9090, 10000), *range(10000, 20001), *range(30000, 65536)}
 
 
-def test_a_declared_cache_sizes_ours() -> None:
+def test_declared_cache_volume_sets_the_cache_size() -> None:
     """A volume of its name is used as declared; where it lies elsewhere nothing is asked of the node's disk."""
     result = injected(declared(name="deltashard-cache", emptyDir={"sizeLimit": "100Gi"}))
     sidecar = sample.sidecar_of(result)
@@ -189,14 +189,14 @@ def test_a_declared_cache_sizes_ours() -> None:
     assert "ephemeral-storage" not in sample.sidecar_of(injected(claim))["resources"]["requests"]
 
 
-def test_a_claim_that_the_pod_has_is_no_second_volume() -> None:
+def test_existing_claim_volume_is_reused() -> None:
     result = injected(owned(), CLAIM)
     mounts = sample.sidecar_of(result)["volumeMounts"]
     assert {"name": "data", "mountPath": "/mnt/shared"} in mounts
     assert "deltashard-store" not in {each["name"] for each in result["spec"]["volumes"]}
 
 
-def test_the_probe_waits_longer_for_a_larger_arena() -> None:
+def test_startup_probe_timeout_grows_with_the_arena() -> None:
     """Touching a terabyte takes longer than touching a hundred megabytes."""
     small, large = (
         sample.sidecar_of(injected(sample.template(), {"arenaSize": size}))["startupProbe"][
@@ -221,7 +221,7 @@ TABLES = {"goal": "Budget", "leastBits": 4, "tables": {"emb.user": "q8", "emb.it
         ({"interval": {"every": "60s"}}, {"spec": {"interval": {"goal": "auto"}}}, {"GOAL": "auto"}),
     ],
 )  # fmt: skip
-def test_a_goal_and_its_bounds_reach_the_sidecar(
+def test_goal_and_bounds_are_passed_to_the_sidecar(
     spec: dict[str, Any], said: dict[str, Any], chosen: dict[str, str]
 ) -> None:
     """And it takes them."""
@@ -233,7 +233,7 @@ def test_a_goal_and_its_bounds_reach_the_sidecar(
     assert (found, "DELTASHARD_PROFILE_KEY" in values) == (chosen, "GOAL" in chosen)
 
 
-def test_what_saves_cost_is_remembered_by_image_limits_and_node_type() -> None:
+def test_cost_profile_key_is_image_limits_and_node_type() -> None:
     template = sample.template(
         nodeSelector={"node.kubernetes.io/instance-type": "m7i.4xlarge", "zone": "a"},
         containers=[
@@ -249,7 +249,7 @@ def test_what_saves_cost_is_remembered_by_image_limits_and_node_type() -> None:
     )
 
 
-def test_a_run_begins_with_a_checkpoint_of_its_own_namespace() -> None:
+def test_run_starts_from_a_checkpoint_of_its_own_namespace() -> None:
     found = variables(sample.template(), restore_from="exp@best")
     assert found["DELTASHARD_RESTORE_FROM"] == "team-a/exp@best"
 
@@ -288,7 +288,7 @@ DISK = {"resources": {"limits": {"ephemeral-storage": "5Gi"}}}
         ),
     ],
 )  # fmt: skip
-def test_the_sidecars_resources(
+def test_sidecar_resources(
     pod: dict[str, Any], stated: dict[str, Any], requests: tuple[Any, ...], limits: tuple[Any, ...]
 ) -> None:
     """A LimitRange has nothing to fill in but the storage limit; the pod's QoS class stays; memory holds the arena."""

@@ -53,7 +53,7 @@ def injected(document: Document, spec: Document | None = None) -> Document:
         pod() | {"metadata": {"annotations": OPT_IN | {"kubernetes.io/config.mirror": "x"}}},
     ],
 )
-def test_everything_else_is_admitted_untouched(document: Document) -> None:
+def test_other_objects_are_admitted_unchanged(document: Document) -> None:
     """Not annotated, or not ours to inject: no patch, no refusal, no policy asked for."""
     untouched = sample.parsed(document)
     assert isinstance(untouched, review.ReviewResult)
@@ -62,7 +62,7 @@ def test_everything_else_is_admitted_untouched(document: Document) -> None:
 
 
 @pytest.mark.parametrize("on", ["job", "template"])
-def test_a_queue_is_asked_for_no_storage(on: str) -> None:
+def test_queued_pods_request_no_ephemeral_storage(on: str) -> None:
     """A ClusterQueue admits nothing that requests a resource it does not cover: by default processors and memory."""
     document = job(OPT_IN)
     labelled = document if on == "job" else document["spec"]["template"]
@@ -102,7 +102,7 @@ def test_warnings(document: Document, spec: Document, said: str) -> None:
     assert all(said in each and len(each) <= 200 for each in found)
 
 
-def test_autoscalers_and_backups_know_that_our_volumes_hold_nothing() -> None:
+def test_volumes_are_excluded_from_autoscaler_and_backups() -> None:
     """Else a node stays for the cache, and a backup copies it. What the user says stays as it is: templates are immutable."""
     evict, backup = cluster_name.EVICTABLE_VOLUMES, cluster_name.BACKUP_EXCLUDED_VOLUMES
     document = job(OPT_IN)
@@ -115,17 +115,17 @@ def test_autoscalers_and_backups_know_that_our_volumes_hold_nothing() -> None:
 @pytest.mark.parametrize(
     "body", [{}, [], {"request": {}}, {"apiVersion": "admission.k8s.io/v1beta1", "request": {"uid": "x"}}]
 )
-def test_what_is_no_review_is_not_answered(body: Any) -> None:
+def test_malformed_review_is_refused(body: Any) -> None:
     """It is the caller's fault, and said so."""
     with pytest.raises(review.InvalidReview):
         review.parse(json.dumps(body).encode())
 
 
-WORDS = {"run_id": "exp", "interval": "1s500ms", "encoding": "q4", "arena_size": "100Mi"}
+SETTINGS = {"run_id": "exp", "interval": "1s500ms", "encoding": "q4", "arena_size": "100Mi"}
 
 
-@pytest.mark.parametrize("said", [{}, WORDS, {"restore_from": "exp@best", "runs": "one"}])
-def test_a_copied_manifest_that_is_as_it_was_said_is_let_through(said: dict[str, str]) -> None:
+@pytest.mark.parametrize("said", [{}, SETTINGS, {"restore_from": "exp@best", "runs": "one"}])
+def test_copied_manifest_with_the_same_settings_is_admitted(said: dict[str, str]) -> None:
     """The webhook is called again when another one changed something behind it."""
     again = sample.answer(injected(job(opted(**said))))
     assert (again["allowed"], "patch" in again) == (True, False)
@@ -144,9 +144,9 @@ def test_a_copied_manifest_that_is_as_it_was_said_is_let_through(said: dict[str,
         ("policy", "nightly"),
     ],
 )
-def test_another_word_than_the_copied_sidecars_is_refused(key: str, value: str | None) -> None:
+def test_copied_manifest_with_other_settings_is_refused(key: str, value: str | None) -> None:
     """Without asking the API: neither its policy nor the holder of its run could make it better."""
-    document = injected(job(opted(**WORDS)))
+    document = injected(job(opted(**SETTINGS)))
     notes = document["metadata"]["annotations"] | {f"deltashard.io/{key}": value}
     document["metadata"]["annotations"] = {key: word for key, word in notes.items() if word is not None}
     del document["spec"]["template"]["metadata"]["annotations"]["deltashard.io/policy"]
@@ -156,7 +156,7 @@ def test_another_word_than_the_copied_sidecars_is_refused(key: str, value: str |
     assert "remove the container deltashard-sidecar" in refused.sentence
 
 
-def test_a_pod_that_was_copied_from_a_workloads_is_refused() -> None:
+def test_pod_copied_from_a_workload_pod_is_refused() -> None:
     """It has its StatefulSet's name and UID in its environment, and would train into that one's run."""
     mine = injected(pod(("apps/v1", "StatefulSet")))
     assert sample.answer(mine)["allowed"]
@@ -183,7 +183,7 @@ def test_a_pod_that_was_copied_from_a_workloads_is_refused() -> None:
         (("apps/v1", "StatefulSet"), {"leaderworkerset.sigs.k8s.io/name": "lws"}, "LeaderWorkerSet lws"),
     ],
 )
-def test_pods_that_go_on_with_no_run_are_refused(
+def test_pods_that_cannot_resume_a_run_are_refused(
     owner: tuple[str, str], labels: dict[str, str], named: str
 ) -> None:
     status = sample.answer(pod(owner, labels))["status"]
@@ -192,7 +192,7 @@ def test_pods_that_go_on_with_no_run_are_refused(
     assert "use Job, " in status["message"]
 
 
-def test_the_main_container_of_an_argo_pod_trains() -> None:
+def test_argo_main_container_is_the_trainer() -> None:
     """Its first container is Argo's own; the pod names its main one, as others do."""
     document = pod(("argoproj.io/v1alpha1", "Workflow"), containers=[{"name": "wait"}, {"name": "main"}])
     document["metadata"]["annotations"] = OPT_IN | {"kubectl.kubernetes.io/default-container": "main"}

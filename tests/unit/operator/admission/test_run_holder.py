@@ -22,17 +22,19 @@ from deltashard_operator.admission.run_holder import RunClaim
     ],
 )
 @pytest.mark.parametrize(
-    "words", [{"run_id": "exp"}, {"workload_uid": "w"}, {"run_id": "exp", "source": True}]
+    "claim_fields", [{"run_id": "exp"}, {"workload_uid": "w"}, {"run_id": "exp", "source": True}]
 )
-def test_a_run_stays_in_its_store(was: str, now: str, moved: bool, words: dict[str, str]) -> None:
+def test_run_cannot_move_to_another_store(
+    was: str, now: str, moved: bool, claim_fields: dict[str, str]
+) -> None:
     """Whoever asks for it: a workload by run-id, the next pod of its own, or a run that begins with its checkpoint."""
     record = {"metadata": {"name": "w-x"}, "spec": {"runId": "exp"}, "status": {"store": was}}
-    refusal = run_holder._store_moved(RunClaim(namespace="n", **words), record, now)
+    refusal = run_holder._store_moved(RunClaim(namespace="n", **claim_fields), record, now)
     assert (refusal is not None) == moved
     if refusal is not None:
         assert (refusal.code, refusal.where == "deltashard.io/restore-from") == (
             "StoreMoved",
-            "source" in words,
+            "source" in claim_fields,
         )
     gone = record | {"status": {"store": was, "reclaim": {"state": "Removed"}}}
     assert run_holder._store_moved(RunClaim(namespace="n", run_id="exp"), gone, now) is None

@@ -38,7 +38,7 @@ def manifest(request: pytest.FixtureRequest) -> Document:
     return manifests(request.param)[0]
 
 
-def test_a_template_without_the_line_is_left_alone() -> None:
+def test_template_without_the_annotation_is_unchanged() -> None:
     document = manifests("pytorchjob")[0]
     del document["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["metadata"]
     result = created(document)
@@ -47,7 +47,7 @@ def test_a_template_without_the_line_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_jobs_template_is_that_of_its_jobset(known: bool) -> None:
+def test_jobset_template_is_injected_for_its_job(known: bool) -> None:
     """The Job is found by its labels, and its sidecar knows the JobSet and how many pods there are by the Job's own word."""
     (replicated,) = created(manifests("jobset")[0])["spec"]["replicatedJobs"]
     made = manifests("jobset")[-1]
@@ -68,7 +68,7 @@ def test_a_jobs_template_is_that_of_its_jobset(known: bool) -> None:
     assert values["DELTASHARD_PODS"] == "3"
 
 
-def test_a_jobset_controller_that_tells_no_uid_is_to_be_upgraded() -> None:
+def test_jobset_controller_without_uid_label_must_be_upgraded() -> None:
     (replicated,) = created(manifests("jobset")[0])["spec"]["replicatedJobs"]
     owner = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -83,7 +83,7 @@ def test_a_jobset_controller_that_tells_no_uid_is_to_be_upgraded() -> None:
     assert (status["reason"], "upgrade it to 0.9" in status["message"]) == ("Unsupported", True)
 
 
-def test_a_pod_of_a_pytorch_job_learns_the_workloads_uid() -> None:
+def test_pytorch_job_pod_gets_the_workload_uid() -> None:
     """No label has it. And a definition that knows no native sidecars has dropped what makes ours one."""
     template = template_of(created(manifests("pytorchjob")[0]))
     del sample.sidecar_of(template)["restartPolicy"]
@@ -98,7 +98,7 @@ def test_a_pod_of_a_pytorch_job_learns_the_workloads_uid() -> None:
     assert "patch" not in sample.answer(result)
 
 
-def test_what_an_applied_manifest_takes_out_is_put_back(manifest: Document) -> None:
+def test_injection_removed_by_apply_is_restored(manifest: Document) -> None:
     """Apply sends lists whole. What is put back is what was put in, not what the policy of today would put in."""
     before = created(manifest)
     changed = {"arenaSize": "1Gi"}
@@ -116,7 +116,7 @@ def test_what_an_applied_manifest_takes_out_is_put_back(manifest: Document) -> N
     assert "patch" not in unchanged
 
 
-def test_other_annotations_than_at_create_are_refused(manifest: Document) -> None:
+def test_annotation_changes_after_create_are_refused(manifest: Document) -> None:
     """The sidecar that is in it would go on by the older ones."""
     before = created(manifest)
     text = yaml.safe_dump(manifest).replace("policy: default", "policy: other")
@@ -125,5 +125,5 @@ def test_other_annotations_than_at_create_are_refused(manifest: Document) -> Non
     assert "create it again" in response["status"]["message"]
 
 
-def test_an_older_object_is_left_to_its_jobs_and_pods(manifest: Document) -> None:
+def test_older_object_is_injected_through_its_jobs_and_pods(manifest: Document) -> None:
     assert "patch" not in sample.answer(manifest, operation="UPDATE", before=manifest)

@@ -11,7 +11,7 @@ from deltashard_operator.kube import cluster_name
 from deltashard_operator.run import watched_run
 from deltashard_operator.run.watched_run import Run
 
-from tests.support.operator.controller_api import Api, controller_of
+from tests.support.operator.controller_api import FakeApi, controller_of
 
 Document = dict[str, Any]
 NOTES = {cluster_name.POLICY: "default"}
@@ -44,14 +44,14 @@ def job(owner: tuple[str, str, str] | None = None) -> Document:
 
 
 JOBSET = ("jobset.x-k8s.io/v1alpha2", "JobSet", "s-1")
-THEIRS = pod(("batch/v1", "Job", "j-1"))
+FOREIGN_POD = pod(("batch/v1", "Job", "j-1"))
 
 
 def held(*events: Document) -> dict[str, Run]:
     """The runs by workload UID, after these were seen and all was listed."""
 
     async def scenario() -> dict[str, Run]:
-        controller = controller_of(Api())
+        controller = controller_of(FakeApi())
         await controller.load()
         watches = controller.watches
         for document in events:
@@ -63,15 +63,15 @@ def held(*events: Document) -> dict[str, Run]:
     return asyncio.run(scenario())
 
 
-def test_anothers_job_is_none_of_ours() -> None:
+def test_job_of_an_unwatched_owner_is_ignored() -> None:
     """It is not among the Jobs that are listed, and lives all the same."""
     run = held(pod(("batch.volcano.sh/v1alpha1", "Job", "o-1")))["o-1"]
     assert (run.workload.native, run.workload.display_name) == ("", "Job.batch.volcano.sh w")
     assert not watched_run.without_pod(run, "p-1", node_ready=True, now_s=1.0).finished
 
 
-@pytest.mark.parametrize("events", [(job(JOBSET), THEIRS), (THEIRS, job(JOBSET))])
-def test_a_jobs_pods_are_of_the_jobset_that_owns_the_job(events: tuple[Document, ...]) -> None:
+@pytest.mark.parametrize("events", [(job(JOBSET), FOREIGN_POD), (FOREIGN_POD, job(JOBSET))])
+def test_pods_of_a_jobset_job_belong_to_the_jobset(events: tuple[Document, ...]) -> None:
     """In whatever order they are seen."""
     found = held(*events)
     assert {uid: [each.index for each in run.pods.values()] for uid, run in found.items()} == {
@@ -79,9 +79,9 @@ def test_a_jobs_pods_are_of_the_jobset_that_owns_the_job(events: tuple[Document,
     }
 
 
-def test_a_pod_whose_job_nobody_watches_is_the_jobs() -> None:
+def test_pod_of_an_unwatched_job_belongs_to_the_job() -> None:
     """A Job that is older than the webhook has no label of ours; its new pods are injected by themselves."""
-    found = held(THEIRS)
+    found = held(FOREIGN_POD)
     assert {uid: run.finished for uid, run in found.items()} == {"j-1": ""}
 
 
@@ -92,13 +92,13 @@ def test_a_pod_whose_job_nobody_watches_is_the_jobs() -> None:
         ({cluster_name.JOBSET_UID_LABEL: "s-1", cluster_name.JOBSET_NAME_LABEL: "w"}, JOBSET, "s-1"),
     ],
 )
-def test_no_label_makes_a_pods_words_another_runs(
+def test_labels_do_not_change_a_pods_workload(
     labels: dict[str, str], owner: tuple[str, str, str] | None, uid: str
 ) -> None:
     """The pod of a tenant says by its labels, and so by its sidecar's environment, that it is of another workload."""
 
     async def scenario() -> None:
-        controller = controller_of(Api())
+        controller = controller_of(FakeApi())
         await controller.load()
         controller.watches.on_job(job(owner))
         controller.watches.on_pod(pod(None, labels))

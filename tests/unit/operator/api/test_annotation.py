@@ -11,7 +11,7 @@ from deltashard_operator.kube.cluster_name import PREFIX
 OPT_IN = {PREFIX + "policy": "p"}
 
 
-def test_every_key_is_read() -> None:
+def test_every_annotation_is_parsed() -> None:
     """All keys at once; of other people's, and of our marker, none."""
     said = {
         "policy": "p",
@@ -56,7 +56,7 @@ def test_every_key_is_read() -> None:
         ("precision", ["", "off"]),
     ],
 )
-def test_a_wrong_value_is_refused_with_a_sentence(key: str, values: list[str]) -> None:
+def test_invalid_value_is_refused_with_an_explanation(key: str, values: list[str]) -> None:
     """The sentence names the key, shows the value and says what the key takes."""
     for value in values:
         with pytest.raises(Refusal) as caught:
@@ -65,7 +65,7 @@ def test_a_wrong_value_is_refused_with_a_sentence(key: str, values: list[str]) -
         assert caught.value.sentence == f"{sentence} (BadAnnotation)"
 
 
-def test_an_unknown_key_is_refused_and_told_the_known_ones() -> None:
+def test_unknown_key_is_refused_with_the_known_keys() -> None:
     """A misspelled key must not train without what it meant."""
     with pytest.raises(Refusal, match="no such annotation") as caught:
         annotation.read(OPT_IN | {PREFIX + "intervall": "5m"})

@@ -11,7 +11,7 @@ from deltashard_operator.api.chart_defaults import BadDefaults, Defaults, FleetA
 from tests.support.operator import sample
 
 
-def test_the_authority_is_read_again_when_it_changed(tmp_path: Path) -> None:
+def test_authority_is_reloaded_on_change(tmp_path: Path) -> None:
     """A new one reaches the next admission; a file that vanishes leaves what was read; one that never was is said."""
     ca, policy = tmp_path / "ca.crt", tmp_path / "policy.yaml"
     policy.write_text(yaml.safe_dump(sample.DEFAULTS))
@@ -28,7 +28,7 @@ def test_the_authority_is_read_again_when_it_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["- a", "{", "", None])
-def test_what_is_no_object_is_refused_at_the_start(tmp_path: Path, content: str | None) -> None:
+def test_invalid_defaults_are_refused_at_startup(tmp_path: Path, content: str | None) -> None:
     """Not at the first admission."""
     if content is not None:
         (tmp_path / "policy.yaml").write_text(content)

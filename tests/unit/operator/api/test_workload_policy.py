@@ -15,7 +15,7 @@ from deltashard_operator.api.workload_policy import merged, read
 from tests.support.operator import sample
 
 
-def test_a_policy_is_over_the_defaults_and_under_the_annotations() -> None:
+def test_policy_overrides_defaults_and_annotations_override_policy() -> None:
     """Another store takes nothing of the default's; a null user is a choice."""
     spec = {
         "store": {"url": "s3://bkt/p", "region": "eu-1"},
@@ -69,7 +69,7 @@ EVERY = {"interval": {"every": "1m"}}
         ({}, {"interval": {"goal": "fixed"}, "precision": {"goal": "fixed"}}, ("", "")),
     ],
 )
-def test_who_states_a_value_and_no_goal_wants_just_this(
+def test_explicit_value_without_a_goal_disables_the_default_goal(
     spec: dict[str, Any], said: dict[str, Any], goals: tuple[str, str]
 ) -> None:
     """Whatever the default's goal is; the default's bounds stay."""
@@ -77,7 +77,7 @@ def test_who_states_a_value_and_no_goal_wants_just_this(
     assert ((saving.goal, saving.bits_goal), saving.most_s) == (goals, 900 if goals[0] else 0)
 
 
-def test_the_cluster_turns_deciding_off_and_no_policy_turns_it_on() -> None:
+def test_cluster_can_disable_deciding_for_all_policies() -> None:
     off = {**CHOOSING, "deciding": {"enabled": False}}
     spec = {"deciding": {"enabled": True}, "interval": {"goal": {"type": "Auto"}}}
     said = Annotations(policy="p", spec={"precision": {"goal": "budget"}})
@@ -86,7 +86,7 @@ def test_the_cluster_turns_deciding_off_and_no_policy_turns_it_on() -> None:
     assert read("p", merged({"deciding": {"enabled": False}}, CHOOSING)).saving.goal == "auto"
 
 
-def test_what_becomes_of_a_finished_run_and_whether_the_cluster_lets_it() -> None:
+def test_reclaim_of_finished_runs_by_policy_and_cluster() -> None:
     spec = {"reclaim": {"policy": "Delete", "serviceAccount": "trainer"}, "reclaiming": {"enabled": True}}
     policy = sample.policy(spec)
     assert (policy.reclaim, policy.reclaim_after_s, policy.reclaim_account) == ("Delete", 604800, "trainer")
@@ -105,7 +105,7 @@ def test_what_becomes_of_a_finished_run_and_whether_the_cluster_lets_it() -> Non
         ({"arenaSize": "64Mi", "cacheSize": "100Gi"}, None, 100 << 30),
     ],
 )
-def test_the_cache_is_as_large_as_stated_or_in_proportion_to_the_arena(
+def test_cache_size_is_explicit_or_proportional_to_the_arena(
     spec: dict[str, Any], arena: str | None, cache_bytes: int
 ) -> None:
     """A node that has little to spare is not asked for 10 GiB by a small arena; nobody is asked for more than that."""
@@ -141,9 +141,7 @@ AT_MNT = {"name": "v", "mountPath": "/mnt/shared/x", "configMap": {"name": "c"}}
         ("p", {"store": {"url": "s3://bkt\n"}}, "it takes s3://bucket/prefix"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_the_policys_name(
-    name: str, spec: dict[str, Any], says: str
-) -> None:
+def test_invalid_policy_is_refused_with_its_name(name: str, spec: dict[str, Any], says: str) -> None:
     """What the API server would refuse, wherever it comes from: the chart's default, an older definition, the merge."""
     whole = spec if "missing" in says else merged(spec, sample.DEFAULTS)
     with pytest.raises(Refusal) as caught:
@@ -152,7 +150,7 @@ def test_what_makes_no_sense_is_refused_by_the_policys_name(
     assert says in caught.value.sentence
 
 
-def test_an_interval_of_ones_own_alone_makes_up_for_a_policy_without() -> None:
+def test_annotation_interval_suffices_without_a_policy_interval() -> None:
     defaults = {**sample.DEFAULTS, "interval": {"every": "0s", "everySteps": 9}}
     spec = merged({"interval": {"everySteps": 0}}, defaults)
     assert read("p", spec, Annotations(policy="p", spec=EVERY)).saving.every_s == 60
@@ -160,7 +158,7 @@ def test_an_interval_of_ones_own_alone_makes_up_for_a_policy_without() -> None:
         read("p", spec, Annotations(policy="p", spec={"interval": {"goal": "auto"}}))
 
 
-def test_the_clusters_policies_are_named_apart() -> None:
+def test_cluster_policies_have_distinct_names() -> None:
     assert workload_policy.key_of("team-a", "nightly") == ("team-a", "nightly")
     assert workload_policy.key_of("team-a", "cluster/nightly") == ("", "nightly")
     assert workload_policy.display_name("cluster/p") == "ClusterCheckpointPolicy p"
@@ -190,7 +188,7 @@ def test_the_clusters_policies_are_named_apart() -> None:
         ),
     ],
 )
-def test_a_store_becomes_a_url_that_the_sidecar_reads(store: dict[str, Any], url: str) -> None:
+def test_store_spec_becomes_a_sidecar_url(store: dict[str, Any], url: str) -> None:
     assert sample.policy({"store": store}).url == url
     parts = urlsplit(url)
     scheme = scheme_of(parts.scheme)

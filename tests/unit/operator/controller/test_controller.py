@@ -27,15 +27,23 @@ from deltashard_operator.kube.call import ApiResponse
 from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from tests.support.in_a_loop import in_a_loop
+from tests.support.async_test import async_test
 from tests.support.operator import sample
-from tests.support.operator.controller_api import UID, Api, Document, checkpoint_run, controller_of, job, pod
+from tests.support.operator.controller_api import (
+    UID,
+    Document,
+    FakeApi,
+    checkpoint_run,
+    controller_of,
+    job,
+    pod,
+)
 
 ADDRESS = "10.0.0.7:9464"
 IN_FORCE = pb.Policy(every_s=77.0, encoding="q8", differential="intermittent", state_encoding="fp32")
 
 
-class Store(Api):
+class RunApi(FakeApi):
     """Keeps a CheckpointRun and Events as an API server does."""
 
     def __init__(self, stored: list[Document] | None = None) -> None:
@@ -68,11 +76,11 @@ class Store(Api):
         return await super().__call__(method, path, body, **more)
 
 
-class Bench:
+class ControllerBench:
     """A controller with one Job and its pod, by a clock of the test's own."""
 
-    def __init__(self, api: Api | None = None, **options: Any) -> None:
-        self.api = api or Store()
+    def __init__(self, api: FakeApi | None = None, **options: Any) -> None:
+        self.api = api or RunApi()
         self.now_s = time.time()
         self.controller: Controller = controller_of(self.api, wall=lambda: self.now_s, **options)
         self.nudged: list[str] = []
@@ -80,8 +88,8 @@ class Bench:
         self._sequence = 0
 
     @property
-    def store(self) -> Store:
-        assert isinstance(self.api, Store)
+    def store(self) -> RunApi:
+        assert isinstance(self.api, RunApi)
         return self.api
 
     async def begin(self, *, synced: bool = True) -> None:
@@ -96,7 +104,7 @@ class Bench:
             self.controller.watches.on_list()
             await self.controller.watches.resolve_waiting()
 
-    async def pass_by(self, seconds: float = 0.0) -> None:
+    async def advance(self, seconds: float = 0.0) -> None:
         """Let time pass, and all that is to be written be written."""
         self.now_s += seconds
         for _ in range(3):
@@ -127,27 +135,27 @@ class Bench:
         return self.controller.metrics.registry.get_sample_value(f"deltashard_{name}", labels)
 
 
-@in_a_loop
-async def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tmp_path: Path) -> None:
+@async_test
+async def test_unlisted_policy_is_not_treated_as_missing(tmp_path: Path) -> None:
     """A new controller: pods may come before the namespace's own `default` does."""
     (tmp_path / "policy.yaml").write_text(yaml.safe_dump(sample.DEFAULTS))
-    bench = Bench(default_policy=tmp_path / "policy.yaml")
+    bench = ControllerBench(default_policy=tmp_path / "policy.yaml")
     metadata = {"namespace": "n", "name": "default", "uid": "q-1"}
     policy = {"metadata": metadata, "spec": {"interval": {"every": "77s"}}}
     await bench.begin(synced=False)
     await bench.controller.watches.resolve_waiting()
-    await bench.pass_by(1)
+    await bench.advance(1)
     assert bench.nudged == []
     bench.controller.watches.on_policy(policy)
     bench.controller.watches.on_list()
     await bench.controller.watches.resolve_waiting()
-    await bench.pass_by(1)
+    await bench.advance(1)
     assert bench.nudged == [ADDRESS], "all are nudged when everything was seen"
     reply = bench.report()
     assert (reply.HasField("directive"), reply.next_s, reply.speaks) == (False, 60.0, True)
     bench.controller.watches.on_policy({**policy, "spec": {"interval": {"every": "60s"}}})
     for _ in range(3):
-        await bench.pass_by(1)
+        await bench.advance(1)
     assert bench.nudged == [ADDRESS] * 2, "once for a new directive"
     directive = bench.report().directive
     assert directive.policy.every_s == 60.0
@@ -156,40 +164,40 @@ async def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_th
     assert bench.report(directive=directive.id).next_s == 60.0
 
 
-@in_a_loop
-async def test_a_finished_run_whose_checkpointrun_goes_while_it_is_written_is_let_go() -> None:
+@async_test
+async def test_run_deleted_during_its_write_is_released() -> None:
     """As when a namespace is deleted: Job and CheckpointRun go within one write. The pump must outlive it."""
-    bench = Bench(Api())
+    bench = ControllerBench(FakeApi())
     bench.controller.watches.on_job(job())
     bench.controller.watches.on_job_deleted(ObjectKey("n", "train", UID), job())
     bench.controller.tick()
     await bench.api.writing.wait()
     bench.controller.watches.on_run_deleted(ObjectKey("n", "train-0b4f3c1e", "made"), checkpoint_run())
     assert not list(bench.controller.runs())
-    bench.api.let_go.set()
-    await bench.pass_by()
+    bench.api.release_writes.set()
+    await bench.advance()
     assert bench.controller.queue.idle
 
 
-@in_a_loop
-async def test_a_checkpointrun_that_cannot_be_read_stops_no_other() -> None:
+@async_test
+async def test_unreadable_checkpointrun_does_not_affect_others() -> None:
     """A phase of a newer version, after a rollback: the others are known, and one that is finished goes in time."""
     odd = checkpoint_run("odd-00000000", uid="00000000-1", phase="Hibernating")
     old = checkpoint_run(
         uid="00000000-2", ledger="odd", finishedAt="2026-01-01T00:00:00Z", finishedReason="Failed"
     )
-    bench = Bench(Api([odd, old, checkpoint_run(phase="Training")]))
+    bench = ControllerBench(FakeApi([odd, old, checkpoint_run(phase="Training")]))
     await bench.controller.load()
     assert [each.finished for each in bench.controller.runs()] == ["Failed", ""]
     assert bench.metric("controller_reconcile_errors_total") == 2
 
 
-@in_a_loop
-async def test_counts_that_cannot_be_read_are_not_written_over() -> None:
+@async_test
+async def test_unreadable_counters_are_not_overwritten() -> None:
     """Those of another controller, of a newer version, that leads at the same time."""
-    bench = Bench()
+    bench = ControllerBench()
     await bench.begin()
-    await bench.pass_by(1)
+    await bench.advance(1)
     (entry,) = bench.controller._run_store
     before = entry.object_version
     theirs = {**bench.store.run, "status": {"ledger": "odd"}}
@@ -198,21 +206,21 @@ async def test_counts_that_cannot_be_read_are_not_written_over() -> None:
     assert entry.object_version is before
 
 
-@in_a_loop
-async def test_what_waits_to_be_told_is_bounded_and_what_is_refused_is_not_told_again(
+@async_test
+async def test_pending_events_are_bounded_and_refused_ones_are_not_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor what one run has to tell beyond its limit."""
     monkeypatch.setattr(writer, "MAX_PENDING_EVENTS", 3)
-    bench = Bench()
+    bench = ControllerBench()
     await bench.begin()
     many = [Incident(id=n, kind=IncidentKind.SAVE_FAILED, message=f"{n}") for n in range(1, 6)]
     bench.report(*many)
-    await bench.pass_by(1)
+    await bench.advance(1)
     assert bench.metric("controller_events_total", outcome="dropped") == 2
     assert bench.report(*many).told == 3, "the sidecar brings the others again"
     bench.store.refuses = True
-    await bench.pass_by(1)
+    await bench.advance(1)
     assert bench.report(*many).told == 5
     assert bench.metric("controller_events_total", outcome="refused") == 4
     assert len([each for each in bench.store.events.values() if each["reason"] == "SaveFailed"]) == 6
@@ -220,10 +228,10 @@ async def test_what_waits_to_be_told_is_bounded_and_what_is_refused_is_not_told_
     bench.store.refuses = False
     more = [Incident(id=n, kind=IncidentKind.SAVE_FAILED, message=f"{n}") for n in range(6, 40)]
     bench.report(*more)
-    await bench.pass_by(1)
+    await bench.advance(1)
     limited = 34 - (writer.RUN_EVENT_BURST - 5)
     assert bench.metric("controller_events_total", outcome="rate_limited") == limited
     assert bench.report(*more).told == 39
     bench.report(Incident(id=40, kind=IncidentKind.SAVE_FAILED, message="a minute later"))
-    await bench.pass_by(60)
+    await bench.advance(60)
     assert bench.metric("controller_events_total", outcome="rate_limited") == limited

@@ -10,7 +10,7 @@ from deltashard_operator.run.watched_run import Run
 from tests.support.operator.full_run import full_run
 
 
-def test_what_is_known_of_a_run_is_exported_and_what_was_not_measured_is_not() -> None:
+def test_only_measured_run_values_are_exported() -> None:
     metrics, runs = ControllerMetrics(), list[Run]([full_run()])
     metrics.register_runs(lambda: runs)
 
@@ -24,14 +24,14 @@ def test_what_is_known_of_a_run_is_exported_and_what_was_not_measured_is_not() -
     assert (value("step_seconds"), value("save_cost_seconds")) == (0.25, 0.53)
     decision = {"subject": "interval", "goal": "lost-work=5m", "reachable": "false"}
     assert value("decision_info", **decision, value="4 min", would="4 min") == 1
-    said = [sample for family in metrics.registry.collect() for sample in family.samples]
-    assert not [each for each in said if {"u-1", "p-1"} & set(each.labels.values())]
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    assert not [each for each in samples if {"u-1", "p-1"} & set(each.labels.values())]
     other = replace(runs[0], workload=replace(runs[0].workload, kind="Pod", uid="u-2"))
     runs += [replace(other, progress=replace(other.progress, measured=None))]
     assert value("step", run=other.name) == 1200, "of two that are called alike"
     assert value("save_cost_seconds", run=other.name) is None
-    said = [sample for family in metrics.registry.collect() for sample in family.samples]
-    keys = [(each.name, *sorted(each.labels.items())) for each in said]
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    keys = [(each.name, *sorted(each.labels.items())) for each in samples]
     assert len(set(keys)) == len(keys), "Prometheus would refuse the whole scrape"
     runs[0] = replace(runs[0], finished="Completed")
     assert (value("step"), value("step", run=other.name)) == (1200, None)

@@ -26,11 +26,11 @@ from deltashard_operator.run.observed_object import ABSENT_S, Workload, timestam
 from deltashard_operator.run.reclaim import FAILED, KEPT, REMOVED, REMOVING, ReclaimState
 from deltashard_operator.run.watched_run import Run
 
-from tests.support.in_a_loop import in_a_loop
+from tests.support.async_test import async_test
 from tests.support.operator import sample
 from tests.support.operator.controller_api import UID, job, pod
 
-BEGAN_S = 1_700_000_000.0
+BASE_TIME_S = 1_700_000_000.0
 DAY_S = 86400.0
 STORE = {"url": "s3://checkpoints/team-a", "endpoint": "http://minio:9000", "secretRef": {"name": "keys"}}
 URL = "s3://checkpoints/team-a?endpoint=http://minio:9000"
@@ -38,7 +38,7 @@ JOBS = "/apis/batch/v1/namespaces/n/jobs"
 Document = dict[str, Any]
 
 
-class Jobs:
+class JobApi:
     """The API's Jobs: those that are made, and a test's own."""
 
     def __init__(self) -> None:
@@ -72,12 +72,12 @@ class Jobs:
         return self.pods
 
 
-class Bench:
-    """A reclaimer, and watches, of a policy that removes at once; `go` lets time pass."""
+class ReclaimerBench:
+    """A reclaimer, and watches, of a policy that removes at once; `advance` lets time pass."""
 
     def __init__(self, folder: Path) -> None:
-        self.now_s = BEGAN_S
-        self.api = Jobs()
+        self.now_s = BASE_TIME_S
+        self.api = JobApi()
         file = folder / "policy.yaml"
         more = {"reclaiming": {"enabled": True}, "interval": {"atMost": "10m"}}
         file.write_text(yaml.safe_dump({**sample.DEFAULTS, **more}))
@@ -93,16 +93,16 @@ class Bench:
         )
         self.watches = WatchHandlers(self.run_store, keep_finished_s=7 * DAY_S)
         self.reclaimer = Reclaimer(self.run_store)
-        self.say()
+        self.set_policy()
 
-    def say(self, namespace: str = "n", interval: Document | None = None, **reclaim: Any) -> None:
+    def set_policy(self, namespace: str = "n", interval: Document | None = None, **reclaim: Any) -> None:
         """The namespace's policy is this."""
-        words = {"policy": "Delete", "after": "0s", **reclaim}
-        spec = {"store": STORE, "reclaim": words, "interval": interval or {}}
+        reclaim_spec = {"policy": "Delete", "after": "0s", **reclaim}
+        spec = {"store": STORE, "reclaim": reclaim_spec, "interval": interval or {}}
         metadata = {"namespace": namespace, "name": "default", "uid": f"q-{namespace}"}
         self.watches.on_policy({"metadata": metadata, "spec": spec})
 
-    def see(self, document: Document) -> RunEntry:
+    def add_job(self, document: Document) -> RunEntry:
         """A Job is there, whose sidecars said where its checkpoints are, and which has a CheckpointRun."""
         self.watches.on_job(document)
         metadata = document["metadata"]
@@ -114,7 +114,7 @@ class Bench:
         entry.object_version, entry.written = {"uid": "made"}, b'{"finishedAt":"then"}'
         return entry
 
-    async def go(self, seconds: float = 30.0, step_s: float = 1.0) -> None:
+    async def advance(self, seconds: float = 30.0, step_s: float = 1.0) -> None:
         ends_s = self.now_s + seconds
         while self.now_s < ends_s:
             self.reclaimer.reconcile(self.now_s)
@@ -123,22 +123,24 @@ class Bench:
                 await asyncio.wait(self.queue.tasks)
             self.now_s += step_s
 
-    def end(self, said: str, how: str = "Complete") -> None:
+    def end(self, output: str, how: str = "Complete") -> None:
         """The Job that removes has ended; its newest pod said this."""
         (job,) = self.api.jobs.values()
         job["status"] = {"conditions": [{"type": how, "status": "True", "reason": "BackoffLimitExceeded"}]}
-        for message, second in ((said, 9), ("no connection", 0)):
+        for message, second in ((output, 9), ("no connection", 0)):
             state = {"terminated": {"message": message, "finishedAt": f"2026-01-01T00:00:0{second}Z"}}
             ended = [{"name": "mesh", "state": {}}, {"name": "reclaim", "state": state}]
             self.api.pods.append({"status": {"containerStatuses": ended}})
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
+def bench(tmp_path: Path) -> ReclaimerBench:
+    return ReclaimerBench(tmp_path)
 
 
-def ended_job(*, at_s: float = BEGAN_S, namespace: str = "n", number: int = 0, run_id: str = "") -> Document:
+def ended_job(
+    *, at_s: float = BASE_TIME_S, namespace: str = "n", number: int = 0, run_id: str = ""
+) -> Document:
     document = job()
     uid = UID if not number else f"{number:08x}-0000-4000-8000-000000000001"
     document["metadata"] |= {"name": f"train{number or ''}", "namespace": namespace, "uid": uid}
@@ -158,7 +160,7 @@ STAYS = {**GONE, "retained": 9, "kept": [{"run": "t/a", "why": "a pin"}]}
 
 
 @pytest.mark.parametrize(
-    ("said", "how", "state", "message"),
+    ("output", "how", "state", "message"),
     [
         (json.dumps(GONE), "Complete", REMOVED, "5 objects, 50 bytes"),
         (json.dumps(STAYS), "Complete", KEPT, "9 runs are kept: t/a: a pin; removed: 1 runs"),
@@ -168,50 +170,50 @@ STAYS = {**GONE, "retained": 9, "kept": [{"run": "t/a", "why": "a pin"}]}
         ("", "Failed", FAILED, "failed: BackoffLimitExceeded"),
     ],
 )
-@in_a_loop
-async def test_a_job_is_made_and_what_came_of_it_is_read(
-    bench: Bench, said: str, how: str, state: ReclaimState, message: str
+@async_test
+async def test_removal_job_is_created_and_its_result_is_read(
+    bench: ReclaimerBench, output: str, how: str, state: ReclaimState, message: str
 ) -> None:
     """Once, though the API was away; and of what did not go another one is made when the Job has gone."""
-    entry = bench.see(ended_job())
+    entry = bench.add_job(ended_job())
     bench.api.away = True
-    await bench.go()
+    await bench.advance()
     bench.api.away = False
-    await bench.go(90)
+    await bench.advance(90)
     assert (state_of(entry), bench.api.jobs.keys()) == (
         REMOVING,
         {f"{JOBS}/{reclaim_job.job_name(entry.run)}"},
     )
-    bench.end(said, how)
-    await bench.go()
+    bench.end(output, how)
+    await bench.advance()
     assert (state_of(entry), len(bench.api.made)) == (state, 1)
     assert entry.run.reclaim is not None
     assert message in entry.run.reclaim.message
-    await bench.go(900)
+    await bench.advance(900)
     ends = {"outcome": state.value.lower()}
     assert bench.metrics.registry.get_sample_value("deltashard_controller_reclaims_total", ends) == 1
     (notice,) = entry.events
     assert notice.warning == (state is not REMOVED)
     bench.api.jobs.clear()
-    await bench.go(900)
+    await bench.advance(900)
     assert (state_of(entry), len(bench.api.made)) == ((REMOVED, 1) if state is REMOVED else (REMOVING, 2))
-    bench.say(policy="Retain")
-    await bench.go()
+    bench.set_policy(policy="Retain")
+    await bench.advance()
     assert state_of(entry) is (REMOVED if state is REMOVED else REMOVING), "it is at it"
 
 
-@in_a_loop
-async def test_a_job_that_may_not_be_made_is_told_once_and_tried_again(bench: Bench) -> None:
-    entry = bench.see(ended_job())
+@async_test
+async def test_forbidden_job_is_reported_once_and_retried(bench: ReclaimerBench) -> None:
+    entry = bench.add_job(ended_job())
     bench.api.refuses = True
-    await bench.go(1200)
+    await bench.advance(1200)
     assert (state_of(entry), len(entry.events), 3 <= len(bench.api.made) <= 5) == (FAILED, 1, True)
     bench.api.refuses = False
-    await bench.go(400)
+    await bench.advance(400)
     assert state_of(entry) is REMOVING
 
 
-def continued(bench: Bench, run_id: str) -> None:
+def continued(bench: ReclaimerBench, run_id: str) -> None:
     newer = job()
     newer["metadata"] |= {"name": "newer", "uid": "1b4f3c1e-0000-4000-8000-000000000002"}
     newer["metadata"]["annotations"] |= {"deltashard.io/run-id": run_id}
@@ -221,7 +223,7 @@ def continued(bench: Bench, run_id: str) -> None:
 @pytest.mark.parametrize(
     "happens",
     [
-        lambda bench: bench.say(policy="Retain"),
+        lambda bench: bench.set_policy(policy="Retain"),
         lambda bench: bench.watches.on_run_deleted(ObjectKey("n", "train", "made"), None),
         *(
             functools.partial(continued, run_id=run_id)
@@ -229,45 +231,47 @@ def continued(bench: Bench, run_id: str) -> None:
         ),
     ],
 )
-@in_a_loop
-async def test_what_happens_while_it_looks_counts(bench: Bench, happens: Callable[[Bench], None]) -> None:
+@async_test
+async def test_changes_during_the_check_are_honored(
+    bench: ReclaimerBench, happens: Callable[[ReclaimerBench], None]
+) -> None:
     """The policy retains, the CheckpointRun is deleted, another workload has the run or that of one of its pods."""
     bench.api.on_get = lambda: happens(bench)
-    bench.see(ended_job(run_id="shared"))
-    await bench.go()
+    bench.add_job(ended_job(run_id="shared"))
+    await bench.advance()
     assert bench.api.made == []
 
 
-@in_a_loop
-async def test_no_namespace_keeps_others_from_theirs(bench: Bench) -> None:
+@async_test
+async def test_blocked_namespace_does_not_block_others(bench: ReclaimerBench) -> None:
     """Neither one whose Jobs hang, nor one whose policy cannot be used."""
-    entries = [bench.see(ended_job(number=n)) for n in range(1, 30)]
+    entries = [bench.add_job(ended_job(number=n)) for n in range(1, 30)]
     for namespace, number in (("other", 98), ("bad", 99)):
-        bench.say(namespace)
-        entries.append(bench.see(ended_job(at_s=BEGAN_S + 1, namespace=namespace, number=number)))
+        bench.set_policy(namespace)
+        entries.append(bench.add_job(ended_job(at_s=BASE_TIME_S + 1, namespace=namespace, number=number)))
     bench.reclaimer.reconcile(bench.now_s)
-    bench.say(
+    bench.set_policy(
         "bad", interval={"atLeast": "15m", "goal": {"type": "Auto"}}
     )  # refused where it is laid over the default
-    await bench.go(60)
+    await bench.advance(60)
     assert [sum(f"/{name}/" in each for each in bench.api.made) for name in ("n", "other")] == [4, 1]
     assert state_of(entries[-1]) is KEPT
 
 
-@in_a_loop
-async def test_the_job_of_an_earlier_end_is_not_this_end_s(bench: Bench) -> None:
+@async_test
+async def test_removal_job_of_an_earlier_end_is_ignored(bench: ReclaimerBench) -> None:
     """A JobSet ends, comes back, and ends again while the first Job is still there."""
-    entry = bench.see(ended_job())
-    await bench.go()
+    entry = bench.add_job(ended_job())
+    await bench.advance()
     bench.end(json.dumps(GONE))
     again = watched_run.finished(entry.run, "Completed", bench.now_s)
     bench.run_store.set(entry, replace(again, reclaim=None))  # as when it began anew meanwhile
-    await bench.go()
+    await bench.advance()
     assert (state_of(entry), len(bench.api.made)) == (REMOVING, 2)
 
 
-@in_a_loop
-async def test_a_job_without_our_label_that_lives_is_not_gone(bench: Bench) -> None:
+@async_test
+async def test_live_job_without_our_label_is_not_finished(bench: ReclaimerBench) -> None:
     """Made before the webhook: its pods are injected, and it is not watched. Its pod was evicted, the next is to come."""
     bare, path = job(), f"{JOBS}/train"
     del bare["metadata"]["labels"]
@@ -282,16 +286,16 @@ async def test_a_job_without_our_label_that_lives_is_not_gone(bench: Bench) -> N
     bench.now_s += ABSENT_S
     await bench.watches.resolve_waiting()
     assert entry.run.finished == "Deleted", "so it seems"
-    await bench.go(900)
+    await bench.advance(900)
     assert entry.run.reclaim is not None
     assert (bench.api.made, entry.run.reclaim.message) == ([], "Job train still exists and has not ended")
     assert len(entry.events) == 1, "it does not change with each look"
     del bench.api.jobs[path]
-    await bench.go(400)
+    await bench.advance(400)
     assert len(bench.api.made) == 1, "once it is gone"
 
 
-def test_the_job_has_the_chart_s_labels_and_no_mesh_nor_quota_stops_it() -> None:
+def test_removal_job_has_chart_labels_and_bypasses_mesh_and_quota() -> None:
     queue = {"kueue.x-k8s.io/queue-name": "chores"}
     run = Run(workload=Workload(namespace="team", kind="Job", name="train", uid=UID))
     found = reclaim_job.manifest(run, replace(sample.policy(), reclaim_labels=queue))

@@ -18,28 +18,28 @@ from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.watched_run import Run
 
-from tests.support.in_a_loop import in_a_loop
+from tests.support.async_test import async_test
 from tests.unit.operator.run.observed import TRAIN, pod
 
-BEGAN_S = 1_700_000_000.0
+BASE_TIME_S = 1_700_000_000.0
 KEY = TRAIN.key
-OVER = SaveOver(id="q-1", outcome=Outcome.COMMITTED, step=12, seq=2)
+COMMITTED_RESULT = SaveOver(id="q-1", outcome=Outcome.COMMITTED, step=12, seq=2)
 Document = dict[str, Any]
 
 
-class Api:
+class RequestApi:
     """One CheckpointRequest, whose version a write must name."""
 
     def __init__(self) -> None:
         metadata = {"namespace": "team", "name": "now", "uid": "q-1", "resourceVersion": "1", "generation": 1}
         self.document: Document = {
-            "metadata": {**metadata, "creationTimestamp": timestamp(BEGAN_S)},
+            "metadata": {**metadata, "creationTimestamp": timestamp(BASE_TIME_S)},
             "spec": {"runRef": {"name": "train-u-1"}, "deadline": "5m"},
         }
         self.lost_replies = 0
         self.deleted = False
 
-    def touched(self) -> None:
+    def modify(self) -> None:
         """Somebody else changed the object."""
         metadata = self.document["metadata"]
         version = str(int(metadata["resourceVersion"]) + 1)
@@ -56,17 +56,17 @@ class Api:
                 **self.document,
                 "status": {**self.document.get("status", {}), **(body or {})["status"]},
             }
-            self.touched()
+            self.modify()
             if self.lost_replies:
                 self.lost_replies -= 1
                 raise ApiUnavailable("no reply", where=path)
         return ApiResponse(status=200, document=self.document)
 
 
-class Bench:
-    """A controller's part in requests; `go` lets time pass."""
+class RequestsBench:
+    """A controller's part in requests; `advance` lets time pass."""
 
-    def __init__(self, api: Api, now_s: float = BEGAN_S) -> None:
+    def __init__(self, api: RequestApi, now_s: float = BASE_TIME_S) -> None:
         self.api, self.now_s = api, now_s
 
         def wall() -> float:
@@ -85,7 +85,7 @@ class Bench:
         self.requests = CheckpointRequests(self.run_store, keep_finished_s=3600.0)
         self.requests.on_request(api.document)
 
-    async def go(self, seconds: float = 3.0) -> None:
+    async def advance(self, seconds: float = 3.0) -> None:
         for _ in range(round(seconds)):
             self.requests.reconcile(self.now_s)
             self.run_store.queue.tick()
@@ -100,35 +100,35 @@ class Bench:
         return str(self.api.document.get("status", {}).get("phase", ""))
 
 
-@in_a_loop
-async def test_an_order_is_open_until_the_end_is_written_whoever_else_writes() -> None:
-    bench = Bench(Api())
-    await bench.go(1)
+@async_test
+async def test_order_is_open_until_its_outcome_is_written() -> None:
+    bench = RequestsBench(RequestApi())
+    await bench.advance(1)
     assert (bench.ordered(), bench.phase()) == (["q-1"], "Ordered")
-    bench.api.touched()
+    bench.api.modify()
     bench.api.lost_replies = 1
-    bench.requests.on_save_result(("team", "another"), OVER)
-    await bench.go(3)
+    bench.requests.on_save_result(("team", "another"), COMMITTED_RESULT)
+    await bench.advance(3)
     assert bench.phase() == "Ordered", "another run's sidecar has no say in it"
-    bench.requests.on_save_result(KEY, OVER)
+    bench.requests.on_save_result(KEY, COMMITTED_RESULT)
     bench.requests.reconcile(bench.now_s)
     assert bench.ordered() == ["q-1"]
-    anew = Bench(bench.api, bench.now_s)
-    await anew.go(1)
-    assert anew.ordered() == ["q-1"], "the next controller orders it, too"
-    await bench.go(9)
+    restarted = RequestsBench(bench.api, bench.now_s)
+    await restarted.advance(1)
+    assert restarted.ordered() == ["q-1"], "the next controller orders it, too"
+    await bench.advance(9)
     assert (bench.ordered(), bench.phase(), bench.api.document["status"]["step"]) == ([], "Completed", 12)
-    anew.requests.on_save_result(KEY, replace(OVER, outcome=Outcome.FAILED))
-    await anew.go(9)
-    assert (anew.ordered(), anew.phase()) == ([], "Completed"), "what is written is so for both"
+    restarted.requests.on_save_result(KEY, replace(COMMITTED_RESULT, outcome=Outcome.FAILED))
+    await restarted.advance(9)
+    assert (restarted.ordered(), restarted.phase()) == ([], "Completed"), "what is written is so for both"
     assert not bench.api.deleted
-    await bench.go(3600)
+    await bench.advance(3600)
     assert bench.api.deleted
 
 
-@in_a_loop
-async def test_the_order_of_a_request_that_is_taken_back_is_closed() -> None:
-    bench = Bench(Api())
-    await bench.go(1)
+@async_test
+async def test_order_of_a_withdrawn_request_is_closed() -> None:
+    bench = RequestsBench(RequestApi())
+    await bench.advance(1)
     bench.requests.on_request_deleted(ObjectKey("team", "now", "q-1"), None)
     assert bench.ordered() == []

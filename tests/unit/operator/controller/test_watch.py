@@ -13,14 +13,14 @@ from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run import run_record
 from deltashard_operator.run.observed_object import ABSENT_S
 
-from tests.support.in_a_loop import in_a_loop
-from tests.support.operator.controller_api import Api, Document, controller_of, job, pod
+from tests.support.async_test import async_test
+from tests.support.operator.controller_api import Document, FakeApi, controller_of, job, pod
 
 KEEP_S = 86400.0
 BEGIN_S = 1_800_000_000.0
 
 
-class Jobs(Api):
+class JobListing(FakeApi):
     """Serves Jobs by name; those in `broken` cannot be read."""
 
     def __init__(self, *jobs: Document) -> None:
@@ -32,14 +32,14 @@ class Jobs(Api):
         if not path.startswith("/apis/batch/"):
             return await super().__call__(method, path, *more, **others)
         name = path.rsplit("/", 1)[1]
-        self.asked.append(name)
+        self.requests.append(name)
         if name in self.broken:
             raise ApiUnavailable("no answer", where=path)
         found = self.jobs.get(name)
         return ApiResponse(status=404 if found is None else 200, document=found or {})
 
 
-def a_job(name: str, *, ended_s_ago: float | None = None) -> Document:
+def make_job(name: str, *, ended_s_ago: float | None = None) -> Document:
     found = job()
     found["metadata"] |= {"name": name, "uid": f"uid-{name}"}
     if ended_s_ago is not None:
@@ -48,7 +48,7 @@ def a_job(name: str, *, ended_s_ago: float | None = None) -> Document:
     return found
 
 
-def a_pod(name: str, phase: str = "Succeeded") -> Document:
+def make_pod(name: str, phase: str = "Succeeded") -> Document:
     """A pod of the Job of this name."""
     found = pod()
     owner = {**found["metadata"]["ownerReferences"][0], "name": name, "uid": f"uid-{name}"}
@@ -57,7 +57,7 @@ def a_pod(name: str, phase: str = "Succeeded") -> Document:
     return found
 
 
-def watching(api: Api) -> tuple[Controller, SimpleNamespace]:
+def controller_and_clock(api: FakeApi) -> tuple[Controller, SimpleNamespace]:
     """A controller, and its clock."""
     clock = SimpleNamespace(now_s=BEGIN_S)
     controller = controller_of(api, keep_finished_s=KEEP_S, wall=lambda: clock.now_s)
@@ -66,71 +66,71 @@ def watching(api: Api) -> tuple[Controller, SimpleNamespace]:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@in_a_loop
-async def test_the_pods_of_a_job_that_ended_long_ago_are_let_go_when_it_is_listed(order: tuple[int]) -> None:
-    api = Jobs(old := a_job("old", ended_s_ago=2 * KEEP_S))
-    controller, _ = watching(api)
+@async_test
+async def test_pods_of_a_long_finished_job_are_released_when_listed(order: tuple[int]) -> None:
+    api = JobListing(old := make_job("old", ended_s_ago=2 * KEEP_S))
+    controller, _ = controller_and_clock(api)
     for which in order:
         if which:
             controller.watches.on_job(old)
         else:
-            controller.watches.on_pod(a_pod("old"))
+            controller.watches.on_pod(make_pod("old"))
     await controller.watches.resolve_waiting()
-    assert (api.asked, list(controller.runs()), controller.synced) == ([], [], True)
+    assert (api.requests, list(controller.runs()), controller.synced) == ([], [], True)
 
 
-@in_a_loop
-async def test_a_job_that_ended_long_ago_is_asked_for_once_in_ten_minutes() -> None:
+@async_test
+async def test_long_finished_job_is_requested_once_in_ten_minutes() -> None:
     """As of a run whose CheckpointRun was removed: the Job and its pods stay, and say something now and then."""
-    api = Jobs(a_job("old", ended_s_ago=2 * KEEP_S))
-    controller, clock = watching(api)
+    api = JobListing(make_job("old", ended_s_ago=2 * KEEP_S))
+    controller, clock = controller_and_clock(api)
     for _ in range(10):
-        controller.watches.on_pod(a_pod("old"))
+        controller.watches.on_pod(make_pod("old"))
         await controller.watches.resolve_waiting()
         clock.now_s += RESOLVE_INTERVAL_S
-    assert (api.asked, list(controller.runs())) == (["old"], [])
+    assert (api.requests, list(controller.runs())) == (["old"], [])
     clock.now_s += ABSENT_JOB_TTL_S
-    controller.watches.on_pod(a_pod("old"))
+    controller.watches.on_pod(make_pod("old"))
     await controller.watches.resolve_waiting()
-    assert api.asked == ["old", "old"]
+    assert api.requests == ["old", "old"]
 
 
-@in_a_loop
-async def test_of_the_pods_that_nobody_comes_for_only_the_living_are_kept() -> None:
+@async_test
+async def test_only_live_orphan_pods_are_kept() -> None:
     """And a Job that cannot be read stops no other."""
-    api = Jobs()
+    api = JobListing()
     api.broken = {"odd"}
-    controller, _ = watching(api)
+    controller, _ = controller_and_clock(api)
     for name, phase in (("odd", "Running"), ("dead", "Succeeded"), ("living", "Running")):
-        controller.watches.on_pod(a_pod(name, phase))
+        controller.watches.on_pod(make_pod(name, phase))
     await controller.watches.resolve_waiting()
-    assert (sorted(api.asked), controller.synced) == (["dead", "living", "odd"], True)
+    assert (sorted(api.requests), controller.synced) == (["dead", "living", "odd"], True)
     assert [each.workload.name for each in controller.runs()] == ["living"]
     api.broken = set()
     await controller.watches.resolve_waiting()
     assert [each.workload.name for each in controller.runs()] == ["living", "odd"]
-    assert api.asked.count("living") == 1
+    assert api.requests.count("living") == 1
 
 
-@in_a_loop
-async def test_a_job_that_is_to_come_takes_its_pods() -> None:
-    young = a_job("young", ended_s_ago=60.0)
-    api = Jobs(young)
-    controller, _ = watching(api)
-    controller.watches.on_pod(a_pod("young"))
+@async_test
+async def test_late_job_adopts_its_pods() -> None:
+    young = make_job("young", ended_s_ago=60.0)
+    api = JobListing(young)
+    controller, _ = controller_and_clock(api)
+    controller.watches.on_pod(make_pod("young"))
     await controller.watches.resolve_waiting()
-    assert (api.asked, list(controller.runs())) == (["young"], [])
+    assert (api.requests, list(controller.runs())) == (["young"], [])
     controller.watches.on_job(young)
     assert [list(each.pods) for each in controller.runs()] == [["pod-young"]]
 
 
-@in_a_loop
-async def test_a_run_without_pods_is_over_unseen_at_the_begin_and_later_only_after_a_while() -> None:
+@async_test
+async def test_run_without_pods_ends_at_start_and_later_after_a_delay() -> None:
     """A Job that is not watched has no pod for a moment where one is made anew."""
-    api = Jobs()
-    controller, clock = watching(api)
+    api = JobListing()
+    controller, clock = controller_and_clock(api)
     await controller.watches.resolve_waiting()
-    document = a_pod("bare", phase="Running")
+    document = make_pod("bare", phase="Running")
     controller.watches.on_pod(document)
     await controller.watches.resolve_waiting()
     metadata = document["metadata"]

@@ -24,12 +24,12 @@ from deltashard_operator.controller.write_queue import (
 )
 from deltashard_operator.kube.call import ApiUnavailable
 
-from tests.support.in_a_loop import in_a_loop
+from tests.support.async_test import async_test
 
 COMMIT_S = 30.0
 
 
-class Bench:
+class WriteQueueBench:
     """A queue by a clock of the test's own, and what it wrote."""
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Bench:
-    return Bench()
+def bench() -> WriteQueueBench:
+    return WriteQueueBench()
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def bench() -> Bench:
         (Priority.ANNOTATION, ANNOTATION_INTERVAL_S),
     ],
 )
-@in_a_loop
-async def test_what_changed_says_how_far_writes_are_apart(
-    bench: Bench, priority: Priority, apart_s: float
+@async_test
+async def test_write_interval_depends_on_the_change(
+    bench: WriteQueueBench, priority: Priority, apart_s: float
 ) -> None:
     bench.offer("run", Priority.NEW)
     assert await bench.after(0) == ["run"]
@@ -91,9 +91,9 @@ async def test_what_changed_says_how_far_writes_are_apart(
     assert await bench.after(LOW_INTERVAL_S) == []
 
 
-@in_a_loop
-async def test_the_loss_of_many_is_one_write_each_and_what_follows_leaves_room_for_the_next(
-    bench: Bench,
+@async_test
+async def test_mass_failure_causes_one_write_per_run(
+    bench: WriteQueueBench,
 ) -> None:
     for n in range(253):
         bench.offer(n, Priority.COMMIT)
@@ -112,8 +112,8 @@ async def test_the_loss_of_many_is_one_write_each_and_what_follows_leaves_room_f
     assert len(await bench.after(0)) == left
 
 
-@in_a_loop
-async def test_a_burst_is_bounded_and_then_so_many_a_second_go_but_new_ones_are_free(bench: Bench) -> None:
+@async_test
+async def test_burst_is_rate_limited_except_new_runs(bench: WriteQueueBench) -> None:
     for n in range(1000):
         bench.offer(n, Priority.PROBLEM)
         bench.offer(("new", n), Priority.NEW)
@@ -125,8 +125,8 @@ async def test_a_burst_is_bounded_and_then_so_many_a_second_go_but_new_ones_are_
     assert len(await bench.after(0)) == 1000 - BURST - PER_S
 
 
-@in_a_loop
-async def test_commits_leave_a_reserve_for_what_goes_wrong(bench: Bench) -> None:
+@async_test
+async def test_commits_leave_a_reserve_for_failures(bench: WriteQueueBench) -> None:
     for n in range(1000):
         bench.offer(("commit", n), Priority.COMMIT)
     assert len(await bench.after(COMMIT_S)) == BURST - RESERVE[Priority.COMMIT]
@@ -135,8 +135,8 @@ async def test_commits_leave_a_reserve_for_what_goes_wrong(bench: Bench) -> None
     assert await bench.after(0) == [("lost", n) for n in range(300)]
 
 
-@in_a_loop
-async def test_events_and_what_is_written_of_runs_do_not_starve_each_other(bench: Bench) -> None:
+@async_test
+async def test_events_and_run_writes_do_not_starve_each_other(bench: WriteQueueBench) -> None:
     for n in range(1000):
         bench.offer(("event", n), Priority.EVENT)
         bench.offer(("commit", n), Priority.COMMIT)
@@ -146,12 +146,12 @@ async def test_events_and_what_is_written_of_runs_do_not_starve_each_other(bench
     assert found == {"event": EVENT_PER_S, "commit": PER_S}
 
 
-@in_a_loop
-async def test_one_write_of_a_key_and_few_of_all_are_under_way_at_once(bench: Bench) -> None:
-    go, begun = asyncio.Event(), list[int]()
+@async_test
+async def test_writes_are_serial_per_key_and_bounded_overall(bench: WriteQueueBench) -> None:
+    go, started = asyncio.Event(), list[int]()
 
     async def work(key: int) -> None:
-        begun.append(key)
+        started.append(key)
         await go.wait()
 
     for _ in range(2):
@@ -159,15 +159,15 @@ async def test_one_write_of_a_key_and_few_of_all_are_under_way_at_once(bench: Be
             bench.queue.offer(key, Priority.NEW, partial(work, key))
         bench.queue.tick()
         await asyncio.sleep(0)
-    assert begun == list(range(MAX_IN_FLIGHT))
+    assert started == list(range(MAX_IN_FLIGHT))
     assert len(bench.queue) == MAX_IN_FLIGHT + 5
     go.set()
     await bench.after(0)
-    assert Counter(begun) == Counter([*range(MAX_IN_FLIGHT + 5), *range(MAX_IN_FLIGHT)])
+    assert Counter(started) == Counter([*range(MAX_IN_FLIGHT + 5), *range(MAX_IN_FLIGHT)])
 
 
-@in_a_loop
-async def test_a_write_that_fails_is_tried_again_after_pauses_that_grow_to_a_minute(bench: Bench) -> None:
+@async_test
+async def test_failed_write_is_retried_with_backoff_up_to_a_minute(bench: WriteQueueBench) -> None:
     bench.broken = True
     bench.offer("run", Priority.PROBLEM)
     await bench.after(0)
@@ -185,8 +185,8 @@ async def test_a_write_that_fails_is_tried_again_after_pauses_that_grow_to_a_min
     assert bench.counted == Counter(failed=9, written=1)
 
 
-@in_a_loop
-async def test_at_the_end_what_failed_is_tried_at_once(bench: Bench) -> None:
+@async_test
+async def test_failed_writes_are_retried_at_once_on_shutdown(bench: WriteQueueBench) -> None:
     bench.broken = True
     bench.offer("run", Priority.PROBLEM)
     await bench.after(0)

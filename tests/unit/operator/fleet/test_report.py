@@ -121,7 +121,7 @@ def test_any_message_is_a_bounded_value_or_a_bad_report(message: wire.ReportRequ
         {"pod": None},
     ],
 )
-def test_what_cannot_be_is_a_bad_report(changes: dict[str, Any]) -> None:
+def test_impossible_values_are_a_bad_report(changes: dict[str, Any]) -> None:
     """No clipping of identities: a clipped name is another one's."""
     if "who" in changes:
         fields = {"namespace": "team-a", "pod": "train-0", **UIDS} | changes["who"]
@@ -130,7 +130,7 @@ def test_what_cannot_be_is_a_bad_report(changes: dict[str, Any]) -> None:
         reports.parse_report(report(**changes))
 
 
-def test_every_word_of_the_contract_has_a_name() -> None:
+def test_every_enum_value_of_the_contract_has_a_name() -> None:
     """And what a newer sidecar made up is UNKNOWN."""
     for number in [*wire.Phase.values(), 99]:
         phase = reports.parse_report(report(pod=wire.PodState(phase=number))).pod.phase
@@ -151,7 +151,7 @@ def test_of_too_many_incidents_the_oldest_are_taken() -> None:
     assert [each.id for each in value.incidents] == list(range(1, reports.MAX_INCIDENTS + 1))
 
 
-def test_a_checkpoint_run_takes_every_text() -> None:
+def test_checkpoint_run_accepts_every_text() -> None:
     """It would refuse the whole status for one that is too long."""
     (path,) = (each for each in DEFINITIONS if "run" in each.name)
     (version,) = yaml.safe_load(path.read_text())["spec"]["versions"]

@@ -58,7 +58,7 @@ OF_JOBSET = owner("JobSet", api="jobset.x-k8s.io/v1alpha2")
         (pod({**JOB_LABELS, **JOBSET_LABELS}), run_identity.POD),
     ],
 )
-def test_whose_a_pod_is_its_owner_reference_says(
+def test_workload_of_a_pod_is_its_owner_reference(
     document: dict[str, Any], recipe: run_identity.IdentityRecipe
 ) -> None:
     """Whether a Job or its pod was injected makes no other run; labels, which anybody writes, make no pod another's."""
@@ -68,19 +68,19 @@ def test_whose_a_pod_is_its_owner_reference_says(
 @pytest.mark.parametrize(
     ("kind", "api"), [("Job", "batch.volcano.sh/v1alpha1"), ("StatefulSet", "apps.example.org/v1")]
 )
-def test_a_kind_is_told_by_its_group_too(kind: str, api: str) -> None:
+def test_workload_kind_needs_a_matching_api_group(kind: str, api: str) -> None:
     """Another API's Job has no completion index, and its StatefulSet no ordinals that we know of."""
     recipe = run_identity.of_pod(pod(JOB_LABELS, owner(kind, api=api)))
     assert (recipe.uid, recipe.index) == ({"value": OWNER_UID}, {})
 
 
-def test_a_pytorch_jobs_pods_are_numbered_within_their_part() -> None:
+def test_pytorch_job_pods_are_numbered_per_replica_type() -> None:
     labels = {"training.kubeflow.org/replica-type": "worker", "training.kubeflow.org/replica-index": "1"}
     of_one = pod(labels, owner("PyTorchJob", api="kubeflow.org/v1"))
     assert [run_identity.index_of_pod(each) for each in (of_one, pod(labels))] == ["worker-1", ""]
 
 
-def test_a_jobset_that_is_too_old_to_label_its_uid_is_known_by_the_jobs_owner() -> None:
+def test_old_jobset_without_uid_label_is_known_by_the_jobs_owner() -> None:
     """Restarted, it makes a Job of the same name and another UID: that is the same run, and its pods have the same names."""
     template = sample.template()
     runs = []
@@ -94,7 +94,7 @@ def test_a_jobset_that_is_too_old_to_label_its_uid_is_known_by_the_jobs_owner() 
 
 
 @pytest.mark.parametrize("run_id", [None, "nightly"])
-def test_the_sidecar_takes_the_environment(run_id: str | None) -> None:
+def test_sidecar_accepts_the_environment(run_id: str | None) -> None:
     """The sidecar's own reader accepts every value, and each of our variables is one it knows or one it is given by name."""
     template = sample.template()
     values = environment(template, run_identity.of_job(template), run_id=run_id)
@@ -131,7 +131,7 @@ def test_the_sidecar_takes_the_environment(run_id: str | None) -> None:
         ("Pod", {"metadata": {}}, ""),
     ],
 )
-def test_the_workload_of_what_is_created_is_known_where_it_exists(
+def test_workload_of_a_created_object_is_known_if_it_exists(
     kind: str, document: dict[str, Any], uid: str
 ) -> None:
     assert run_identity.workload_uid(kind, document) == uid

@@ -10,7 +10,7 @@ from deltashard_operator import controller_main, main
 from deltashard_operator.kube import watched_namespace
 
 
-def test_a_list() -> None:
+def test_namespace_list_is_parsed() -> None:
     """By commas, each once, in order; nothing is everything."""
     assert watched_namespace.parse_namespaces("") == watched_namespace.parse_namespaces(" , ") == ()
     assert watched_namespace.parse_namespaces("team-b, team-a,team-b") == ("team-b", "team-a")
@@ -32,14 +32,14 @@ TOO_MANY = ",".join(f"n{n}" for n in range(watched_namespace.MAX_NAMESPACES + 1)
         (TOO_MANY, "leave the list empty to watch all"),
     ],
 )
-def test_what_is_no_list_of_namespaces_is_refused(text: str, says: str) -> None:
+def test_malformed_namespace_list_is_refused(text: str, says: str) -> None:
     """To kopf some of these would be patterns, and it would watch nothing; each namespace costs watches of its own."""
     with pytest.raises(ArgumentTypeError, match=says):
         watched_namespace.parse_namespaces(text)
 
 
 @pytest.mark.parametrize("program", [main, controller_main], ids=lambda program: program.PROGRAM)
-def test_both_programs_take_it(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_programs_accept_the_option(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Nonsense ends them with a sentence."""
 
     def read(*argv: str) -> tuple[str, ...]:

@@ -86,13 +86,13 @@ def report(
     )
 
 
-def told(run: Run, said: Report, at_s: float = NOW_S) -> Run:
-    return judged(report_change.with_report(run, said, at_s)[0], at_s)
+def apply_report(run: Run, received: Report, at_s: float = NOW_S) -> Run:
+    return reconciled(report_change.with_report(run, received, at_s)[0], at_s)
 
 
-def reasons(run: Run, said: Report, at_s: float = NOW_S) -> tuple[Run, list[str]]:
+def report_reasons(run: Run, received: Report, at_s: float = NOW_S) -> tuple[Run, list[str]]:
     """The run after a report, and the reasons of what people hear of it."""
-    run, first = report_change.with_report(run, said, at_s)
+    run, first = report_change.with_report(run, received, at_s)
     run, second = reconcile.reconcile(run, NODES, at_s)
     return run, [each.reason for each in (*first, *second)]
 
@@ -101,7 +101,7 @@ def by_type(run: Run) -> dict[str, Condition]:
     return {each.type: each for each in run.conditions}
 
 
-def judged(run: Run, at_s: float = NOW_S) -> Run:
+def reconciled(run: Run, at_s: float = NOW_S) -> Run:
     return reconcile.reconcile(run, NODES, at_s)[0]
 
 
@@ -114,17 +114,17 @@ def seen(run: Run, *pods: PodView, at_s: float = NOW_S, node_ready: bool = True)
 def training(**more: Any) -> Run:
     """A run of one pod that trains."""
     run = seen(watched_run.with_job(Run(workload=TRAIN), job(), NOW_S))
-    return told(run, report(**{"seq": 1} | more))
+    return apply_report(run, report(**{"seq": 1} | more))
 
 
-def again(run: Run, at_s: float = NOW_S) -> Run:
+def reloaded(run: Run, at_s: float = NOW_S) -> Run:
     """The run as a new controller reads it, before it has seen a pod."""
     return run_record.run_of(run_record.document(run) | {"status": run_record.status(run, at_s)})
 
 
 def restarted(run: Run, at_s: float = NOW_S) -> Run:
     """The run of a new controller that has seen everything and heard nobody."""
-    anew = again(run, at_s)
+    reloaded_run = reloaded(run, at_s)
     for each in run.jobs.values():
-        anew = watched_run.with_job(anew, each, at_s)
-    return seen(anew, *run.pods.values(), at_s=at_s) if run.pods else anew
+        reloaded_run = watched_run.with_job(reloaded_run, each, at_s)
+    return seen(reloaded_run, *run.pods.values(), at_s=at_s) if run.pods else reloaded_run

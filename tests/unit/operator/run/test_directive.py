@@ -42,13 +42,13 @@ BUDGET = pb.Policy(every_s=300.0, encoding="q8", differential="full", bits_goal=
         (BUDGET, changed(BUDGET, encoding="q2", bits_goal=""), True),
     ],
 )
-def test_only_what_a_directive_can_say_and_nobody_chose_is_a_reason_for_one(
+def test_directive_is_sent_only_for_expressible_differences(
     wanted: pb.Policy, in_force: pb.Policy, expected: bool
 ) -> None:
     assert differs(wanted, in_force) == expected
 
 
-def test_a_directive_ends_what_a_pod_was_started_with() -> None:
+def test_directive_overrides_the_pods_startup_settings() -> None:
     """But for encodings, which it does not state."""
     started = pb.Policy(
         goal="auto", least_s=90.0, most_s=100.0, tables="a=q4", bits_goal="budget", encoding="q8"
@@ -59,7 +59,7 @@ def test_a_directive_ends_what_a_pod_was_started_with() -> None:
     assert found == pb.Policy(every_s=60.0, encoding="q8")
 
 
-def test_a_directive_is_its_content_and_is_given_until_it_is_in_force() -> None:
+def test_directive_is_sent_until_it_is_in_force() -> None:
     first, second = pb.Policy(every_s=60.0, encoding="q8"), pb.Policy(every_s=90.0, encoding="q8")
     assert directive_of(first) == directive_of(changed(second, every_s=60.0))
     assert directive_of(first).id not in (0, directive_of(second).id)

@@ -12,34 +12,32 @@ from deltashard_operator.run.ledger import Ledger
 
 from tests.unit.operator.run.observed import NOW_S, TRAIN, ended, pod
 
-GOING: dict[str, Any] = {"terminating_at_s": NOW_S}
+TERMINATING: dict[str, Any] = {"terminating_at_s": NOW_S}
 FAILED: dict[str, Any] = {"phase": "Failed"}
 GONE: dict[str, Any] = {"gone": True}
 NODE: dict[str, Any] = {"node_ready": False}
 CAUSES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("it runs", {}, {}, ""),
     ("it succeeded", {"phase": "Succeeded", "ending": ended(0, "Completed")}, {}, ""),
-    ("it never began", GOING | {"phase": "Pending", "started": False}, {}, ""),
-    ("an eviction", GOING | {"disruption": "EvictionByEvictionAPI"}, {}, "Evicted"),
-    ("a preemption", GOING | {"disruption": "PreemptionByScheduler"}, {}, "Preempted"),
-    ("a taint", GOING | {"disruption": "DeletionByTaintManager"}, {}, "Evicted"),
-    ("a taint of a lost node", GOING | {"disruption": "DeletionByTaintManager"}, NODE, "NodeLost"),
+    ("it never began", TERMINATING | {"phase": "Pending", "started": False}, {}, ""),
+    ("an eviction", TERMINATING | {"disruption": "EvictionByEvictionAPI"}, {}, "Evicted"),
+    ("a preemption", TERMINATING | {"disruption": "PreemptionByScheduler"}, {}, "Preempted"),
+    ("a taint", TERMINATING | {"disruption": "DeletionByTaintManager"}, {}, "Evicted"),
+    ("a taint of a lost node", TERMINATING | {"disruption": "DeletionByTaintManager"}, NODE, "NodeLost"),
     ("garbage of a gone node", {"disruption": "DeletionByPodGC"}, GONE, "NodeLost"),
     ("pressure", FAILED | {"disruption": "TerminationByKubelet"}, {}, "Evicted"),
     ("out of memory", FAILED | {"ending": ended(137, "OOMKilled")}, {}, "OOMKilled"),
     ("a crash", FAILED | {"ending": ended(1)}, {}, "Error"),
     ("a failure without a word", FAILED, {}, "Error"),
-    ("a deletion by hand", GOING, {}, "Deleted"),
-    ("a suspension", GOING, {"suspended": True}, "Suspended"),
+    ("a deletion by hand", TERMINATING, {}, "Deleted"),
+    ("a suspension", TERMINATING, {"suspended": True}, "Suspended"),
     ("a deletion by force", {}, GONE, "Deleted"),
     ("it vanished with its node", {}, GONE | NODE, "NodeLost"),
 ]
 
 
 @pytest.mark.parametrize(("seen", "more", "cause"), [c[1:] for c in CAUSES], ids=[c[0] for c in CAUSES])
-def test_the_cause_of_a_loss_is_read_from_the_pod(
-    seen: dict[str, Any], more: dict[str, Any], cause: str
-) -> None:
+def test_failure_cause_is_read_from_the_pod(seen: dict[str, Any], more: dict[str, Any], cause: str) -> None:
     arguments = {"gone": False, "node_ready": True, "suspended": False, "now_s": NOW_S} | more
     loss = failure.loss_of_pod(pod(**seen), **arguments)
     assert (loss.cause if loss is not None else "") == cause
@@ -49,7 +47,7 @@ def test_the_cause_of_a_loss_is_read_from_the_pod(
 
 
 @pytest.mark.parametrize(
-    ("told", "later_s", "expected"),
+    ("causes", "later_s", "expected"),
     [
         (("Error", "TrainerLost"), 5, ["Error"]),
         (("TrainerLost", "Error"), 5, ["Error"]),
@@ -58,11 +56,11 @@ def test_the_cause_of_a_loss_is_read_from_the_pod(
         (("Error", "Evicted"), 5, ["Error", "Evicted"]),
     ],
 )
-def test_a_trainer_that_went_is_no_second_loss_of_its_pod(
-    told: tuple[str, str], later_s: float, expected: list[str]
+def test_trainer_exit_and_pod_loss_count_once(
+    causes: tuple[str, str], later_s: float, expected: list[str]
 ) -> None:
     losses = tuple(Loss(at_s=NOW_S, cause="Error", pod=f"p-{n}") for n in range(40))
-    for n, cause in enumerate(told):
+    for n, cause in enumerate(causes):
         losses = failure.with_loss(losses, Loss(at_s=NOW_S + n * later_s, cause=cause, pod="p"))
     assert [each.cause for each in losses if each.pod == "p"] == expected
     assert len(losses) <= failure.MAX_LOSSES
@@ -80,7 +78,7 @@ def test_a_trainer_that_went_is_no_second_loss_of_its_pod(
         ([(0, "Error", "a", 5), (5, "Error", "b", 5), (40, "Error", "a", 5), (41, "TrainerLost", "", 5)], 2),
     ],
 )
-def test_the_same_end_again_with_no_commit_between_is_a_crash_loop(
+def test_repeated_failure_without_a_commit_is_a_crash_loop(
     crashes: list[tuple[int, str, str, int]], times: int
 ) -> None:
     """Whether training is opened between or not: an image that cannot import its module opens no attempt."""
@@ -104,7 +102,7 @@ def document(*containers: dict[str, Any]) -> observed_object.PodView:
     )
 
 
-def test_restarts_in_place_are_losses_once_each_and_the_sidecars_own_are_none() -> None:
+def test_container_restarts_count_once_and_sidecar_restarts_do_not() -> None:
     ending = {"terminated": {"exitCode": 137, "reason": "Error", "finishedAt": "2026-01-01T00:00:00Z"}}
     trainer = {"name": "trainer", "restartCount": 1, "state": {"running": {}}, "lastState": ending}
     run = watched_run.Run(workload=TRAIN)

@@ -27,7 +27,7 @@ from tests.unit.operator.run.observed import NODES, NOW_S, TRAIN, ended, job, po
 PODS = 3
 
 
-class Sidecar:
+class SidecarModel:
     """A sidecar's process in a pod."""
 
     def __init__(self, n: int, number: int) -> None:
@@ -46,7 +46,7 @@ class Sidecar:
         )
 
 
-class World:
+class LedgerModel:
     """What happens, and the controller that is told some of it."""
 
     def __init__(self) -> None:
@@ -55,19 +55,19 @@ class World:
         self.written: dict[str, Any] = {}
         self.durable = Ledger()
         self.recorded: set[str] = set()
-        self.under_way: list[Report] = []
+        self.in_flight: list[Report] = []
         self.seen: dict[str, PodView] = {}
-        self.sidecars = [self.made(n) for n in range(PODS)]
+        self.sidecars = [self.add_sidecar(n) for n in range(PODS)]
         self.opened()
         self.write()
 
-    def made(self, n: int) -> Sidecar:
+    def add_sidecar(self, n: int) -> SidecarModel:
         self.pods += 1
-        sidecar = Sidecar(n, self.pods)
-        self.look(sidecar.pod(self.at_s))
+        sidecar = SidecarModel(n, self.pods)
+        self.observe_pod(sidecar.pod(self.at_s))
         return sidecar
 
-    def look(self, seen: PodView) -> None:
+    def observe_pod(self, seen: PodView) -> None:
         self.seen[seen.uid] = seen
         self.run = watched_run.with_pod(self.run, seen, node_ready=True, now_s=self.at_s)
 
@@ -80,12 +80,12 @@ class World:
             self.sidecars[0].has(IncidentKind.RESTORED, self.at_s, **told)
             self.lost_steps += self.openings
         self.report(0)
-        self.judge()
+        self.reconcile_run()
 
     def report(self, n: int) -> Report:
         mine = self.sidecars[n]
         mine.sequence += 1
-        said = report(
+        sent = report(
             mine.uid,
             process=mine.process,
             sequence=mine.sequence,
@@ -97,15 +97,15 @@ class World:
             speaks=n == 0,
             incidents=mine.incidents[:64],
         )
-        self.deliver(said)
-        return said
+        self.deliver(sent)
+        return sent
 
-    def deliver(self, said: Report, *, answered: bool = True) -> None:
-        self.run, notices = report_change.with_report(self.run, said, self.at_s)
+    def deliver(self, sent: Report, *, answered: bool = True) -> None:
+        self.run, notices = report_change.with_report(self.run, sent, self.at_s)
         self.record(notices)
-        told = ledger.acknowledged_id(self.durable, self.recorded, said, "")
+        told = ledger.acknowledged_id(self.durable, self.recorded, sent, "")
         for each in self.sidecars:
-            if answered and each.process == said.process:
+            if answered and each.process == sent.process:
                 each.incidents = [incident for incident in each.incidents if incident.id > told]
 
     def record(self, notices: Iterable[RunEvent]) -> None:
@@ -113,29 +113,29 @@ class World:
             assert each.key
             self.recorded.add(each.key)
 
-    def judge(self) -> None:
+    def reconcile_run(self) -> None:
         self.run, _ = reconcile.reconcile(self.run, NODES, self.at_s)
 
     def write(self) -> None:
-        self.judge()
+        self.reconcile_run()
         self.written, self.durable = run_record.status(self.run, self.at_s), self.run.ledger
 
     def restart(self) -> None:
         """Another controller begins with what was written, and sees the pods that there are."""
         self.run = run_record.run_of(run_record.document(self.run) | {"status": self.written})
-        before, self.durable = self.shown(), self.run.ledger
+        before, self.durable = self.visible_state(), self.run.ledger
         self.run = watched_run.with_job(self.run, job(), self.at_s)
         for each in self.seen.values():
             self.run = watched_run.with_pod(self.run, each, node_ready=True, now_s=self.at_s)
-        self.judge()
-        assert self.shown() == before
+        self.reconcile_run()
+        assert self.visible_state() == before
         self.report(1 + len(self.seen) % 2)
-        self.judge()
-        assert self.shown() == before, "whoever is heard first"
+        self.reconcile_run()
+        assert self.visible_state() == before, "whoever is heard first"
         self.report(0)
-        self.judge()
+        self.reconcile_run()
 
-    def shown(self) -> tuple[Phase, dict[str, str]]:
+    def visible_state(self) -> tuple[Phase, dict[str, str]]:
         """What people see of how the run is."""
         return self.run.phase, {each.type: each.status for each in self.run.conditions}
 
@@ -145,12 +145,12 @@ class World:
         match what:
             case "pod is lost":  # it stays in the API, as failed pods of a Job do
                 for _ in range(2):
-                    self.look(mine.pod(self.at_s, phase="Failed", disruption="EvictionByEvictionAPI"))
-                self.sidecars[n] = self.made(n)
+                    self.observe_pod(mine.pod(self.at_s, phase="Failed", disruption="EvictionByEvictionAPI"))
+                self.sidecars[n] = self.add_sidecar(n)
                 self.opened()
             case "container restarts":
                 mine.restarts, mine.code = mine.restarts + 1, self.openings  # another end each time: no loop
-                self.look(mine.pod(self.at_s))
+                self.observe_pod(mine.pod(self.at_s))
                 self.opened()
             case "trainer goes":
                 mine.has(IncidentKind.TRAINER_LOST, self.at_s)
@@ -161,9 +161,9 @@ class World:
             case "unseen":
                 self.opened()
             case "report":
-                self.under_way.append(self.report(n))
+                self.in_flight.append(self.report(n))
             case "late":
-                for each in random.Random(n).sample(self.under_way, k=len(self.under_way)):
+                for each in random.Random(n).sample(self.in_flight, k=len(self.in_flight)):
                     self.deliver(each, answered=False)
             case "write":
                 self.write()
@@ -176,7 +176,7 @@ class World:
             case "controller stops":
                 self.write()
                 self.restart()
-        self.judge()
+        self.reconcile_run()
 
 
 EVENTS = (
@@ -195,11 +195,11 @@ EVENTS = (
 
 
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, PODS - 1)), max_size=25))
-def test_counts_are_what_happened_and_a_start_changes_no_phase(story: list[tuple[str, int]]) -> None:
-    world = World()
-    for what, n in story:
+def test_counts_match_events_and_restart_keeps_the_phase(events: list[tuple[str, int]]) -> None:
+    world = LedgerModel()
+    for what, n in events:
         world.step(what, n)
-    lost_with_its_pod = {"pod is lost"} & {what for what, _ in story}
+    lost_with_its_pod = {"pod is lost"} & {what for what, _ in events}
     for _ in range(2):  # what is not written yet is told again, and what is written is not
         for n in range(PODS):
             world.report(n)
@@ -217,7 +217,7 @@ def test_counts_are_what_happened_and_a_start_changes_no_phase(story: list[tuple
     assert world.run.phase is Phase.TRAINING
 
 
-def test_what_is_older_than_all_keys_is_counted() -> None:
+def test_report_older_than_all_keys_is_counted() -> None:
     found = Ledger()
     for attempt in range(1, 100):
         found = found.with_restored("", attempt, 1)
@@ -249,18 +249,18 @@ LEDGERS = st.builds(
 
 
 @given(LEDGERS)
-def test_a_ledger_comes_back_as_it_was(found: Ledger) -> None:
+def test_ledger_round_trips(found: Ledger) -> None:
     assert decoded(encoded(found)) == found
 
 
-def test_a_part_that_was_opened_once_needs_no_text() -> None:
+def test_part_opened_once_needs_no_text() -> None:
     """Else the next controller, which does not know of it, would write the text away."""
     once, again = Ledger().with_openings("1", 1), Ledger().with_openings("2", 2)
     assert (once.text, decoded(once.text).with_openings("1", 2).failures) == ("", 1)
     assert again.with_openings("1", 1).text == again.text
 
 
-def test_the_text_has_a_bound_and_the_failures_of_what_is_left_out_stay_in_the_sum() -> None:
+def test_text_is_bounded_and_omitted_failures_stay_in_the_total() -> None:
     noise = random.Random(0)
     found = Ledger()
     for n in range(2000):
@@ -278,13 +278,13 @@ def test_the_text_has_a_bound_and_the_failures_of_what_is_left_out_stay_in_the_s
     run = watched_run.with_job(Run(workload=TRAIN, ledger=back), job(), NOW_S)
     run = watched_run.with_pod(run, pod(index="0"), node_ready=True, now_s=NOW_S)
     for openings, more in ((9, 0), (10, 1)):
-        said = report(run="team/train-u-1-0", openings=openings)
-        run, _ = report_change.with_report(run, said, NOW_S)
+        sent = report(run="team/train-u-1-0", openings=openings)
+        run, _ = report_change.with_report(run, sent, NOW_S)
         assert run.ledger.failures == found.failures + more
 
 
 @pytest.mark.parametrize("text", ["x", "eNqrVrJSMDLWUVBKVLKqBQAXzwN9", encoded(Ledger(restores=1))[:-8]])
-def test_a_text_that_is_no_ledger_is_refused(text: str) -> None:
+def test_malformed_ledger_text_is_refused(text: str) -> None:
     with pytest.raises(Exception, match=r".+"):
         decoded(text)
     assert decoded("") == Ledger()

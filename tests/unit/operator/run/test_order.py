@@ -12,7 +12,7 @@ def order(order_id: str = "r-1") -> SaveOrder:
     return SaveOrder(id=order_id, reason="request", pin="best")
 
 
-def test_an_order_is_named_with_the_time_it_has_left_until_it_is_closed_or_over() -> None:
+def test_open_order_is_listed_with_its_remaining_time() -> None:
     orders = OpenOrders()
     for run in (RUN, RUN, OTHER):
         assert orders.open(run, order(), 100.0)
@@ -28,7 +28,7 @@ def test_an_order_is_named_with_the_time_it_has_left_until_it_is_closed_or_over(
     assert orders.of(RUN, 0.0) == (), "its time is over"
 
 
-def test_a_run_has_so_many_orders_at_once() -> None:
+def test_concurrent_orders_of_a_run_are_bounded() -> None:
     orders = OpenOrders()
     assert all(orders.open(RUN, order(f"r-{n}"), 9.0) for n in range(MAX_ORDERS))
     assert not orders.open(RUN, order("one more"), 9.0)

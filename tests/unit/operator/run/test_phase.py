@@ -39,19 +39,19 @@ NONE = dict.fromkeys(("alive", "started", "suspended", "missing", "unsafe"), Fal
 
 
 @pytest.mark.parametrize(
-    ("signs", "heard", "before", "phase"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+    ("observations", "reported", "before", "phase"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
 )
-def test_the_phase_is_read_from_the_signs(
-    signs: dict[str, bool], heard: set[P], before: Phase, phase: Phase
+def test_phase_follows_from_the_observations(
+    observations: dict[str, bool], reported: set[P], before: Phase, phase: Phase
 ) -> None:
-    assert phases.phase_of(before, heard, **(NONE | signs)) is phase
+    assert phases.phase_of(before, reported, **(NONE | observations)) is phase
 
 
 def fact(type_: str, message: str = "") -> Condition:
     return Condition(type=type_, status="True", reason=type_, message=message)
 
 
-def test_a_condition_moves_its_time_with_its_status_alone() -> None:
+def test_condition_transition_time_changes_only_with_its_status() -> None:
     first = condition.updated((), [fact("Stale", "300 s")], 10.0)
     (found,) = second = condition.updated(first, [fact("Stale", "305 s")], 20.0)
     assert (found.since_s, found.message) == (10.0, "305 s")
@@ -61,9 +61,9 @@ def test_a_condition_moves_its_time_with_its_status_alone() -> None:
 
 
 @given(st.lists(st.frozensets(st.sampled_from([*PROBLEMS])), max_size=10))
-def test_conditions_hold_exactly_what_was_found_last(story: list[frozenset[str]]) -> None:
+def test_conditions_match_the_latest_facts(history: list[frozenset[str]]) -> None:
     found: tuple[Condition, ...] = ()
-    for n, problems in enumerate(story):
+    for n, problems in enumerate(history):
         found = condition.updated(found, map(fact, problems), float(n))
         assert {each.type for each in found if each.status == "True"} == problems
-        assert {each.type for each in found} == frozenset().union(*story[: n + 1])
+        assert {each.type for each in found} == frozenset().union(*history[: n + 1])

@@ -7,7 +7,7 @@ from typing import Any
 from deltashard_operator.run import policy_status
 from deltashard_operator.run.watched_run import Run
 
-from tests.unit.operator.run.observed import NOW_S, report, told, training
+from tests.unit.operator.run.observed import NOW_S, apply_report, report, training
 
 
 def status(
@@ -21,10 +21,10 @@ def ready(found: dict[str, Any]) -> tuple[str, str, str]:
     return condition["status"], condition["reason"], condition["lastTransitionTime"]
 
 
-def test_a_policy_is_ready_while_no_run_is_in_trouble_with_its_store() -> None:
+def test_policy_is_ready_unless_a_run_has_store_errors() -> None:
     well, waiting = training(), training(attempt=0)
-    broken = told(well, report(seq=1, store_ok=False))
-    without = told(waiting, report(attempt=0, credentials_ok=False))
+    broken = apply_report(well, report(seq=1, store_ok=False))
+    without = apply_report(waiting, report(attempt=0, credentials_ok=False))
     assert status() == {"runs": 0, "observedGeneration": 3}
     assert status(waiting) == {"runs": 1, "observedGeneration": 3}, "nobody can say yet"
     first = status(well, waiting)
@@ -39,7 +39,7 @@ def test_a_policy_is_ready_while_no_run_is_in_trouble_with_its_store() -> None:
     assert ready(status(well, before=third))[0] == "True"
 
 
-def test_a_run_in_another_store_than_the_policy_names_now_says_nothing_of_it() -> None:
+def test_run_in_another_store_does_not_affect_the_policy() -> None:
     before = training(url="s3://before")
     assert status(before, url="s3://now") == {"runs": 1, "observedGeneration": 3}
     assert ready(status(before, training(url="s3://now"), url="s3://now"))[0] == "True"

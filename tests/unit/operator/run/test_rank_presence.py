@@ -30,13 +30,13 @@ from tests.unit.operator.run.observed import (
     NOW_S,
     RUN,
     TRAIN,
+    apply_report,
     by_type,
-    judged,
     pod,
+    reconciled,
     report,
     restarted,
     seen,
-    told,
 )
 
 
@@ -44,7 +44,7 @@ def of(n: int, **more: Any) -> PodView:
     return pod(**{"uid": f"p-{n}", "name": f"train-{n}", "index": str(n)} | more)
 
 
-def said(n: int, *, step: int = 50, size: int = 4, phase: At = At.TRAINING, **more: Any) -> Report:
+def rank_report(n: int, *, step: int = 50, size: int = 4, phase: At = At.TRAINING, **more: Any) -> Report:
     ranks = () if phase in {At.WAITING, At.CLOSED} else (Rank(rank=n, world_size=size, step=step),)
     return report(f"p-{n}", phase, **{"ranks": ranks, "attempt": 7, "openings": 1, "speaks": n == 0} | more)
 
@@ -53,12 +53,12 @@ def group(pods: int = 4) -> Run:
     """All of them train."""
     run = seen(Run(workload=TRAIN), *map(of, range(pods)))
     for n in range(pods):
-        run = told(run, said(n, size=pods))
+        run = apply_report(run, rank_report(n, size=pods))
     return run
 
 
-def shown(run: Run) -> tuple[str, Phase]:
-    run = judged(run)
+def rank_status(run: Run) -> tuple[str, Phase]:
+    run = reconciled(run)
     return run_record.status(run, NOW_S)["ranks"], run.phase
 
 
@@ -66,100 +66,103 @@ def without(run: Run, n: int) -> Run:
     return watched_run.without_pod(run, f"p-{n}", node_ready=True, now_s=NOW_S)
 
 
-def test_a_replacement_that_waits_for_its_node_is_nobody_yet() -> None:
+def test_pending_replacement_is_not_present() -> None:
     """Pending, for as long as an image is pulled: the ranks are not there because a pod object is."""
     fresh = of(3, uid="q-3", phase="Pending", started=False)
-    run = judged(seen(judged(without(group(), 3)), fresh))
+    run = reconciled(seen(reconciled(without(group(), 3)), fresh))
     assert run.phase is Phase.RECOVERING
-    run = judged(seen(run, replace(fresh, started=True)))
+    run = reconciled(seen(run, replace(fresh, started=True)))
     assert run.phase is Phase.RECOVERING, "it runs, and nobody trains in it yet"
 
 
-def test_a_pod_on_a_lost_node_holds_no_rank() -> None:
+def test_pod_on_a_lost_node_has_no_rank() -> None:
     nodes = {**NODES, "node-b": NodeView(name="node-b", ready=False, since_s=NOW_S + 1)}
     run = reconcile.reconcile(seen(group(), of(3, node="node-b")), nodes, NOW_S + 2)[0]
     assert (run.progress.ranks_present, run.phase) == (3, Phase.RECOVERING)
 
 
-def test_a_pod_that_waits_to_join_a_complete_group_stops_nobody() -> None:
+def test_spare_pod_of_a_complete_group_is_not_awaited() -> None:
     """Three of at most four train, or one alone where the workload says `runs: one`."""
     for size in (3, 1):
-        run = told(seen(group(size), of(size)), said(size, phase=At.WAITING))
-        for each in (run, told(restarted(run), said(size, phase=At.WAITING))):
-            assert shown(each) == (f"{size}/{size}", Phase.TRAINING)
+        run = apply_report(seen(group(size), of(size)), rank_report(size, phase=At.WAITING))
+        for each in (run, apply_report(restarted(run), rank_report(size, phase=At.WAITING))):
+            assert rank_status(each) == (f"{size}/{size}", Phase.TRAINING)
 
 
-def test_ranks_of_an_attempt_that_is_over_are_not_counted() -> None:
-    run = told(group(), said(3, attempt=5))
+def test_ranks_of_an_ended_attempt_are_not_counted() -> None:
+    run = apply_report(group(), rank_report(3, attempt=5))
     for n in range(3):
-        run = told(run, said(n, attempt=9))
-    assert shown(run)[0] == "3/4"
+        run = apply_report(run, rank_report(n, attempt=9))
+    assert rank_status(run)[0] == "3/4"
 
 
-def test_a_pod_that_goes_leaves_its_run_with_three_of_four() -> None:
-    run = judged(without(group(), 3))
-    assert shown(run) == ("3/4", Phase.RECOVERING)
+def test_deleted_pod_leaves_three_of_four_ranks() -> None:
+    run = reconciled(without(group(), 3))
+    assert rank_status(run) == ("3/4", Phase.RECOVERING)
     assert "3 of 4 ranks are present" in by_type(run)["Ready"].message
     for n in range(3):  # torchrun ends the others, and waits for the fourth
-        run = told(run, said(n, phase=At.WAITING))
-    assert shown(run) == ("0/4", Phase.RECOVERING)
+        run = apply_report(run, rank_report(n, phase=At.WAITING))
+    assert rank_status(run) == ("0/4", Phase.RECOVERING)
     for n in range(3):  # three come together without it: they are complete
-        run = told(run, said(n, size=3, attempt=20))
-    assert shown(run) == ("3/3", Phase.TRAINING)
+        run = apply_report(run, rank_report(n, size=3, attempt=20))
+    assert rank_status(run) == ("3/3", Phase.TRAINING)
 
 
-def test_who_is_not_heard_is_not_taken_for_lost() -> None:
+def test_silent_rank_is_not_treated_as_lost() -> None:
     """A sidecar that is silent for long, and all of them when a controller starts, whichever reports first."""
-    silent = judged(told(group(), said(0, seq=2), NOW_S + 700), NOW_S + 800)
+    silent = reconciled(apply_report(group(), rank_report(0, seq=2), NOW_S + 700), NOW_S + 800)
     assert (silent.progress.ranks_present, silent.phase) == (1, Phase.TRAINING)
     for first in range(4):
         run = restarted(group())
-        assert shown(run) == ("4/4", Phase.TRAINING)
-        assert shown(told(run, said(first))) == ("4/4", Phase.TRAINING)
+        assert rank_status(run) == ("4/4", Phase.TRAINING)
+        assert rank_status(apply_report(run, rank_report(first))) == ("4/4", Phase.TRAINING)
 
 
-def test_ranks_that_closed_first_are_not_missed() -> None:
-    assert told(group(), said(0, phase=At.CLOSED)).phase is Phase.TRAINING
+def test_closed_ranks_are_not_missing() -> None:
+    assert apply_report(group(), rank_report(0, phase=At.CLOSED)).phase is Phase.TRAINING
 
 
-def test_of_pods_that_are_runs_of_their_own_nobody_is_expected() -> None:
+def test_independent_pods_have_no_expected_ranks() -> None:
     run = Run(workload=TRAIN)
     for n in range(2):
         run = seen(run, of(n, requested=RequestedSettings(runs="per-pod")))
-        run = told(run, said(0, size=1, pod_uid=f"p-{n}", run=f"{RUN}-{n}"))
+        run = apply_report(run, rank_report(0, size=1, pod_uid=f"p-{n}", run=f"{RUN}-{n}"))
     assert (rank_presence.of_run(run, NOW_S), run.phase) == ((0, 0, False), Phase.TRAINING)
     assert "ranks" not in run_record.status(run, NOW_S)
-    run = told(run, said(1, phase=At.WAITING, run=f"{RUN}-1"))
-    for each in (run, told(restarted(run), said(0, size=1, run=f"{RUN}-0"))):
+    run = apply_report(run, rank_report(1, phase=At.WAITING, run=f"{RUN}-1"))
+    for each in (run, apply_report(restarted(run), rank_report(0, size=1, run=f"{RUN}-0"))):
         assert each.phase is Phase.RECOVERING, "who has not been heard yet may still be away"
 
 
-def speakers(run: Run, at_s: float) -> list[int]:
+def reporters(run: Run, at_s: float) -> list[int]:
     return [n for n in range(4) if schedule.is_reporter(run, f"p-{n}", at_s)]
 
 
-def test_rank_0_speaks_and_while_it_is_silent_one_other() -> None:
+def test_rank_0_reports_and_one_other_while_it_is_silent() -> None:
     run, silence_s = group(), MAX_MISSED_INTERVALS * REPORTER_INTERVAL_S
-    assert speakers(run, NOW_S) == [0]
-    run = told(run, said(3), NOW_S + silence_s)
-    assert speakers(run, NOW_S + silence_s) == [0]
+    assert reporters(run, NOW_S) == [0]
+    run = apply_report(run, rank_report(3), NOW_S + silence_s)
+    assert reporters(run, NOW_S + silence_s) == [0]
     late_s = NOW_S + silence_s + 1
     for n in (2, 1, 3):
-        run = told(run, said(n), late_s)
-    assert speakers(run, late_s) == [2]
-    state = said(2, seq=9, speaks=True)
-    run = told(run, state, late_s + 60)
-    assert (run.progress.last_seq, speakers(run, late_s + 60)) == (9, [2])
-    run = told(run, said(0, seq=9), late_s + 70)
-    assert 0 in speakers(run, late_s + 70)
-    run = told(run, said(2, seq=7, speaks=True), late_s + 80)
-    assert (run.progress.last_seq, speakers(run, late_s + 80)) == (9, [0])
+        run = apply_report(run, rank_report(n), late_s)
+    assert reporters(run, late_s) == [2]
+    state = rank_report(2, seq=9, speaks=True)
+    run = apply_report(run, state, late_s + 60)
+    assert (run.progress.last_seq, reporters(run, late_s + 60)) == (9, [2])
+    run = apply_report(run, rank_report(0, seq=9), late_s + 70)
+    assert 0 in reporters(run, late_s + 70)
+    run = apply_report(run, rank_report(2, seq=7, speaks=True), late_s + 80)
+    assert (run.progress.last_seq, reporters(run, late_s + 80)) == (9, [0])
 
 
-def test_a_new_controller_gives_rank_0_time_before_it_asks_another() -> None:
-    run, late_s = told(restarted(group()), said(2)), NOW_S + MAX_MISSED_INTERVALS * REPORTER_INTERVAL_S + 1
-    assert speakers(run, NOW_S) == []
-    assert speakers(told(run, said(1), late_s), late_s) == [1]
+def test_new_controller_waits_for_rank_0_before_asking_another() -> None:
+    run, late_s = (
+        apply_report(restarted(group()), rank_report(2)),
+        NOW_S + MAX_MISSED_INTERVALS * REPORTER_INTERVAL_S + 1,
+    )
+    assert reporters(run, NOW_S) == []
+    assert reporters(apply_report(run, rank_report(1), late_s), late_s) == [1]
 
 
 @pytest.mark.parametrize(
@@ -172,26 +175,24 @@ def test_a_new_controller_gives_rank_0_time_before_it_asks_another() -> None:
         (9, 0.0, {}, schedule.CHANGED_INTERVAL_S),
     ],
 )
-def test_when_a_sidecar_reports_again(
-    n: int, after_s: float, more: dict[str, Any], expected_s: float
-) -> None:
+def test_next_report_delay(n: int, after_s: float, more: dict[str, Any], expected_s: float) -> None:
     assert schedule.next_s(group(), f"p-{n}", NOW_S + after_s, **more) == expected_s
 
 
-def test_a_sidecar_is_heard_for_two_and_a_half_beats_of_what_it_was_told() -> None:
+def test_sidecar_is_silent_after_two_and_a_half_report_intervals() -> None:
     for report_interval_s in (0.0, 1000.0):
         run, _ = report_change.with_report(
-            group(1), said(0, size=1), NOW_S, report_interval_s=report_interval_s
+            group(1), rank_report(0, size=1), NOW_S, report_interval_s=report_interval_s
         )
         limit_s = MAX_MISSED_INTERVALS * max(report_interval_s, REPORTER_INTERVAL_S)
         assert [len(watched_run.live_reports(run, NOW_S + limit_s + n)) for n in (0, 1)] == [1, 0]
 
 
-def test_what_changed_lately_is_reported_more_often() -> None:
+def test_recent_changes_shorten_the_report_interval() -> None:
     """A sidecar that began long before this controller heard it has not changed by that."""
     late_s, before = NOW_S + schedule.CHANGED_FOR_S, seen(group(), of(4))
-    for sent in (said(0, phase=At.WAITING), said(4, started_at_s=NOW_S)):
-        run = told(before, sent, NOW_S)
+    for sent in (rank_report(0, phase=At.WAITING), rank_report(4, started_at_s=NOW_S)):
+        run = apply_report(before, sent, NOW_S)
         uid = sent.who.pod_uid
         assert schedule.next_s(run, uid, NOW_S) == schedule.CHANGED_INTERVAL_S
         assert schedule.next_s(run, uid, late_s) > schedule.CHANGED_INTERVAL_S

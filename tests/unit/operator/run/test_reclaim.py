@@ -35,8 +35,10 @@ def ended(workload: Workload = TRAIN, how: str = "Completed", **more: Any) -> Ru
     return replace(watched_run.finished(Run(workload=workload), how, NOW_S), **{"store": URL, **more})
 
 
-def judged(run: Run, said: Policy | Refusal | None = DELETES, after_s: float = 0.0, **facts: Any) -> Run:
-    return replace(run, reclaim=reclaim.reconcile(run, said, now_s=NOW_S + after_s, **facts))
+def reconciled(
+    run: Run, used_policy: Policy | Refusal | None = DELETES, after_s: float = 0.0, **facts: Any
+) -> Run:
+    return replace(run, reclaim=reclaim.reconcile(run, used_policy, now_s=NOW_S + after_s, **facts))
 
 
 def moved(run: Run, state: ReclaimState) -> Run:
@@ -61,37 +63,37 @@ def job(uid: str, outcome: str = "", at_s: float = 0.0, **more: Any) -> JobView:
     )
 
 
-def test_the_bytes_go_when_the_grace_is_over() -> None:
-    run = judged(ended())
+def test_bytes_are_removed_after_the_grace_period() -> None:
+    run = reconciled(ended())
     assert run.reclaim == Reclaim(
         state=WAITING, since_s=NOW_S, message="the bytes are removed when the grace period ends", due_s=NOW_S + 60
     )
-    assert [state(judged(run, after_s=after_s)) for after_s in (59, 60)] == [
+    assert [state(reconciled(run, after_s=after_s)) for after_s in (59, 60)] == [
         (WAITING, False),
         (WAITING, True),
     ]
     jobset = ended(JOBSET, "Failed", last_seen_s=NOW_S)
-    assert state(judged(jobset, after_s=100)) == (WAITING, False), "what it is made of may come back"
-    assert state(judged(jobset, after_s=ABSENT_S)) == (WAITING, True)
+    assert state(reconciled(jobset, after_s=100)) == (WAITING, False), "what it is made of may come back"
+    assert state(reconciled(jobset, after_s=ABSENT_S)) == (WAITING, True)
 
 
 @pytest.mark.parametrize(
-    ("run", "said"),
+    ("run", "used_policy"),
     [
         (Run(workload=TRAIN, store=URL), DELETES),
         (ended(), RETAINS),
         (ended(), sample.policy({})),
         (ended(), None),
         (ended(), UNUSABLE),
-        (judged(ended()), RETAINS),
+        (reconciled(ended()), RETAINS),
     ],
 )
-def test_nothing_is_removed_of_what_lives_or_is_retained(run: Run, said: Policy | Refusal | None) -> None:
-    assert judged(run, said, after_s=1000).reclaim is None
+def test_live_or_retained_runs_are_not_removed(run: Run, used_policy: Policy | Refusal | None) -> None:
+    assert reconciled(run, used_policy, after_s=1000).reclaim is None
 
 
 @pytest.mark.parametrize(
-    ("run", "said", "facts", "why"),
+    ("run", "used_policy", "facts", "why"),
     [
         (ended(), policy(enabled=False), {}, "reclaim.enabled is false"),
         (ended(), DELETES, {"continued": True}, "another workload"),
@@ -99,47 +101,47 @@ def test_nothing_is_removed_of_what_lives_or_is_retained(run: Run, said: Policy 
         (ended(), policy(url="s3://elsewhere"), {}, "no longer names"),
         (ended(store=""), DELETES, {}, "no sidecar has reported"),
         (ended(jobs={"j": job("j")}), DELETES, {}, "not ended"),
-        (judged(ended()), UNUSABLE, {}, "cannot be used"),
-        (moved(judged(ended()), FAILED), policy(enabled=False), {}, "reclaim.enabled is false"),
+        (reconciled(ended()), UNUSABLE, {}, "cannot be used"),
+        (moved(reconciled(ended()), FAILED), policy(enabled=False), {}, "reclaim.enabled is false"),
     ],
 )
-def test_what_speaks_against_it_keeps_the_bytes_as_long_as_it_does(
-    run: Run, said: Policy | Refusal, facts: dict[str, Any], why: str
+def test_blocking_conditions_delay_removal(
+    run: Run, used_policy: Policy | Refusal, facts: dict[str, Any], why: str
 ) -> None:
-    found = judged(run, said, 1000, **facts)
+    found = reconciled(run, used_policy, 1000, **facts)
     assert state(found) == (KEPT, False)
     assert found.reclaim is not None
     assert (why in found.reclaim.message, found.reclaim.pending) == (True, False)
-    assert state(judged(replace(ended(), reclaim=found.reclaim), after_s=1000)) == (WAITING, True)
+    assert state(reconciled(replace(ended(), reclaim=found.reclaim), after_s=1000)) == (WAITING, True)
 
 
 @pytest.mark.parametrize("last", [KEPT, FAILED])
-def test_what_came_of_it_stays_until_everything_speaks_for_another_try(last: ReclaimState) -> None:
+def test_outcome_is_kept_until_a_retry_is_allowed(last: ReclaimState) -> None:
     """A new controller saw the workload just now, and waits anew."""
-    run = replace(moved(judged(ended(JOBSET, last_seen_s=NOW_S)), last), last_seen_s=NOW_S + 1000)
-    assert state(judged(judged(run, after_s=1000), after_s=1010)) == (last, False)
-    assert state(judged(run, after_s=1000 + ABSENT_S)) == (WAITING, True)
-    assert state(judged(run, policy(enabled=False), 1000)) == (KEPT, False)
+    run = replace(moved(reconciled(ended(JOBSET, last_seen_s=NOW_S)), last), last_seen_s=NOW_S + 1000)
+    assert state(reconciled(reconciled(run, after_s=1000), after_s=1010)) == (last, False)
+    assert state(reconciled(run, after_s=1000 + ABSENT_S)) == (WAITING, True)
+    assert state(reconciled(run, policy(enabled=False), 1000)) == (KEPT, False)
 
 
 @pytest.mark.parametrize("left", [pod(), pod(terminating_at_s=NOW_S + 120)])
-def test_the_last_pod_is_waited_for(left: Any) -> None:
-    run = judged(ended(pods={"p-1": left}), after_s=100)
+def test_removal_waits_for_the_last_pod(left: Any) -> None:
+    run = reconciled(ended(pods={"p-1": left}), after_s=100)
     assert state(run) == (WAITING, False)
     assert "train-x" in (run.reclaim.message if run.reclaim else "")
 
 
-def test_a_jobset_that_was_restarted_and_waits_in_a_queue_is_not_over() -> None:
+def test_restarted_queued_jobset_is_not_finished() -> None:
     """Its new Jobs are suspended and have no pods, by which it would be known to have begun anew."""
     run = Run(workload=JOBSET, store=URL, jobs={"a": job("a", "Failed", NOW_S)})
     run, _ = reconcile.reconcile(run, {}, NOW_S + 61)
     assert run.finished == "Failed"
     run = replace(run, jobs={"b": job("b", suspended=True)})
     run, _ = reconcile.reconcile(run, {}, NOW_S + 1000)
-    assert state(judged(run, after_s=1000)) in {None, (KEPT, False)}
+    assert state(reconciled(run, after_s=1000)) in {None, (KEPT, False)}
 
 
-def test_a_jobset_between_two_deletions_of_its_restart_has_not_ended_long_ago() -> None:
+def test_jobset_in_the_middle_of_a_restart_has_not_ended() -> None:
     jobs = {
         "prep": job("prep", "Completed", NOW_S - 2 * 86400),
         "work": job("work", "Failed", NOW_S),
@@ -147,18 +149,18 @@ def test_a_jobset_between_two_deletions_of_its_restart_has_not_ended_long_ago() 
     run, _ = reconcile.reconcile(Run(workload=JOBSET, jobs=jobs, store=URL), {}, NOW_S)
     assert not run.finished
     run, _ = reconcile.reconcile(watched_run.without_job(run, "work", NOW_S + 1), {}, NOW_S + 1)
-    assert state(judged(run, policy(after="24h"), 2)) != (WAITING, True)
+    assert state(reconciled(run, policy(after="24h"), 2)) != (WAITING, True)
 
 
 @pytest.mark.parametrize("last", [REMOVING, REMOVED])
-def test_what_a_job_does_or_has_done_stays_so(last: ReclaimState) -> None:
-    run = moved(judged(ended()), last)
-    for said, facts in ((DELETES, {"continued": True}), (RETAINS, {}), (UNUSABLE, {})):
-        assert judged(run, said, 1e6, **facts) == run
+def test_removal_job_state_is_final(last: ReclaimState) -> None:
+    run = moved(reconciled(ended()), last)
+    for used_policy, facts in ((DELETES, {"continued": True}), (RETAINS, {}), (UNUSABLE, {})):
+        assert reconciled(run, used_policy, 1e6, **facts) == run
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_it_survives_in_the_status(known: bool) -> None:
+def test_reclaim_state_round_trips_through_the_status(known: bool) -> None:
     """A state of a newer controller removes nothing and forgets nothing."""
     run = ended(reclaim=Reclaim(state=FAILED, since_s=5, message="m", due_s=9))
     document = {**run_record.document(run), "status": run_record.status(run, NOW_S)}

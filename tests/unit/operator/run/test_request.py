@@ -21,15 +21,15 @@ from deltashard_operator.run.request import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-BEGAN_S = 1_700_000_000.0
-THERE = RequestFacts(now_s=BEGAN_S, run="train-1")
+BASE_TIME_S = 1_700_000_000.0
+RUN_EXISTS = RequestFacts(now_s=BASE_TIME_S, run="train-1")
 COMMITTED = SaveOver(id="q-1", outcome=Outcome.COMMITTED, step=120, seq=7)
 
 
 def document(status: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
     metadata = {"namespace": "n", "name": "now", "uid": "q-1", "generation": 1}
     return {
-        "metadata": {**metadata, "creationTimestamp": timestamp(BEGAN_S)},
+        "metadata": {**metadata, "creationTimestamp": timestamp(BASE_TIME_S)},
         "spec": {"runRef": {"name": "train-1"}, "deadline": "5m", **spec},
         "status": status or {},
     }
@@ -42,46 +42,71 @@ def after(*facts: RequestFacts, **spec: Any) -> CheckpointRequest:
     return found
 
 
-def over(outcome: Outcome, cause: str = "") -> RequestFacts:
-    return replace(THERE, save_result=SaveOver(id="q-1", outcome=outcome, cause=cause))
+def save_ended(outcome: Outcome, cause: str = "") -> RequestFacts:
+    return replace(RUN_EXISTS, save_result=SaveOver(id="q-1", outcome=outcome, cause=cause))
 
 
-def late(facts: RequestFacts, seconds: float = 300.0) -> RequestFacts:
-    return replace(facts, now_s=BEGAN_S + seconds)
+def after_seconds(facts: RequestFacts, seconds: float = 300.0) -> RequestFacts:
+    return replace(facts, now_s=BASE_TIME_S + seconds)
 
 
-NONE = RequestFacts(now_s=BEGAN_S)
+NONE = RequestFacts(now_s=BASE_TIME_S)
 
 
 @pytest.mark.parametrize(
     ("facts", "phase", "reason", "message"),
     [
         ((NONE,), PENDING, "RunNotFound", "no CheckpointRun has the name or run id train-1 in this namespace yet"),
-        ((NONE, THERE), ORDERED, "Ordered", "the sidecars of train-1 are ordered to save"),
-        ((replace(THERE, room=False),), PENDING, "TooManyOrders", "too many open orders"),
-        ((replace(THERE, room=False), THERE), ORDERED, "Ordered", "ordered to save"),
-        ((late(NONE),), FAILED, "DeadlineExceeded", "in 5m there was no run train-1"),
-        ((late(replace(THERE, room=False)),), FAILED, "DeadlineExceeded", "in 5m run train-1 accepted no order"),
-        ((late(THERE),), FAILED, "DeadlineExceeded", "in 5m run train-1 accepted no order"),
-        ((THERE, late(THERE)), ORDERED, "Ordered", "ordered to save"),
+        ((NONE, RUN_EXISTS), ORDERED, "Ordered", "the sidecars of train-1 are ordered to save"),
+        ((replace(RUN_EXISTS, room=False),), PENDING, "TooManyOrders", "too many open orders"),
+        ((replace(RUN_EXISTS, room=False), RUN_EXISTS), ORDERED, "Ordered", "ordered to save"),
+        ((after_seconds(NONE),), FAILED, "DeadlineExceeded", "in 5m there was no run train-1"),
         (
-            (THERE, late(THERE, 300 + RESULT_GRACE_S)),
+            (after_seconds(replace(RUN_EXISTS, room=False)),),
+            FAILED,
+            "DeadlineExceeded",
+            "in 5m run train-1 accepted no order",
+        ),
+        ((after_seconds(RUN_EXISTS),), FAILED, "DeadlineExceeded", "in 5m run train-1 accepted no order"),
+        ((RUN_EXISTS, after_seconds(RUN_EXISTS)), ORDERED, "Ordered", "ordered to save"),
+        (
+            (RUN_EXISTS, after_seconds(RUN_EXISTS, 300 + RESULT_GRACE_S)),
             FAILED,
             "DeadlineExceeded",
             "no sidecar of the run reported",
         ),
-        ((THERE, late(replace(THERE, save_result=COMMITTED), 310)), COMPLETED, "Saved", "saved at step 120"),
-        ((THERE, over(Outcome.EXPIRED)), FAILED, "DeadlineExceeded", "nothing was saved in 5m"),
-        ((THERE, over(Outcome.FAILED, "Full: no room")), FAILED, "SaveFailed", "failed: Full: no room"),
-        ((THERE, over(Outcome.UNKNOWN)), FAILED, "SaveFailed", "the sidecar gave no reason"),
-        ((replace(THERE, finished="Completed"),), FAILED, "RunFinished", "finished (Completed)"),
-        ((THERE, replace(THERE, finished="Failed")), FAILED, "RunFinished", "finished (Failed)"),
-        ((THERE, replace(THERE, finished="Failed", save_result=COMMITTED)), COMPLETED, "Saved", "step 120"),
-        ((THERE, NONE), FAILED, "RunGone", "run train-1 is gone"),
-        ((replace(THERE, per_pod=True),), FAILED, "RunPerPod", "each pod of train-1 trains its own run"),
+        (
+            (RUN_EXISTS, after_seconds(replace(RUN_EXISTS, save_result=COMMITTED), 310)),
+            COMPLETED,
+            "Saved",
+            "saved at step 120",
+        ),
+        ((RUN_EXISTS, save_ended(Outcome.EXPIRED)), FAILED, "DeadlineExceeded", "nothing was saved in 5m"),
+        (
+            (RUN_EXISTS, save_ended(Outcome.FAILED, "Full: no room")),
+            FAILED,
+            "SaveFailed",
+            "failed: Full: no room",
+        ),
+        ((RUN_EXISTS, save_ended(Outcome.UNKNOWN)), FAILED, "SaveFailed", "the sidecar gave no reason"),
+        ((replace(RUN_EXISTS, finished="Completed"),), FAILED, "RunFinished", "finished (Completed)"),
+        ((RUN_EXISTS, replace(RUN_EXISTS, finished="Failed")), FAILED, "RunFinished", "finished (Failed)"),
+        (
+            (RUN_EXISTS, replace(RUN_EXISTS, finished="Failed", save_result=COMMITTED)),
+            COMPLETED,
+            "Saved",
+            "step 120",
+        ),
+        ((RUN_EXISTS, NONE), FAILED, "RunGone", "run train-1 is gone"),
+        (
+            (replace(RUN_EXISTS, per_pod=True),),
+            FAILED,
+            "RunPerPod",
+            "each pod of train-1 trains its own run",
+        ),
     ],
 )
-def test_what_follows_from_what_is_known(
+def test_request_transitions(
     facts: tuple[RequestFacts, ...], phase: requests.RequestPhase, reason: str, message: str
 ) -> None:
     found = after(*facts)
@@ -93,7 +118,7 @@ HAPPENS = ("begin", "finish", "vanish", "save", "fail", "hear", "write", "restar
 
 
 @given(st.lists(st.sampled_from(HAPPENS), max_size=30))
-def test_any_order_of_events_ends_once_and_truly(happens: list[str]) -> None:
+def test_any_event_order_ends_once_with_the_true_outcome(happens: list[str]) -> None:
     """The run may begin late, end or go; reports and writes may be lost; the controller may begin anew at any time."""
     found, written = after(), document()
     facts = NONE
@@ -123,5 +148,5 @@ def test_any_order_of_events_ends_once_and_truly(happens: list[str]) -> None:
         assert requests.request_of(document(requests.status(found))) == found, "the status says all of it"
         heard_in_time = facts.save_result is COMMITTED and before.phase is ORDERED
         assert found.phase is COMPLETED or not heard_in_time
-    end = late(facts, 300 + RESULT_GRACE_S)
+    end = after_seconds(facts, 300 + RESULT_GRACE_S)
     assert not requests.reconcile(found, end).open, "it ends at its deadline by itself"

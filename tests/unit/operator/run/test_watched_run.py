@@ -28,17 +28,17 @@ from tests.unit.operator.run.observed import (
     NOW_S,
     RUN,
     TRAIN,
-    again,
+    apply_report,
     by_type,
     ended,
     job,
-    judged,
     pod,
-    reasons,
+    reconciled,
+    reloaded,
     report,
+    report_reasons,
     restarted,
     seen,
-    told,
     training,
 )
 
@@ -62,127 +62,131 @@ def test_a_late_report_changes_nothing() -> None:
         report(sequence=5000, process="old", started_at_s=40.0, phase=At.WAITING),
     ):
         assert report_change.with_report(run, late, NOW_S + 1) == (run, ())
-    assert told(run, report(sequence=1, process="newer", started_at_s=60.0, phase=At.WAITING)) != run
+    assert apply_report(run, report(sequence=1, process="newer", started_at_s=60.0, phase=At.WAITING)) != run
 
 
 @pytest.mark.parametrize("kind", [K.FENCED, K.TRACKING_FAULT, K.FELL_BACK])
-def test_what_only_an_incident_tells_stays_until_it_is_over_and_survives_the_controller(
+def test_incident_condition_lasts_until_resolved_across_controllers(
     kind: IncidentKind,
 ) -> None:
     incident, type_ = Incident(id=1, kind=kind, message="as it is", count=3), report_change.event_reason(kind)
-    run, events = reasons(training(), report(incidents=[incident]))
+    run, events = report_reasons(training(), report(incidents=[incident]))
     assert events == [type_]
-    for each in (run, judged(again(run))):
+    for each in (run, reconciled(reloaded(run))):
         assert "as it is (3 times)" in by_type(each)[type_].message
         assert is_true(each, type_)
     restored = Incident(id=2, kind=K.RESTORED, attempt=2)
-    over = told(run, report(attempt=2, incidents=[incident, restored]))
+    over = apply_report(run, report(attempt=2, incidents=[incident, restored]))
     assert not is_true(over, type_), "told again, as its Event is not recorded yet, it is no new one"
 
 
-def test_a_restore_that_fell_back_is_a_trouble_until_the_next_restore() -> None:
+def test_restore_fallback_is_a_problem_until_the_next_restore() -> None:
     said = [Incident(id=1, kind=K.FELL_BACK, attempt=2), Incident(id=2, kind=K.RESTORED, attempt=2)]
-    run = told(training(), report(attempt=2, incidents=said))
+    run = apply_report(training(), report(attempt=2, incidents=said))
     assert is_true(run, "FellBack")
     later = [Incident(id=3, kind=K.RESTORED, attempt=3)]
-    assert not is_true(told(run, report(attempt=3, incidents=later)), "FellBack")
+    assert not is_true(apply_report(run, report(attempt=3, incidents=later)), "FellBack")
 
 
-def test_the_first_report_of_a_part_after_a_controller_s_start_clears_nothing() -> None:
+def test_first_report_after_controller_start_clears_no_condition() -> None:
     run = watched_run.with_job(Run(workload=TRAIN), job(), NOW_S)
     said: dict[str, Any] = {"run": f"{RUN}-1", "attempt": 3, "seq": 2}
-    run = told(seen(run, pod(index="1")), report(**said, incidents=[Incident(id=1, kind=K.FENCED)]))
-    run = told(restarted(run), report(**said))
+    run = apply_report(seen(run, pod(index="1")), report(**said, incidents=[Incident(id=1, kind=K.FENCED)]))
+    run = apply_report(restarted(run), report(**said))
     assert is_true(run, "Fenced")
-    assert not is_true(told(run, report(**said | {"attempt": 4})), "Fenced")
+    assert not is_true(apply_report(run, report(**said | {"attempt": 4})), "Fenced")
 
 
-def test_the_fencing_of_a_trainer_that_was_replaced_is_told_and_no_trouble() -> None:
+def test_fencing_of_a_replaced_trainer_is_an_event_but_no_problem() -> None:
     """A node comes back with its old pod, whose attempt is over. Attempts of two parts are not compared."""
-    run = told(seen(training(), pod(uid="p-2")), report("p-2", seq=1, attempt=2))
-    run, events = reasons(run, report(ranks=(), incidents=[Incident(id=1, kind=K.FENCED)]))
+    run = apply_report(seen(training(), pod(uid="p-2")), report("p-2", seq=1, attempt=2))
+    run, events = report_reasons(run, report(ranks=(), incidents=[Incident(id=1, kind=K.FENCED)]))
     assert (events, is_true(run, "Fenced")) == (["Fenced"], False)
     run = watched_run.with_job(Run(workload=TRAIN), job(), NOW_S)
     for n, attempt in ((0, 5), (1, 1)):
-        run = told(
+        run = apply_report(
             seen(run, pod(uid=f"p-{n}", index=str(n))), report(f"p-{n}", run=f"{RUN}-{n}", attempt=attempt)
         )
-    run = told(run, report("p-1", run=f"{RUN}-1", incidents=[Incident(id=1, kind=K.FENCED)]))
+    run = apply_report(run, report("p-1", run=f"{RUN}-1", incidents=[Incident(id=1, kind=K.FENCED)]))
     assert is_true(run, "Fenced")
-    assert not is_true(told(run, report("p-1", run=f"{RUN}-1", seq=2)), "Fenced"), "it commits again"
+    assert not is_true(apply_report(run, report("p-1", run=f"{RUN}-1", seq=2)), "Fenced"), "it commits again"
 
 
-def test_a_workload_that_another_one_displaced_stays_fenced_until_it_trains_again() -> None:
+def test_displaced_workload_stays_fenced_until_it_trains_again() -> None:
     """Its trainer has ended (no attempt is open) and its sidecar sees the other workload's commits go on."""
     incident = Incident(id=1, kind=K.FENCED, cause="taken_over")
     theirs: dict[str, Any] = {"attempt": 0, "openings": 1}
-    run = told(training(), report(newest=pb.Commit(seq=5, attempt=4), incidents=[incident], **theirs))
+    run = apply_report(training(), report(newest=pb.Commit(seq=5, attempt=4), incidents=[incident], **theirs))
     assert is_true(run, "Fenced")
-    run = told(run, report(newest=pb.Commit(seq=8, attempt=4), **theirs))
+    run = apply_report(run, report(newest=pb.Commit(seq=8, attempt=4), **theirs))
     assert is_true(run, "Fenced")
-    assert not is_true(told(run, report(attempt=9)), "Fenced"), "taken back"
+    assert not is_true(apply_report(run, report(attempt=9)), "Fenced"), "taken back"
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_trainer_that_left_had_trained_as_far_as_it_committed() -> None:
+def test_exited_trainer_had_trained_up_to_its_commit() -> None:
     """Its last save may end between two reports: the sidecar's last word then holds the commit, and no rank."""
     left: dict[str, Any] = {"phase": At.CLOSED, "attempt": 0, "ranks": (), "openings": 1}
-    run = told(training(step=2749), report(newest=pb.Commit(seq=2, attempt=1, step=3000), **left))
+    run = apply_report(training(step=2749), report(newest=pb.Commit(seq=2, attempt=1, step=3000), **left))
     assert (run.progress.step, run.progress.last_step) == (3000, 3000)
-    run = told(run, report(newest=pb.Commit(seq=3, attempt=4, step=9000), **left))  # of another workload
+    run = apply_report(
+        run, report(newest=pb.Commit(seq=3, attempt=4, step=9000), **left)
+    )  # of another workload
     assert run.progress.step == 3000
     older = pb.Commit(seq=5, attempt=1, step=3000)  # another attempt began at an older checkpoint
-    run = told(training(step=3001), report(newest=older, step=2100, attempt=2))
-    assert told(run, report(newest=older, ranks=(), attempt=0)).progress.step == 2100
+    run = apply_report(training(step=3001), report(newest=older, step=2100, attempt=2))
+    assert apply_report(run, report(newest=older, ranks=(), attempt=0)).progress.step == 2100
 
 
-def test_after_a_rewind_the_older_commit_counts_by_the_word_of_the_attempt_that_resumed_it() -> None:
+def test_older_commit_counts_after_a_rewind() -> None:
     run = training(seq=9)
-    assert told(run, report(seq=5)).progress.last_seq == 9
-    run = told(run, report(seq=5, attempt=2), NOW_S + 5)
+    assert apply_report(run, report(seq=5)).progress.last_seq == 9
+    run = apply_report(run, report(seq=5, attempt=2), NOW_S + 5)
     assert (run.progress.last_seq, run.progress.last_commit_at_s) == (5, NOW_S)
 
 
-def test_pods_that_are_runs_of_their_own_show_the_slowest_step_and_the_oldest_newest_checkpoint() -> None:
+def test_independent_pods_show_slowest_step_and_oldest_checkpoint() -> None:
     run = watched_run.with_job(Run(workload=TRAIN), job(), NOW_S)
     for n, (step, age_s) in enumerate(((3000, 0.0), (1500, 50.0))):
         run = seen(run, pod(uid=f"p-{n}", index=str(n)))
-        run = told(run, report(f"p-{n}", run=f"{RUN}-{n}", step=step, seq=n + 1, age_s=age_s))
+        run = apply_report(run, report(f"p-{n}", run=f"{RUN}-{n}", step=step, seq=n + 1, age_s=age_s))
     progress = run.progress
     assert (progress.step, progress.last_seq, progress.last_commit_at_s) == (1500, 2, NOW_S - 50)
 
 
 @pytest.mark.parametrize("skew_s", [-86400.0, 0.0, 86400.0])
-def test_a_skewed_clock_neither_hides_nor_raises_that_a_checkpoint_is_stale(skew_s: float) -> None:
+def test_clock_skew_does_not_affect_staleness(skew_s: float) -> None:
     """The controller's own clock counts from the moment at which a commit's number is seen to rise."""
 
     def stale(run: Run, seq: int, at_s: float) -> bool:
-        return is_true(told(run, report(seq=seq, age_s=max(skew_s, 0)), at_s), "Stale")
+        return is_true(apply_report(run, report(seq=seq, age_s=max(skew_s, 0)), at_s), "Stale")
 
     run = training(seq=0)
     for n in range(1, 4):
-        run = told(run, report(seq=n, age_s=max(skew_s, 0.0)), NOW_S + 60 * n)
+        run = apply_report(run, report(seq=n, age_s=max(skew_s, 0.0)), NOW_S + 60 * n)
         assert (is_true(run, "Stale"), run.progress.last_commit_at_s) == (False, NOW_S + 60 * n)
     for each in (run, restarted(run, NOW_S + 180)):
         assert [stale(each, 3, NOW_S + 180 + after_s) for after_s in (179, 181)] == [False, True]
         assert not stale(each, 4, NOW_S + 180 + 181)
 
 
-def test_a_commit_of_before_is_as_old_as_it_says() -> None:
+def test_commit_of_an_earlier_run_keeps_its_age() -> None:
     """With `run-id` the first thing that is heard of a run may be the commit of another Job, a week ago."""
     run = seen(watched_run.with_job(Run(workload=TRAIN), job(), NOW_S))
-    run = told(run, report(run=""))
-    assert told(run, report(seq=7, age_s=604800.0)).progress.last_commit_at_s == NOW_S - 604800
+    run = apply_report(run, report(run=""))
+    assert apply_report(run, report(seq=7, age_s=604800.0)).progress.last_commit_at_s == NOW_S - 604800
 
 
-def test_the_newest_checkpoints_are_listed_and_keep_the_time_that_was_told_first() -> None:
+def test_newest_checkpoints_keep_their_first_reported_time() -> None:
     def kept(*checkpoints: tuple[int, float]) -> tuple[KeptCheckpoint, ...]:
         return tuple(KeptCheckpoint(seq=seq, step=seq * 10, age_s=age_s) for seq, age_s in checkpoints)
 
     run = training(seq=5, checkpoints=kept((3, 200.0), (5, 0.0)), checkpoint_count=2)
-    run = told(restarted(run), report(seq=7, checkpoints=kept((3, 260.9), (5, 61.2), (7, 1.0))), NOW_S + 60)
+    run = apply_report(
+        restarted(run), report(seq=7, checkpoints=kept((3, 260.9), (5, 61.2), (7, 1.0))), NOW_S + 60
+    )
     listed = run_record.status(run, NOW_S + 60)["newestCheckpoints"]
     assert [(each["seq"], seconds_of(each["time"]) - NOW_S) for each in listed] == [
         (7, 60),
@@ -191,10 +195,10 @@ def test_the_newest_checkpoints_are_listed_and_keep_the_time_that_was_told_first
     ]
 
 
-def test_a_sidecar_may_call_its_run_anything_and_is_of_no_other_part() -> None:
+def test_run_name_of_a_sidecar_does_not_change_its_part() -> None:
     run = training()
     for n in range(9):
-        run = told(run, report(run=f"team/x-{n}"))
+        run = apply_report(run, report(run=f"team/x-{n}"))
     assert set(run.parts) == {""}
 
 
@@ -210,49 +214,49 @@ def test_a_sidecar_may_call_its_run_anything_and_is_of_no_other_part() -> None:
         ({"save_blocked": "ranks differ (rank 3)"}, "Stale"),
     ],
 )
-def test_what_reports_say_degrades_the_run_until_they_say_otherwise(said: dict[str, Any], type_: str) -> None:
-    run = told(training(), report(seq=1, **said))
+def test_reported_problem_degrades_the_run_until_resolved(said: dict[str, Any], type_: str) -> None:
+    run = apply_report(training(), report(seq=1, **said))
     assert (run.phase, is_true(run, type_), is_true(run, "Ready")) == (Phase.DEGRADED, True, False)
     unheard, run_events = reconcile.reconcile(restarted(run), NODES, NOW_S)
     assert (unheard.phase, is_true(unheard, type_), run_events) == (Phase.DEGRADED, True, ())
-    run = told(run, report(seq=1))
+    run = apply_report(run, report(seq=1))
     assert (run.phase, is_true(run, type_), is_true(run, "Ready")) == (Phase.TRAINING, False, True)
 
 
-def test_time_alone_makes_a_checkpoint_stale_and_says_so_once() -> None:
-    run, run_events = reconcile.reconcile(told(training(), report(seq=1), NOW_S + 100), NODES, NOW_S + 179)
+def test_checkpoint_becomes_stale_by_time_and_is_reported_once() -> None:
+    run, run_events = reconcile.reconcile(
+        apply_report(training(), report(seq=1), NOW_S + 100), NODES, NOW_S + 179
+    )
     assert not run_events
     run, run_events = reconcile.reconcile(run, NODES, NOW_S + 181)
     assert ([each.reason for each in run_events], run.phase) == (["CheckpointStale"], Phase.DEGRADED)
     for each in (run, restarted(run, NOW_S + 185)):  # nor by a new controller, which hears nobody yet
         anew, run_events = reconcile.reconcile(each, NODES, NOW_S + 190)
-        later, heard = reasons(anew, report(seq=1), NOW_S + 191)
-        assert (run_events, heard, is_true(later, "Stale")) == ((), [], True)
-    assert not is_true(told(run, report(seq=2), NOW_S + 192), "Stale")
+        later, event_reasons = report_reasons(anew, report(seq=1), NOW_S + 191)
+        assert (run_events, event_reasons, is_true(later, "Stale")) == ((), [], True)
+    assert not is_true(apply_report(run, report(seq=2), NOW_S + 192), "Stale")
 
 
 @pytest.mark.parametrize(("every_s", "limit_s"), [(300.0, 910.0), (5.0, reconcile.MIN_STALE_S), (0.0, 1e9)])
-def test_a_checkpoint_is_stale_after_three_intervals_but_never_soon_and_never_without_a_timer(
-    every_s: float, limit_s: float
-) -> None:
+def test_checkpoint_is_stale_after_three_intervals_with_a_minimum(every_s: float, limit_s: float) -> None:
     said: dict[str, Any] = {
         "policy": pb.Policy(every_s=every_s, encoding="q8"),
         "newest": pb.Commit(seq=1, attempt=1, durable_s=10.0),
     }
     run = training(**said)
     for after_s, stale in ((limit_s - 1, False), (limit_s + 1, every_s > 0)):
-        assert is_true(told(run, report(**said), NOW_S + after_s), "Stale") == stale
+        assert is_true(apply_report(run, report(**said), NOW_S + after_s), "Stale") == stale
 
 
-def test_a_run_whose_sidecars_are_not_heard_keeps_its_phase_and_is_not_called_stale() -> None:
+def test_run_with_silent_sidecars_keeps_its_phase_and_is_not_stale() -> None:
     for each in (training(), restarted(training())):
-        assert is_true(judged(each, NOW_S + 1), "Ready"), "no controller's start changes it"
-        run = judged(judged(each, NOW_S + 1), NOW_S + 3600)
+        assert is_true(reconciled(each, NOW_S + 1), "Ready"), "no controller's start changes it"
+        run = reconciled(reconciled(each, NOW_S + 1), NOW_S + 3600)
         assert (run.phase, by_type(run)["Ready"].status) == (Phase.TRAINING, "Unknown")
         assert not is_true(run, "Stale")
 
 
-def test_a_pod_on_a_lost_node_trains_only_if_it_is_heard_after_the_node_was_lost() -> None:
+def test_pod_on_a_lost_node_trains_only_if_it_reports_later() -> None:
     """Before anybody evicts it. What it said before says nothing; if it goes on, only the kubelet is gone."""
     run = training()
     assert reconcile.reconcile(run, LOST, NOW_S + 2)[0].phase is Phase.RECOVERING
@@ -261,7 +265,7 @@ def test_a_pod_on_a_lost_node_trains_only_if_it_is_heard_after_the_node_was_lost
 
 
 @pytest.mark.parametrize("stuck", [True, False])
-def test_a_pod_that_cannot_end_on_a_lost_node_is_named_with_both_remedies(stuck: bool) -> None:
+def test_pod_stuck_on_a_lost_node_is_reported_with_remedies(stuck: bool) -> None:
     run = watched_run.with_job(training(), job(replaces_lost=not stuck), NOW_S)
     run = seen(run, pod(terminating_at_s=NOW_S), node_ready=False)
     assert not is_true(reconcile.reconcile(run, LOST, NOW_S + 5)[0], "StuckOnLostNode")
@@ -270,7 +274,7 @@ def test_a_pod_that_cannot_end_on_a_lost_node_is_named_with_both_remedies(stuck:
     assert [each.reason for each in run_events] == (["StuckOnLostNode"] if stuck else [])
     for remedy in ("kubectl delete node node-a", "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"):
         assert not stuck or remedy in run_events[0].message
-    assert not is_true(judged(run, NOW_S + 20), "StuckOnLostNode")
+    assert not is_true(reconciled(run, NOW_S + 20), "StuckOnLostNode")
 
 
 DECIDED = Decision(subject="interval", goal="auto", value="3 min", would="3 min", why="a save costs 0.5 s")
@@ -280,7 +284,7 @@ def decided(**changes: str) -> tuple[Decision, ...]:
     return (Decision(**{field.name: value for field, value in DECIDED.ListFields()} | changes),)
 
 
-def test_a_decision_is_shown_and_told_when_it_changes() -> None:
+def test_changed_decision_is_shown_and_reported() -> None:
     run = training(decisions=(DECIDED,))
     assert run.progress.decisions == (DECIDED,)
     later = decided(value="5 min", why="a save costs 1.5 s")
@@ -290,16 +294,16 @@ def test_a_decision_is_shown_and_told_when_it_changes() -> None:
         ("IntervalChanged", "interval: 3 min -> 5 min; a save costs 1.5 s", False)
     ]
     for unchanged in (decided(value="5 min", would="9 min"), ()):  # a pod that begins has decided nothing yet
-        run, events = reasons(run, report(decisions=unchanged))
+        run, events = report_reasons(run, report(decisions=unchanged))
         assert not events
     assert run.progress.decisions[0].would == "9 min"
 
 
-def test_a_goal_that_cannot_be_had_is_a_condition_and_an_event_while_it_cannot() -> None:
-    run, events = reasons(training(), report(seq=1, decisions=decided(unreachable="cannot be had")))
+def test_unreachable_goal_is_a_condition_and_an_event() -> None:
+    run, events = report_reasons(training(), report(seq=1, decisions=decided(unreachable="cannot be had")))
     assert (events, run.phase) == (["GoalUnreachable"], Phase.TRAINING)
     assert is_true(run, "GoalUnreachable")
-    assert not is_true(told(run, report(seq=1, decisions=decided())), "GoalUnreachable")
+    assert not is_true(apply_report(run, report(seq=1, decisions=decided())), "GoalUnreachable")
 
 
 def test_a_crash_loop_is_a_condition_until_something_is_committed() -> None:
@@ -310,20 +314,20 @@ def test_a_crash_loop_is_a_condition_until_something_is_committed() -> None:
     run, run_events = reconcile.reconcile(run, NODES, NOW_S + 1)
     assert [each.reason for each in run_events] == ["CrashLooping"]
     assert "container trainer ended with exit code 1, 3 times" in run_events[0].message
-    run = judged(restarted(run), NOW_S + 2)
+    run = reconciled(restarted(run), NOW_S + 2)
     assert is_true(run, "CrashLooping"), "a new controller knows it"
-    assert not is_true(told(run, report(seq=2, attempt=2), NOW_S + 3), "CrashLooping")
+    assert not is_true(apply_report(run, report(seq=2, attempt=2), NOW_S + 3), "CrashLooping")
 
 
 # -- the workload's end ------------------------------------------------------------------------------------------------
 
 
-def test_a_jobset_is_finished_by_all_its_jobs_and_a_failed_one_may_come_again() -> None:
+def test_jobset_finishes_with_all_its_jobs_and_may_restart() -> None:
     workload = Workload(namespace="team", kind="JobSet", name="set", uid="s-1")
 
     def finished(at_s: float = NOW_S, **changes: Any) -> str:
         jobs = job(uid="j-1", outcome="Completed", ended_at_s=NOW_S), job(uid="j-2", **changes)
-        return judged(Run(workload=workload, jobs={each.uid: each for each in jobs}), at_s).finished
+        return reconciled(Run(workload=workload, jobs={each.uid: each for each in jobs}), at_s).finished
 
     failed: dict[str, Any] = {"outcome": "Failed", "ended_at_s": NOW_S}
     assert [finished(), finished(NOW_S + 1, **failed)] == ["", ""]
@@ -331,17 +335,17 @@ def test_a_jobset_is_finished_by_all_its_jobs_and_a_failed_one_may_come_again() 
     assert finished(outcome="Completed", ended_at_s=NOW_S) == "Completed"
 
 
-def test_a_statefulset_is_over_long_after_its_last_pod_and_begins_anew_with_the_next() -> None:
+def test_statefulset_ends_long_after_its_last_pod_and_may_restart() -> None:
     workload = Workload(namespace="team", kind="StatefulSet", name="set", uid="s-1")
     run = seen(Run(workload=workload), pod(workload=workload, job_uid=""))
     run = watched_run.without_pod(run, "p-1", node_ready=True, now_s=NOW_S)
-    assert not judged(run, NOW_S + 60).finished
-    run = judged(run, NOW_S + ABSENT_S)
+    assert not reconciled(run, NOW_S + 60).finished
+    run = reconciled(run, NOW_S + ABSENT_S)
     assert run.finished == "Deleted"
-    assert not judged(seen(run, pod(uid="p-2", workload=workload, job_uid="")), NOW_S + 5000).finished
+    assert not reconciled(seen(run, pod(uid="p-2", workload=workload, job_uid="")), NOW_S + 5000).finished
 
 
-def test_a_pytorch_job_is_finished_once_all_its_pods_that_are_there_succeeded() -> None:
+def test_pytorch_job_finishes_when_all_existing_pods_succeeded() -> None:
     """A pod that failed may be made anew, which its operator knows; workers may be cleaned away before the master."""
     workload = Workload(
         namespace="team", kind="PyTorchJob", name="r", uid="s-1", api_version="kubeflow.org/v1"
@@ -349,13 +353,13 @@ def test_a_pytorch_job_is_finished_once_all_its_pods_that_are_there_succeeded() 
 
     def ended_as(*phases: str) -> str:
         pods = (pod(uid=f"p-{n}", workload=workload, job_uid="", phase=each) for n, each in enumerate(phases))
-        return judged(seen(Run(workload=workload), *pods)).finished
+        return reconciled(seen(Run(workload=workload), *pods)).finished
 
     assert [ended_as("Succeeded", "Running"), ended_as("Failed")] == ["", ""]
     assert [ended_as("Succeeded", "Succeeded"), ended_as("Succeeded")] == ["Completed", "Completed"]
 
 
-def test_a_jobs_own_annotations_count_over_its_pods() -> None:
+def test_job_annotations_override_pod_annotations() -> None:
     run = seen(Run(workload=TRAIN), pod(requested=RequestedSettings(policy="fast")))
     assert run.requested.policy == "fast"
     requested = RequestedSettings(policy="fast", run_id="ctr", overrides=(("deltashard.io/interval", "9s"),))
@@ -366,25 +370,25 @@ def test_a_jobs_own_annotations_count_over_its_pods() -> None:
     assert (run.requested, run.run_id) == (requested, "ctr")
 
 
-def test_training_time_is_the_time_in_phases_that_train() -> None:
-    run = seen(judged(training(), NOW_S + 50), pod(phase="Failed", ending=ended(1)))
-    run = judged(run, NOW_S + 60)
+def test_training_time_counts_training_phases() -> None:
+    run = seen(reconciled(training(), NOW_S + 50), pod(phase="Failed", ending=ended(1)))
+    run = reconciled(run, NOW_S + 60)
     assert run.phase is Phase.RECOVERING
-    assert judged(run, NOW_S + 600).trained_s == 50.0
+    assert reconciled(run, NOW_S + 600).trained_s == 50.0
 
 
 # -- the API's document ------------------------------------------------------------------------------------------------
 
 
-def test_every_field_of_a_status_is_read_back() -> None:
+def test_every_status_field_round_trips() -> None:
     run = full_run()
     status = run_record.status(run, NOW_S + 50)
-    found = again(run, NOW_S + 50)
+    found = reloaded(run, NOW_S + 50)
     assert found.ledger == run.ledger
     assert run_record.status(replace(found, pods=run.pods), NOW_S + 50) == status
 
 
-def test_names_and_labels_that_would_be_too_long_are_cut_and_stay_apart() -> None:
+def test_long_names_and_labels_are_truncated_and_stay_unique() -> None:
     assert Run(workload=replace(TRAIN, uid="0b4f3c1e-aaaa")).name == "train-0b4f3c1e"
     long = Run(workload=replace(TRAIN, name="x" * 60 + ".y", uid="0b4f3c1e-aaaa")).name
     assert (len(long), long[-9:]) == (MAX_NAME, "-0b4f3c1e")

@@ -24,7 +24,7 @@ TABLES = (
 )
 
 
-def test_a_batch_is_laid_out_as_the_contract_says() -> None:
+def test_batch_layout_matches_the_contract() -> None:
     """ids, weights, fields, each at a multiple of 64, read back as views."""
     batch = rows_of(pb.RowBatch(offset=64, rows=3, col_start=2, col_stop=6), TABLES, WHOLE, BLOCK)
     assert (batch.offsets, batch.length) == ((0, 64, 128, 192), 256)
@@ -42,7 +42,7 @@ def test_a_batch_is_laid_out_as_the_contract_says() -> None:
     assert np.shares_memory(block.weights, np.frombuffer(data, np.uint8))
 
 
-def test_only_rows_that_changed_are_sent_again() -> None:
+def test_only_changed_rows_are_sent_again() -> None:
     """What they say reaches the index, where others are refused."""
     place = {"rows": 1, "col_start": 0, "col_stop": 8}
     batch = rows_of(pb.RowBatch(fresh=True, again=True, **place), TABLES, WHOLE, BLOCK)
@@ -62,7 +62,7 @@ SHARDS = (
     ("row_start", "rows", "columns"),
     [(90, 20, (0, 4)), (100, 1, (0, 4)), (0, 600, (0, 4)), (0, 1, (4, 8)), (0, 1, (2, 6))],
 )
-def test_rows_and_columns_outside_of_the_trainers_boxes_are_refused(
+def test_rows_and_columns_outside_the_boxes_are_refused(
     row_start: int, rows: int, columns: tuple[int, int]
 ) -> None:
     place = {"rows": rows, "col_start": columns[0], "col_stop": columns[1]}
@@ -70,7 +70,7 @@ def test_rows_and_columns_outside_of_the_trainers_boxes_are_refused(
         rows_of(pb.RowBatch(contiguous=True, row_start=row_start, **place), TABLES, SHARDS, BLOCK)
 
 
-def test_listed_rows_outside_of_the_trainers_boxes_are_refused() -> None:
+def test_listed_rows_outside_the_boxes_are_refused() -> None:
     """By their first and last id, which one box must hold."""
     batch = rows_of(pb.RowBatch(rows=2, col_start=0, col_stop=4), TABLES, SHARDS, BLOCK)
     data = bytearray(batch.length)
@@ -91,7 +91,7 @@ def test_listed_rows_outside_of_the_trainers_boxes_are_refused() -> None:
     col_stop=st.integers(0, 2**64 - 1) | st.integers(0, 9),
     contiguous=st.booleans(),
 )
-def test_no_descriptor_reaches_outside(
+def test_descriptors_stay_within_block_and_table(
     table: int, rows: int, row_start: int, offset: int, col_start: int, col_stop: int, contiguous: bool
 ) -> None:
     """Whatever the numbers: refused, or wholly inside block and table."""
@@ -123,7 +123,7 @@ def test_no_descriptor_reaches_outside(
         {"length": 0},
     ],
 )
-def test_bad_chunks_are_refused(chunk: dict[str, object]) -> None:
+def test_invalid_chunks_are_refused(chunk: dict[str, object]) -> None:
     """A blob's pieces lie in their block and in their blob."""
     good = {"name": "meta", "offset": 0, "length": 100, "blob_offset": 0, "blob_bytes": 100}
     check_blob(pb.BlobChunk(**good), BLOCK)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ def ledger(total: int = 8, *ranks: int) -> BlockLedger:
     return made
 
 
-def test_two_ranks_share_fairly_and_cannot_starve_each_other() -> None:
+def test_two_ranks_get_fair_shares() -> None:
     """Each gets half of what is not reserved; a serving rank leaves the other's reserve."""
     blocks = ledger(12, 0, 1)
     assert len(blocks.grant(0)) == 4
@@ -54,7 +54,7 @@ def test_only_granted_blocks_may_be_handed_over() -> None:
         blocks.closed(a)
 
 
-def test_nothing_is_given_out_under_embargo() -> None:
+def test_no_block_is_granted_during_the_embargo() -> None:
     """After a restart no block is safe until the old writers are known to be gone."""
     blocks = ledger()
     blocks.embargo.add(0)

@@ -19,7 +19,7 @@ def measured(cost_s: float, *, world_size: int = 1) -> Measurements:
     return Measurements(opening=opening, profile=Profile(save=save, durable=save, step_s=0.5))
 
 
-def test_a_goal_of_pls_holds_from_the_first_attempt_on() -> None:
+def test_pls_goal_applies_from_the_first_attempt() -> None:
     """Partial recovery is what the trainer says it is: no restart is needed to see it."""
     known, policy = measured(0.1, world_size=4), pb.Policy(goal="pls=0.0001")
     assert "needs partial recovery" in decide(known, policy).decision.unreachable
@@ -28,7 +28,7 @@ def test_a_goal_of_pls_holds_from_the_first_attempt_on() -> None:
     assert decide(known, policy).decision.unreachable == ""
 
 
-def test_another_goal_or_bound_holds_at_once_and_its_cost_is_measured_from_the_start() -> None:
+def test_new_goal_applies_at_once_and_restarts_measurement() -> None:
     """The choice is made again from what is known; until it was measured a save costs what the choice was made for."""
     known, causes, found = measured(0.5), [], []
     for policy in (

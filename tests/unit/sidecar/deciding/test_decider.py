@@ -40,7 +40,7 @@ def log_of(
     return RunState(run="r", checkpoints={newest.seq: newest})
 
 
-class Life:
+class DeciderLife:
     """A trainer and its sidecar's decider: steps of a fixed time, saves that stall and slow."""
 
     def __init__(self, *, step_s: float = 0.5, seed: int = 0, **said: object) -> None:
@@ -71,19 +71,19 @@ class Life:
         self.decider.opened(opening, state)
         return self.decision.evidence.partition("; ")[2]
 
-    def look(self, step: int | None = None, at_s: float | None = None) -> None:
+    def observe(self, step: int | None = None, at_s: float | None = None) -> None:
         self.decider.observe(
             Reading(self.step if step is None else step, self.now_s if at_s is None else at_s)
         )
 
-    def train(self, seconds: float, *, looks: int = 4) -> None:
-        until_s, pause_s = self.now_s + seconds, seconds / looks
+    def train(self, seconds: float, *, observations: int = 4) -> None:
+        until_s, pause_s = self.now_s + seconds, seconds / observations
         look_s = self.now_s + pause_s
         while self.now_s < until_s:
             count = max(1, int((min(look_s, until_s) - self.now_s) / self.step_s))
             self.step, self.now_s = self.step + count, self.now_s + count * self.step_s
             look_s += pause_s
-            self.look()
+            self.observe()
 
     def save(
         self, *, stall_s: float, slowdown_s: float = 0.0, durable_s: float = 1.0, timed: bool = True
@@ -96,25 +96,25 @@ class Life:
         inside = int((durable_s - stall_s - slowdown_s) / self.step_s)
         self.now_s += stall_s + slowdown_s + inside * self.step_s
         self.step += inside
-        self.look()
+        self.observe()
         at_s, self.now_s = self.now_s, max(ended_s, self.now_s)
         self.decider.save_ended(self.cut, Cost(stall_s=stall_s, slowdown_s=0.0, durable_s=durable_s))
-        self.look(at_s=at_s)
+        self.observe(at_s=at_s)
         self.now_s = at_s + self.step_s
         self.step += 1
-        self.look()
+        self.observe()
 
     def saves(self, count: int, cost_s: Callable[[], float] = lambda: 0.1, durable_s: float = 1.0) -> None:
         """So many saves at the interval in force, each costing this."""
         for _ in range(count):
-            self.train(self.every_s, looks=2)
+            self.train(self.every_s, observations=2)
             drawn = cost_s()
             self.save(stall_s=drawn / 2, slowdown_s=drawn / 2, durable_s=max(durable_s, drawn))
 
     def text(self, *, closing: bool = False) -> str:
         return self.decider.text(closing=closing) or ""
 
-    def govern(self, **said: object) -> None:
+    def set_policy_fields(self, **said: object) -> None:
         self.policy = changed(self.policy, **said)
         self.decider.set_policy(self.policy)
 
@@ -143,15 +143,15 @@ class Life:
 
 def chosen(**said: object) -> str:
     """The record of a life that has measured enough saves for a choice, in a commit."""
-    life = Life(**said)
+    life = DeciderLife(**said)
     life.open()
     life.saves(MIN_SAVES)
     return life.text()
 
 
-def test_without_a_goal_the_timers_hold_and_what_auto_would_choose_is_shown() -> None:
+def test_without_a_goal_timers_apply_and_auto_choice_is_shown() -> None:
     """Nothing is chosen or written; what saves cost is measured all the same. Before an attempt nothing is known."""
-    life = Life(every_s=7.0, every_steps=9, goal="fixed")
+    life = DeciderLife(every_s=7.0, every_steps=9, goal="fixed")
     assert (life.decider.apply_to(life.policy), life.decider.measured(), life.text()) == (
         life.policy,
         None,
@@ -167,7 +167,7 @@ def test_without_a_goal_the_timers_hold_and_what_auto_would_choose_is_shown() ->
     assert shown.why.startswith("as stated; under auto a save costs 96.9 ms")
     assert (life.decider.apply_to(life.policy), life.text(), life.changes) == (life.policy, "", 0)
     assert life.measured.saves == 2 * MIN_SAVES
-    life.govern(goal="auto")
+    life.set_policy_fields(goal="auto")
     assert life.every_s == 1800.0, "it was measured already"
 
 
@@ -179,13 +179,13 @@ def test_without_a_goal_the_timers_hold_and_what_auto_would_choose_is_shown() ->
     st.floats(5.0, 500.0),
 )
 @bounded(deadline=None, max_examples=60)
-def test_a_cost_is_exact_wherever_looks_and_commits_fall(
+def test_cost_is_independent_of_observation_times(
     step_s: float, stall_s: float, slowdown_s: float, more_s: float, quiet_s: float
 ) -> None:
     """No step more or less is counted to it, however long a step is."""
-    life = Life(step_s=step_s)
+    life = DeciderLife(step_s=step_s)
     life.open()
-    life.train(max(quiet_s, 40 * step_s), looks=7)
+    life.train(max(quiet_s, 40 * step_s), observations=7)
     life.save(stall_s=stall_s, slowdown_s=slowdown_s, durable_s=stall_s + slowdown_s + more_s)
     life.train(3 * step_s)  # a step may end just when the commit does
     off_s = 2e-3 * (stall_s + slowdown_s + more_s + step_s) + 1e-5
@@ -193,9 +193,9 @@ def test_a_cost_is_exact_wherever_looks_and_commits_fall(
     assert life.measured.step_s == pytest.approx(step_s, rel=1e-3)
 
 
-def test_only_what_a_timer_wanted_is_measured() -> None:
+def test_only_timer_saves_are_measured() -> None:
     """Who asks for a save waits for it; a save that failed has no cost; and the steps beside them are not quiet."""
-    life = Life(step_s=0.5)
+    life = DeciderLife(step_s=0.5)
     life.open()
     life.train(50.0)
     life.save(stall_s=30.0, durable_s=30.0, timed=False)
@@ -204,16 +204,16 @@ def test_only_what_a_timer_wanted_is_measured() -> None:
     life.now_s += 5.0
     life.decider.save_ended(99, None)
     life.step, life.now_s = life.step + 1, life.now_s + 0.1
-    life.look()
+    life.observe()
     life.train(50.0)
     assert (life.measured.saves, life.measured.cost_s, life.measured.step_s) == (0, 0.0, 0.5)
 
 
 @pytest.mark.parametrize("goal", ["auto", "overhead=1%", "lost-work=5m"])
 @pytest.mark.parametrize("spread", [0.3, 1.0])
-def test_a_day_of_noise_hardly_changes_anything(goal: str, spread: float) -> None:
+def test_noise_rarely_changes_the_interval(goal: str, spread: float) -> None:
     """Log-normal costs with a spread of 30 % and of 130 %: a handful of changes in a day, always within bounds."""
-    life = Life(seed=int(10 * spread), least_s=20.0, most_s=900.0, goal=goal)
+    life = DeciderLife(seed=int(10 * spread), least_s=20.0, most_s=900.0, goal=goal)
     life.open()
     begun_s, found = life.now_s, []
     while life.now_s < begun_s + 86400.0:
@@ -224,9 +224,9 @@ def test_a_day_of_noise_hardly_changes_anything(goal: str, spread: float) -> Non
 
 
 @pytest.mark.parametrize("factor", [4.0, 0.25])
-def test_a_cost_that_changes_fourfold_is_followed_within_40_saves(factor: float) -> None:
+def test_fourfold_cost_change_is_followed_within_40_saves(factor: float) -> None:
     """In both directions, after a day at the old cost, and then the interval fits the new one."""
-    life = Life(seed=3, most_s=3600.0, goal="overhead=1%")
+    life = DeciderLife(seed=3, most_s=3600.0, goal="overhead=1%")
     life.open()
     noise = life.rng
     life.saves(300, lambda: 1.0 * noise.lognormvariate(0, 0.3))
@@ -237,41 +237,43 @@ def test_a_cost_that_changes_fourfold_is_followed_within_40_saves(factor: float)
     assert life.every_s == pytest.approx(100.0 * factor, rel=0.4)
 
 
-def test_failures_shorten_the_interval_and_ends_in_good_order_do_not() -> None:
+def test_failures_shorten_the_interval_and_clean_exits_do_not() -> None:
     """From the log's side: which trainer came back to what."""
-    life = Life()
+    life = DeciderLife()
     life.open()
     life.saves(2 * MIN_SAVES, lambda: 0.5)
     assert life.every_s == 1800.0
     for reason, lossy in (("close", 0.0), ("timer", 1.0), ("timer", 2.0), ("timer", 3.0)):
         state = log_of({KEY: life.text(closing=reason == "close")}, reason=reason, step=life.step)
-        told = life.open(state, attempt=life.cut + 2, resumed=True)
-        assert round(float(told.split()[0])) == lossy, "they fade a little"
+        failure_evidence = life.open(state, attempt=life.cut + 2, resumed=True)
+        assert round(float(failure_evidence.split()[0])) == lossy, "they fade a little"
         life.saves(MIN_SAVES, lambda: 0.5)
         assert (life.changed("failures") > 0) == (lossy > 1)
     assert life.every_s < 1200.0
 
 
-def test_a_crash_loop_is_one_failure_and_what_the_arena_saw_decides() -> None:
+def test_crash_loop_is_one_failure_unless_the_arena_saw_progress() -> None:
     """Trainers that come back to the same commit: one incident; a step that was seen beyond it, or none."""
-    life = Life()
+    life = DeciderLife()
     life.open()
     life.saves(1)
     for attempt in (5, 6, 7):
-        told = life.open(log_of({}, step=life.step), attempt=attempt, resumed=True, seen=life.step)
-    assert ONCE in told
+        failure_evidence = life.open(
+            log_of({}, step=life.step), attempt=attempt, resumed=True, seen=life.step
+        )
+    assert ONCE in failure_evidence
     life.saves(1)
-    told = life.open(log_of({}, step=life.step), attempt=8, resumed=True, seen=life.step + 3)
-    assert "1 lossy failures and 2 restores" in told
+    failure_evidence = life.open(log_of({}, step=life.step), attempt=8, resumed=True, seen=life.step + 3)
+    assert "1 lossy failures and 2 restores" in failure_evidence
 
 
-def test_who_starts_next_goes_on_from_the_commit() -> None:
+def test_next_trainer_resumes_decider_state_from_the_commit() -> None:
     """Its profile, its choice and its evidence; of another world size only the evidence. Nonsense counts nothing."""
-    first = Life()
+    first = DeciderLife()
     first.open()
     first.saves(MIN_SAVES, lambda: 0.2)
     state = log_of({KEY: first.text(closing=True)}, attempt=3)
-    again, other, nonsense = Life(), Life(), Life()
+    again, other, nonsense = DeciderLife(), DeciderLife(), DeciderLife()
     assert ONCE in again.open(state, attempt=5, resumed=True)
     assert again.every_s == first.every_s == 1800.0
     assert again.changes == 0, "nothing was decided anew"
@@ -283,19 +285,21 @@ def test_who_starts_next_goes_on_from_the_commit() -> None:
 def log_of_attempts(empty: int, metadata: Mapping[str, str]) -> RunState:
     """A log whose attempt 1 committed, and so many after it did not; the newest is open."""
     nothing = Attempt(world_size=1, resumes_from=2, resumes_attempt=1)
-    first = replace(nothing, resumes_from=None, resumes_attempt=None, last_cut=1, last_seq=2, last_step=100)
+    first = replace(
+        nothing, resumes_from=None, resumes_attempt=None, last_snapshot=1, last_seq=2, last_step=100
+    )
     attempts = {1: first, **dict.fromkeys(range(2, 3 + empty), nothing)}
     return replace(log_of(metadata), attempts=attempts, attempt=2 + empty)
 
 
-def test_attempt_after_ones_without_a_checkpoint_saves_soon_and_then_twice_as_late() -> None:
+def test_attempt_after_failed_ones_saves_early_then_backs_off() -> None:
     """A minute, half of it for each further one, doubled with each commit; a rewind, in which nobody failed, is none."""
     text = chosen(most_s=600.0)
     for empty, every_s in ((0, 600.0), (1, 60.0), (2, 30.0), (9, 1.0)):
-        life = Life(most_s=600.0)
+        life = DeciderLife(most_s=600.0)
         life.open(log_of_attempts(empty, {KEY: text}), attempt=2 + empty, resumed=True)
         assert life.every_s == pytest.approx(every_s)
-    state, life, found = log_of_attempts(1, {KEY: text}), Life(most_s=600.0), []
+    state, life, found = log_of_attempts(1, {KEY: text}), DeciderLife(most_s=600.0), []
     assert LOSSY in life.open(state, attempt=3, resumed=True)
     assert (life.decision.value, life.decision.would) == ("every 60 s", "every 600 s")
     assert "ended without a checkpoint" in life.decision.bound
@@ -304,55 +308,55 @@ def test_attempt_after_ones_without_a_checkpoint_saves_soon_and_then_twice_as_la
         found.append(life.every_s)
     assert found == [120.0, 240.0, 480.0, 600.0, 600.0]
     mine = {3: replace(state.checkpoints[2], attempt=3, seq=3)}
-    again = Life(most_s=600.0)
+    again = DeciderLife(most_s=600.0)
     again.open(replace(state, checkpoints=state.checkpoints | mine), attempt=3, resumed=True)
     assert again.every_s == pytest.approx(120.0)
-    rewound = Life(most_s=600.0)
+    rewound = DeciderLife(most_s=600.0)
     attempts = state.attempts | {2: replace(state.attempts[2], world_size=0)}
     assert ONCE in rewound.open(replace(state, attempts=attempts), attempt=3, resumed=True)
     assert rewound.every_s == pytest.approx(600.0)
 
 
-def test_a_sidecar_that_starts_in_an_attempt_counts_what_the_one_before_could_not_commit() -> None:
+def test_restarted_sidecar_counts_uncommitted_restores() -> None:
     """The restore that the attempt began with, once; and what its own commits did not say, an earlier one did."""
     state = log_of_attempts(2, {KEY: chosen(most_s=600.0)})
-    life = Life(most_s=600.0)
+    life = DeciderLife(most_s=600.0)
     assert LOSSY in life.open(state, attempt=4)
     life.saves(2)
     assert LOSSY in life.decision.evidence, "once"
-    mine = replace(state.attempts[4], last_cut=1, last_seq=5, last_step=100)
+    mine = replace(state.attempts[4], last_snapshot=1, last_seq=5, last_step=100)
     later = replace(log_of({KEY: life.text()}, attempt=4), attempts={**state.attempts, 4: mine}, attempt=4)
-    assert LOSSY in Life(most_s=600.0).open(later, attempt=4), "its commit says it"
+    assert LOSSY in DeciderLife(most_s=600.0).open(later, attempt=4), "its commit says it"
     state = log_of_attempts(0, {KEY: chosen(most_s=600.0)})
     unsaid = replace(state.checkpoints[2], seq=7, attempt=2, step=200, metadata={})
-    mine = replace(state.attempts[2], last_cut=1, last_seq=7, last_step=200)
+    mine = replace(state.attempts[2], last_snapshot=1, last_seq=7, last_step=200)
     blind = replace(state, checkpoints={**state.checkpoints, 7: unsaid}, attempts={**state.attempts, 2: mine})
-    life = Life(most_s=600.0)
+    life = DeciderLife(most_s=600.0)
     life.open(blind, attempt=2)
     assert life.every_s == 600.0
     assert parse_metadata(life.text()).profile.save.n == MIN_SAVES
 
 
-def test_how_long_a_restore_and_a_restart_take() -> None:
+def test_restore_and_restart_durations() -> None:
     """From the end of a trainer to the next, and from open to the first step."""
-    life = Life()
+    life = DeciderLife()
     life.open()
     life.saves(2)
     life.decider.trainer_lost()
     life.now_s += 40.0
     life.decider.trainer_attached()
     life.open(log_of({}, step=life.step), attempt=3, resumed=True, seen=life.step)
-    life.look(at_s=life.now_s - 50.0)  # the line still says what the last trainer wrote
+    life.observe(at_s=life.now_s - 50.0)  # the line still says what the last trainer wrote
     life.now_s += 12.5 + life.step_s
     life.step += 2
-    life.look()
+    life.observe()
     assert (life.measured.reschedule_s, life.measured.restore_s) == (40.0, 12.5)
 
 
-def test_whatever_goes_wrong_with_a_decision_leaves_the_timers_as_they_are_said(
+def test_failed_decision_keeps_the_configured_timers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    life = Life(every_s=9.0)
+    life = DeciderLife(every_s=9.0)
     life.open()
 
     def broken(*_: object) -> None:

@@ -13,7 +13,7 @@ def metered(readings: list[tuple[int, float]]) -> StepMeter:
     return meter
 
 
-def test_what_is_no_step_counts_for_nothing_and_a_pause_until_it_is_usual() -> None:
+def test_non_steps_are_ignored_and_pauses_until_frequent() -> None:
     """The same step again, a clock set back, a trainer that begins anew, steps beside a save, an evaluation."""
     meter = metered([(n, 0.1 * n) for n in range(100)])
     assert meter.read(Reading(99, 9.9), quiet=True) == meter
@@ -27,7 +27,7 @@ def test_what_is_no_step_counts_for_nothing_and_a_pause_until_it_is_usual() -> N
     assert meter.step_s == pytest.approx(20.0)
 
 
-def test_what_a_save_took_is_the_steps_beside_it_less_quiet_ones() -> None:
+def test_save_cost_is_step_time_above_the_baseline() -> None:
     """Negative where noise makes it so; nothing where a pause or a set clock lies between."""
     found = [
         lost_s(Reading(10, 100.0), Reading(20, at_s), step_s=0.1, in_flight_s=1.0)

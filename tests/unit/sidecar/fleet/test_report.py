@@ -36,19 +36,19 @@ FIRST = (1, "w", None, 5, 1)
         ([(6, "w", 5, None, 1), (7, "", 3, None, 0), (8, "w", 3, 9, 1)], 3),  # a person went back in between
     ],
 )
-def test_openings(more: list[tuple[int, str, int | None, int | None, int]], count: int) -> None:
+def test_opening_count(more: list[tuple[int, str, int | None, int | None, int]], count: int) -> None:
     attempts = [FIRST, *more]
     assert openings(state(*attempts), attempts[-1][0]) == count
     assert openings(state(*attempts), 99) == 0, "it is not in the log yet"
 
 
-def test_news_is_what_people_wait_for() -> None:
+def test_urgent_report_changes() -> None:
     """Neither a step nor a number is; nor that something told is not said again."""
-    told = fleet.ReportRequest(
+    acknowledged = fleet.ReportRequest(
         pod=fleet.PodState(phase=fleet.PHASE_TRAINING, store_ok=True, ranks=[fleet.Rank(step=1)]),
         incidents=[fleet.Incident(id=7)],
     )
-    for change, news in (
+    for change, report_due in (
         ({"pod": fleet.PodState(ranks=[fleet.Rank(step=9)], saves_failed_in_a_row=2)}, False),
         ({"pod": fleet.PodState(phase=fleet.PHASE_CLOSED)}, True),
         ({"pod": fleet.PodState(attempt=4)}, True),
@@ -58,7 +58,7 @@ def test_news_is_what_people_wait_for() -> None:
         ({"saves_over": [fleet.SaveOver(id="u")]}, True),
     ):
         now = fleet.ReportRequest()
-        now.CopyFrom(told)
+        now.CopyFrom(acknowledged)
         now.MergeFrom(fleet.ReportRequest(**change))
-        assert needs_report(now, told) is news, change
-    assert not needs_report(fleet.ReportRequest(pod=told.pod), told)
+        assert needs_report(now, acknowledged) is report_due, change
+    assert not needs_report(fleet.ReportRequest(pod=acknowledged.pod), acknowledged)

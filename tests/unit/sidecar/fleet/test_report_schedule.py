@@ -13,7 +13,7 @@ STATUSES = st.sampled_from([0, 200, 400, 401, 403, 404, 409, 413, 421, 429, 500,
 @given(
     st.lists(st.tuples(STATUSES, st.floats(0, 1e6), st.floats(0, 1e6), CHANCES, st.booleans()), max_size=40)
 )
-def test_a_report_follows_in_time_whatever_is_answered(
+def test_next_report_is_timely_after_any_response(
     answers: list[tuple[int, float, float, float, bool]],
 ) -> None:
     """Never in the past, and not later than an answer asked for or a table says; what fails is no news's to hurry."""
@@ -36,7 +36,7 @@ def test_a_report_follows_in_time_whatever_is_answered(
 
 
 @given(st.lists(st.floats(0.0, 2.0), min_size=1, max_size=200))
-def test_changes_cost_a_report_a_second(waits: list[float]) -> None:
+def test_changes_are_rate_limited_to_one_report_a_second(waits: list[float]) -> None:
     """Three at once, then one a second, however often things change."""
     now_s, schedule, reports = 100.0, ReportSchedule(due_s=1e9), 0
     for wait_s in waits:

@@ -14,7 +14,7 @@ from deltashard_sidecar.telemetry.metric import Metrics
 from tests.crash import log_victim
 
 
-class Watched:
+class WatchedChains:
     """A run of two chains, and a watch over it."""
 
     def __init__(self, directory):
@@ -39,11 +39,11 @@ class Watched:
 
 @pytest.fixture
 def watched(tmp_path):
-    return Watched(tmp_path)
+    return WatchedChains(tmp_path)
 
 
 @pytest.mark.parametrize(("ending", "data"), [(".pack", None), (".index", None), (".index", b"rotten")])
-def test_what_is_missing_or_damaged_is_named_and_nothing_builds_on_it(watched, ending, data):
+def test_missing_or_damaged_objects_are_reported_and_not_used_as_base(watched, ending, data):
     (key,) = watched.objects(watched.base, ending)
     watched.store.delete([key])
     if data is not None:
@@ -59,7 +59,7 @@ def test_what_is_missing_or_damaged_is_named_and_nothing_builds_on_it(watched, e
     watched.check(watched.other)
 
 
-def test_a_baseline_looks_at_its_own_objects(watched):
+def test_baseline_checks_its_own_objects(watched):
     (part,) = parts_of(watched.log.state, watched.other)
     packs = [key.removeprefix("job/") for key in watched.objects(watched.other, ".pack")]
     watched.check(None, extra_indexes={part.index_key: packs})

@@ -14,7 +14,7 @@ def config(**environment: str) -> settings.Settings:
     return settings.load([], {f"DELTASHARD_{name}": text for name, text in {**known, **environment}.items()})
 
 
-def test_all_pods_of_a_workload_train_its_run_unless_it_says_otherwise() -> None:
+def test_pods_of_a_workload_share_its_run_by_default() -> None:
     """However many ranks there are: a number in the name is the workload's own wish. A JobSet's Jobs number anew."""
     for numbers in ({}, {"INDEX": "3"}, {"INDEX": "3", "RUNS": "one"}, {"RUNS": "per-pod"}):
         assert identity(config(**numbers)) == Identity(run="ns/job-uid", owner="ns/job-uid")
@@ -40,7 +40,7 @@ def test_all_pods_of_a_workload_train_its_run_unless_it_says_otherwise() -> None
         ({"INDEX": "3", "PODS": "4", "RUNS": "one"}, 1, False),
     ],
 )
-def test_a_trainer_without_peers_is_refused_where_others_would_share_its_run(
+def test_independent_trainers_sharing_a_run_are_refused(
     environment: dict[str, str], ranks: int, refused: bool
 ) -> None:
     if not refused:

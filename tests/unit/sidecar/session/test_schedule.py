@@ -22,14 +22,16 @@ def test_a_save_is_due_once_an_attempt_is_open(every_s, every_steps, now_s, step
     assert timer.opened(now_s=100.0, step=7).advance(now_s=now_s, step=step)[1] == due
 
 
-def test_nothing_is_due_while_a_save_runs_and_what_came_due_is_counted() -> None:
+def test_saves_due_during_a_save_are_skipped_and_counted() -> None:
     """Three intervals under one upload are three skipped saves; the next one is a whole interval later."""
-    for every, begun, now, after in (
+    for every, started, now, after in (
         ({"every_s": 10.0, "every_steps": 0}, (110.0, 20), ((119.0, 30), 0, (145.0, 60), 3), ((149.9, 65), NEVER, (150.0, 65), 65)),
         ({"every_s": 0.0, "every_steps": 10}, (101.0, 10), ((101.0, 19), 0, (102.0, 35), 2), ((103.0, 36), 40, (103.0, 39), 40)),
     ):  # fmt: skip
         timer = (
-            Schedule(**every, anchor_s=0.0).opened(now_s=100.0, step=0).began(now_s=begun[0], step=begun[1])
+            Schedule(**every, anchor_s=0.0)
+            .opened(now_s=100.0, step=0)
+            .began(now_s=started[0], step=started[1])
         )
         for (now_s, step), skipped in zip(now[::2], now[1::2], strict=True):
             timer, at = timer.advance(now_s=now_s, step=step)

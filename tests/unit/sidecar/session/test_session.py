@@ -34,7 +34,7 @@ def session(sessions: Sessions, **more: object) -> Session:
     return sessions.add(request(**more), Schedule(every_s=0, every_steps=0, anchor_s=0))
 
 
-def test_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liveness_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A young one has yet to take its lock and to watch. Once locked only the lock counts: forks inherit sockets."""
     one = session(Sessions()).presence
     assert one.alive(lock_held=False)
@@ -46,7 +46,7 @@ def test_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not one.alive(lock_held=False)
 
 
-def test_a_fence_holds_until_a_new_attempt_is_open() -> None:
+def test_session_is_fenced_until_a_new_attempt_is_open() -> None:
     """A fenced session may not commit; what it had resumed and lost is forgotten with its attempt."""
     one = session(Sessions())
     assert not one.may_commit
@@ -81,13 +81,13 @@ def test_bad_requests_are_refused(more: dict[str, object], says: str) -> None:
         check_attach(request(**more), 64)
 
 
-def test_the_size_of_a_full_cut() -> None:
+def test_full_snapshot_size() -> None:
     """q8 keeps 8 codes and 8 bytes of scale and bias a row; blobs count as they are."""
     assert encoded_bytes(request(blob_bytes=5), encoding="q8", state_encoding="fp32") == 100 * (8 + 8) + 5
     assert encoded_bytes(request(), encoding="fp32", state_encoding="fp32") == 100 * 32
 
 
-def test_notices_are_bounded_and_a_reader_that_is_gone_takes_none_with_it() -> None:
+def test_notices_are_bounded_and_survive_a_lost_reader() -> None:
     """A trainer that does not read loses the oldest; what was queued before the close is still read."""
     queue, alive, read = Notices(), [True], []
     thread = threading.Thread(target=lambda: read.extend(queue.read(lambda: alive[0])))

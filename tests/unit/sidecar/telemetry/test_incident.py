@@ -35,7 +35,9 @@ def failed(incidents: Incidents, number: int) -> None:
     incidents.add(fleet.INCIDENT_KIND_SAVE_FAILED, cause=f"error{number}", message=str(number), step=number)
 
 
-def test_they_are_kept_until_told_and_the_oldest_go_first(incidents: Incidents, metrics: Metrics) -> None:
+def test_incidents_are_kept_until_reported_and_oldest_are_dropped(
+    incidents: Incidents, metrics: Metrics
+) -> None:
     """At most LIMIT; what went unheard is counted; ids never repeat."""
     for number in range(LIMIT + 3):
         failed(incidents, number)
@@ -51,7 +53,7 @@ def test_they_are_kept_until_told_and_the_oldest_go_first(incidents: Incidents, 
     assert len(incidents.pending()[-1].message) == 1000, "one sentence, not a log"
 
 
-def test_what_happens_again_is_counted_up_until_it_is_on_its_way(incidents: Incidents) -> None:
+def test_repeated_incident_is_counted_until_it_is_sent(incidents: Incidents) -> None:
     """A restore is one of its attempt; what a report under way has is not changed behind it."""
     for kind in (fleet.INCIDENT_KIND_RESTORED, fleet.INCIDENT_KIND_FENCED):
         for message in ("a", "b"):
@@ -72,7 +74,7 @@ def test_what_happens_again_is_counted_up_until_it_is_on_its_way(incidents: Inci
     assert [(i.id, i.count) for i in incidents.pending()] == [(4, 2), (5, 1)]
 
 
-class Health(StoreHealth):
+class ClockedHealth(StoreHealth):
     """With a clock of its own."""
 
     now_s = 0.0
@@ -87,9 +89,9 @@ class Health(StoreHealth):
         self.attempted(operation, 0.1, error)
 
 
-def test_a_store_counts_as_unreachable_only_when_it_lasts(incidents: Incidents, metrics: Metrics) -> None:
+def test_store_is_unreachable_only_after_lasting_failures(incidents: Incidents, metrics: Metrics) -> None:
     """Single tries are retried and forgotten; one incident a time, with the store's own sentence; a success ends it."""
-    health = Health(incidents, metrics)
+    health = ClockedHealth(incidents, metrics)
     down = StoreUnavailable("no connection: refused", where="s3://b", remedy="is the store up?")
     for _ in range(5):
         health.tried(down)
@@ -121,7 +123,7 @@ def test_a_store_counts_as_unreachable_only_when_it_lasts(incidents: Incidents, 
     ],
 )
 @pytest.mark.parametrize("answer", [None, ObjectNotFound("no"), ObjectExists("taken")])
-def test_a_refusal_counts_at_once_and_an_answer_about_an_object_is_health(
+def test_refusal_is_immediate_and_object_errors_are_healthy(
     incidents: Incidents,
     metrics: Metrics,
     kind: type[DeltashardError],
@@ -130,7 +132,7 @@ def test_a_refusal_counts_at_once_and_an_answer_about_an_object_is_health(
     answer: Exception,
 ) -> None:
     """Waiting would not mend it; told once, and again when the cause changes. Not there, or taken: the store is well."""
-    health = Health(incidents, metrics)
+    health = ClockedHealth(incidents, metrics)
     health.tried(kind("no"))
     health.tried(kind("no"))
     assert (health.store_ok, health.credentials_ok) == healthy
@@ -141,11 +143,11 @@ def test_a_refusal_counts_at_once_and_an_answer_about_an_object_is_health(
     assert (health.store_ok, health.credentials_ok) == (True, True)
 
 
-def test_one_kind_of_call_that_is_denied_stays_a_trouble_while_others_succeed(
+def test_denied_operation_stays_a_problem_while_others_succeed(
     incidents: Incidents, metrics: Metrics
 ) -> None:
     """Rights are given for each kind: no flapping, one incident, and the end comes with a success of that kind."""
-    health = Health(incidents, metrics)
+    health = ClockedHealth(incidents, metrics)
     for _ in range(3):
         health.tried(AccessDenied("no right to delete"), operation="delete")
         for operation in ("put", "put_if_absent", "get", "get_into", "head", "list"):

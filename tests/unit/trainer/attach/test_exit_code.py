@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from deltashard.attach import exit_code
-from deltashard.attach.interruption import leaves
+from deltashard.attach.interruption import must_propagate
 from deltashard.errors import FencedError, TakenOver
 
 
@@ -29,7 +29,7 @@ def because(error: Exception, cause: Exception) -> Exception:
         (because(ValueError("any"), KeyError("x")), False),
     ],
 )
-def test_a_takeover_that_nobody_caught_has_its_own_code(
+def test_uncaught_takeover_has_its_own_exit_code(
     error: Exception, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the traceback that any error gets; a framework's wrapping does not hide it. Other ends stay what they were."""
@@ -47,7 +47,7 @@ def test_a_takeover_that_nobody_caught_has_its_own_code(
     assert seen == [("ours", error), ("before", error)]
 
 
-class Preempted(Exception):
+class HandlerExit(Exception):
     """What a user's handler raises."""
 
 
@@ -55,9 +55,9 @@ def _raise(error: BaseException, *_: Any) -> None:
     raise error
 
 
-class _Handler:
+class _CallableHandler:
     def method(self, *_: Any) -> None:
-        raise Preempted
+        raise HandlerExit
 
     __call__ = method
 
@@ -81,18 +81,18 @@ def usr1() -> Iterator[Callable[[Any], BaseException]]:
     "handler",
     [
         lambda *_: _raise(SystemExit(3)),
-        functools.partial(_raise, Preempted()),
-        _Handler().method,
-        _Handler(),
+        functools.partial(_raise, HandlerExit()),
+        _CallableHandler().method,
+        _CallableHandler(),
     ],
 )
-def test_what_a_signal_handler_raises_leaves_a_save(
+def test_signal_handler_exception_leaves_a_save(
     usr1: Callable[[Any], BaseException], handler: Callable[..., Any]
 ) -> None:
     """Functions, partials, methods, callable objects; and Ctrl-C. The same raised by the user's getters stays."""
-    assert leaves(usr1(handler))
-    assert leaves(KeyboardInterrupt())
-    for kind in (Preempted, IndexError, MemoryError, SystemExit):
+    assert must_propagate(usr1(handler))
+    assert must_propagate(KeyboardInterrupt())
+    for kind in (HandlerExit, IndexError, MemoryError, SystemExit):
         with pytest.raises(kind) as raised:
             raise kind("in a getter")
-        assert not leaves(raised.value)
+        assert not must_propagate(raised.value)

@@ -8,7 +8,7 @@ from pathlib import Path
 import deltashard
 import pytest
 import torch
-from deltashard.attach.rank import Rank, rank_of_this_process, refuse_change, several
+from deltashard.attach.rank import Rank, check_unchanged, multi_rank_variable, rank_of_this_process
 from deltashard.errors import UserError
 from torch import distributed
 
@@ -30,12 +30,12 @@ from torch import distributed
         ("SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", False),  # srun -n1 within a larger one
     ],
 )
-def test_one_of_several_ranks_is_refused(
+def test_rank_without_a_process_group_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: str, refused: bool
 ) -> None:
     """Each would save a run of its own: the message names what said so and the remedy. One process is none of several."""
     if not refused:
-        assert several(dict(each.split("=") for each in environment.split())) is None
+        assert multi_rank_variable(dict(each.split("=") for each in environment.split())) is None
         return
     for each in environment.split():
         monkeypatch.setenv(*each.split("="))
@@ -57,9 +57,9 @@ def group_of_two() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group_of_two")
-def test_a_process_group_says_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_is_read_from_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """However its ranks were started; without a launcher's word all are on one machine. Made too late it is refused."""
-    assert several({}) == "torch.distributed's process group of 2 ranks"
+    assert multi_rank_variable({}) == "torch.distributed's process group of 2 ranks"
     assert rank_of_this_process("here") == Rank(number=0, local=0, world_size=2)
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("GROUP_RANK", "1")
@@ -68,4 +68,4 @@ def test_a_process_group_says_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="64 ranks at most"):
         rank_of_this_process("here")
     with pytest.raises(UserError, match="there are 2 ranks now, and there was 1"):
-        refuse_change(Rank(), "restore()")
+        check_unchanged(Rank(), "restore()")

@@ -48,7 +48,7 @@ def test_equal_content_has_an_equal_fingerprint() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_a_changed_value_changes_it() -> None:
+def test_changed_value_changes_the_fingerprint() -> None:
     batch = batches()[6]
     before = fingerprint(batch)
     batch["b"][1] = 2
@@ -56,5 +56,5 @@ def test_a_changed_value_changes_it() -> None:
 
 
 @pytest.mark.parametrize("batch", [None, object(), [], {}, torch.empty(0), torch.empty(2, device="meta")])
-def test_what_holds_nothing_has_none(batch: Any) -> None:
+def test_empty_batch_has_no_fingerprint(batch: Any) -> None:
     assert fingerprint(batch) is None

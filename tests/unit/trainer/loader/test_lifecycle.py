@@ -16,7 +16,7 @@ LENGTH = 4
 ACTIONS = ["iter", "next", "drop", "step"]
 
 
-class Loop:
+class LoaderLoop:
     """A loop that does one thing after another; a batch is its number in an epoch of four."""
 
     def __init__(self, step: int = 0) -> None:
@@ -42,15 +42,15 @@ class Loop:
         self.steps.now += 1
 
 
-def tree(loop: Loop) -> dict[str, Any]:
+def tree(loop: LoaderLoop) -> dict[str, Any]:
     return loop.registry.capture()[1]["loader"]
 
 
 @pytest.mark.slow
 @given(actions=st.lists(st.sampled_from(ACTIONS), max_size=25))
-def test_a_cut_is_of_the_last_step_boundary_whatever_was_done_since(actions: list[str]) -> None:
+def test_snapshot_captures_the_last_step_boundary(actions: list[str]) -> None:
     """A batch in hand changes nothing; a resumed pass gives the batch after the last one that was trained on."""
-    loop = Loop()
+    loop = LoaderLoop()
     at_step = tree(loop)
     for action in actions:
         loop.do(action)
@@ -60,7 +60,7 @@ def test_a_cut_is_of_the_last_step_boundary_whatever_was_done_since(actions: lis
         elif action == "next" and loop.loader.batch_requested:
             assert (now["epoch"], now["delivered"]) >= (at_step["epoch"], at_step["delivered"])
             assert now["delivered"] in (at_step["delivered"], 0)
-        resumed = Loop(loop.steps.now)
+        resumed = LoaderLoop(loop.steps.now)
         resumed.registry.resume({"loader": now}, None, step=loop.steps.now)
         assert tree(resumed)["delivered"] == now["delivered"]
         assert resumed.loader.epoch == now["epoch"]

@@ -24,7 +24,7 @@ def registry_at(step: int = 0) -> tuple[LoaderRegistry, Callable[[], None]]:
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["the long one first", "the short one first"])
-def test_batches_of_a_loader_that_are_used_again_beside_another_one_are_reported(
+def test_reused_batches_of_a_parallel_loader_are_reported(
     caplog: pytest.LogCaptureFixture, first: bool
 ) -> None:
     """zip(long, cycle(short)): the long one delivers a batch for each step, and hides that the short one does not."""
@@ -37,7 +37,7 @@ def test_batches_of_a_loader_that_are_used_again_beside_another_one_are_reported
     assert "'long'" not in caplog.text
 
 
-def test_the_end_of_a_pass_is_known_until_the_next_step() -> None:
+def test_end_of_pass_is_visible_until_the_next_step() -> None:
     """What a scheduler does once an epoch, after the last step() of it, is no change that a resumed run would miss."""
     registry, step_done = registry_at()
     loader = registry.wrap([0, 1])
@@ -50,7 +50,7 @@ def test_the_end_of_a_pass_is_known_until_the_next_step() -> None:
     assert not registry.pass_ended
 
 
-class Drawing(Dataset[float]):
+class RandomDataset(Dataset[float]):
     """Its samples depend on who fetches them."""
 
     def __len__(self) -> int:
@@ -61,9 +61,9 @@ class Drawing(Dataset[float]):
 
 
 @pytest.mark.parametrize(
-    ("data", "told"), [(Drawing(), True), (list(range(12)), False)], ids=["drawn", "plain"]
+    ("data", "reported"), [(RandomDataset(), True), (list(range(12)), False)], ids=["drawn", "plain"]
 )
-def test_other_workers_are_another_loader_where_fetching_draws(data: Any, told: bool) -> None:
+def test_worker_count_matters_if_fetching_uses_randomness(data: Any, reported: bool) -> None:
     """In mid-epoch; where it does not draw, any number of workers delivers the same batches."""
     registry, step_done = registry_at()
     for _, _ in zip(range(5), registry.wrap(DataLoader(data, 2)), strict=False):
@@ -72,10 +72,10 @@ def test_other_workers_are_another_loader_where_fetching_draws(data: Any, told: 
     later, _ = registry_at(registry.clock())
     later.resume(positions, rng, step=registry.clock())
     later.wrap(DataLoader(data, 2, num_workers=1))
-    assert bool(later.mismatches(positions)) is told
+    assert bool(later.mismatches(positions)) is reported
 
 
-def test_a_loader_that_changed_between_epochs_is_a_note() -> None:
+def test_loader_change_between_epochs_is_noted() -> None:
     registry, step_done = registry_at()
     for _ in registry.wrap(DataLoader(list(range(6)), 2)):
         step_done()

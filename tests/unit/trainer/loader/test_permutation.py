@@ -14,11 +14,11 @@ def _all(samples: int, seed: int = 0, epoch: int = 0) -> list[int]:
 
 
 @given(samples=st.integers(0, 3000), seed=st.integers(0, (1 << 63) - 1), epoch=st.integers(0, (1 << 63) - 1))
-def test_it_has_every_sample_once(samples: int, seed: int, epoch: int) -> None:
+def test_permutation_has_every_sample_once(samples: int, seed: int, epoch: int) -> None:
     assert sorted(_all(samples, seed, epoch)) == list(range(samples))
 
 
-def test_it_stays_what_it_is() -> None:
+def test_permutation_is_stable_across_versions() -> None:
     """A checkpoint within an epoch, of an older version, goes on in this very order."""
     assert _all(12, 7, 3) == [9, 2, 8, 11, 3, 1, 7, 6, 0, 10, 5, 4]
     far = Permutation(samples=10**12, seed=(1 << 63) - 1, epoch=1)

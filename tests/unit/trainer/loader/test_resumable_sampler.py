@@ -16,12 +16,12 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from tests.support.trainer.sampler_lives import (
     Data,
-    Life,
-    Rank,
+    SamplerLife,
+    SamplerRank,
     check_each_once,
-    lived,
     order,
     resume,
+    trained_samples,
 )
 from tests.support.trainer.step_count import StepCount
 
@@ -33,7 +33,7 @@ from tests.support.trainer.step_count import StepCount
     shuffle=st.booleans(),
     drop_last=st.booleans(),
 )
-def test_shares_are_the_rest_of_the_order(
+def test_shares_cover_the_remaining_order(
     samples: int, used: int, world: int, shuffle: bool, drop_last: bool
 ) -> None:
     """In turns; all ranks get as many, by leaving the last ones out, or by the first ones of the epoch once more."""
@@ -68,7 +68,7 @@ def test_shares_are_the_rest_of_the_order(
     ),
     lives=st.lists(
         st.builds(
-            Life,
+            SamplerLife,
             saved=st.integers(0, 12),
             lost=st.integers(0, 2),
             world=st.integers(1, 4),
@@ -78,32 +78,30 @@ def test_shares_are_the_rest_of_the_order(
         max_size=4,
     ),
 )
-def test_every_sample_is_trained_on_once_an_epoch(data: Data, lives: list[Life]) -> None:
+def test_every_sample_is_trained_on_once_an_epoch(data: Data, lives: list[SamplerLife]) -> None:
     """By our sampler or torch's, whatever number of ranks takes over, with batches of whatever size; nothing is read again."""
     if data.distributed:  # as many ranks with other batches: that is another loader
         lives = [replace(each, batch_size=lives[0].batch_size) for each in lives]
-    check_each_once(data, lives, lived(data, lives))
+    check_each_once(data, lives, trained_samples(data, lives))
 
 
 @settings(max_examples=12, deadline=None)
 @given(
-    cuts=st.lists(st.integers(0, 12), min_size=2, max_size=3),
+    snapshots=st.lists(st.integers(0, 12), min_size=2, max_size=3),
     world=st.integers(1, 3),
     samples=st.integers(20, 40),
     lost=st.integers(0, 2),
 )
-def test_a_resumed_run_sees_what_the_lost_one_would_have(
-    cuts: list[int], world: int, samples: int, lost: int
-) -> None:
+def test_resumed_run_sees_the_same_batches(snapshots: list[int], world: int, samples: int, lost: int) -> None:
     """On as many ranks, with batches of one size: the very same batches, those that are padded at the end, too."""
     data = Data(samples=samples)
-    whole = resume(data, Life(saved=0, world=world, batch_size=3), [])
+    whole = resume(data, SamplerLife(saved=0, world=world, batch_size=3), [])
     for rank in whole:
-        rank.take(sum(cuts))
+        rank.take(sum(snapshots))
     trees: list[dict[str, Any]] = []
     seen: list[list[int]] = [[] for _ in range(world)]
-    for steps in cuts:
-        ranks = resume(data, Life(saved=steps, world=world, batch_size=3), trees)
+    for steps in snapshots:
+        ranks = resume(data, SamplerLife(saved=steps, world=world, batch_size=3), trees)
         for number, rank in enumerate(ranks):
             rank.take(steps)
             seen[number] += [sample for epoch in rank.seen.values() for sample in epoch]
@@ -118,7 +116,7 @@ def resume_at(registry: LoaderRegistry, tree: dict[str, Any]) -> None:
     registry.resume({"loader": tree}, None, step=registry.clock(), on_change="refuse")
 
 
-def test_the_sampler_stands_where_batches_are_made() -> None:
+def test_sampler_works_in_a_batch_sampler_and_without_batching() -> None:
     """In a BatchSampler that was given, and where the loader makes no batches."""
     steps = StepCount()
     for options in (
@@ -139,17 +137,17 @@ def test_the_sampler_stands_where_batches_are_made() -> None:
         assert rest == order(Data(samples=20), 0)[tree["samples"] :]
 
 
-def test_replaying_fetches_the_same_order() -> None:
+def test_replay_fetches_the_same_order() -> None:
     """`skip="replay"`, with batches of one size."""
     data = Data(samples=20)
-    (lost,) = resume(data, Life(saved=0), [], skip="replay")
+    (lost,) = resume(data, SamplerLife(saved=0), [], skip="replay")
     lost.take(14)
-    (again,) = resume(data, Life(saved=0), [lost.tree()], skip="replay")
+    (again,) = resume(data, SamplerLife(saved=0), [lost.tree()], skip="replay")
     again.take(3)
     assert again.seen[1] == order(data, 1)[8:14]
     assert int(again.data.reads().sum()) == 14
     with pytest.raises(CheckpointMismatch, match="batch_size was 2 and is 3"):
-        resume(data, Life(saved=0, batch_size=3), [lost.tree()], skip="replay")
+        resume(data, SamplerLife(saved=0, batch_size=3), [lost.tree()], skip="replay")
 
 
 @pytest.mark.parametrize(
@@ -160,14 +158,14 @@ def test_replaying_fetches_the_same_order() -> None:
         ("shuffle=True.* and is .*shuffle=False", Data(samples=20, shuffle=False)),
     ],
 )
-def test_another_order_is_refused_within_an_epoch(what: str, live: Data) -> None:
+def test_changed_order_is_refused_within_an_epoch(what: str, live: Data) -> None:
     """It would skip some samples and repeat others. Between epochs all of it may change."""
-    (lost,) = resume(Data(samples=20), Life(saved=0), [])
+    (lost,) = resume(Data(samples=20), SamplerLife(saved=0), [])
     lost.take(3)
     with pytest.raises(CheckpointMismatch, match=what):
-        resume(live, Life(saved=0), [lost.tree()])
+        resume(live, SamplerLife(saved=0), [lost.tree()])
     lost.take(7)
-    (again,) = resume(live, Life(saved=0), [lost.tree()])
+    (again,) = resume(live, SamplerLife(saved=0), [lost.tree()])
     again.rest_of_epoch()
     assert again.seen[1] == order(live, 1)
 
@@ -185,11 +183,11 @@ def test_another_order_is_refused_within_an_epoch(what: str, live: Data) -> None
         ({"rank": 0, "world_size": 0}, "world_size="),
     ],
 )
-def test_what_makes_no_sampler_is_refused(options: dict[str, Any], what: str) -> None:
+def test_invalid_sampler_options_are_refused(options: dict[str, Any], what: str) -> None:
     """What, where, and the remedy."""
     with pytest.raises(UserError, match=what):
         deltashard.ResumableSampler(**{"data": 5, "seed": 0} | options)
     with pytest.raises(UserError, match="epoch="):
         deltashard.ResumableSampler(5, seed=0).set_epoch(-1)
     with pytest.raises(UserError, match="all ranks iterate the same batches"):
-        Rank(Data(samples=24), Life(saved=0, world=2), 0, shared=True)
+        SamplerRank(Data(samples=24), SamplerLife(saved=0, world=2), 0, shared=True)

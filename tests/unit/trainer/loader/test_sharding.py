@@ -9,13 +9,13 @@ import pytest
 from deltashard.errors import CheckpointMismatch
 from deltashard.loader.sharding import ResumePositions
 
-from tests.support.trainer.sampler_lives import Data, Life, Rank
+from tests.support.trainer.sampler_lives import Data, SamplerLife, SamplerRank
 
 DATA = Data(samples=48, distributed=True)
 
 
-def rank_of(rank: int, world: int, data: Data = DATA, **options: Any) -> Rank:
-    return Rank(data, Life(saved=0, world=world), rank, **options)
+def rank_of(rank: int, world: int, data: Data = DATA, **options: Any) -> SamplerRank:
+    return SamplerRank(data, SamplerLife(saved=0, world=world), rank, **options)
 
 
 def taken_over(
@@ -29,7 +29,7 @@ def taken_over(
     return found.positions["loader"], "".join(found.notes)
 
 
-def test_what_cannot_be_shared_is_refused() -> None:
+def test_unshareable_position_is_refused() -> None:
     ranks = [rank_of(rank, 2) for rank in range(2)]
     for rank in ranks:
         rank.take(3)

@@ -13,7 +13,7 @@ from deltashard.tracking.tracking import Tracking, TrackingSettings
 from deltashard_checkpoint.errors import UserError
 from torch import Tensor, nn
 
-from tests.support.trainer.tracking_case import OPTIMIZERS, Training, quiet
+from tests.support.trainer.tracking_case import OPTIMIZERS, TableTraining, quiet
 from tests.support.trainer.verdict import bits, differing
 
 SETTINGS = TrackingSettings(hash_below_bytes=0)
@@ -42,7 +42,7 @@ def transfer(source: Tracking, target: Tracking) -> list[str]:
     return notes
 
 
-def state_of(training: Training) -> dict[str, object]:
+def state_of(training: TableTraining) -> dict[str, object]:
     owner = training.optimizer
     inner = getattr(owner, "base", getattr(owner, "_inner", None))
     return {
@@ -61,7 +61,10 @@ def test_a_restored_optimizer_continues_bit_for_bit(name, sparse):
     if not OPTIMIZERS[name][1 if sparse else 2]:
         pytest.skip("torch has no such gradients for it")
     with quiet():
-        original, resumed = Training(name, "embedding", sparse, 1), Training(name, "embedding", sparse, 2)
+        original, resumed = (
+            TableTraining(name, "embedding", sparse, 1),
+            TableTraining(name, "embedding", sparse, 2),
+        )
         source = Tracking(original.model, [original.optimizer, original.dense], settings=SETTINGS)
         target = Tracking(resumed.model, [resumed.optimizer, resumed.dense], settings=SETTINGS)
         for _ in range(4):
@@ -80,7 +83,7 @@ def test_a_restored_optimizer_continues_bit_for_bit(name, sparse):
     assert torch.equal(original.weight, resumed.weight)
 
 
-def test_groups_come_back_in_place():
+def test_param_groups_are_restored_in_place():
     """Learning rates, also tensor ones that a scheduler holds, and groups matched by their parameters."""
 
     def build(lr):
@@ -123,7 +126,7 @@ def test_low_precision_weights_keep_float32_state():
     assert (owner.state[other.weight]["sum"] == 1 + 2**-20).all()
 
 
-def test_parameters_outside_the_model_travel_with_their_optimizer():
+def test_parameters_outside_the_model_are_saved_with_their_optimizer():
     """A temperature that the model does not hold is saved and restored under a name of its own."""
 
     def build(value):
@@ -145,7 +148,7 @@ def test_state_without_an_owner_is_refused():
         table.allocate_state(FieldSpec(name="sum", kind="rowwise", dtype="float32"))
 
 
-class Own(torch.optim.Optimizer):
+class UserAdagrad(torch.optim.Optimizer):
     """Row-wise Adagrad of a user: rows without a gradient stay; subclasses say when its state is made."""
 
     def __init__(self, params):
@@ -172,7 +175,7 @@ class Own(torch.optim.Optimizer):
         return 0.1
 
 
-class Flagged(Own):
+class Flagged(UserAdagrad):
     """A plain attribute says whether its state was made."""
 
     initialized = False
@@ -182,7 +185,7 @@ class Flagged(Own):
         return first
 
 
-class Keyed(Own):
+class Keyed(UserAdagrad):
     """State, and references to it, in dictionaries and lists of its own."""
 
     def __init__(self, params):
@@ -205,7 +208,7 @@ class Keyed(Own):
         return self.seen[p]["scale"]
 
 
-class Drawing(Own):
+class RandomOptimizer(UserAdagrad):
     """A generator of its own: stochastic rounding and the like."""
 
     def __init__(self, params):
@@ -216,7 +219,7 @@ class Drawing(Own):
         return torch.rand((), generator=self.rng)
 
 
-class Telling(Own):
+class ExtraStateOptimizer(UserAdagrad):
     """Further entries in its own state_dict, held where attributes are not looked for."""
 
     __slots__ = ("hidden",)
@@ -237,20 +240,20 @@ class Telling(Own):
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "hidden"})
 
 
-class Box:
+class PlainObject:
     """What the tree codec cannot hold."""
 
     made = False
 
 
-class Forgetful(Own):
+class ReinitializingOptimizer(UserAdagrad):
     """Makes its state at its own first step, whatever is there: no flag that could be saved."""
 
     in_place = False
 
     def __init__(self, params):
         super().__init__(params)
-        self.box = Box()
+        self.box = PlainObject()
 
     def fresh(self, p):
         first, self.box.made = not self.box.made, True
@@ -263,7 +266,7 @@ class Forgetful(Own):
             super().begin(p)
 
 
-class ForgetfulInPlace(Forgetful):
+class InPlaceReinitializingOptimizer(ReinitializingOptimizer):
     """The same, in the memory that was restored."""
 
     in_place = True
@@ -285,14 +288,16 @@ def stepped(model, optimizer, ids):
 
 def watched(tracking):
     """Looks at the first step of its optimizers; what it tells of that."""
-    told = []
-    tracking.report = lambda name, facts: told.append((name, dict(facts)))
+    reports = []
+    tracking.report = lambda name, facts: reports.append((name, dict(facts)))
     tracking.watch_first_step()
-    return told
+    return reports
 
 
-@pytest.mark.parametrize("kind", [Flagged, Keyed, Drawing, Telling], ids=lambda k: k.__name__)
-def test_what_an_optimizer_keeps_beside_its_state_comes_back(kind, caplog):
+@pytest.mark.parametrize(
+    "kind", [Flagged, Keyed, RandomOptimizer, ExtraStateOptimizer], ids=lambda k: k.__name__
+)
+def test_extra_optimizer_attributes_are_restored(kind, caplog):
     """Flags, counters, dictionaries by parameter, generators, entries of its own state_dict: bit for bit."""
     model, optimizer, source = built(kind)
     for i in range(4):
@@ -314,10 +319,10 @@ def test_what_an_optimizer_keeps_beside_its_state_comes_back(kind, caplog):
     assert source.optimizers[0].capture().keys() == target.optimizers[0].capture().keys()
 
 
-def test_attributes_that_did_not_change_are_left_to_the_program():
+def test_unchanged_attributes_are_not_restored():
     """A setting that the user gives another value in the new process is not undone."""
 
-    class Tuned(Own):
+    class Tuned(UserAdagrad):
         def __init__(self, params, gain=1.0):
             super().__init__(params)
             self.gain = gain
@@ -335,14 +340,14 @@ def test_attributes_that_did_not_change_are_left_to_the_program():
     assert "beside" not in built(torch.optim.Adagrad)[2].optimizers[0].capture()
 
 
-def test_what_cannot_be_stored_beside_the_state_is_named():
+def test_unsupported_optimizer_attributes_are_reported():
     """Objects are not pickled: they are listed; an entry of a state_dict is a promise, so it is refused."""
-    _, _, tracking = built(Forgetful)
-    assert tracking.optimizers[0].unsaved == ["Forgetful.box"]
+    _, _, tracking = built(ReinitializingOptimizer)
+    assert tracking.optimizers[0].unsaved == ["ReinitializingOptimizer.box"]
 
-    class Wrong(Own):
+    class Wrong(UserAdagrad):
         def state_dict(self):
-            return {**super().state_dict(), "box": Box()}
+            return {**super().state_dict(), "box": PlainObject()}
 
     _, _, tracking = built(Wrong)
     with pytest.raises(UserError, match=r"entry 'box' of Wrong"):
@@ -352,7 +357,7 @@ def test_what_cannot_be_stored_beside_the_state_is_named():
 def test_a_wrapper_around_an_optimizer_keeps_its_own_counter():
     """Whether it has a state of its own, shares the inner one's, or has none."""
 
-    class Counting:
+    class StepCounter:
         def __init__(self, inner, *, share):
             self.inner, self.count = inner, 0
             if share:
@@ -363,7 +368,7 @@ def test_a_wrapper_around_an_optimizer_keeps_its_own_counter():
             self.inner.step()
 
     for share in (True, False):
-        kind = lambda ps, share=share: Counting(torch.optim.SGD(ps, lr=0.1), share=share)  # noqa: E731
+        kind = lambda ps, share=share: StepCounter(torch.optim.SGD(ps, lr=0.1), share=share)  # noqa: E731
         _, optimizer, source = built(kind)
         optimizer.count = 7
         _, other, target = built(kind)
@@ -374,10 +379,17 @@ def test_a_wrapper_around_an_optimizer_keeps_its_own_counter():
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize(
     "kind",
-    [Forgetful, ForgetfulInPlace, Flagged, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad],
+    [
+        ReinitializingOptimizer,
+        InPlaceReinitializingOptimizer,
+        Flagged,
+        torch.optim.Adam,
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+    ],
     ids=lambda k: k.__name__,
 )
-def test_restored_state_that_is_thrown_away_is_reported(kind, sparse, caplog):
+def test_discarded_restored_state_is_reported(kind, sparse, caplog):
     """Its first step after the restore makes state again; those that decay it, or keep it, are not blamed."""
     if sparse and kind in (torch.optim.Adam, torch.optim.RMSprop):
         pytest.skip("torch has no such gradients for it")
@@ -386,34 +398,36 @@ def test_restored_state_that_is_thrown_away_is_reported(kind, sparse, caplog):
     source.refresh()
     other_model, other, target = built(kind, sparse)
     transfer(source, target)
-    told = watched(target)
+    reports = watched(target)
     with caplog.at_level(logging.WARNING, "deltashard.tracking"):
         stepped(model, optimizer, torch.tensor([1, 2]))
         stepped(other_model, other, torch.tensor([1, 2]))
         stepped(other_model, other, torch.tensor([1, 2]))
-    forgets = issubclass(kind, Forgetful)
-    assert caplog.text.count("initialises it again") == (1 if forgets else 0)
-    assert told == ([("state_thrown_away", {"table": "weight", "field": "sum"})] if forgets else [])
+    discards = issubclass(kind, ReinitializingOptimizer)
+    assert caplog.text.count("initialises it again") == (1 if discards else 0)
+    assert reports == ([("optimizer_state_reset", {"table": "weight", "field": "sum"})] if discards else [])
 
 
-@pytest.mark.parametrize("forgets", [False, True])
-def test_state_that_is_the_last_gradient_is_not_thrown_away(forgets):
+@pytest.mark.parametrize("discards", [False, True])
+def test_state_equal_to_the_last_gradient_is_not_discarded(discards):
     """Adam with beta1 = 0, as GANs have it: zero by right on rows that had no gradient. Of a large table few are trained."""
     torch.manual_seed(0)
     model = nn.Embedding(65_536, 2)
     params = list(model.parameters())
-    optimizer = Forgetful(params) if forgets else torch.optim.Adam(params, lr=0.01, betas=(0.0, 0.999))
+    optimizer = (
+        ReinitializingOptimizer(params) if discards else torch.optim.Adam(params, lr=0.01, betas=(0.0, 0.999))
+    )
     stepped(model, optimizer, torch.arange(9, 90, 2))  # a coarse look, at each 8th row, finds none
     tracking = Tracking(model, [optimizer])
-    told = watched(tracking)
-    if forgets:
+    reports = watched(tracking)
+    if discards:
         optimizer.box.made = False
     stepped(model, optimizer, torch.arange(200, 300))
     tracking.close()
-    assert bool(told) == forgets
+    assert bool(reports) == discards
 
 
-def test_parameters_that_a_kernel_updates_are_no_part_of_an_optimizer():
+def test_kernel_updated_parameters_are_not_optimizer_state():
     """TorchRec's scripts give an optimizer all of a model's: nothing of a shard is stored, until it is stepped."""
     dense, shard = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, 2))
     optimizer = torch.optim.Adam([dense, shard])

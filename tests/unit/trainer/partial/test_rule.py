@@ -28,33 +28,35 @@ NOW = RecoveryInputs(
 TERMS = RecoveryTerms(pls_target=0.5, planned_steps=1000)
 
 
-def part(**said: Any) -> StagedMetadata:
-    """A part that can be used, but for what is `said`."""
+def part(**values: Any) -> StagedMetadata:
+    """A part that can be used, but for what is `values`."""
     fits: dict[str, Any] = {
         "run": "store run", "attempt": 5, "rank": 0, "world_size": WORLD, "layout": "laid", "lineage": "born",
         "covers": 9, "step": 40, "clean": True, "ahead": False, "pls": 0.0, "recoveries": 0,
     }  # fmt: skip
-    return StagedMetadata(**fits | said)
+    return StagedMetadata(**fits | values)
 
 
-def word(rank: int, /, *, lost: bool = False, rows: float = 100.0, **said: Any) -> RecoveryReport:
-    return RecoveryReport(staged=None if lost else part(**{"rank": rank} | said), location="here", rows=rows)
+def vote(rank: int, /, *, lost: bool = False, rows: float = 100.0, **values: Any) -> RecoveryReport:
+    return RecoveryReport(
+        staged=None if lost else part(**{"rank": rank} | values), location="here", rows=rows
+    )
 
 
-def test_ranks_of_other_places_are_sent_what_they_take_unless_it_is_too_much() -> None:
+def test_remote_ranks_are_sent_the_part_within_a_size_limit() -> None:
     """Which ranks read the donor's part where it lies, and which cannot, all know; where somebody cannot, size counts."""
-    words = [dataclasses.replace(word(r), location="here" if r in (1, 3) else f"there {r}") for r in range(4)]
-    verdict = decide(words, NOW, TERMS)
+    votes = [dataclasses.replace(vote(r), location="here" if r in (1, 3) else f"there {r}") for r in range(4)]
+    verdict = decide(votes, NOW, TERMS)
     assert verdict.partial
     assert (verdict.donor, verdict.locations) == (0, (0, 1, 2, 1))
     assert (verdict.remote_ranks(0), verdict.remote_ranks(1)) == ((1, 2, 3), (0, 2))
-    large = [dataclasses.replace(each, shared_bytes=MAX_SHARED_BYTES + 1) for each in words]
+    large = [dataclasses.replace(each, shared_bytes=MAX_SHARED_BYTES + 1) for each in votes]
     assert "rank 0" in decide(large, NOW, TERMS).full_reason
     together = [dataclasses.replace(each, location="here") for each in large]
     assert decide(together, NOW, TERMS).partial
 
 
-OF_ANYTHING_ELSE = [
+UNUSABLE_PARTS = [
     ({"run": "another"}, "another run's"),
     ({"rank": 1}, "it is rank 1's"),
     ({"attempt": 4}, "of attempt 4"),
@@ -65,7 +67,7 @@ OF_ANYTHING_ELSE = [
     ({"covers": 10}, "builds on checkpoint 10"),
     ({"step": 29}, "of step 29"),
 ]
-ANOTHER_RESUME_POINT = [
+OTHER_RESUME_POINT = [
     ({"unusual": "restore(which='seq:3') was called"}, "seq:3"),
     ({"previous_attempt": None}, "does not say which attempt"),
     ({"previous_attempt": 7}, "and 7 was the one before"),
@@ -75,46 +77,46 @@ ANOTHER_RESUME_POINT = [
     ({"attempt": 3, "seq": 10}, "not of its attempt"),
     ({"step": 41}, "the checkpoint of 41"),
 ]
-OTHERS = [word(r) for r in (1, 2, 3)]
+OTHERS = [vote(r) for r in (1, 2, 3)]
 UNCLEAR = {
     "cannot be read": (
-        [dataclasses.replace(word(1, lost=True), unusable="its bytes do not have its hash"), *OTHERS[1:]],
+        [dataclasses.replace(vote(1, lost=True), unusable="its bytes do not have its hash"), *OTHERS[1:]],
         "rank 0's staged part: its bytes",
     ),
-    "nobody": ([word(r, lost=True) for r in range(4)], "no rank has staged"),
-    "nobody clean": ([word(r, clean=False) for r in range(4)], "every survivor"),
-    "the first is torn": ([word(0, step=41, clean=False), *OTHERS], "was ahead"),
+    "nobody": ([vote(r, lost=True) for r in range(4)], "no rank has staged"),
+    "nobody clean": ([vote(r, clean=False) for r in range(4)], "every survivor"),
+    "the first is torn": ([vote(0, step=41, clean=False), *OTHERS], "was ahead"),
     "another's": (
-        [dataclasses.replace(word(r, lost=True), misplaced_ranks=(3,) if r == 1 else ()) for r in range(4)],
+        [dataclasses.replace(vote(r, lost=True), misplaced_ranks=(3,) if r == 1 else ()) for r in range(4)],
         "rank 1 finds what rank 3 staged",
     ),
     "off": (
-        [word(0), dataclasses.replace(word(1), disabled_reason="there are CUDA devices")],
+        [vote(0), dataclasses.replace(vote(1), disabled_reason="there are CUDA devices")],
         "rank 1: there are CUDA devices",
     ),
 }
 
 
 @pytest.mark.parametrize(
-    ("words", "now", "why"),
+    ("votes", "now", "why"),
     [
-        *(([word(0, **said), *OTHERS], {}, why) for said, why in OF_ANYTHING_ELSE),
-        *(([word(0), *OTHERS], now, why) for now, why in ANOTHER_RESUME_POINT),
-        *((words, {}, why) for words, why in UNCLEAR.values()),
+        *(([vote(0, **values), *OTHERS], {}, why) for values, why in UNUSABLE_PARTS),
+        *(([vote(0), *OTHERS], now, why) for now, why in OTHER_RESUME_POINT),
+        *((votes, {}, why) for votes, why in UNCLEAR.values()),
     ],
 )
-def test_whatever_is_unclear_makes_all_go_back(
-    words: list[RecoveryReport], now: dict[str, Any], why: str
+def test_unclear_state_forces_full_recovery(
+    votes: list[RecoveryReport], now: dict[str, Any], why: str
 ) -> None:
-    verdict = decide(words, dataclasses.replace(NOW, **now), TERMS)
+    verdict = decide(votes, dataclasses.replace(NOW, **now), TERMS)
     assert not verdict.partial
     assert why in verdict.full_reason
 
 
 STEPS = st.integers(28, 43)
-WORDS = st.lists(
+VOTES = st.lists(
     st.builds(
-        lambda **said: (said.pop("lost"), said),
+        lambda **values: (values.pop("lost"), values),
         lost=st.booleans(),
         step=STEPS,
         clean=st.booleans(),
@@ -129,15 +131,15 @@ WORDS = st.lists(
 )
 
 
-@given(WORDS, st.floats(0.001, 0.05))
-def test_whatever_ranks_say(said: list[tuple[bool, dict[str, Any]]], target: float) -> None:
+@given(VOTES, st.floats(0.001, 0.05))
+def test_recovery_plan_for_any_votes(values: list[tuple[bool, dict[str, Any]]], target: float) -> None:
     """Partial only with usable parts, one clean donor that nobody is beyond, and within the target."""
-    words = [
-        word(rank, lost=lost, rows=float(each["rows"]), **{k: v for k, v in each.items() if k != "rows"})
-        for rank, (lost, each) in enumerate(said)
+    votes = [
+        vote(rank, lost=lost, rows=float(each["rows"]), **{k: v for k, v in each.items() if k != "rows"})
+        for rank, (lost, each) in enumerate(values)
     ]
-    verdict = decide(words, NOW, RecoveryTerms(pls_target=target, planned_steps=1000))
-    survivors = {rank: w.staged for rank, w in enumerate(words) if w.staged is not None}
+    verdict = decide(votes, NOW, RecoveryTerms(pls_target=target, planned_steps=1000))
+    survivors = {rank: w.staged for rank, w in enumerate(votes) if w.staged is not None}
     if not verdict.partial:
         return
     assert not any(unusable_reason(staged, NOW, rank) for rank, staged in survivors.items())
@@ -146,7 +148,7 @@ def test_whatever_ranks_say(said: list[tuple[bool, dict[str, Any]]], target: flo
     assert verdict.step == donor.step == max(staged.step for staged in survivors.values())
     assert set(verdict.lost) == set(range(WORLD)) - survivors.keys()
     lost_steps = 0.0
-    for rank, w in enumerate(words):
+    for rank, w in enumerate(votes):
         at = verdict.steps[rank]
         assert at == (NOW.step if w.staged is None else w.staged.step)
         assert NOW.step <= at <= verdict.step
@@ -160,7 +162,7 @@ def test_whatever_ranks_say(said: list[tuple[bool, dict[str, Any]]], target: flo
     assert verdict.pls <= target
 
 
-def test_loaders_go_where_the_others_are() -> None:
+def test_loaders_move_to_the_position_of_the_others() -> None:
     mine, theirs = (
         Position(epoch=1, delivered=n, samples=2 * n, start={"g": n}, fingerprint=f"{n}", first="b", own={"g": n}).tree()
         for n in (3, 8)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from deltashard.tracking.handed_optimizer import HandedOptimizers
+from deltashard.tracking.user_optimizer import UserOptimizers
 from torch import nn
 
-from tests.support.trainer.blob_program import Program
+from tests.support.trainer.blob_program import BlobProgram
 
 Rule = Callable[..., torch.optim.Optimizer]
 
@@ -24,17 +24,17 @@ class Script:
         self.optimizers = [rule(self.model.parameters(), lr=lr)]
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 2, 0.5)
 
-    def begin(self) -> Program:
-        self.program = Program(self.model, self.optimizers, scheduler=self.scheduler)
+    def begin(self) -> BlobProgram:
+        self.program = BlobProgram(self.model, self.optimizers, scheduler=self.scheduler)
         return self.program
 
-    def train(self, steps: int) -> Program:
+    def train(self, steps: int) -> BlobProgram:
         for _ in range(steps):
             self.optimizers[0].zero_grad()
             self.model(torch.ones(2, 4)).square().sum().backward()
             self.optimizers[0].step()
             self.scheduler.step()
-            self.program.tracking.steps.done()
+            self.program.tracking.steps.end_step()
         return self.program
 
 
@@ -46,7 +46,7 @@ def trained(steps: int) -> dict[str, memoryview]:
 
 
 @pytest.mark.parametrize("script", [False, True])
-def test_hyperparameters_given_otherwise_are_reported_by_name_and_value(script: bool) -> None:
+def test_changed_hyperparameters_are_reported(script: bool) -> None:
     """The checkpoint's are in force, or this script's; what the scheduler changed is no difference."""
     again = Script(lr=0.02)
     group = again.optimizers[0].param_groups[0]
@@ -62,7 +62,7 @@ def test_hyperparameters_given_otherwise_are_reported_by_name_and_value(script: 
     assert again.scheduler.last_epoch == 4
 
 
-def test_requires_grad_given_otherwise_is_reported() -> None:
+def test_changed_requires_grad_is_reported() -> None:
     """A script that begins frozen now: the checkpoint's word is in force, or the script's, and both are named."""
     for script in (False, True):
         again = Script()
@@ -73,14 +73,14 @@ def test_requires_grad_given_otherwise_is_reported() -> None:
         assert again.model[1].weight.requires_grad is not script
 
 
-def test_an_optimizer_held_by_a_module_is_adopted_when_the_module_holds_another() -> None:
+def test_replaced_optimizer_of_a_module_is_adopted() -> None:
     """As scripts that keep the optimizer beside the model do."""
     model: Any = nn.Linear(2, 1)
     model.optimizer = torch.optim.Adam(model.parameters())
-    handed = HandedOptimizers(model.optimizer, model)
-    assert not handed.look()
+    handed = UserOptimizers(model.optimizer, model)
+    assert not handed.refresh()
     model.optimizer = torch.optim.SGD(model.parameters())
-    assert handed.look()
+    assert handed.refresh()
     assert handed.now == [model.optimizer]
     model.optimizer = None
-    assert not handed.look()
+    assert not handed.refresh()

@@ -19,7 +19,7 @@ from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.vocabulary import encoding_named
 
 
-def test_the_first_plan_that_is_offered_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_available_plan_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an extra partial recovery is refused."""
 
     def plan(*factories: Any, partial: bool) -> RecoveryPlan:
@@ -32,7 +32,7 @@ def test_the_first_plan_that_is_offered_is_taken(monkeypatch: pytest.MonkeyPatch
     assert plan(lambda _: None, lambda _: offered, lambda _: RecoveryPlan(), partial=True) is offered
 
 
-def test_rows_of_a_checkpoint_without_blobs_are_not_taken() -> None:
+def test_rows_of_a_checkpoint_without_blobs_are_not_applied() -> None:
     """Nothing was judged, so nothing of the model may change: it is not whole, and an older one may be."""
     schema = TableSchema(fqn="t", rows=1, columns=4, dtype="float32", fields=())
     weights = np.zeros((1, 4), np.float32)

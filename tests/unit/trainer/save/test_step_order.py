@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deltashard.save.step_order import OrderWatch
+from deltashard.save.step_order import StepOrderCheck
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 from torch import nn
 
 
 @pytest.mark.parametrize("loop", ["in order", "accumulated", "scheduler last", "parameter last"])
-def test_what_comes_after_step_is_said_once(loop: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_changes_after_step_are_reported_once(loop: str, caplog: pytest.LogCaptureFixture) -> None:
     """Under accumulation the scheduler moves in every step before `step()`, the optimizer in every second one."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     clock = StepClock(tracking := Tracking(model, optimizer))
-    watch = OrderWatch(tracking, {"scheduler": scheduler}, clock)
+    watch = StepOrderCheck(tracking, {"scheduler": scheduler}, clock)
     for step in range(8):
         stepped = loop != "accumulated" or step % 2 == 0
         model(torch.ones(1, 2)).sum().backward()
@@ -25,7 +25,7 @@ def test_what_comes_after_step_is_said_once(loop: str, caplog: pytest.LogCapture
             optimizer.step()
         if loop != "scheduler last":
             scheduler.step()
-        clock.tick()
+        clock.begin_step()
         if stepped:
             watch.arm()
         if loop == "scheduler last":

@@ -53,7 +53,7 @@ class _Holder(nn.Module):
         return out.sum()
 
 
-class _Told:
+class _RowRecorder:
     """Collects what the kernel says of each table."""
 
     def __init__(self, batch: BatchedKernel) -> None:
@@ -64,55 +64,55 @@ class _Told:
         return lambda ids: self.ids[nth].extend(ids.tolist())
 
     def take(self) -> tuple[list[int], list[int]]:
-        said = (sorted(set(self.ids[0])), sorted(set(self.ids[1])))
+        ids = (sorted(set(self.ids[0])), sorted(set(self.ids[1])))
         self.ids = {0: [], 1: []}
-        return said
+        return ids
 
 
-def test_batches_of_different_sizes_by_feature() -> None:
+def test_batch_sizes_may_differ_by_feature() -> None:
     """The bags of the features are counted each for itself then; an empty batch trips nothing."""
     holder = _Holder()
-    told = _Told(BatchedKernel(holder))
+    recorder = _RowRecorder(BatchedKernel(holder))
     holder([[], []], [[], []], [[], []]).backward()
     sizes = [[2], [1], [3]]
     holder([[1], [2]], [[3]], [[4], [], [5]], batch_size_per_feature_per_rank=sizes).backward()
-    assert told.take() == ([1, 2], [3, 4, 5])
+    assert recorder.take() == ([1, 2], [3, 4, 5])
 
 
 def test_ids_beyond_the_table_count_as_row_zero() -> None:
     """The kernel takes them for it."""
     holder = _Holder()
     batch = BatchedKernel(holder)
-    told = _Told(batch)
+    recorder = _RowRecorder(batch)
     zero = batch.weights[0][0].clone()
     holder([[1, 999], []], [[], []], [[], []]).backward()
     assert not torch.equal(batch.weights[0][0], zero)
-    assert told.take() == ([0, 1], [])
+    assert recorder.take() == ([0, 1], [])
 
 
-def test_offsets_without_sense_say_every_id_of_every_table() -> None:
+def test_invalid_offsets_mark_every_id_of_every_table() -> None:
     """More is harmless, less is not."""
     holder = _Holder()
     batch = BatchedKernel(holder)
-    told = _Told(batch)
+    recorder = _RowRecorder(batch)
     for offsets in ([0, 5, 2, 3], [0, 1, 2, 9], [1, 1, 2, 3], []):
         batch.updated(torch.tensor([4, 25, 6]), torch.tensor(offsets, dtype=torch.int64), None)
-        assert told.take() == ([0, 4, 6], [4, 6, 25])
+        assert recorder.take() == ([0, 4, 6], [4, 6, 25])
 
 
-def test_a_copy_of_the_model_says_nothing() -> None:
+def test_model_copy_is_not_tracked() -> None:
     """Nor does one that went through a pickle."""
     holder = _Holder()
-    told = _Told(BatchedKernel(holder))
+    recorder = _RowRecorder(BatchedKernel(holder))
     (hook,) = holder.emb_module._forward_hooks.values()
     copy.deepcopy(holder.emb_module)(
         indices=torch.tensor([1]), offsets=torch.tensor([0, 1, 1, 1])
     ).sum().backward()
     assert pickle.loads(pickle.dumps(hook))._batch is None
-    assert told.take() == ([], [])
+    assert recorder.take() == ([], [])
 
 
-def test_a_mark_that_fails_is_reported_and_harms_no_backward_pass() -> None:
+def test_failed_mark_is_reported_and_backward_continues() -> None:
     """The table goes over to hashes then."""
     holder = _Holder()
     lost: list[Exception] = []
@@ -121,7 +121,7 @@ def test_a_mark_that_fails_is_reported_and_harms_no_backward_pass() -> None:
     assert [type(error) for error in lost] == [IndexError]
 
 
-def test_a_module_has_one_kernel_as_long_as_its_memory_stays() -> None:
+def test_module_keeps_its_kernel_while_its_memory_is_unchanged() -> None:
     """Tables are recognised by their tensors: they must be the same ones at each look."""
     holder = _Holder()
     batch = kernel_of(holder)
@@ -134,7 +134,7 @@ def test_a_module_has_one_kernel_as_long_as_its_memory_stays() -> None:
     assert kernel_of(holder) is not moved
 
 
-def test_rates_and_counts_come_back() -> None:
+def test_learning_rates_and_counters_are_restored() -> None:
     """And the group that a scheduler holds stays the same object."""
     holder, other = _Holder(), _Holder()
     for _ in range(3):

@@ -11,14 +11,14 @@ import pytest
 import torch
 from deltashard import config
 from deltashard.errors import CheckpointMismatch, StateError, UserError
-from deltashard.save.step_order import OrderWatch
+from deltashard.save.step_order import StepOrderCheck
 from deltashard.state import contract
 from deltashard.state.discovery import Inventory
 from deltashard.tracking.step_clock import StepClock
 from torch import Tensor, nn
 from torch.distributed.fsdp._flat_param import FlatParameter
 
-from tests.support.trainer.blob_program import Program
+from tests.support.trainer.blob_program import BlobProgram
 
 
 class Ema(nn.BatchNorm1d):
@@ -103,7 +103,7 @@ def _halve(module: nn.Module, held: dict[str, Any], prefix: str, _metadata: Any)
     held[prefix + "weight"] = held[prefix + "weight"].half()
 
 
-class Whole(nn.Module):
+class OverriddenStateDict(nn.Module):
     """Overrides state_dict itself; the counter is in no module's own."""
 
     def __init__(self) -> None:
@@ -136,9 +136,11 @@ def _equal(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
-@pytest.mark.parametrize("make", [Ema, Renaming, Dropping, Rounding, Whole], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "make", [Ema, Renaming, Dropping, Rounding, OverriddenStateDict], ids=lambda c: c.__name__
+)
 @pytest.mark.parametrize("wrap", [lambda m: m, nn.Sequential, lambda m: nn.Sequential(nn.Identity(), m)])
-def test_a_resumed_module_goes_on_as_the_one_that_went_on(
+def test_resumed_module_equals_the_uninterrupted_one(
     make: Callable[[], nn.Module], wrap: Callable[[nn.Module], nn.Module]
 ) -> None:
     """Bit for bit, plain attributes that its contract names included."""
@@ -149,11 +151,11 @@ def test_a_resumed_module_goes_on_as_the_one_that_went_on(
             model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).square().sum().backward()
             optimizer.step()
 
-    def program(seed: int) -> tuple[Program, torch.optim.Optimizer]:
+    def program(seed: int) -> tuple[BlobProgram, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = wrap(make())
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        return Program(model, optimizer), optimizer
+        return BlobProgram(model, optimizer), optimizer
 
     first, optimizer = program(0)
     train(first.model, optimizer, range(3))
@@ -169,29 +171,29 @@ def test_a_resumed_module_goes_on_as_the_one_that_went_on(
     assert {name.rpartition(".")[2] for name in differ} == ({"cache", "loads"} if make is Dropping else set())
 
 
-def test_a_buffer_that_the_contract_drops_is_not_saved_and_made_anew(
+def test_dropped_buffer_is_not_saved_and_rebuilt(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, "deltashard"):
-        first = Program(Dropping())
+        first = BlobProgram(Dropping())
     assert "leaves cache out of its state_dict" in caplog.text
     raw = first.cut()
     assert "dense/cache" not in raw
-    second = Program(Dropping())
+    second = BlobProgram(Dropping())
     second.restore(raw)
     assert torch.equal(second.model.cache, 2 * first.model.weight)
     # What an older version saved of it is passed over.
     second.restore(raw | {"dense/cache": raw["dense/weight"]})
 
 
-def test_a_checkpoint_of_before_modules_were_asked_is_taken_with_a_note() -> None:
-    raw = Program(nn.Sequential(nn.BatchNorm1d(4))).cut()
+def test_checkpoint_without_module_contracts_is_accepted_with_a_note() -> None:
+    raw = BlobProgram(nn.Sequential(nn.BatchNorm1d(4))).cut()
     older = {name: data for name, data in raw.items() if name != "meta"}
     older["meta"] = memoryview(_tree({"step": 1}))
-    (note,) = Program(nn.Sequential(Ema())).restore(older)
+    (note,) = BlobProgram(nn.Sequential(Ema())).restore(older)
     assert "module 0" in note
     with pytest.raises(CheckpointMismatch, match="what module 0 says"):
-        Program(nn.Sequential(Ema())).restore(raw)
+        BlobProgram(nn.Sequential(Ema())).restore(raw)
 
 
 def _tree(value: Any) -> bytes:
@@ -208,16 +210,16 @@ def test_a_state_dict_that_copies_a_table_is_refused() -> None:
     model = _table()
     model._register_state_dict_hook(lambda module, held, prefix, _: {k: v.clone() for k, v in held.items()})
     with pytest.raises(StateError, match=r"a copy of a table \(items.weight\)"):
-        Program(model)
+        BlobProgram(model)
 
 
-def test_a_contract_of_the_whole_model_leaves_its_tables_where_they_are(
+def test_whole_model_contract_does_not_copy_tables(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """No copy of a table in a blob, none written at the restore."""
     model = _table()
     model.register_load_state_dict_post_hook(lambda module, keys: None)
-    program = Program(model)
+    program = BlobProgram(model)
     raw = program.cut()
     assert sum(map(len, raw.values())) < 100_000
     before = model.items.weight.detach().clone()
@@ -228,13 +230,13 @@ def test_a_contract_of_the_whole_model_leaves_its_tables_where_they_are(
 def test_loading_that_writes_a_table_is_refused() -> None:
     model = _table()
     model.register_load_state_dict_post_hook(lambda module, keys: module.items.weight.data.mul_(2))
-    program = Program(model)
+    program = BlobProgram(model)
     with pytest.raises(CheckpointMismatch, match="changes rows of a table"):
         program.restore(program.cut())
 
 
 @pytest.mark.parametrize("held", ["model", "list", "mapping", "getter"])
-def test_the_model_in_state_is_refused_with_the_remedy(held: str) -> None:
+def test_model_in_state_is_refused_with_a_remedy(held: str) -> None:
     model = _table()
     value = {
         "model": model,
@@ -243,14 +245,14 @@ def test_the_model_in_state_is_refused_with_the_remedy(held: str) -> None:
         "getter": (model.state_dict, model.load_state_dict),
     }[held]
     with pytest.raises(StateError, match=r"holds table items.weight.*leave it out of state="):
-        Program(model, mine=value)
+        BlobProgram(model, mine=value)
 
 
-def test_a_large_dense_model_in_state_is_refused_and_a_small_part_is_not() -> None:
+def test_only_a_large_dense_model_in_state_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3000, 2000), nn.Linear(2000, 1))
     with pytest.raises(StateError, match="written twice at every save"):
-        Program(model, mine=model)
-    Program(model, head=model[1])
+        BlobProgram(model, mine=model)
+    BlobProgram(model, head=model[1])
 
 
 @pytest.mark.parametrize(
@@ -276,18 +278,21 @@ def test_buffers_that_cannot_be_stored_are_refused_at_construction(
     config.check_model(model)
 
 
-def test_tensors_whose_memory_is_elsewhere_are_refused_at_construction() -> None:
+def test_sharded_tensors_are_refused_at_construction() -> None:
     """DTensors of FSDP2 and their like; FSDP1 leaves a flat parameter, on every rank another piece."""
 
-    class Sharded(Tensor):
+    class ShardedSubclass(Tensor):
         @classmethod
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
     model = nn.Linear(2, 2)
-    model.register_buffer("part", torch.zeros(2).as_subclass(Sharded))
-    for module, words in (("torch.distributed.tensor", "part is sharded"), ("mine", "part is a Sharded")):
-        Sharded.__module__ = module
+    model.register_buffer("part", torch.zeros(2).as_subclass(ShardedSubclass))
+    for module, words in (
+        ("torch.distributed.tensor", "part is sharded"),
+        ("mine", "part is a ShardedSubclass"),
+    ):
+        ShardedSubclass.__module__ = module
         with pytest.raises(UserError, match=words):
             config.check_model(model)
     flat = nn.Linear(2, 2)
@@ -296,19 +301,19 @@ def test_tensors_whose_memory_is_elsewhere_are_refused_at_construction() -> None
         config.check_model(flat)
 
 
-def test_expanded_buffers_come_back() -> None:
+def test_expanded_buffers_are_restored() -> None:
     def build(value: float) -> nn.Module:
         model = nn.Linear(2, 2)
         model.register_buffer("mask", torch.full((1, 3), value).expand(4, 3))
         return model
 
     again = build(2.0)
-    Program(again).restore(Program(build(1.0)).cut())
+    BlobProgram(again).restore(BlobProgram(build(1.0)).cut())
     assert torch.equal(again.mask, torch.ones(4, 3))
     differing = build(1.0)
     differing.mask = torch.arange(12.0).view(4, 3)
     with pytest.raises(CheckpointMismatch, match="share memory"):
-        Program(again).restore(Program(differing).cut())
+        BlobProgram(again).restore(BlobProgram(differing).cut())
 
 
 class Observer(nn.Module):
@@ -328,28 +333,28 @@ class Observer(nn.Module):
         return x
 
 
-def test_buffers_that_grew_in_training_come_back() -> None:
+def test_buffers_that_grew_in_training_are_restored() -> None:
     model = nn.Sequential(Observer())
-    program = Program(model)
+    program = BlobProgram(model)
     model(torch.randn(3, 5))
     raw = program.cut()
     again = nn.Sequential(Observer())
-    resumed = Program(again)
+    resumed = BlobProgram(again)
     assert resumed.restore(raw) == []
     assert torch.equal(again[0].low, model[0].low)
     assert torch.equal(again[0].high, model[0].high)
     third = nn.Sequential(Observer())
-    Program(third).restore(resumed.cut())
+    BlobProgram(third).restore(resumed.cut())
     assert torch.equal(third[0].high, model[0].high)
     other = nn.Sequential(Observer())
     other[0].low = torch.zeros(7)
     with pytest.raises(CheckpointMismatch, match=r"0.low is stored as"):
-        Program(other).restore(raw)
+        BlobProgram(other).restore(raw)
 
 
-def test_a_cast_after_construction_is_said_and_saved_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_cast_after_construction_is_reported_and_saved(caplog: pytest.LogCaptureFixture) -> None:
     model = _table()
-    program = Program(model)
+    program = BlobProgram(model)
     model.half()
     with caplog.at_level(logging.WARNING, "deltashard"):
         raw = program.cut()
@@ -360,25 +365,25 @@ def test_a_cast_after_construction_is_said_and_saved_as_it_is(caplog: pytest.Log
     assert "items.weight was float32 and is float16" in said
     assert program.tracking.tables[0].schema.dtype == "float16"
     again = _table().half()
-    Program(again).restore(raw)
+    BlobProgram(again).restore(raw)
     assert torch.equal(again.top.weight, model.top.weight)
     with pytest.raises(CheckpointMismatch, match="float16"):
-        Program(_table()).restore(raw)
+        BlobProgram(_table()).restore(raw)
 
 
-def test_not_strict_takes_what_fits() -> None:
+def test_strict_false_restores_what_fits() -> None:
     """Other shapes, missing and unknown names, other state: left as they are, and said; the rest comes back."""
     model = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.Linear(4, 2)))
     mine = {"x": 1}
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    first = Program(model, optimizer, mine=mine, tensor=torch.zeros(3), gone={"y": 1})
+    first = BlobProgram(model, optimizer, mine=mine, tensor=torch.zeros(3), gone={"y": 1})
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
     raw = first.cut()
     again = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.Linear(4, 3), c=nn.Linear(3, 1)))
     optimizer = torch.optim.Adam(again.parameters(), lr=0.5)
     theirs: dict[str, Any] = {}
-    program = Program(again, optimizer, mine=theirs, tensor=torch.zeros(5), new={"z": 1})
+    program = BlobProgram(again, optimizer, mine=theirs, tensor=torch.zeros(5), new={"z": 1})
     with pytest.raises(CheckpointMismatch):
         program.restore(raw)
     notes = "\n".join(program.restore(raw, strict=False))
@@ -400,7 +405,7 @@ def test_another_default_device_changes_nothing() -> None:
     extra = torch.eye(3).to_sparse()
     torch.set_default_device("meta")
     try:
-        program = Program(model, optimizer, extra=extra)
+        program = BlobProgram(model, optimizer, extra=extra)
         program.tracking.audit_sample()
         raw = program.cut()
         program.restore(raw)
@@ -409,8 +414,8 @@ def test_another_default_device_changes_nothing() -> None:
     assert program.model.top.weight.device.type == "cpu"
 
 
-def test_a_wrapper_that_never_called_its_base_is_looked_through_or_refused() -> None:
-    class Wrapper(torch.optim.Optimizer):
+def test_wrapper_without_base_init_is_unwrapped_or_refused() -> None:
+    class InnerWrapper(torch.optim.Optimizer):
         def __init__(self, inner: torch.optim.Optimizer) -> None:
             self.inner = inner
 
@@ -420,22 +425,22 @@ def test_a_wrapper_that_never_called_its_base_is_looked_through_or_refused() -> 
         def step(self, closure: Any = None) -> Any:
             return self.inner.step(closure)
 
-    class Alone(torch.optim.Optimizer):
+    class BaselessOptimizer(torch.optim.Optimizer):
         def __init__(self, params: list[nn.Parameter]) -> None:
             self.param_groups, self.state = [{"params": params, "lr": 0.1}], {}
 
     model = _table()
-    program = Program(model, Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
+    program = BlobProgram(model, InnerWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
     assert program.tracking.tables[0].tracker == "hashes"
     assert "optim/0" in program.cut()
-    order = OrderWatch(program.tracking, {}, StepClock(program.tracking))
+    order = StepOrderCheck(program.tracking, {}, StepClock(program.tracking))
     order.arm()
     order.close()
     with pytest.raises(UserError, match="super"):
-        Program(model, Alone(list(model.parameters())))
+        BlobProgram(model, BaselessOptimizer(list(model.parameters())))
 
 
-def test_sharded_modules_are_no_contracts() -> None:
+def test_sharded_modules_have_no_contract() -> None:
     """They say their tables themselves; a module around them cannot speak for them, and is refused."""
 
     class Speaks(nn.Module):

@@ -9,7 +9,7 @@ from deltashard_checkpoint.errors import UserError
 from torch import nn
 
 
-class Model(nn.Module):
+class MixedModel(nn.Module):
     """Tables, a large matrix, and things that are neither."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ NAMES = {"items.weight", "bags.0.weight", "bags.1.weight"}
 
 def test_lookups_are_tables_and_everything_else_is_dense():
     """Parameters and persistent buffers, each once."""
-    found = discover(Model())
+    found = discover(MixedModel())
     assert set(found.tables) == NAMES
     assert {"module.weight", "module.bias", "norm.running_mean", "norm.num_batches_tracked", "big"} <= set(
         found.dense
@@ -36,9 +36,9 @@ def test_lookups_are_tables_and_everything_else_is_dense():
     assert not NAMES & set(found.dense)
 
 
-def test_large_matrices_are_tables_from_a_size_on():
+def test_matrices_above_a_size_are_tables():
     """Any 2-D parameter may be a table; small lookups may be dense."""
-    found = discover(Model(), TableSettings(min_rows=1000, min_weights=2000, lookups_min_rows=6))
+    found = discover(MixedModel(), TableSettings(min_rows=1000, min_weights=2000, lookups_min_rows=6))
     assert set(found.tables) == {"items.weight", "bags.1.weight", "big"}
 
 
@@ -55,15 +55,15 @@ def test_large_matrices_are_tables_from_a_size_on():
     ],
     ids=["data_parallel", "compiled", "both", "averaged", "part"],
 )
-def test_wrappers_leave_no_trace_in_names(wrap):
+def test_wrappers_do_not_change_names(wrap):
     """The same names whatever wraps the model."""
-    plain, wrapped = discover(Model()), discover(wrap(Model()))
+    plain, wrapped = discover(MixedModel()), discover(wrap(MixedModel()))
     assert set(wrapped.tables) == set(plain.tables)
     assert set(plain.dense) <= set(wrapped.dense)
     assert set(wrapped.dense) - set(plain.dense) <= {"n_averaged"}
 
 
-def test_memory_that_two_tensors_share_is_found():
+def test_shared_memory_is_detected():
     """By address: Parameters over one storage, views of it, memory from outside; neighbours do not share."""
     whole = torch.zeros(30, 4)
     raw = bytearray(400)
@@ -83,7 +83,7 @@ def test_memory_that_two_tensors_share_is_found():
     assert overlapping_tables(discover(model))["alone.weight"] == "window"
 
 
-def test_a_table_of_a_type_that_cannot_be_stored_is_refused() -> None:
+def test_table_of_unsupported_dtype_is_refused() -> None:
     """By its name; lazy parameters say where they are, too."""
     with pytest.raises(UserError, match=r"0\.weight"):
         discover(nn.Sequential(nn.LazyLinear(3)))

@@ -39,7 +39,7 @@ def look_up(managed: Any, step: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("at", range(7))
-def test_ids_are_remapped_as_if_nothing_had_happened(at: int) -> None:
+def test_remapping_continues_after_a_restore(at: int) -> None:
     """Before the first lookup, between two evictions and right after one; a bare `state_dict` evicts at other steps."""
     lost, whole = module(), module()
     wanted = [look_up(whole, step) for step in range(14)]

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
     sizes=st.dictionaries(st.text(min_size=1, max_size=3), st.integers(0, 1000), max_size=40),
     world_size=st.integers(1, 20),
 )
-def test_every_replica_has_one_owner_and_no_owner_has_much_more_than_another(
-    sizes: dict[str, int], world_size: int
-) -> None:
+def test_replica_owners_are_balanced(sizes: dict[str, int], world_size: int) -> None:
     found = owners(sizes, world_size)
     assert found == owners(dict(reversed(sizes.items())), world_size)
     assert found.keys() == sizes.keys()
@@ -24,7 +22,7 @@ def test_every_replica_has_one_owner_and_no_owner_has_much_more_than_another(
     assert max(load) - min(load) <= max(sizes.values(), default=0)
 
 
-def test_one_changed_value_of_a_small_tensor_is_found() -> None:
+def test_one_changed_value_of_a_small_tensor_is_detected() -> None:
     zero = {"a": torch.arange(6.0), "b": torch.ones(3, 2, dtype=torch.bfloat16), "empty": torch.empty(0)}
     other = {name: tensor.clone() for name, tensor in zero.items()}
     assert differing_replicas(zero, {0: sums(zero, 7), 1: sums(other, 7)}) == []

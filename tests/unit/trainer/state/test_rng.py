@@ -20,7 +20,7 @@ def draws() -> tuple[Any, ...]:
     return (random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), float(torch.rand(())))
 
 
-def test_global_generators_go_on_where_they_were() -> None:
+def test_global_generators_resume() -> None:
     """Python, numpy (with its cached Gaussian) and torch, through the typed tree."""
     draws()
     captured = capture_globals()
@@ -40,7 +40,7 @@ def test_global_generators_go_on_where_they_were() -> None:
         lambda: random.Random(5),
     ],
 )
-def test_own_generators_go_on_where_they_were(make: Any) -> None:
+def test_user_generators_resume(make: Any) -> None:
     """PCG64's big integers included."""
     generator = make()
 
@@ -76,7 +76,7 @@ def test_cuda_generators_are_not_dropped_silently() -> None:
 
 
 @needs_gpu
-def test_cuda_generators_come_back() -> None:
+def test_cuda_generators_are_restored() -> None:
     """The default one of each device, and one of the program's own."""
     own = torch.Generator("cuda").manual_seed(3)
     torch.rand(5, device="cuda")

@@ -41,7 +41,7 @@ def test_large_tables_hash_the_same_on_several_threads(monkeypatch):
     assert torch.equal(row_hash.row_hashes([table, table[:, 0]], 5), one)
 
 
-def test_every_single_value_counts():
+def test_every_value_changes_the_hash():
     """Changing any one value of any section changes that row's hash and no other."""
     parts = sections(torch.float32, 8)
     before = row_hash.row_hashes(parts, 1)

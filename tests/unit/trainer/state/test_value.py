@@ -20,7 +20,7 @@ DTYPES = "float32", "float64", "float16", "bfloat16", "int64", "uint8", "bool", 
 
 @pytest.mark.parametrize("dtype", [getattr(torch, name) for name in DTYPES])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 4)])
-def test_tensors_come_back_with_type_shape_and_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensors_round_trip_with_dtype_shape_and_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Also scalars, empty ones, and types numpy has not."""
     value = (torch.rand(shape) * 10).to(dtype)
     back = through({"t": value})["t"]
@@ -29,7 +29,7 @@ def test_tensors_come_back_with_type_shape_and_bits(dtype: torch.dtype, shape: t
     assert torch.equal(back, value)
 
 
-def test_strided_and_conjugated_tensors_are_stored_as_their_values() -> None:
+def test_strided_and_conjugated_tensors_are_stored_by_value() -> None:
     """Views, transposes, lazy conjugation."""
     base = torch.arange(12.0).view(3, 4)
     assert torch.equal(through(base.t()), base.t())
@@ -49,7 +49,7 @@ def test_uncoalesced_sparse_tensors_stay_uncoalesced() -> None:
     assert torch.equal(back._values(), value._values())
 
 
-def test_torch_types_and_python_types_together() -> None:
+def test_mixed_torch_and_python_types() -> None:
     """As state dicts hold them."""
     value = {
         "size": torch.Size([2, 3]),
@@ -62,7 +62,7 @@ def test_torch_types_and_python_types_together() -> None:
 
 
 @pytest.mark.parametrize("value", [3, 2.5, "text", None, True, (1, 2), b"x"])
-def test_values_that_a_restore_could_not_put_back_are_refused(value: Any) -> None:
+def test_values_that_cannot_be_restored_are_refused(value: Any) -> None:
     """A plain value is frozen at construction; the remedy is a pair or a mutable object. The entry is named."""
     with pytest.raises(StateError, match="get, set"):
         source("mine", value)
@@ -72,7 +72,7 @@ def test_values_that_a_restore_could_not_put_back_are_refused(value: Any) -> Non
         source("mine", torch.zeros(4)).set(torch.zeros(1))
 
 
-def test_everything_state_takes_comes_back_in_place() -> None:
+def test_all_supported_state_is_restored_in_place() -> None:
     """Objects, pairs, generators, tensors, arrays, dicts and lists."""
     box = [1]
     scheduler_like = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 2)
@@ -109,7 +109,7 @@ def test_everything_state_takes_comes_back_in_place() -> None:
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
-def test_stateful_objects_come_back_together(kind: type) -> None:
+def test_containers_of_stateful_objects_are_restored(kind: type) -> None:
     """A list, tuple or dict of schedulers, modules, generators: each is read and written itself."""
 
     def members(seed: int) -> Any:
@@ -130,7 +130,7 @@ def test_stateful_objects_come_back_together(kind: type) -> None:
         sources({"all": fewer})[0].set(through(mine.get()))
 
 
-def test_a_container_of_objects_and_numbers_is_refused_with_a_way_that_works() -> None:
+def test_mixed_container_is_refused_with_a_remedy() -> None:
     """Not "plain values by state_dict()": a copy of the state would be saved for ever, and never loaded."""
     module = torch.nn.Linear(2, 2)
     with pytest.raises(StateError, match="cannot be stored") as caught:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deltashard.tracking.audit import AT_CUT, Audit
+from deltashard.tracking.audit import SYNC_CHECK_INTERVAL, Audit
 from deltashard.tracking.marks import Marks
 from deltashard.tracking.tracking import Tracking, TrackingSettings
 from torch import nn
@@ -19,7 +19,7 @@ def clean_marks() -> Marks:
 
 
 @pytest.mark.parametrize(("fraction", "sampled"), [(0.001, 2048), (0.002, 512), (0.0005, 1000)])
-def test_silent_writes_are_found_as_often_as_documented(fraction, sampled):
+def test_silent_write_detection_rate_matches_the_docs(fraction, sampled):
     """200 seeded audits of a random silent write: the miss rate is (1 - f) ** k within four standard errors."""
     weights = torch.randn(ROWS, 4)
     marks = clean_marks()
@@ -43,19 +43,19 @@ def audited(rows: int = 512) -> tuple[nn.Embedding, Tracking]:
     table = nn.Embedding(ROWS, 8, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
     tracking = Tracking(table, optimizer, settings=TrackingSettings(audit_rows=rows, audit_rows_in_all=ROWS))
-    again(tracking, 1)
+    commit_cut(tracking, 1)
     return table, tracking
 
 
-def again(tracking: Tracking, cut: int) -> None:
+def commit_cut(tracking: Tracking, cut: int) -> None:
     """A cut that commits."""
     tracking.refresh()
-    tracking.cut_taken(cut, "all")
+    tracking.snapshot_taken(cut, "all")
     tracking.committed(cut, baseline=True)
     tracking.audit_sample()
 
 
-def test_a_fault_makes_the_next_cut_full_and_is_counted():
+def test_fault_makes_the_next_snapshot_full_and_is_counted():
     """A fused kernel stand-in writes a tenth of the table through .data: seen at the next cut, then followed exactly."""
     table, tracking = audited()
     assert tracking.tables[0].tracker == "gradients"
@@ -65,52 +65,52 @@ def test_a_fault_makes_the_next_cut_full_and_is_counted():
     assert "changed outside" in str(faults[0])
     assert tracking.faults == 1
     assert tracking.refresh().commit == ROWS
-    tracking.cut_taken(2, "since_commit")
+    tracking.snapshot_taken(2, "since_commit")
     tracking.committed(2, baseline=False)
     table.weight.data[17] = 0
     tracking.refresh()
-    assert tracking.tables[0].prepare_cut("since_commit").ids.tolist() == [17]
+    assert tracking.tables[0].select_rows("since_commit").ids.tolist() == [17]
 
 
-def look(tracking: Tracking) -> None:
+def compare_ahead(tracking: Tracking) -> None:
     """What the copying thread does right before a cut."""
     for each in tracking.audit_ahead():
         each()
 
 
-def test_what_was_compared_ahead_of_a_cut_counts_at_it():
+def test_comparison_before_a_snapshot_counts_for_the_snapshot():
     """Found by the look ahead, and not looked for again; a row that was marked meanwhile is no fault."""
     table, tracking = audited()
-    look(tracking)
+    compare_ahead(tracking)
     assert tracking.audit_before_commit(ahead=True) == []
-    again(tracking, 2)
+    commit_cut(tracking, 2)
     sampled = tracking.tables[0]._audit._ids
     table.weight.data[sampled[:2]] += 1
-    look(tracking)
+    compare_ahead(tracking)
     tracking.tables[0].marks.mark(sampled[:1])
     [fault] = tracking.audit_before_commit(ahead=True)
     assert fault.found == len({int(i) for i in sampled[1:2]} - {int(sampled[0])})
 
 
-def test_who_writes_between_that_look_and_the_cut_is_found_at_its_turn():
-    """Every table is compared at the cut itself once in AT_CUT cuts."""
+def test_write_between_check_and_snapshot_is_found_by_rotation():
+    """Every table is compared at the cut itself once in SYNC_CHECK_INTERVAL cuts."""
     table, tracking = audited()
     found = []
-    for cut in range(2, 2 + AT_CUT):
-        look(tracking)
+    for cut in range(2, 2 + SYNC_CHECK_INTERVAL):
+        compare_ahead(tracking)
         table.weight.data += 1
         found.append(bool(tracking.audit_before_commit(ahead=True)))
         if found[-1]:
             break
-        again(tracking, cut)
+        commit_cut(tracking, cut)
     assert found[-1]
     assert tracking.tables[0].tracker == "hashes"
 
 
-def test_a_sample_of_all_rows_is_read_at_cuts_only():
+def test_full_sample_is_compared_only_at_snapshots():
     """Not by the copying thread: it would miss what is written before its first look, or after its last."""
     table, tracking = audited(ROWS)
-    again(tracking, 2)
+    commit_cut(tracking, 2)
     tracking.audit_sample(lambda _: pytest.fail("looked at on another thread"))
     assert tracking.audit_ahead() == []
     table.weight.data[17] += 1
@@ -118,7 +118,7 @@ def test_a_sample_of_all_rows_is_read_at_cuts_only():
     assert (fault.rows, fault.checked) == ((17,), ROWS)
 
 
-def test_state_counts_as_weights_and_a_field_that_appears_is_no_fault():
+def test_state_is_audited_and_a_new_field_is_no_fault():
     """Lazy state changes the layout; the whole table is marked by other means then."""
     weights, total = torch.randn(ROWS, 4), torch.zeros(ROWS)
     audit = Audit("t", 1)

@@ -15,7 +15,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_an_optimizer_in_a_variable_of_the_script_alone_is_reported_once(
+def test_unregistered_optimizer_is_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The one that was given steps on, so that saves continue: only this tells. After close(), and of other models, nothing."""

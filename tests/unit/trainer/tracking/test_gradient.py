@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 
-class Loop:
+class TwoTowerLoop:
     """A table and a net over it, under an optimizer each: two towers, or a generator and its discriminator."""
 
     def __init__(self, *, sparse: bool) -> None:
@@ -26,14 +26,14 @@ class Loop:
         self.second = torch.optim.SGD(self.net.parameters(), lr=0.1)
         settings = TrackingSettings(hash_below_bytes=0)
         self.tracking = Tracking(model, [self.first, self.second], settings=settings)
-        self.told: list[str] = []
-        self.tracking.report = lambda name, _facts: self.told.append(name)
-        self.cuts = 0
+        self.reported: list[str] = []
+        self.tracking.report = lambda name, _facts: self.reported.append(name)
+        self.snapshots = 0
 
-    def loss(self, *, judged: bool = False) -> torch.Tensor:
+    def loss(self, *, detached: bool = False) -> torch.Tensor:
         """Of both; or of the discriminator alone, which judges what the generator made."""
         made = self.table(torch.tensor([1, 2, 3]))
-        return self.net(made.detach() if judged else made).square().sum()
+        return self.net(made.detach() if detached else made).square().sum()
 
     def backward(self) -> None:
         self.loss().backward()
@@ -53,23 +53,23 @@ class Loop:
         self.second.step()
 
     def cut(self) -> None:
-        self.cuts += 1
+        self.snapshots += 1
         self.tracking.refresh()
-        self.tracking.cut_taken(self.cuts, "all")
-        self.tracking.committed(self.cuts, baseline=True)
+        self.tracking.snapshot_taken(self.snapshots, "all")
+        self.tracking.committed(self.snapshots, baseline=True)
 
 
-Body = Callable[[Loop, int], Any]
+Body = Callable[[TwoTowerLoop, int], Any]
 
 
-def ordinary(loop: Loop, _: int) -> None:
+def ordinary(loop: TwoTowerLoop, _: int) -> None:
     loop.zero()
     loop.backward()
     loop.step()
     loop.cut()
 
 
-def with_closure(loop: Loop, _: int) -> None:
+def with_closure(loop: TwoTowerLoop, _: int) -> None:
     def evaluate() -> float:
         loop.zero()
         loop.backward()
@@ -80,14 +80,14 @@ def with_closure(loop: Loop, _: int) -> None:
     loop.cut()
 
 
-def zeroed_after(loop: Loop, _: int) -> None:
+def zeroed_after(loop: TwoTowerLoop, _: int) -> None:
     loop.backward()
     loop.step()
     loop.zero()
     loop.cut()
 
 
-def accumulated(loop: Loop, i: int) -> None:
+def accumulated(loop: TwoTowerLoop, i: int) -> None:
     loop.backward()
     if i % 3 == 2:
         loop.step()
@@ -95,20 +95,20 @@ def accumulated(loop: Loop, i: int) -> None:
         loop.cut()
 
 
-def one_after_the_other(loop: Loop, _: int, *, to_none: bool = True) -> None:
+def one_after_the_other(loop: TwoTowerLoop, _: int, *, to_none: bool = True) -> None:
     """What arrived at the discriminator is zeroed before it steps."""
     loop.generate()
     loop.second.zero_grad(set_to_none=to_none)
-    loop.loss(judged=True).backward()
+    loop.loss(detached=True).backward()
     loop.second.step()
     loop.cut()
 
 
-def zeroed_in_place(loop: Loop, i: int) -> None:
+def zeroed_in_place(loop: TwoTowerLoop, i: int) -> None:
     one_after_the_other(loop, i, to_none=False)
 
 
-def two_rates(loop: Loop, i: int) -> None:
+def two_rates(loop: TwoTowerLoop, i: int) -> None:
     loop.generate()
     if i % 3 == 2:
         loop.second.step()
@@ -116,7 +116,7 @@ def two_rates(loop: Loop, i: int) -> None:
     loop.cut()
 
 
-def applied_late(loop: Loop, i: int) -> None:
+def applied_late(loop: TwoTowerLoop, i: int) -> None:
     if i:
         loop.step()
     loop.zero()
@@ -124,9 +124,9 @@ def applied_late(loop: Loop, i: int) -> None:
     loop.cut()
 
 
-def never_zeroed(loop: Loop, _: int) -> None:
+def never_zeroed(loop: TwoTowerLoop, _: int) -> None:
     loop.generate()
-    loop.loss(judged=True).backward()
+    loop.loss(detached=True).backward()
     loop.second.step()
     loop.cut()
 
@@ -148,17 +148,17 @@ USED_LATER: list[Body] = [
 
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("body", [*ZEROED, *USED_LATER])
-def test_gradients_that_are_used_after_a_cut_are_said_once(
+def test_gradients_used_after_a_snapshot_are_reported_once(
     body: Body, sparse: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A loop that zeroes them is not bothered, wherever zero_grad() is, and whatever it does; no hook is left behind."""
-    loop = Loop(sparse=sparse)
+    loop = TwoTowerLoop(sparse=sparse)
     for i in range(7):
         body(loop, i)
-    said = body in USED_LATER
-    assert loop.told == (["gradient_alive"] if said else [])
-    assert caplog.text.count("No checkpoint holds .grad") == said
-    if not said:
+    is_reported = body in USED_LATER
+    assert loop.reported == (["gradient_alive"] if is_reported else [])
+    assert caplog.text.count("No checkpoint holds .grad") == is_reported
+    if not is_reported:
         hashed = body is with_closure or not sparse
         assert [table.tracker for table in loop.tracking.tables] == ["hashes" if hashed else "gradients"]
     loop.tracking.close()

@@ -26,7 +26,7 @@ moves = st.one_of(
 
 
 @dataclass
-class Model:
+class MarksModel:
     """What truly changed since what this trainer knows to be committed."""
 
     changed: list[set[int]] = field(default_factory=lambda: [set()])
@@ -46,15 +46,15 @@ def selected(marks: Marks, mode: str) -> set[int]:
     return set(range(ROWS)) if selection.all else set(selection.ids.tolist())
 
 
-def play(script: list[tuple[str, object]], device: str = "cpu") -> tuple[Marks, Model]:
-    marks, model = Marks(ROWS, device), Model()
+def play(script: list[tuple[str, object]], device: str = "cpu") -> tuple[Marks, MarksModel]:
+    marks, model = Marks(ROWS, device), MarksModel()
     for kind, what in script:
         if kind == "change":
             marks.mark(torch.tensor(what, dtype=torch.int64, device=device))
             model.changed[-1].update(what)
         elif kind == "cut":
             cut = len(model.changed)
-            marks.cut_taken(cut, full=what == "all")
+            marks.snapshot_taken(cut, full=what == "all")
             model.full[cut] = what == "all"
             model.changed.append(set())
         elif kind == "rebase":
@@ -83,7 +83,7 @@ def play(script: list[tuple[str, object]], device: str = "cpu") -> tuple[Marks, 
 @pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=600, deadline=None)
 @given(script=st.lists(moves, max_size=30))
-def test_a_selection_never_misses_a_changed_row_whatever_news_arrives(device, script):
+def test_selection_contains_every_changed_row_for_any_notifications(device, script):
     """Overlapping cuts, lost, late, repeated and contradictory news: always a superset."""
     play(script, device)
 
@@ -94,10 +94,10 @@ def test_a_selection_never_misses_a_changed_row_whatever_news_arrives(device, sc
         st.tuples(rows_of, st.sampled_from(["all", "since_baseline", "since_commit", "rebased"])), max_size=12
     )
 )
-def test_with_prompt_news_a_selection_is_exactly_what_changed(script):
+def test_selection_is_exact_with_prompt_notifications(script):
     """One cut at a time, each acknowledged before the next: nothing is marked that did not change."""
-    marks, model = Marks(ROWS), Model()
-    marks.cut_taken(1, full=True)
+    marks, model = Marks(ROWS), MarksModel()
+    marks.snapshot_taken(1, full=True)
     marks.committed(1, baseline=True)
     model.changed.append(set())
     model.commit = model.baseline = 1
@@ -111,14 +111,14 @@ def test_with_prompt_news_a_selection_is_exactly_what_changed(script):
             model.baseline = model.commit
             assert selected(marks, "since_baseline") == model.since(model.commit)
         cut = len(model.changed)
-        marks.cut_taken(cut, full=mode == "all")
+        marks.snapshot_taken(cut, full=mode == "all")
         model.changed.append(set())
         marks.committed(cut, baseline=mode == "all")
         model.commit = cut
         model.baseline = cut if mode == "all" else model.baseline
 
 
-def test_the_model_catches_marks_that_drop_too_early(monkeypatch):
+def test_checker_detects_marks_dropped_too_early(monkeypatch):
     """The property is not vacuous: clearing pending flags at any commit misses rows of a newer failed cut."""
 
     def hasty(self, cut, *, baseline):
@@ -138,13 +138,13 @@ def test_the_model_catches_marks_that_drop_too_early(monkeypatch):
         play(script)
 
 
-def test_a_full_cut_that_commits_as_no_baseline_keeps_the_older_one():
+def test_full_snapshot_committed_as_a_delta_keeps_the_old_baseline():
     """The trainer sent everything, but the commit says that it does not stand alone: rows still count."""
     marks = Marks(ROWS)
-    marks.cut_taken(1, full=True)
+    marks.snapshot_taken(1, full=True)
     marks.committed(1, baseline=True)
     marks.mark(torch.tensor([3]))
-    marks.cut_taken(2, full=True)
+    marks.snapshot_taken(2, full=True)
     marks.committed(2, baseline=False)
     assert selected(marks, "since_baseline") == {3}
     assert selected(marks, "since_commit") == set()

@@ -14,7 +14,7 @@ SETTINGS = TrackingSettings(hash_below_bytes=0)
 ROWS, TABLES, THIS = 20, 5, 2
 
 
-class Case:
+class VersionsCase:
     """Five tables under one optimizer, trained until a step compares versions only."""
 
     def __init__(self):
@@ -35,14 +35,14 @@ class Case:
 
     def cut(self, number):
         self.tracking.refresh()
-        self.tracking.cut_taken(number, "all")
+        self.tracking.snapshot_taken(number, "all")
         self.tracking.committed(number, baseline=True)
 
     def dirty(self):
         self.tracking.refresh()
         found = []
         for table in self.tracking.tables:
-            chosen = table.prepare_cut("since_commit")
+            chosen = table.select_rows("since_commit")
             found.append(list(range(ROWS)) if chosen.all else chosen.ids.tolist())
         return found
 
@@ -86,7 +86,7 @@ class Case:
         self.weight.requires_grad_(False)
 
 
-BETWEEN = [name for name in vars(Case) if name.split("_")[0] in (
+BETWEEN = [name for name in vars(VersionsCase) if name.split("_")[0] in (
     "write", "swap", "replace", "add", "drop", "freeze", "renormalise",
 )]  # fmt: skip
 
@@ -95,15 +95,15 @@ BETWEEN = [name for name in vars(Case) if name.split("_")[0] in (
 def answers(monkeypatch):
     """What each version set answered before a step."""
     said = []
-    real = TensorVersionSet.same
-    monkeypatch.setattr(TensorVersionSet, "same", lambda self: said.append(real(self)) or said[-1])
+    real = TensorVersionSet.unchanged
+    monkeypatch.setattr(TensorVersionSet, "unchanged", lambda self: said.append(real(self)) or said[-1])
     return said
 
 
 @pytest.mark.parametrize("between", BETWEEN)
-def test_what_others_do_to_one_table_is_seen_by_the_next_step(answers, between):
+def test_external_changes_are_detected_by_the_next_step(answers, between):
     """All of its rows count as changed; the other tables keep their marks."""
-    case = Case()
+    case = VersionsCase()
     getattr(case, between)()
     case.train()
     assert answers[-1] is False

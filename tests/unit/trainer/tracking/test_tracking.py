@@ -21,14 +21,14 @@ from tests.support.trainer.tracking_case import (
     EXACT,
     PLAIN,
     ROWS,
-    Training,
+    TableTraining,
     begin,
     make_table,
     quiet,
 )
 
 # Every row is sampled, so that even a write without a trace must be found before the next cut.
-ALL_SEEN = TrackingSettings(hash_below_bytes=0, audit_rows=ROWS)
+AUDIT_ALL = TrackingSettings(hash_below_bytes=0, audit_rows=ROWS)
 TRACELESS = {"write_data"}
 
 
@@ -48,7 +48,7 @@ TRACELESS = {"write_data"}
 def test_no_row_that_changed_is_missed(case, events, seed):
     """Any optimizer x any table x any sequence of events: selections hold every changed row, by weight or state."""
     with quiet():
-        training, cutter = begin(*case, seed, ALL_SEEN if TRACELESS & set(events) else PLAIN)
+        training, cutter = begin(*case, seed, AUDIT_ALL if TRACELESS & set(events) else PLAIN)
         for event in events:
             if event == "cut":
                 cutter.take()
@@ -59,7 +59,7 @@ def test_no_row_that_changed_is_missed(case, events, seed):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
 @pytest.mark.slow
-def test_plain_training_is_tracked_as_cheaply_as_it_can_be(case):
+def test_plain_training_uses_the_cheapest_tracking(case):
     """Whitelisted optimizers stay on gradients, all others use hashes; over-marking is small."""
     with quiet():
         training, cutter = begin(*case)
@@ -81,7 +81,7 @@ def test_plain_training_is_tracked_as_cheaply_as_it_can_be(case):
         assert over < 0.05, over
 
 
-def test_the_comparison_would_see_a_miss(monkeypatch):
+def test_checker_detects_a_missed_row(monkeypatch):
     """The property is not vacuous: forget half of the rows of each gradient and it fails."""
     real = Marks.mark
     monkeypatch.setattr(Marks, "mark", lambda self, ids: real(self, ids[..., : ids.shape[-1] // 2]))
@@ -96,7 +96,7 @@ def test_the_comparison_would_see_a_miss(monkeypatch):
 def commit_all(tracking, cut=1):
     """A cut of everything, which commits."""
     tracking.refresh()
-    tracking.cut_taken(cut, "all", full=True)
+    tracking.snapshot_taken(cut, "all", full=True)
     tracking.committed(cut, baseline=True)
 
 
@@ -117,19 +117,19 @@ def pair(share):
     return first, second, tracking
 
 
-def test_a_table_tied_between_two_embeddings_is_one_table():
+def test_tied_embeddings_are_one_table():
     """One canonical name, one set of marks; lookups through either module count."""
     _, _, tracking = pair(lambda first, second: setattr(second, "weight", first.weight))
     (table,) = tracking.tables
     assert (table.fqn, table.aliases, table.tracker) == ("a.weight", ("b.weight",), "gradients")
-    assert table.prepare_cut("since_commit").ids.tolist() == [1, 2, 7]
+    assert table.select_rows("since_commit").ids.tolist() == [1, 2, 7]
 
 
-def test_two_parameters_over_one_storage_are_hashed():
+def test_parameters_sharing_storage_are_hashed():
     """The step of one changes the rows of the other: identity says nothing, memory does; also if it is shared later."""
     _, _, tracking = pair(lambda first, second: setattr(second, "weight", nn.Parameter(first.weight.data)))
     for table in tracking.tables:
-        assert table.prepare_cut("since_commit").ids.tolist() == [1, 2, 7]
+        assert table.select_rows("since_commit").ids.tolist() == [1, 2, 7]
         assert "shares its memory" in table.reason
     first, second, tracking = pair(lambda *_: None)
     assert {t.tracker for t in tracking.tables} == {"gradients"}
@@ -138,7 +138,7 @@ def test_two_parameters_over_one_storage_are_hashed():
     assert {t.tracker for t in tracking.tables} == {"hashes"}
 
 
-def test_a_table_that_goes_is_no_longer_saved():
+def test_removed_table_is_no_longer_saved():
     """It was added while training; the next save is of all rows."""
     training, cutter = begin("adagrad", "embedding", True)
     tracking, late = cutter.tracking, make_table("embedding", True)
@@ -154,7 +154,7 @@ def test_a_table_that_goes_is_no_longer_saved():
     assert tracking.regrown
 
 
-def test_a_copy_or_pickle_of_the_model_carries_no_tracking():
+def test_copies_and_pickles_of_the_model_are_not_tracked():
     """Averaged models deep-copy, people pickle: neither drags marks along nor marks anything."""
     training, cutter = begin("sgd", "embedding", True)
     twin = copy.deepcopy(training.model)
@@ -165,7 +165,7 @@ def test_a_copy_or_pickle_of_the_model_carries_no_tracking():
     assert cutter.take() == set()
 
 
-def test_a_replaced_parameter_is_found_at_the_next_cut():
+def test_replaced_parameter_is_detected_at_the_next_snapshot():
     """The module got a new Parameter object: all rows count; one of another shape is a new table of that name."""
     training, cutter = begin("sgd", "embedding", True)
     training.model["table"].weight = nn.Parameter(torch.randn(ROWS, COLUMNS))
@@ -176,16 +176,16 @@ def test_a_replaced_parameter_is_found_at_the_next_cut():
     assert cutter.tracking.regrown
     assert cutter.tracking.by_key["table.weight"].schema.rows == ROWS + 1
     training.weight.data = torch.randn(ROWS + 2, COLUMNS)  # in place: the very parameter
-    cutter.tracking.cut_taken(7, "all")
+    cutter.tracking.snapshot_taken(7, "all")
     cutter.tracking.refresh()
     assert cutter.tracking.regrown
-    assert cutter.tracking.by_key["table.weight"].prepare_cut("since_commit").all
+    assert cutter.tracking.by_key["table.weight"].select_rows("since_commit").all
 
 
-def test_close_takes_all_hooks_away():
+def test_close_removes_all_hooks():
     """After close neither model nor optimizer knows deltashard."""
-    training = Training("sgd", "embedding", False, 0)
-    tracking = Tracking(training.model, [training.optimizer], settings=ALL_SEEN)
+    training = TableTraining("sgd", "embedding", False, 0)
+    tracking = Tracking(training.model, [training.optimizer], settings=AUDIT_ALL)
     tracking.close()
     assert not training.optimizer._optimizer_step_post_hooks
     assert not training.optimizer._optimizer_step_pre_hooks
@@ -208,7 +208,7 @@ def test_dense_and_sparse_gradients_of_one_table_do_not_hide_rows():
             cutter.take()
 
 
-def test_tables_on_hashes_are_looked_at_together_in_chunks(monkeypatch):
+def test_hashed_tables_are_compared_in_chunks(monkeypatch):
     """Every chunk is hashed once, by whichever thread; the marks are those of one look after the other."""
     from deltashard.state import row_hash
 
@@ -221,7 +221,7 @@ def test_tables_on_hashes_are_looked_at_together_in_chunks(monkeypatch):
             module.weight[[i, ROWS - 1 - i]] += 1.0
     tracking.refresh()
     for i, table in enumerate(tracking.tables):
-        assert table.prepare_cut("since_commit").ids.tolist() == [i, ROWS - 1 - i]
+        assert table.select_rows("since_commit").ids.tolist() == [i, ROWS - 1 - i]
 
 
 class Rebinds(nn.Module):
@@ -238,7 +238,7 @@ class Rebinds(nn.Module):
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_a_change_is_seen_though_tensors_of_the_model_move(lazy):
+def test_changes_are_detected_when_model_tensors_are_rebound(lazy):
     """A write from outside, or state that appears at the first step: all rows count."""
     model = Rebinds()
     kind = torch.optim.SparseAdam if lazy else torch.optim.SGD

@@ -16,11 +16,11 @@ sgd, adagrad = torch.optim.SGD, torch.optim.Adagrad
 Table = partial(nn.Embedding, sparse=True)
 
 
-def look(module, *rows):
+def lookup(module, *rows):
     return module(torch.tensor(rows)).sum()
 
 
-class Program:
+class AuditlessProgram:
     """Tables under optimizers, without audits; a cut commits at once, and fails if an unselected row has changed."""
 
     def __init__(self, optimize=adagrad, later=lambda _self: None, settings=PLAIN, **kinds):
@@ -56,12 +56,12 @@ class Program:
         now = {name: self.fields(each.weight) for name, each in self.model.items()}
         self.selected = {}
         for name, tracked in self.trackers.items():
-            chosen = tracked.prepare_cut(mode)
+            chosen = tracked.select_rows(mode)
             rows = self.selected[name] = set(range(ROWS)) if chosen.all else set(chosen.ids.tolist())
             missed = set() if mode == "all" else changed_rows(self.before[name], now[name]) - rows
             assert not missed, f"missed {sorted(missed)} of {name} under {tracked.tracker}: {tracked.reason}"
         self.before = now
-        self.tracking.cut_taken(self.number, mode)
+        self.tracking.snapshot_taken(self.number, mode)
         self.tracking.committed(self.number, baseline=mode == "all")
         self.tracking.audit_sample()
         return self.selected
@@ -73,12 +73,12 @@ class Program:
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def trains(self, loss=None, between=lambda: None):
+    def train_three_steps(self, loss=None, between=lambda: None):
         """Three steps with a cut after each: `loss(i)` of the i-th, `between` its backward pass and the step."""
         tables = [*self.model.values()]
         for i in range(3):
             self.model.zero_grad()
-            self.flow(loss(i) if loss else sum(look(e, 10 + i + 50 * n, 20) for n, e in enumerate(tables)))
+            self.flow(loss(i) if loss else sum(lookup(e, 10 + i + 50 * n, 20) for n, e in enumerate(tables)))
             between()
             self.step()
             self.cut()
@@ -123,7 +123,7 @@ MINUS_ZERO = {
 }
 
 
-class Case(Program):
+class UnseenChangeCase(AuditlessProgram):
     """What happens in the cases of the table below that are more than training."""
 
     def stash(self, *more):
@@ -131,12 +131,12 @@ class Case(Program):
 
         def probe():
             kept, self.e.weight.grad = self.e.weight.grad, None
-            self.flow(look(self.e, 101, 102))
+            self.flow(lookup(self.e, 101, 102))
             self.e.weight.grad = kept
             for row in more:
-                self.flow(look(self.e, row))
+                self.flow(lookup(self.e, row))
 
-        self.trains(between=probe)
+        self.train_three_steps(between=probe)
 
     late_opt_two_passes = partialmethod(stash, 51)
 
@@ -148,27 +148,29 @@ class Case(Program):
             pending.append(self.e.weight.grad)
             self.e.weight.grad = pending.pop(0)
 
-        self.trains(between=swap)
+        self.train_three_steps(between=swap)
 
-    def accumulated_over_cuts(self):
-        self.flow(look(self.e, 1, 2))
+    def accumulated_over_snapshots(self):
+        self.flow(lookup(self.e, 1, 2))
         self.cut()
         for _ in range(2):
             self.step()
             assert self.cut() == {"e": {1, 2}}
-        self.flow(look(self.e, 7))
+        self.flow(lookup(self.e, 7))
         self.cut()
         self.step()
         assert self.cut() == {"e": {1, 2, 7}}
 
     def tiedgrad(self):
-        self.trains(lambda i: look(self.a, i), lambda: setattr(self.b.weight, "grad", self.a.weight.grad))
+        self.train_three_steps(
+            lambda i: lookup(self.a, i), lambda: setattr(self.b.weight, "grad", self.a.weight.grad)
+        )
 
     def grad_swap_tables(self):
         def swap():
             self.a.weight.grad, self.b.weight.grad = self.b.weight.grad, self.a.weight.grad
 
-        self.trains(lambda i: look(self.a, i) + look(self.b, 100 + i), swap)
+        self.train_three_steps(lambda i: lookup(self.a, i) + lookup(self.b, 100 + i), swap)
 
     def ema_model_grad_tracked(self):
         """A tracked replica makes the gradients, and gets the weights."""
@@ -177,36 +179,36 @@ class Case(Program):
             self.b.weight.data = self.a.weight.data.clone()
             self.a.weight.grad, self.b.weight.grad = self.b.weight.grad, None
 
-        self.trains(lambda i: look(self.b, 20 + i), give)
+        self.train_three_steps(lambda i: lookup(self.b, 20 + i), give)
 
     def torn(self):
         """A step fails after a group, to which it applied a gradient from before a cut; the program goes on."""
-        self.flow(look(self.a, 50), look(self.b, 50))
+        self.flow(lookup(self.a, 50), lookup(self.b, 50))
         self.cut()
         state = self.optimizers[0].state[self.b.weight]
         kept = state.pop("sum")
         with pytest.raises(KeyError):
             self.step()
         state["sum"] = kept
-        self.trains()
+        self.train_three_steps()
 
     def pre_only_cleared(self):
         """Someone drops all hooks before steps, and the gradient in one after them."""
-        self.trains()
+        self.train_three_steps()
         optimizer = self.optimizers[0]
         before, ours = optimizer._optimizer_step_pre_hooks, dict(optimizer._optimizer_step_pre_hooks)
         before.clear()
         dropping = optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
         optimizer._optimizer_step_post_hooks.move_to_end(dropping.id, last=False)
-        self.trains(lambda i: look(self.e, 50 + i))
+        self.train_three_steps(lambda i: lookup(self.e, 50 + i))
         assert self.selected == {"e": set(range(ROWS))}
         dropping.remove()
         before.update(ours)
-        self.trains()
+        self.train_three_steps()
 
     def moved(self, at=1, back=()):
         """A table goes to another optimizer, with a gradient from before a cut, and the first steps no more."""
-        self.flow(look(self.a, 50), look(self.b, 50))
+        self.flow(lookup(self.a, 50), lookup(self.b, 50))
         self.cut()
         first, other = (each.param_groups[0]["params"] for each in self.optimizers)
         other.insert(at, first.pop())
@@ -214,7 +216,7 @@ class Case(Program):
         first.extend(other.pop(at) for _ in back)
         self.cut()
         self.optimizers = self.optimizers[1:]
-        self.trains()
+        self.train_three_steps()
 
     # In front: all parameters of all optimizers are what they were, in the same order.
     moved_in_front = partialmethod(moved, at=0)
@@ -228,35 +230,35 @@ class Case(Program):
             self.e.weight.data[50] += 1
 
         with mock.patch.object(sgd, "step", step):
-            self.trains()
+            self.train_three_steps()
 
     def denormal(self):
         if not torch.set_flush_denormal(True):
             pytest.skip("this processor flushes nothing")
         try:
-            self.trains()
+            self.train_three_steps()
         finally:
             torch.set_flush_denormal(False)
 
     def key_swap(self):
         """Two fields of the state exchange their names, and nothing else."""
-        self.trains()
+        self.train_three_steps()
         state = self.optimizers[0].state[self.e.weight]
         step, mean, square = state.values()
         state.clear()
         state.update(step=step, exp_avg_sq=mean, exp_avg=square)
-        self.trains()
+        self.train_three_steps()
 
     def hogwild(self):
         """What another process writes leaves no trace here, as `.data` does not."""
         self.e.weight.share_memory_()
-        self.trains(between=lambda: self.e.weight.data[50].add_(1))
+        self.train_three_steps(between=lambda: self.e.weight.data[50].add_(1))
 
 
 DENSE = "its gradient is dense"
 # By name: how the program is made; the tables that end on hashes, and what their reason names.
 CASES = {
-    **dict.fromkeys(["stash", "late_opt_two_passes", "late", "accumulated_over_cuts"], ({}, {})),
+    **dict.fromkeys(["stash", "late_opt_two_passes", "late", "accumulated_over_snapshots"], ({}, {})),
     **dict.fromkeys(["moved", "moved_in_front", "moved_and_back"], (MOVED, {})),
     "dense_flip_backward": ({"later": lambda p: setattr(p.e, "sparse", False)}, {"e": DENSE}),
     "tiedgrad": (TWO, {}),
@@ -280,16 +282,16 @@ def test_no_changed_row_is_missed(name):
     """At no cut of the program; its tables go over to hashes only where their changes cannot be told otherwise."""
     made, hashed = CASES[name]
     with quiet():
-        case = Case(**made)
-        getattr(case, name, case.trains)()
+        case = UnseenChangeCase(**made)
+        getattr(case, name, case.train_three_steps)()
     case.expect(**hashed)
 
 
-def test_a_write_that_versions_show_is_no_fault():
+def test_write_visible_in_versions_is_no_fault():
     """It marks the table; what leaves no trace is for the audit to find."""
     with quiet():
-        program = Program(settings=TrackingSettings(hash_below_bytes=0, audit_rows=ROWS))
-        program.trains()
+        program = AuditlessProgram(settings=TrackingSettings(hash_below_bytes=0, audit_rows=ROWS))
+        program.train_three_steps()
     with torch.no_grad():
         program.e.weight.mul_(0.999)
     assert program.cut() == {"e": set(range(ROWS))}
@@ -301,10 +303,10 @@ def test_a_write_that_versions_show_is_no_fault():
 
 
 @pytest.mark.parametrize("what", ["weight", "state"])
-def test_the_comparison_would_see_a_miss(what):
+def test_checker_detects_a_missed_write(what):
     """A write without a trace fails the cut."""
-    program = Program()
-    program.trains()
+    program = AuditlessProgram()
+    program.train_three_steps()
     written = program.e.weight if what == "weight" else program.optimizers[0].state[program.e.weight]["sum"]
     written.data[5] += 1
     with pytest.raises(AssertionError, match=r"missed \[5\] of e under gradients"):

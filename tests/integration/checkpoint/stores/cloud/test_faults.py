@@ -22,7 +22,7 @@ from deltashard_checkpoint.stores.retry import RetryingStore, RetryPolicy
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.server.cloud_server import Azurite, CloudServer
-from tests.support.server.faulty_proxy import FaultyProxy, FixedAnswers
+from tests.support.server.faulty_proxy import FaultyProxy, FixedResponses
 
 DATA = random.Random(7).randbytes(3_000_000)
 
@@ -116,7 +116,7 @@ def test_http_status_maps_to_error(
     cloud: CloudServer, status: int, body: bytes, error: type[Exception]
 ) -> None:
     """A status by what can be done about it; only our own retries happen; the code stays in the message."""
-    with FixedAnswers(status, body) as answers:
+    with FixedResponses(status, body) as answers:
         store = RetryingStore(
             bare(cloud, "bucket", answers.port),
             policy=RetryPolicy(attempts=3, backoff=Backoff(first_s=0.0, longest_s=5.0)),
@@ -131,7 +131,7 @@ def test_http_status_maps_to_error(
 def test_login_page_is_not_a_store(cloud: CloudServer) -> None:
     """A proxy that wants a login answers 200: no listing is empty for that, and no object is stored."""
     page = b"<html>log in</html>"
-    with FixedAnswers(200, page, {"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}) as answers:
+    with FixedResponses(200, page, {"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}) as answers:
         with bare(cloud, "bucket", answers.port) as store:
             with pytest.raises((StoreUnavailable, RequestRefused)):
                 list(store.list("log/"))

@@ -9,7 +9,7 @@ from deltashard_checkpoint.stores.abc import AccessDenied, CredentialsMissing, O
 from deltashard_checkpoint.stores.retry import RetryPolicy
 from deltashard_checkpoint.stores.url import open_store
 
-from tests.support.server.faulty_proxy import FixedAnswers
+from tests.support.server.faulty_proxy import FixedResponses
 
 TOKEN = json.dumps({"access_token": "issued", "expires_in": 3600, "token_type": "Bearer"}).encode()
 NONE = b"<Error><Code>BlobNotFound</Code></Error>"
@@ -30,8 +30,8 @@ def test_aks_federated_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("AZURE_CLIENT_ID", "the-client")
     monkeypatch.setenv("AZURE_TENANT_ID", "the-tenant")
     with (
-        FixedAnswers(200, TOKEN, {"Content-Type": "application/json"}) as tokens,
-        FixedAnswers(404, NONE) as service,
+        FixedResponses(200, TOKEN, {"Content-Type": "application/json"}) as tokens,
+        FixedResponses(404, NONE) as service,
     ):
         monkeypatch.setenv("AZURE_AUTHORITY_HOST", f"http://127.0.0.1:{tokens.port}")
         url = f"az://ctr/x?account=acc1&endpoint=http://127.0.0.1:{service.port}/acc1"
@@ -42,16 +42,16 @@ def test_aks_federated_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 path.write_text(projected)
                 with pytest.raises(ObjectNotFound):
                     store.get("a")
-                asked_at, _, said = tokens.heard[-1]
+                asked_at, _, said = tokens.received[-1]
                 assert asked_at.startswith("/the-tenant/")
                 form = parse_qs(said.decode())
                 assert form["client_assertion"] == [projected]
                 assert form["client_id"] == ["the-client"]
-                assert service.heard[-1][1]["authorization"] == "Bearer issued"
-            asked = len(tokens.heard)
+                assert service.received[-1][1]["authorization"] == "Bearer issued"
+            asked = len(tokens.received)
             with pytest.raises(ObjectNotFound):
                 store.get("b")
-            assert len(tokens.heard) == asked, "a token is kept as long as it lasts"
+            assert len(tokens.received) == asked, "a token is kept as long as it lasts"
 
 
 def test_refused_token_is_renewed(tmp_path, monkeypatch):
@@ -61,8 +61,8 @@ def test_refused_token_is_renewed(tmp_path, monkeypatch):
         monkeypatch.setenv(f"AZURE_{name}", value)
     refusal = b"<Error><Code>AuthenticationFailed</Code></Error>"
     with (
-        FixedAnswers(200, TOKEN, {"Content-Type": "application/json"}) as tokens,
-        FixedAnswers(403, refusal) as service,
+        FixedResponses(200, TOKEN, {"Content-Type": "application/json"}) as tokens,
+        FixedResponses(403, refusal) as service,
     ):
         monkeypatch.setenv("AZURE_AUTHORITY_HOST", f"http://127.0.0.1:{tokens.port}")
         url = f"az://ctr/x?account=acc1&endpoint=http://127.0.0.1:{service.port}/acc1"
@@ -70,20 +70,20 @@ def test_refused_token_is_renewed(tmp_path, monkeypatch):
             for times in (1, 2):
                 with pytest.raises(AccessDenied, match="AZURE_FEDERATED_TOKEN_FILE"):
                     store.get("a")
-                assert len(tokens.heard) == times
+                assert len(tokens.received) == times
 
 
 def test_gke_metadata_server(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
-        FixedAnswers(200, TOKEN, {"Content-Type": "application/json"}) as metadata,
-        FixedAnswers(404, NONE) as service,
+        FixedResponses(200, TOKEN, {"Content-Type": "application/json"}) as metadata,
+        FixedResponses(404, NONE) as service,
     ):
         monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{metadata.port}")
         monkeypatch.setenv("HOME", "/nonexistent")
         with open_store(f"gs://bucket/x?endpoint=http://127.0.0.1:{service.port}", policy=ONCE) as store:
             with pytest.raises(ObjectNotFound):
                 store.get("a")
-        asked_at, headers, _ = metadata.heard[-1]
+        asked_at, headers, _ = metadata.received[-1]
         assert asked_at.startswith("/computeMetadata/v1/instance/service-accounts/default/token")
         assert headers["metadata-flavor"] == "Google"
-        assert service.heard[-1][1]["authorization"] == "Bearer issued"
+        assert service.received[-1][1]["authorization"] == "Bearer issued"

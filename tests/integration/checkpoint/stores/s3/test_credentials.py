@@ -12,7 +12,7 @@ from deltashard_checkpoint.stores.abc import AccessDenied, CredentialsMissing, S
 from deltashard_checkpoint.stores.deadline import deadline
 from deltashard_checkpoint.stores.s3.credentials import StandardProvider
 
-from tests.support.server.faulty_proxy import FixedAnswers
+from tests.support.server.faulty_proxy import FixedResponses
 from tests.support.server.minio_server import free_port
 
 KEYS = {"AWS_ACCESS_KEY_ID": "aws", "AWS_SECRET_ACCESS_KEY": "aws-secret"}
@@ -73,7 +73,7 @@ def test_web_identity(http, token, monkeypatch):
     monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/r")
     soon = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     for ends, requests in ((in_an_hour(), 1), (soon, 3)):
-        with FixedAnswers(200, sts_answer("assumed", ends)) as sts:
+        with FixedResponses(200, sts_answer("assumed", ends)) as sts:
             monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
             provider = StandardProvider(http=http)
             found = [provider.retrieve() for _ in range(3)]
@@ -88,7 +88,7 @@ def test_unavailable_token_service_is_retryable(http, token, monkeypatch):
         StandardProvider(http=http).retrieve()
     assert "a.web.token" not in str(caught.value)
     for status, expected in ((503, StoreUnavailable), (400, AccessDenied)):
-        with FixedAnswers(status, b"<Error/>") as sts:
+        with FixedResponses(status, b"<Error/>") as sts:
             monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
             with pytest.raises(expected) as caught:
                 StandardProvider(http=http).retrieve()
@@ -113,7 +113,7 @@ def test_absent_and_empty_files_are_missing_credentials(http, tmp_path, monkeypa
     missing(provider, path, "", "[default]\n", f"[other]\n{keys}")
     path.write_text(f"[default]\n{keys}")
     assert provider.retrieve().access_key == "a"
-    with FixedAnswers(200, sts_answer("assumed", in_an_hour())) as sts:
+    with FixedResponses(200, sts_answer("assumed", in_an_hour())) as sts:
         monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
         monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
         provider = StandardProvider(http=http)
@@ -175,13 +175,13 @@ def test_role_is_assumed_from_source_profile(http, home, monkeypatch):
         f"[default]\nregion = eu-west-1\nrole_arn = arn:aws:iam::1:role/r\nsource_profile = base\n{keys_of('unused')}"
         f"[profile base]\n{keys_of('base')}"
     )
-    with FixedAnswers(200, sts_answer("assumed", in_an_hour(), kind="")) as sts:
+    with FixedResponses(200, sts_answer("assumed", in_an_hour(), kind="")) as sts:
         monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
         provider = StandardProvider(http=http)
         assert {provider.retrieve().access_key for _ in range(3)} == {"assumed"}
         assert sts.requests == 1
     refusal = b"<ErrorResponse><Error><Code>AccessDenied</Code><Message>secret words</Message></Error></ErrorResponse>"
-    with FixedAnswers(403, refusal) as sts:
+    with FixedResponses(403, refusal) as sts:
         monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
         with pytest.raises(AccessDenied, match=r"by role_arn: ClientError \(AccessDenied\)") as caught:
             StandardProvider(http=http).retrieve()
@@ -231,7 +231,7 @@ def test_pod_identity_token_may_end_in_newline(http, home, monkeypatch):
     token.write_text("a.pod.token\n")
     answer = f'{{"AccessKeyId": "pod", "SecretAccessKey": "s", "Token": "t", "Expiration": "{in_an_hour()}"}}'
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
-    with FixedAnswers(200, answer.encode()) as agent:
+    with FixedResponses(200, answer.encode()) as agent:
         monkeypatch.setenv(
             "AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{agent.port}/v1/credentials"
         )

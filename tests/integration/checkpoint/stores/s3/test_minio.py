@@ -26,7 +26,7 @@ from deltashard_checkpoint.stores.s3.store import S3Store
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.checkpoint.store_conformance import StoreTests, get_range
-from tests.support.server.faulty_proxy import FaultyProxy, FixedAnswers, Trickle
+from tests.support.server.faulty_proxy import FaultyProxy, FixedResponses, Trickle
 from tests.support.server.minio_server import MinioServer
 
 pytestmark = pytest.mark.minio
@@ -159,7 +159,7 @@ def test_truncated_read_resumes_at_offset(minio_server: MinioServer, minio_url: 
 def test_oversized_object_is_not_read(minio_url: str) -> None:
     """The length an answer announces is judged before memory is taken for it, and before the body is read."""
     with (
-        FixedAnswers(200, headers={"Content-Length": str(1 << 50), "Connection": "close"}) as server,
+        FixedResponses(200, headers={"Content-Length": str(1 << 50), "Connection": "close"}) as server,
         S3Store(bucket="some-bucket", endpoint=f"http://127.0.0.1:{server.port}") as store,
         pytest.raises(CorruptObject, match="1125899906842624 bytes where at most"),
     ):
@@ -177,7 +177,7 @@ def test_oversized_object_is_not_read(minio_url: str) -> None:
 )
 def test_http_status_maps_to_error(minio_url, status, body, error, message):
     """An older gateway's, another web server's, and a full store's."""
-    with FixedAnswers(status, body, {"Content-Type": "text/html"} if b"html" in body else {}) as server:
+    with FixedResponses(status, body, {"Content-Type": "text/html"} if b"html" in body else {}) as server:
         url = f"s3://some-bucket?endpoint=http://127.0.0.1:{server.port}"
         with open_store(url) as store, pytest.raises(error, match=message):
             store.put_if_absent("a", b"x")

@@ -1,0 +1,180 @@
+"""What is cut is one whole step, and what was said of a step is stored with that one: else it fails by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deltashard.errors import SaveFailed, WaitError
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.url import open_store
+from torch import nn
+
+from tests.incidents.toys import ToyRun, assert_holds, checkpointer, newest_step, stored
+
+
+def interrupt_once(optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step of `optimizer` moves its first parameter and is left by Ctrl-C."""
+
+    def torn(params: Any, *_: Any, **__: Any) -> None:
+        with torch.no_grad():
+            params[0].add_(1.0)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    kind = type(optimizer)
+    monkeypatch.setattr(sys.modules[kind.__module__], kind.__name__.lower(), torn)
+
+
+@pytest.mark.parametrize("torn", ["tables", "dense"])
+def test_step_interrupted_by_ctrl_c_is_never_cut(tmp_path: Path, torn: str) -> None:
+    """Not by save(), not by the timer, not by close(); once the optimizer has ended a step, cuts resume."""
+    with ToyRun(tmp_path / "store", every_steps=1) as run:
+        run.train(2)
+        run.save()
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt_once(getattr(run, torn), patch)
+            with pytest.raises(KeyboardInterrupt):
+                run.train()
+        snapshots = run.ckpt.stats.snapshots
+        handle = run.ckpt.save("after Ctrl-C")
+        with pytest.raises(WaitError, match="left by an exception"):
+            handle.wait()
+        # Another optimizer's whole step, and a step() after it, make no boundary.
+        (run.dense if torn == "tables" else run.tables).step()
+        run.ckpt.step()
+        assert run.ckpt.stats.snapshots == snapshots
+        run.train()
+        assert handle.cut is not None, "cut by the first whole step"
+        was = run.state()
+        assert handle.wait(60).step == 4
+        assert_holds(stored(tmp_path / "store", "step:4"), was)
+
+
+def test_close_refuses_a_torn_step(tmp_path: Path) -> None:
+    """The newest checkpoint stays that of the last whole step."""
+    with ToyRun(tmp_path / "store") as run:
+        run.train(2)
+        run.save()
+        run.train(1)
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt_once(run.dense, patch)
+            with pytest.raises(KeyboardInterrupt):
+                run.train()
+        with pytest.raises(SaveFailed, match="left by an exception"):
+            run.ckpt.close(deadline_s=60)
+    assert newest_step(tmp_path / "store") == 2
+
+
+def test_alternating_optimizers_are_cut_at_every_step(tmp_path: Path) -> None:
+    """One steps in even steps, the other in odd ones: each end of `step()` is a boundary."""
+    with ToyRun(tmp_path / "store") as run:
+        for step in range(4):
+            ids = torch.randint(0, 3000, (8, 4), generator=run.generator)
+            run.model(ids).square().mean().backward()
+            mine = (run.tables, run.dense)[step % 2]
+            mine.step()
+            mine.zero_grad()
+            run.ckpt.step()
+            assert run.ckpt.save().wait(60).step == step + 1
+
+
+class NormedToy(nn.Module):
+    """BatchNorm's statistics and dropout's random numbers move in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def test_save_between_forward_and_step_is_cut_at_next_step(tmp_path: Path) -> None:
+    """With a loader that is not wrapped: the statistics that are stored are those of the step that is stored."""
+    torch.manual_seed(0)
+    model = NormedToy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = checkpointer(model, optimizer, tmp_path / "store")
+    ckpt.restore()
+    handle = None
+    for step in range(1, 4):
+        loss = model(torch.randn(8, 3)).square().mean()
+        if step == 3:
+            handle = ckpt.save("in between")
+            assert handle.cut is None
+            with pytest.raises(WaitError, match="forward"):
+                handle.wait()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ckpt.step()
+    assert handle is not None
+    was = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    assert handle.wait(60).step == 3
+    ckpt.close()
+    again = NormedToy()
+    ckpt = checkpointer(again, torch.optim.SGD(again.parameters(), lr=0.1), tmp_path / "store")
+    assert ckpt.restore() is not None
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in was.items())
+    ckpt.close()
+
+
+@contextmanager
+def without_notifications(run: ToyRun) -> Iterator[None]:
+    """The sidecar's news does not arrive: a save that is cut here stays in flight."""
+    session = run.ckpt._session
+    post, kept = session.post, []
+    session.post = kept.append
+    try:
+        yield
+    finally:
+        session.post = post
+        for event in kept:
+            post(event)
+
+
+def test_pin_requested_during_save_keeps_its_step_or_fails(tmp_path: Path) -> None:
+    """It never moves to a later model; a plain save does."""
+    url = tmp_path / "store"
+    with ToyRun(url, keep_last=20) as run:
+        run.train(2)
+        with without_notifications(run):
+            first = run.ckpt.save("first", metadata={"loss": 1})
+            assert first.cut is not None
+            lost = run.ckpt.save("lost", pin="best", metadata={"loss": 2})
+            plain = run.ckpt.save("plain")
+            assert (lost.cut, plain.cut) == (None, None)
+            run.train(1)
+            assert lost.done
+            with pytest.raises(SaveFailed, match="step 2 was not cut, because the save before it"):
+                lost.wait()
+            assert not plain.done
+        assert plain.wait(60).step == 3
+        # Waited for, it is exact: after the one in flight, still at the same step.
+        run.train(1)
+        with without_notifications(run):
+            run.ckpt.save("busy", metadata={"loss": 3})
+            kept = run.ckpt.save("kept", pin="best", metadata={"loss": 4})
+        assert kept.wait(60).step == 4
+        kept_seq = kept.wait(60).seq
+        was = run.state()
+    found = RunLog(open_store(str(url)), "run").refresh()
+    assert {c.metadata.get("loss") for c in found.checkpoints.values() if c.step == 2} == {"1"}
+    assert [(seq, c.metadata["loss"]) for seq, c in found.checkpoints.items() if c.pins] == [(kept_seq, "4")]
+    assert_holds(stored(url, "pin:best"), was)
+
+
+def test_vetoed_save_fails_with_reason(tmp_path: Path) -> None:
+    """`wait()` does not ask validate() for ever."""
+    with ToyRun(tmp_path / "store", validate=lambda: False) as run:
+        run.train(1)
+        with pytest.raises(SaveFailed, match="vetoed"):
+            run.ckpt.save().wait()

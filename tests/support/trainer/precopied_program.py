@@ -1,0 +1,87 @@
+"""A program with a real sidecar that knows what every cut was, and compares each checkpoint with it, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import deltashard
+import torch
+from deltashard.snapshot import precopy
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.url import open_store
+from torch import nn
+
+from tests.support.eventually import eventually
+
+
+class PrecopiedProgram:
+    """Tables, each under an optimizer, and a dense layer under another one."""
+
+    def __init__(
+        self, folder: Path, tables: Mapping[str, nn.Module], optimizers: Sequence[Any], top: nn.Module, **options: Any
+    ) -> None:  # fmt: skip
+        self.folder, self.tables, self.top, self.optimizers = folder, tables, top, optimizers
+        self.model = nn.ModuleDict({**tables, "top": top})
+        self.snapshots: dict[int, dict[str, torch.Tensor]] = {}
+        self.messages: list[tuple[str, dict[str, Any]]] = []
+        options = {"arena_bytes": 64 << 20, "keep_last": 100, "encoding": "fp32", "grace_s": None} | options
+        self.ckpt = deltashard.Checkpointer(
+            self.model, optimizers, url=folder / "store", run="r", on_event=self._on_event, **options
+        )
+        self.ckpt.restore()
+
+    def _on_event(self, name: str, facts: Any) -> None:
+        self.messages.append((name, dict(facts)))
+        if name == "snapshot":
+            self.snapshots[facts["step"]] = self.on_cut()
+
+    def on_cut(self) -> dict[str, torch.Tensor]:
+        """What is there, on the training thread, when a cut is told."""
+        return self.state()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = {"top.weight": self.top.weight}
+        for (name, table), optimizer in zip(self.tables.items(), self.optimizers, strict=False):
+            found[f"{name}.weight"] = table.weight
+            for key, value in optimizer.state.get(table.weight, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and len(value) == len(table.weight):
+                    found[f"{name}.weight {key}"] = value
+        return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+    @property
+    def copying(self) -> precopy.Precopy | None:
+        return self.ckpt._outcomes.precopy._now
+
+    def wait_for_copy(self) -> None:
+        """Steps are shorter than a copy is begun."""
+        if (now := self.copying) is not None:
+            eventually(lambda: now.done, what="the copy")
+
+    def wait_idle(self) -> None:
+        """No save in flight, and nothing that the copying thread has still to look at."""
+        self.ckpt._outcomes.drain(float("inf"))
+        for job in (self.ckpt._outcomes.comparison.job, self.ckpt._program.tracking._sampling):
+            if job is not None:
+                job.exception(60)
+
+    def newest(self) -> Any:
+        """The newest entry of the log."""
+        return RunLog(open_store(f"file://{self.folder / 'store'}"), "r").refresh().newest()
+
+    def check(self) -> None:
+        """Every checkpoint that is there holds what was cut for its step, bit for bit."""
+        entries = RunLog(open_store(f"file://{self.folder / 'store'}"), "r").refresh().checkpoints
+        assert entries
+        for seq, entry in entries.items():
+            with deltashard.open_checkpoint(self.folder / "store", "r", which=f"seq:{seq}") as stored:
+                cut = {name: tensor.cpu() for name, tensor in self.snapshots[entry.step].items()}
+                assert torch.equal(stored.dense["top.weight"], cut.pop("top.weight")), entry.step
+                for name, table in self.tables.items():
+                    rows = stored.rows(f"{name}.weight", torch.arange(len(table.weight)))
+                    held = {f"{name}.weight": rows.weights}
+                    held |= {f"{name}.weight {key}": value for key, value in rows.state.items()}
+                    for key, value in held.items():
+                        assert torch.equal(value.view(-1), cut.pop(key).view(-1)), (entry.step, key)
+                assert not cut, "what was there is stored"

@@ -1,0 +1,240 @@
+"""Copies ahead of a cut against what a cut must hold: every row that changed, as it is at the cut, whatever came between."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from deltashard.snapshot import memory, precopy
+from deltashard.snapshot.precopy import Precopy, TablePrecopy, copying_thread
+from deltashard.tracking.marks import Marks
+from deltashard_checkpoint.format.schema import Box
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.trainer.arena import FakeArena, table_snapshot
+
+ROWS, COLUMNS = 70, 3
+FIRST = 1000
+"""Of the shard in its table."""
+MODES = ["all", "since_baseline", "since_commit"]
+
+
+def stored(arena):
+    """Row -> (weights, state) as what was handed over says, and the fresh rows; no row twice but again, no block returned to."""
+    found, order, fresh = {}, [], set()
+    for batch in arena.sent:
+        if not order or order[-1] != batch.block:
+            assert batch.block not in order, "a block that another closed"
+            order.append(batch.block)
+        ids, (weights, state) = arena.rows(batch, [torch.zeros(1, COLUMNS), torch.zeros(1)])
+        for row, held in zip(
+            (ids - FIRST).tolist(), zip(weights.tolist(), state.tolist(), strict=True), strict=True
+        ):
+            assert (row in found) == batch.again, "a row twice"
+            assert found.setdefault(row, held) == held, "two values of a row"
+            assert row not in fresh, "a fresh row twice"
+            if batch.fresh:
+                fresh.add(row)
+    return found, fresh
+
+
+class TrainedTable:
+    """A table that is trained and marked, and what of it changed since the newest commit and baseline."""
+
+    def __init__(self):
+        self.tracker, self.schema_version = "gradients", 0
+        self.marks = Marks(ROWS)
+        self.weights = torch.zeros(ROWS, COLUMNS)
+        self.state = torch.zeros(ROWS)
+        self.clock = 0.0
+        self.changed = {mode: set(range(ROWS)) for mode in MODES}
+
+    def watch(self):
+        self.marks.watch()
+
+    def write(self, rows):
+        """A step: rows are written, then marked."""
+        self.clock += 1.0
+        index = torch.tensor(sorted(rows), dtype=torch.int64)
+        self.weights[index] = self.clock
+        self.state[index] = -self.clock
+        self.changed["since_commit"] |= rows
+        self.changed["since_baseline"] |= rows
+
+    def cut(self, **selection):
+        box = Box(table="t", row_start=FIRST, row_stop=FIRST + ROWS, col_start=0, col_stop=COLUMNS)
+        return table_snapshot(self.weights, [self.state], box=box, **selection)
+
+
+rows_of = st.sets(st.integers(0, ROWS - 1), max_size=25)
+during = st.lists(
+    st.one_of(
+        st.tuples(st.just("copy"), st.integers(1, 3)),
+        st.tuples(st.just("step"), rows_of),
+        # A row written, and seen by the copying thread, before its step marks it.
+        st.tuples(st.just("torn"), rows_of),
+        st.tuples(st.just("mark_all"), st.none()),
+        st.tuples(st.just("schema"), st.none()),
+    ),
+    max_size=12,
+)
+lives = st.lists(
+    st.tuples(
+        rows_of,
+        st.sampled_from(MODES),
+        during,
+        st.sampled_from(["baseline", "commit", "failed", "lost"]),
+        st.sampled_from(["cut", "cut", "discard", "other mode"]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def play(script):
+    """Cuts with copies ahead; after each, what it handed over is compared with the table."""
+    table = TrainedTable()
+    for number, (before, mode, between, fate, end, wanted) in enumerate(script, 1):
+        apart = wanted and mode != "since_commit"
+        table.write(before)
+        table.marks.mark(torch.tensor(sorted(before), dtype=torch.int64))
+        arena = FakeArena(1 << 10)
+        writer = arena.writer(threads=1)
+        table.watch()
+        ahead = TablePrecopy(table, table.cut())
+        written = []
+        batches = ahead.copy(writer, mode, fresh_first=apart)
+        for what, how in between:
+            if what == "copy":
+                for _ in range(how):
+                    if (batch := next(batches, None)) is not None:
+                        written.append((ahead, batch))
+            elif what in ("step", "torn"):
+                table.write(how)
+                if what == "torn" and (batch := next(batches, None)) is not None:
+                    written.append((ahead, batch))
+                table.marks.mark(torch.tensor(sorted(how), dtype=torch.int64))
+            elif what == "mark_all":
+                table.write(set(range(ROWS)))
+                table.marks.mark_all()
+            else:
+                table.schema_version += 1
+                table.marks.mark_all()
+        now = "all" if end == "other mode" else mode
+        refreshed = None if end == "discard" or now != mode else ahead.refresh_copy(table.cut(), now)
+        assert not ahead.has_unmarked_writes, "every write was marked"
+        writer.redirect(block=arena.take, send=arena.send)
+        copies = SimpleNamespace(writer=writer, stream=arena, _written=written)
+        rows = Precopy.hand_over(copies, [] if refreshed is None else [ahead])
+        if refreshed is None:
+            assert rows == 0
+            writer.table(table.cut(selection=table.marks.select(now)))
+        else:
+            assert rows == ahead.rows
+            refreshed.write(writer, fresh_first=apart)
+        found, fresh = stored(arena)
+        assert writer.copied.rows == len(found)
+        want = set(range(ROWS)) if now == "all" else table.changed[now]
+        assert found.keys() >= want, (now, sorted(want - found.keys()))
+        if refreshed is not None:
+            assert fresh >= (table.changed["since_commit"] if apart else set()), "changed, and not fresh"
+            assert fresh <= (set(table.marks.find("since_commit", 0, ROWS)) if apart else set())
+            assert refreshed.full == (len(found) == ROWS)
+        for row, (weights, state) in found.items():
+            assert weights == table.weights[row].tolist(), (row, "weights of another step")
+            assert state == float(table.state[row]), (row, "state of another step")
+        if refreshed is not None:
+            ahead.compare()
+            assert not len(ahead.unmarked_rows), "what is stored is what is there"
+        full = now == "all"
+        table.marks.snapshot_taken(number, full=full)
+        if fate in ("commit", "baseline"):
+            baseline = full and fate == "baseline"
+            table.marks.committed(number, baseline=baseline)
+            table.changed["since_commit"] = set()
+            if baseline:
+                table.changed["since_baseline"] = set()
+        elif fate == "failed":
+            table.marks.failed(number)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(precopy, "LIST_ROWS", 16)
+
+
+@pytest.mark.slow
+@settings(max_examples=400, deadline=None)
+@given(lives)
+def test_snapshot_holds_the_current_value_of_every_changed_row(script):
+    """Whatever is written while rows are copied, and however far the copy came; after cuts that commit, fail, are lost."""
+    play(script)
+
+
+WRITTEN_MEANWHILE = [({1, 2, 40}, "all", [("copy", 9), ("step", {2})], "baseline", "cut", False)]
+
+
+@pytest.mark.parametrize("blind", ["touched", "watch"])
+def test_checker_detects_rows_of_another_step(monkeypatch, blind):
+    """The property is not vacuous: a row written after it was copied must be copied again."""
+    monkeypatch.setattr(precopy, "PROBE_ROWS", 0)
+    play(WRITTEN_MEANWHILE)
+    if blind == "touched":
+        monkeypatch.setattr(Marks, "touched", lambda _marks: np.empty(0, np.int64))
+    else:
+        mark = Marks.mark
+
+        def late(marks, ids):
+            mark(marks, ids)
+            marks.watch()
+
+        monkeypatch.setattr(Marks, "mark", late)
+    with pytest.raises(AssertionError, match="another step"):
+        play(WRITTEN_MEANWHILE)
+
+
+def test_checker_detects_changed_rows_that_are_not_resent(monkeypatch):
+    """Of 70 rows two have changed; a third is written when it was copied with the others, over its place alone."""
+    script = [
+        ({1}, "all", [], "baseline", "cut", False),
+        ({1, 2}, "all", [("copy", 99), ("step", {9})], "lost", "cut", True),
+    ]
+    play(script)
+    write = precopy.RefreshedCopy.write
+    monkeypatch.setattr(
+        precopy.RefreshedCopy,
+        "write",
+        lambda refreshed, writer, fresh_first: write(
+            replace(refreshed, rest=tuple(each for each in refreshed.rest if not each.again)),
+            writer,
+            fresh_first=fresh_first,
+        ),
+    )
+    with pytest.raises(AssertionError, match="changed, and not fresh"):
+        play(script)
+
+
+def test_no_memory_is_moved_while_it_is_read():
+    """`share_memory_` swaps the memory under a tensor in place: it waits for the copying thread, and for no other."""
+    pool = copying_thread()
+    tensor = torch.zeros(4)
+    read, moved = threading.Event(), threading.Event()
+
+    def reads() -> None:
+        with memory.read_lock:
+            read.set()
+            assert not moved.wait(0.05)
+
+    job = pool.submit(reads)
+    assert read.wait(60)
+    tensor.share_memory_()
+    moved.set()
+    job.result(60)
+    assert tensor.is_shared()
+    pool.shutdown()

@@ -1,0 +1,185 @@
+"""Random programs, any optimizer and table, with copies ahead of cuts in the midst: what is stored is what is there.
+
+A store is kept beside the program: each cut's rows are written into it as they were handed over, and after every cut it
+has to equal weights and state in full, bit for bit. Where a program's cuts are baselines, they say which rows changed.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deltashard.snapshot import precopy
+from deltashard.snapshot.block_writer import section_tensors
+from deltashard.snapshot.precopy import Precopy, TablePrecopy, can_precopy
+from deltashard.tracking.tracking import TrackingSettings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.gpu import DEVICES
+from tests.support.trainer.arena import FakeArena, table_snapshot
+from tests.support.trainer.tracking_case import CASES, EVENTS, EXACT, PLAIN, ROWS, begin, quiet
+
+AUDIT_ALL = TrackingSettings(hash_below_bytes=0, audit_rows=ROWS)
+TRACELESS = {"write_data"}
+SEEN: collections.Counter[str] = collections.Counter()
+
+
+class PrecopiedProgram:
+    """A training under tracking, its store, and the copy ahead that may be under way."""
+
+    def __init__(self, case, seed, how, *, split_batches=False):
+        """`split_batches`: cuts take all rows, those that changed since the newest commit in batches of their own."""
+        self.split_batches, self.mode = split_batches, "all" if split_batches else "since_commit"
+        self.training, self.cutter = begin(*case, seed, how)
+        self.table, self.tracking = self.cutter.table, self.cutter.tracking
+        self.store = [part.clone() for part in section_tensors(self.cut())]
+        self.ahead = None
+        self.written = []
+
+    def cut(self, **selection):
+        fields = self.table.state_tensors().values()
+        return table_snapshot(self.table.param, fields, box=self.table.box, **selection)
+
+    def watch(self):
+        """A cut is near."""
+        if self.ahead is None and can_precopy(self.table, self.cut()):
+            self.arena, self.written = FakeArena(2 << 10), []
+            self.writer = self.arena.writer(threads=1)
+            self.ahead = TablePrecopy(self.table, self.cut())
+            self.table.marks.watch()
+            self.batches = self.ahead.copy(self.writer, self.mode, fresh_first=self.split_batches)
+            self.copy()
+
+    def copy(self):
+        """The copying thread gets on by a batch."""
+        if self.ahead is not None and (batch := next(self.batches, None)) is not None:
+            self.written.append((self.ahead, batch))
+
+    def train_and_copy(self):
+        """What most programs do between two cuts."""
+        self.training.train()
+        self.watch()
+        self.copy()
+        self.copy()
+        self.training.train()
+
+    def take(self):
+        """A cut, as the saver takes it."""
+        cutter = self.cutter
+        cutter.cut += 1
+        self.tracking.audit_before_commit()
+        self.tracking.refresh()
+        refreshed = None if self.ahead is None else self.ahead.refresh_copy(self.cut(), self.mode)
+        SEEN["renewed" if refreshed else "discarded" if self.ahead else "plain"] += 1
+        if self.ahead is None:
+            self.arena = FakeArena(2 << 10)
+            self.writer = self.arena.writer()
+        else:
+            self.writer.redirect(block=self.arena.take, send=self.arena.send)
+            copies = SimpleNamespace(writer=self.writer, stream=self.arena, _written=self.written)
+            Precopy.hand_over(copies, [self.ahead] if refreshed else [])
+        if refreshed:
+            SEEN["ahead"] += self.ahead.rows
+            SEEN["again"] += refreshed.again
+            SEEN["repeated"] += sum(len(each.snapshot.selection.ids) for each in refreshed.rest if each.again)
+            refreshed.write(self.writer, fresh_first=self.split_batches)
+        elif self.split_batches:
+            self.writer.table(self.cut(selection=self.table.marks.select("since_commit")), fresh=True)
+            self.writer.table(self.cut(selection=self.table.marks.select_older("all")))
+        else:
+            self.writer.table(self.cut(selection=self.table.select_rows("since_commit")))
+        self.writer.flush()
+        self.ahead = None
+        self.apply()
+        self.tracking.snapshot_taken(cutter.cut, self.mode)
+        self.tracking.committed(cutter.cut, baseline=self.split_batches)
+        self.tracking.audit_sample()
+
+    def apply(self):
+        """What was handed over is what is stored."""
+        parts = section_tensors(self.cut())
+        if len(parts) != len(self.store):  # a field appeared or went: all rows are sent
+            self.store = [torch.full_like(part, 77) for part in parts]
+        before = [part.clone() for part in self.store]
+        said, sent = (torch.zeros(ROWS, dtype=torch.int64, device="cpu") for _ in range(2))
+        for batch in self.arena.sent:
+            rows, values = self.arena.rows(batch, parts)
+            assert bool((sent[rows] > 0).all() if batch.again else (sent[rows] == 0).all()), "a row twice"
+            sent[rows] += 1
+            said[rows] += int(batch.fresh)
+            for stored, found in zip(self.store, values, strict=True):
+                stored[rows] = found.to(stored.device)
+        for part, stored in zip(parts, self.store, strict=True):
+            same = (part == stored) | (part.isnan() & stored.isnan())
+            wrong = (~same.view(ROWS, -1).all(1)).nonzero().view(-1).tolist()
+            assert not wrong, f"rows {wrong[:8]} are of another step ({self.table.tracker})"
+        if self.split_batches:
+            changed = [
+                ((was != now) & ~(was.isnan() & now.isnan())).view(ROWS, -1).any(1).cpu()
+                for was, now in zip(before, self.store, strict=True)
+            ]
+            assert bool((sent > 0).all())
+            assert bool((said <= 1).all())
+            unsaid = (torch.stack(changed).any(0) & (said == 0)).nonzero().view(-1).tolist()
+            assert not unsaid, f"rows {unsaid[:8]} changed, and no fresh batch has them"
+
+
+TRACKED = [case for case in CASES if case[0] in EXACT and case[1:] == ("embedding", True)]
+"""By gradients: the others are never copied ahead."""
+COMMON = [
+    "train", "train_and_copy", "train_and_copy", "watch", "copy", "copy", "cut", "cut", "step_again", "accumulate_and_step",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(precopy, "MIN_PRECOPY_TABLE_BYTES", 0)
+    monkeypatch.setattr(precopy, "LIST_ROWS", 32)
+    monkeypatch.setattr(precopy, "MAX_RECOPY_FRACTION", 100)
+
+
+@settings(
+    max_examples=int(os.environ.get("DELTASHARD_TRACKING_EXAMPLES", "100")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(
+    case=st.one_of(st.sampled_from(TRACKED), st.sampled_from(TRACKED), st.sampled_from(CASES)),
+    events=st.lists(
+        st.one_of(st.sampled_from(COMMON), st.sampled_from(COMMON), st.sampled_from(EVENTS)),
+        min_size=4,
+        max_size=18,
+    ),
+    seed=st.integers(0, 1000),
+    split_batches=st.booleans(),
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_stored_rows_equal_the_live_rows(device, case, events, seed, split_batches):
+    """Any optimizer x any table x any sequence of events: after every cut no row is of another step."""
+    if "replace_module" in events:  # torch cannot give the state of a parameter that is in no group any more
+        events = [event for event in events if event != "reload_optimizer"]
+    with quiet(), torch.device(device):
+        program = PrecopiedProgram(
+            case, seed, AUDIT_ALL if TRACELESS & set(events) else PLAIN, split_batches=split_batches
+        )
+        for event in [*events, "cut"]:
+            if event in ("watch", "copy", "train_and_copy"):
+                getattr(program, event)()
+            elif event == "cut":
+                program.take()
+            else:
+                getattr(program.training, event)()
+
+
+@pytest.mark.slow
+def test_programs_used_precopy():
+    """The property is not vacuous: copies were used, rows were copied or sent again, and copies were thrown away."""
+    if not SEEN:
+        pytest.skip("the property did not run in this process")
+    kinds = ("renewed", "discarded", "ahead", "again", "repeated")
+    assert min(SEEN[kind] for kind in kinds) > 0, SEEN

@@ -1,0 +1,105 @@
+"""What each rank says of itself at a meeting, and what rank 0 makes of it: one layout, or a sentence. Pure.
+
+Everything but boxes must be the same on all ranks: the run, the call, the model.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deltashard_checkpoint.format.layout import Layout, NotTiled
+from deltashard_checkpoint.format.schema import Box
+
+from deltashard.errors import RanksDiffer
+
+_MAX_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankManifest:
+    """What one rank says."""
+
+    facts: Mapping[str, Any]
+    """Must be equal on all ranks: names and plain values."""
+    tables: Mapping[str, tuple[int, int]]
+    """(rows, columns) of every table of the model, wherever it lies; equal on all ranks."""
+    dense: Mapping[str, str]
+    """Type and shape of every dense tensor; equal on all ranks."""
+    boxes: Sequence[Box]
+    """What this rank saves."""
+    took_part: int = 0
+    """The newest attempt in which trainers of its pod were, by the word of its sidecar."""
+
+    def text(self) -> bytes:
+        boxes = [[b.table, b.row_start, b.row_stop, b.col_start, b.col_stop] for b in self.boxes]
+        said = [
+            dict(self.facts),
+            {k: list(v) for k, v in self.tables.items()},
+            dict(self.dense),
+            boxes,
+            self.took_part,
+        ]
+        return zlib.compress(json.dumps(said).encode(), 1)
+
+    @classmethod
+    def of(cls, text: bytes) -> RankManifest:
+        facts, tables, dense, boxes, took_part = json.loads(zlib.decompress(text))
+        return cls(
+            facts=facts,
+            tables={name: (rows, columns) for name, (rows, columns) in tables.items()},
+            dense=dense,
+            boxes=[
+                Box(table=table, row_start=a, row_stop=b, col_start=c, col_stop=d)
+                for table, a, b, c, d in boxes
+            ],
+            took_part=took_part,
+        )
+
+
+def agreed_layout(manifests: Sequence[RankManifest]) -> Layout:
+    """The layout of all ranks.
+
+    Raises:
+        RanksDiffer: they are not ranks of one training, or their boxes leave a gap or overlap; with what and where.
+    """
+    first = manifests[0]
+    for rank, manifest in enumerate(manifests):
+        _check_same("says", first.facts, manifest.facts, rank)
+        _check_same("has table", first.tables, manifest.tables, rank)
+        _check_same("has dense tensor", first.dense, manifest.dense, rank)
+    layout = Layout.of(
+        len(manifests), dict(first.tables), {rank: manifest.boxes for rank, manifest in enumerate(manifests)}
+    )
+    try:
+        layout.check()
+    except NotTiled as error:
+        raise RanksDiffer(
+            f"the ranks' shards do not make whole tables: {error.what}",
+            where="restore()",
+            remedy="shard tables with TorchRec, or have them whole on every rank under DistributedDataParallel",
+        ) from None
+    return layout
+
+
+def _check_same(what: str, zero: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
+    if zero == other:
+        return
+    differ = [key for key in sorted(zero.keys() | other.keys()) if zero.get(key) != other.get(key)]
+    shown = "; ".join(
+        f"{key}: {_shown(zero, key)} on rank 0, {_shown(other, key)} on rank {rank}"
+        for key in differ[:_MAX_SHOWN]
+    )
+    more = f" and {len(differ) - _MAX_SHOWN} more" if len(differ) > _MAX_SHOWN else ""
+    raise RanksDiffer(
+        f"rank {rank} {what} otherwise than rank 0: {shown}{more}",
+        where="restore()",
+        remedy="all ranks train one model, under one run, and call alike",
+    )
+
+
+def _shown(facts: Mapping[str, Any], key: str) -> str:
+    return repr(facts[key]) if key in facts else "nothing"

@@ -1,0 +1,183 @@
+"""All ranks of a group, gathered for one `restore()`: what each says goes to rank 0, what rank 0 tells goes to all.
+
+    hello      each rank: a token of its own, and what it says of itself
+    welcome    rank 0: the tokens of all, under a name for the meeting
+    here       each rank that found its token in there; rank 0 begins when all are
+
+The store outlives a restart by torchrun, and so do its keys. A hello of an earlier life is welcomed in vain: its rank
+says hello again, with another token, and rank 0 welcomes anew. What is told later lies under the meeting's name, which
+nobody knew before.
+
+No collective: one that misses its deadline would break the user's process group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from deltashard_checkpoint.crash_point import crash_point
+
+from deltashard.errors import RanksDiffer
+from deltashard.group.group_store import GroupStore
+from deltashard.state.replica import format_ranks
+
+RENDEZVOUS_TIMEOUT_S = 600.0
+"""All ranks come to `restore()` within so long: one may be reading its data still."""
+FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.2
+_COMMON = "deltashard/"
+_CHUNK_BYTES = 4 << 20
+"""Bytes of one value: torch's store takes eight million at most."""
+
+_numbers = itertools.count(1)
+"""Ranks make their Checkpointers in one order, so that the n-th meeting of each is the same."""
+
+T = TypeVar("T")
+
+
+def _wait(poll: Callable[[], T | None], until_s: float) -> T | None:
+    """What `poll` finds, by `until_s` (monotonic); None: nothing."""
+    pause_s, idle = FIRST_LOOK_S, threading.Event()
+    while (found := poll()) is None and time.monotonic() < until_s:
+        idle.wait(pause_s)
+        pause_s = min(1.5 * pause_s, LAST_LOOK_S)
+    return found
+
+
+class Rendezvous:
+    """One rank's side of a meeting; on the training thread only."""
+
+    def __init__(self, rank: int, world_size: int, manifest: bytes) -> None:
+        """Come together; `manifest` is what this rank says of itself.
+
+        Raises:
+            RanksDiffer: somebody is missing after RENDEZVOUS_TIMEOUT_S.
+            GroupLost: the store does not answer.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self._store = GroupStore(_COMMON)
+        self._number = next(_numbers)
+        self._token = secrets.token_hex(8)
+        self._until_s = time.monotonic() + RENDEZVOUS_TIMEOUT_S
+        self.name = ""
+        """Of this meeting; nobody of another life knows it."""
+        self.manifests: list[bytes] = []
+        """What each rank said, for rank 0."""
+        self._store.put(f"hello/{self._number}/{rank}", self._token.encode() + b"\n" + manifest)
+        crash_point("rendezvous.hello")
+        self._lead() if rank == 0 else self._join()
+
+    @property
+    def prefix(self) -> str:
+        return f"{_COMMON}{self.name}/"
+
+    def broadcast(self, what: str, payload: bytes) -> None:
+        self._store.put(f"{self.name}/told/{what}", payload)
+
+    def await_broadcast(self, what: str, within_s: float) -> bytes:
+        """What rank 0 tells; raises `RanksDiffer` when it does not."""
+        found = _wait(lambda: self._store.get(f"{self.name}/told/{what}"), time.monotonic() + within_s)
+        if found is None:
+            raise RanksDiffer(
+                f"rank 0 said nothing for {within_s:.0f} s",
+                where="restore()",
+                remedy="look at its log, then start all ranks again",
+            )
+        return found
+
+    def submit(self, what: str, payload: bytes) -> None:
+        self._store.put(f"{self.name}/said/{what}/{self.rank}", payload)
+
+    def gather(self, what: str, within_s: float) -> list[bytes]:
+        """What all ranks say, for rank 0; raises `RanksDiffer` naming those that do not."""
+        keys = [f"{self.name}/said/{what}/{rank}" for rank in range(self.world_size)]
+        found = _wait(lambda: self._store.get_all(keys), time.monotonic() + within_s)
+        if found is None:
+            raise self._missing(keys, within_s)
+        return found
+
+    def send(self, what: str, data: bytes | None) -> None:
+        """This rank gives the others so many bytes, for whoever wants them; None: it cannot, after all."""
+        for at in range(0, len(data or b""), _CHUNK_BYTES):
+            self._store.put(f"{self.name}/sent/{what}/{at}", (data or b"")[at : at + _CHUNK_BYTES])
+        self._store.put(f"{self.name}/sent/{what}", json.dumps(None if data is None else len(data)).encode())
+
+    def receive(self, what: str, within_s: float) -> bytes | None:
+        """What another rank sends; None: it cannot. Raises `RanksDiffer` when it says nothing."""
+        said = _wait(lambda: self._store.get(f"{self.name}/sent/{what}"), time.monotonic() + within_s)
+        if said is None:
+            raise RanksDiffer(
+                f"a rank was to give of what it has ({what}), and said nothing for {within_s:.0f} s",
+                where="restore()",
+                remedy="look at the ranks' logs, then start all of them again",
+            )
+        size = json.loads(said)
+        if size is None:
+            return None
+        parts = range(0, size, _CHUNK_BYTES)
+        return b"".join(self._store.get(f"{self.name}/sent/{what}/{at}") or b"" for at in parts)
+
+    def delete_sent(self, what: str, size: int) -> None:
+        for at in range(0, size, _CHUNK_BYTES):
+            self._store.delete(f"{self.name}/sent/{what}/{at}")
+
+    def _lead(self) -> None:
+        hellos = [f"hello/{self._number}/{rank}" for rank in range(self.world_size)]
+        tokens: list[str] = []
+
+        def all_here() -> bool | None:
+            nonlocal tokens
+            said = self._store.get_all(hellos)
+            if said is None:
+                return None
+            now = [manifest.partition(b"\n")[0].decode() for manifest in said]
+            if now != tokens:
+                tokens = now
+                self.name = secrets.token_hex(8)
+                self.manifests = [manifest.partition(b"\n")[2] for manifest in said]
+                self._store.put(f"here/{self.name}/0", b"")
+                self._store.put(f"welcome/{self._number}", json.dumps([self.name, tokens]).encode())
+                crash_point("rendezvous.welcomed")
+            return None if self._store.get_all(self._here_keys()) is None else True
+
+        if _wait(all_here, self._until_s) is None:
+            raise self._missing(self._here_keys() if self.name else hellos, RENDEZVOUS_TIMEOUT_S)
+        self.broadcast("begun", b"")
+
+    def _here_keys(self) -> list[str]:
+        return [f"here/{self.name}/{rank}" for rank in range(self.world_size)]
+
+    def _join(self) -> None:
+        def begun() -> bool | None:
+            welcome = self._store.get(f"welcome/{self._number}")
+            if welcome is None:
+                return None
+            name, tokens = json.loads(welcome)
+            if len(tokens) != self.world_size or tokens[self.rank] != self._token:
+                return None
+            if name != self.name:
+                self.name = name
+                self._store.put(f"here/{name}/{self.rank}", b"")
+                crash_point("rendezvous.here")
+            return None if self._store.get(f"{name}/told/begun") is None else True
+
+        if _wait(begun, self._until_s) is None:
+            raise RanksDiffer(
+                f"rank {self.rank} waited for the other ranks for {RENDEZVOUS_TIMEOUT_S:.0f} s",
+                where="restore()",
+                remedy="call it on every rank, as often and in the same order; see rank 0's log",
+            )
+
+    def _missing(self, awaited: list[str], waited_s: float) -> RanksDiffer:
+        ranks = [rank for rank, key in enumerate(awaited) if self._store.get(key) is None]
+        return RanksDiffer(
+            f"no word of ranks {format_ranks(ranks, 8)} for {waited_s:.0f} s",
+            where="restore()",
+            remedy="call it on every rank, as often and in the same order; see their logs",
+        )
