@@ -85,7 +85,6 @@ async def wait_until_ok(options: Options) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `deltashard-chart-test`."""
     return 0 if asyncio.run(wait_until_ok(options_of(Options, PROGRAM, argv))) else EXIT_FAILED
 
 

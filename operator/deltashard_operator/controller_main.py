@@ -185,7 +185,6 @@ class Process:
                 await each.close()
 
     async def _lead(self, serving: Serving) -> None:
-        """Acquire the Lease, then load and watch."""
         await self.lease.acquire()
         serving.start(self.lease.keep(), "lease")
         if self.authority is not None:
@@ -199,7 +198,6 @@ class Process:
             await self.watch.run()
 
     async def _measure_lag(self) -> None:
-        """Record the lag of the event loop."""
         while True:
             due_s = time.monotonic() + LAG_TICK_S
             await asyncio.sleep(LAG_TICK_S)
@@ -207,7 +205,6 @@ class Process:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `deltashard-controller`."""
     options = options_of(Options, PROGRAM, argv)
 
     async def work() -> None:

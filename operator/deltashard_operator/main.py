@@ -130,7 +130,6 @@ class Serving:
         await web.SockSite(runner, at, ssl_context=context).start()
 
     def check(self) -> None:
-        """Raise the exception of a failed task."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
@@ -203,7 +202,6 @@ async def serve(options: Options, api: ApiAccess) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `deltashard-webhook`."""
     options = options_of(Options, PROGRAM, argv)
 
     async def work() -> None:

@@ -76,7 +76,6 @@ def _annotations(template: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def _sidecar(template: Mapping[str, Any]) -> Document | None:
-    """Return the sidecar of an injected template."""
     inits = (template.get("spec") or {}).get("initContainers") or []
     return next((each for each in inits if each.get("name") == SIDECAR), None)
 
@@ -205,7 +204,6 @@ def restore_injected(template: Mapping[str, Any], injected: Mapping[str, Any]) -
 
 
 def _mounted(container: Mapping[str, Any]) -> set[Any]:
-    """Return the names of the volumes that a container mounts."""
     return {each.get("name") for each in container.get("volumeMounts") or []}
 
 

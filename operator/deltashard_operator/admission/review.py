@@ -75,9 +75,7 @@ class ReviewResult:
     kind: str
     """An injected kind, or other."""
     outcome: str
-    """injected, unchanged, or the code of a rejection."""
     sentence: str = ""
-    """Message of a rejection."""
 
 
 def parse(body: bytes) -> AdmissionRequest | ReviewResult:
@@ -238,7 +236,6 @@ def _patch_response(
 
 
 def rejection(uid: str, kind: str, refusal: Refusal) -> ReviewResult:
-    """Return the review that rejects the workload."""
     code, sentence = 503 if refusal.code == "PolicyUnavailable" else 422, refusal.sentence
     status = {"code": code, "reason": refusal.code, "message": sentence}
     return _answer(uid, kind, refusal.code, sentence, allowed=False, status=status)

@@ -49,10 +49,7 @@ class RunClaim:
         return f"{RUN_ID}={run_label(self.run_id)}" if self.run_id else f"{WORKLOAD_UID}={self.workload_uid}"
 
     def held_by(self, workload: Workload, record: str = "") -> Refusal:
-        """Return the refusal because a live workload holds the run.
-
-        `record`: name of the CheckpointRun if only its status shows that the workload is live.
-        """
+        """Return the refusal because a live workload holds the run, for `record` only according to its status."""
         what = f"run {self.run_id!r} is held by {workload.display_name}, which is not finished"
         return _run_id_taken(what, "wait until it ends, delete it, or choose another id", record)
 
@@ -64,10 +61,7 @@ class RunHolders:
         self._call = call
 
     async def refusal(self, claim: RunClaim, url: str) -> Refusal | None:
-        """Return why a workload may not use the claimed run in the store `url`, or None if it may.
-
-        Raises `ApiUnavailable` if the API cannot be reached.
-        """
+        """Return why the claimed run in the store `url` cannot be used, or None. Raises `ApiUnavailable`."""
         if claim.source or not claim.run_id:
             moved = [_store_moved(claim, each, url) for each in await self._list(API_VERSION, PLURAL, claim)]
             moved = [] if claim.source and None in moved else moved
@@ -91,7 +85,7 @@ class RunHolders:
             api_version=reference.get("apiVersion", ""),
         )
         if _reclaim(record) == ReclaimState.REMOVING:
-            what = f"the checkpoints of run {claim.run_id!r} are being removed, since {workload.display_name} is finished"
+            what = f"run {claim.run_id!r} is being removed, because {workload.display_name} is finished"
             return _run_id_taken(what, "wait until its CheckpointRun shows Removed, or choose another id")
         if status.get("phase") == "Finished" or workload.uid == claim.workload_uid:
             return None
@@ -106,7 +100,6 @@ class RunHolders:
 
 
 def _reclaim(record: Document) -> str:
-    """Return the state of the removal of a run's bytes."""
     return str(((record.get("status") or {}).get("reclaim") or {}).get("state", ""))
 
 

@@ -34,11 +34,8 @@ class Volumes:
     """Volumes of a pod and the resulting sizes."""
 
     added: list[Document]
-    """Volumes to add to the pod."""
     mounts: list[Document]
-    """Mounts of the sidecar."""
     cache_bytes: int
-    """Size of the sidecar's cache."""
     node_disk_bytes: int
     """Maximum cache size on the node's disk; 0 if the cache is elsewhere."""
 
@@ -80,10 +77,7 @@ def of_pod(spec: Mapping[str, Any], policy: Policy) -> Volumes:
 
 
 def _claimed(declared: Mapping[str, Mapping[str, Any]], claim: str | None) -> str:
-    """Return the pod's own volume of the store's claim, or an empty string.
-
-    The sidecar uses the same volume, because a kubelet waits forever for a second volume of the same claim.
-    """
+    """Return the pod's volume of the store's claim, or "". A kubelet waits forever for a second volume of a claim."""
     for name, volume in declared.items():
         source = volume.get("persistentVolumeClaim")
         if source is None or claim is None or source.get("claimName") != claim:

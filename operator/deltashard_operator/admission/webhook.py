@@ -167,6 +167,5 @@ class Webhook:
 
 
 def not_watched(namespace: str) -> Refusal:
-    """Return the refusal of an annotated workload in a namespace that is not watched."""
     message = watched_namespace.not_watched(namespace)
     return Refusal("NamespaceNotWatched", message, where=POLICY, remedy=watched_namespace.REMEDY)

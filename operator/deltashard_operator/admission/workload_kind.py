@@ -68,7 +68,6 @@ class InjectionTarget:
     """Job or pod at its CREATE, or its template in another object, prepared for injection."""
 
     kind: str
-    """Job or Pod."""
     root: Mapping[str, Any]
     """The object of the request."""
     path: Path
@@ -95,7 +94,6 @@ class InjectionTarget:
 
     @property
     def owner(self) -> owner_reference.Owner | None:
-        """Controller of a pod."""
         return owner_reference.controller_of(self.document) if self.kind == "Pod" else None
 
     @property
@@ -173,7 +171,6 @@ def _at(document: Any, path: Iterable[str | int]) -> Any:
 def with_targets(
     root: Mapping[str, Any], parts: Iterable[tuple[InjectionTarget, Mapping[str, Any]]]
 ) -> Document:
-    """Return the object with these Jobs and pods in place of its own."""
     result = copy.deepcopy(dict(root))
     for target, document in parts:
         if not target.path:

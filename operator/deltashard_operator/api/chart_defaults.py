@@ -45,7 +45,6 @@ class Defaults:
         return {**self._spec, "fleet": {**self._spec["fleet"], "ca": self._pem}}
 
     def has_store(self) -> bool:
-        """Return whether the default is usable without a CheckpointPolicy."""
         return "store" in self._spec
 
     def unready(self) -> list[str]:

@@ -30,7 +30,6 @@ class PolicyCache:
         self._call = call
         self._specs: dict[tuple[str, str], Spec] = {}
         self.synced = False
-        """Whether the policies have been listed."""
         self.kinds = policy_kinds(self._upsert, self._remove)
 
     def _upsert(self, item: Mapping[str, Any]) -> None:
@@ -44,7 +43,6 @@ class PolicyCache:
         self.synced = True
 
     def get(self, namespace: str, name: str) -> Spec | None:
-        """Return the cached spec of the policy that a workload in this namespace refers to."""
         return self._specs.get(workload_policy.key_of(namespace, name))
 
     async def fetch(self, namespace: str, name: str) -> Spec | None:
@@ -59,7 +57,6 @@ class PolicyCache:
 def policy_kinds(
     on_object: Callable[[Any], None], on_deleted: Callable[[ObjectKey, Any], None]
 ) -> tuple[WatchedKind, ...]:
-    """Return the watched kinds of both policy types."""
     clusters = WatchedKind(
         "cluster policies", f"{ROOT}/{CLUSTERS}", on_object, on_deleted, namespaced=False, everywhere=True
     )
@@ -67,7 +64,6 @@ def policy_kinds(
 
 
 def policy_path(key: tuple[str, str]) -> str:
-    """URL path of the policy with this key."""
     namespace, name = key
     return f"{ROOT}/{f'namespaces/{namespace}/{NAMESPACED}' if namespace else CLUSTERS}/{name}"
 

@@ -18,7 +18,6 @@ from deltashard_operator.kube import quantity
 
 Schema = Mapping[str, Any]
 POLICY: Schema = yaml.safe_load(Path(__file__).with_name("policy.yaml").read_text(encoding="utf-8"))["spec"]
-"""Schema of a policy's `spec`."""
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "object": (Mapping,),
     "array": (list, tuple),
@@ -103,7 +102,6 @@ def _fits(schema: Schema, value: Any) -> bool:
 
 
 def _within(schema: Schema, value: Any, read: Callable[[Any], Any]) -> bool:
-    """Return whether an amount is valid and within its bounds."""
     try:
         amount = read(value)
     except ValueError:

@@ -39,11 +39,8 @@ class _StoreKind(NamedTuple):
     """Variables of one kind of store."""
 
     secret: str
-    """Variable for the path of the Secret's file."""
     token: str = ""
-    """Variable for the path of the service account token."""
     audience: str = ""
-    """Default audience of the token."""
     identity: Mapping[str, str] = {}
     """Identity variables by the policy field that sets them."""
 

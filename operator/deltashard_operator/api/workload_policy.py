@@ -88,18 +88,15 @@ class Policy:
     """How its runs save: initial settings of the sidecars, and the content of directives."""
     arena_bytes: int
     cache_bytes: int
-    """Disk size of the sidecar's cache."""
     keep_last: int
     grace_s: int
     """Grace period that a pod needs for a final save; applied to pods with the default of 30 s."""
     fleet: str
     """host:port of the controller's report service; empty if there is none."""
     fleet_ca: str
-    """PEM of the CA of the report service."""
     reclaim: str
     """Retain or Delete: what happens to a finished run's bytes."""
     reclaim_after_s: float
-    """Seconds from the end of the workload to the removal."""
     reclaim_account: str
     """Service account of the removal Job; empty: the namespace's default."""
     can_reclaim: bool
@@ -114,7 +111,6 @@ def key_of(namespace: str, name: str) -> tuple[str, str]:
 
 
 def display_name(name: str) -> str:
-    """Return the policy's kind and name for messages."""
     return f"{'Cluster' * name.startswith(CLUSTER)}CheckpointPolicy {name.removeprefix(CLUSTER)}"
 
 

@@ -51,7 +51,6 @@ POLL_S = 1.0
 TIME_SLICE_S = 0.05
 """Maximum time of uninterrupted reconciliation, so that other tasks of the loop can run."""
 YIELD_S = 0.01
-"""Pause between two such slices."""
 _log = structlog.get_logger("deltashard.controller")
 
 
@@ -116,7 +115,6 @@ class Controller:
         self._run_store.nudger = nudger
 
     async def load(self) -> None:
-        """Load the existing CheckpointRuns. Raises `ApiUnavailable`."""
         for found in await status.list_runs(self._run_store.call, self._namespaces):
             run = self._read(found)
             if run is None:
@@ -197,10 +195,7 @@ class Controller:
             await asyncio.sleep(TICK_S if done else YIELD_S)
 
     def tick(self) -> bool:
-        """Reconcile the marked runs, periodically all, and start due writes.
-
-        Returns whether all marked runs were reconciled within the time slice.
-        """
+        """Reconcile the marked runs, periodically all, and start due writes. Returns whether all marked runs are done."""
         now_s = self._wall()
         if self.synced:
             if not self._initial_nudge_done:
@@ -268,7 +263,6 @@ class Controller:
                 _log.info("run.directive_changed", namespace=entry.run.workload.namespace, run=entry.run.name)
 
     async def drain(self, timeout_s: float) -> None:
-        """Write everything that is pending, for at most `timeout_s`."""
         self.queue.flush()
         self._run_store.mark_all()
         try:

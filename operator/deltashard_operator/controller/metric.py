@@ -26,7 +26,7 @@ EVENT_OUTCOMES = ("recorded", "duplicate", "rate_limited", "refused", "dropped")
 
 
 class ControllerMetrics:
-    """Metrics of the controller. The labels of its own work are closed sets."""
+    """Metrics of the controller. The label values of its work are closed sets."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = r = CollectorRegistry() if registry is None else registry
@@ -68,7 +68,6 @@ class ControllerMetrics:
         )
 
     def register_runs(self, runs: Callable[[], Iterable[Run]]) -> None:
-        """Export the metrics of these runs at every scrape."""
         self.registry.register(_RunCollector(runs))
 
 

@@ -48,9 +48,7 @@ class CheckpointRequests:
         self._run_store = run_store
         self._keep_finished_s = keep_finished_s
         self._known: dict[str, _TrackedRequest] = {}
-        """Requests by UID."""
         self.kind = WatchedKind("requests", f"{ROOT}/{PLURAL}", self.on_request, self.on_request_deleted)
-        """Kind to watch."""
 
     def on_request(self, document: Document) -> None:
         """Handle a new request. The spec is immutable, and the status is written only here."""

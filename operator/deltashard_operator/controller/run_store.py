@@ -51,7 +51,6 @@ class RunEntry:
     written: bytes = b"{}"
     """Status in the API as JSON; a dict takes five times the memory."""
     durable: Ledger = field(default_factory=Ledger)
-    """Counters of the written status."""
     events: deque[RunEvent] = field(default_factory=lambda: deque(maxlen=MAX_RUN_EVENTS))
     nudged: int = 0
     """Id of the directive for which the sidecars were nudged."""
@@ -78,7 +77,6 @@ class RunStore:
     orders: OpenOrders = field(default_factory=OpenOrders)
     by_key: dict[RunKey, RunEntry] = field(default_factory=dict)
     pods: dict[str, RunKey] = field(default_factory=dict)
-    """Pod UID -> its run."""
     jobs: dict[str, RunKey] = field(default_factory=dict)
     nodes: dict[str, NodeView] = field(default_factory=dict)
     policies: dict[PolicyKey, Mapping[str, Any]] = field(default_factory=dict)
@@ -170,10 +168,7 @@ class RunStore:
         }
 
     def is_continued(self, entry: RunEntry) -> bool:
-        """Return whether another workload may continue this run, or the run of one of its pods. Scans all runs.
-
-        In per-pod runs the pod's index is the suffix of the run id.
-        """
+        """Return whether another workload may continue this run or a per-pod run of it (suffix: the pod's index)."""
         namespace, run_id = entry.run.workload.namespace, entry.run.run_id
         return any(
             (each.run.run_id == run_id and each.end_s >= entry.end_s)

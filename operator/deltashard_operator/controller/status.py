@@ -56,10 +56,7 @@ async def list_runs(call: Caller, namespaces: Sequence[str]) -> list[Document]:
 
 
 async def create(call: Caller, document: Mapping[str, Any]) -> tuple[Document, bool]:
-    """Create a CheckpointRun. Returns (object, whether it is new); an existing object is returned unchanged.
-
-    Raises `ApiUnavailable`, or `StatusRefused` if the API rejects it.
-    """
+    """Create or get a CheckpointRun: (object, whether it is new). Raises `ApiUnavailable` and `StatusRefused`."""
     path = path_of(document["metadata"]["namespace"], PLURAL, document["metadata"]["name"])
     answer = await call("POST", path.rpartition("/")[0], document)
     if answer.ok:

@@ -67,12 +67,10 @@ class WatchHandlers:
             WatchedKind("runs", ALL, lambda _run: None, self.on_run_deleted),
             *more,
         )
-        """Kinds to watch."""
         self.synced = False
         """Whether the initial lists are complete. Before, an earlier controller's runs are not reconciled."""
 
     def on_job(self, document: Document) -> None:
-        """Handle a new or changed Job."""
         job = observed_object.job_of(document)
         entry = self._run_store.by_key.get(job.workload.key)
         if entry is None:
@@ -99,7 +97,6 @@ class WatchHandlers:
         return bool(job.outcome) and self._wall() - job.ended_at_s > self._keep_finished_s
 
     def on_pod(self, document: Document) -> None:
-        """Handle a new or changed pod."""
         self._handle_pod(observed_object.pod_of(document))
 
     def _handle_pod(self, seen: PodView) -> None:

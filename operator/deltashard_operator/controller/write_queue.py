@@ -91,33 +91,25 @@ class WriteQueue:
         """Due writes that were not started at the last tick."""
         self._flushing = False
         self.tasks: set[asyncio.Task[None]] = set()
-        """Writes in flight."""
 
     def __len__(self) -> int:
-        """Return the number of writes that are due or in flight."""
         return self._overdue + len(self.tasks)
 
     @property
     def idle(self) -> bool:
-        """Whether no write is pending or in flight."""
         return not self.tasks and not any(each.work for each in self._items.values())
 
     def offer(self, key: Hashable, priority: Priority, work: Work) -> None:
-        """Queue a write. It replaces the pending write of the key.
-
-        `work` writes the state at the time of the call. It raises an exception to be retried.
-        """
+        """Queue `work`, which writes the state at its call, in place of the key's pending write. Errors are retried."""
         # A low-priority write of a new key waits from now on, an urgent one is due immediately.
         item = self._items.setdefault(key, _Item(written_s=self._wall() - FAST_INTERVAL_S))
         item.priority, item.work = priority, work
 
     def withdraw(self, key: Hashable) -> None:
-        """Drop the pending write of a key."""
         if key in self._items:
             self._items[key].work = None
 
     def forget(self, key: Hashable) -> None:
-        """Remove all state of a key."""
         self._items.pop(key, None)
 
     def flush(self) -> None:
@@ -127,7 +119,6 @@ class WriteQueue:
             item.not_before_s = 0.0
 
     def tick(self) -> None:
-        """Start due writes."""
         now_s = self._wall()
         if now_s < self._refilled_s:  # the clock was set back
             for item in self._items.values():

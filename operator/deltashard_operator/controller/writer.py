@@ -51,7 +51,6 @@ class RunWriter:
         """Keys of the newest recorded incidents."""
 
     def adopt(self, entry: RunEntry, document: Document) -> None:
-        """Adopt a CheckpointRun as read from the API."""
         entry.object_version, entry.written = object_version(document), _compact(document)
 
     def reconcile(self, entry: RunEntry, now_s: float) -> None:
@@ -206,7 +205,6 @@ class RunWriter:
 
 
 def _compact(document: Document) -> bytes:
-    """Return the status of a CheckpointRun in the stored form."""
     return json.dumps(document.get("status") or {}, separators=(",", ":"), sort_keys=True).encode()
 
 
@@ -215,7 +213,6 @@ def _path(run: Run) -> str:
 
 
 def priority_of(before: Document, changed: Document) -> Priority:
-    """Return the priority of a status change."""
     if "losses" in changed or _problems(changed) - _problems(before):
         return Priority.PROBLEM
     fields = changed.keys() - run_record.LOW_PRIORITY_FIELDS

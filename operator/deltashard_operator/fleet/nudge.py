@@ -13,7 +13,6 @@ import aiohttp
 from deltashard_operator.fleet.metric import FleetMetrics
 
 RATE = 200
-"""Nudges per second."""
 BATCH_INTERVAL_S = 0.05
 TIMEOUT_S = 2.0
 
@@ -33,7 +32,6 @@ class Nudger:
             self._pending.set()
 
     async def run(self) -> None:
-        """Send queued nudges forever."""
         timeout, connector = aiohttp.ClientTimeout(TIMEOUT_S), aiohttp.TCPConnector(limit=0, force_close=True)
         async with (
             aiohttp.ClientSession(timeout=timeout, connector=connector) as session,

@@ -190,7 +190,6 @@ class Report:
     pod: PodState = PodState()
     run: RunReport | None = None
     incidents: tuple[Incident, ...] = ()
-    """Incidents with ascending ids."""
     saves_over: tuple[SaveOver, ...] = ()
 
 
@@ -265,7 +264,6 @@ def _incidents(messages: Sequence[wire.Incident]) -> tuple[Incident, ...]:
 
 
 def _decisions(messages: Sequence[wire.Decision]) -> tuple[wire.Decision, ...]:
-    """Return the first decision of each known subject."""
     found = {each.subject: _value("", each) for each in reversed(messages[:MAX_INCIDENTS])}
     return tuple(found[subject] for subject in SUBJECTS if subject in found)
 

@@ -24,7 +24,6 @@ TRIES = 4
 PAUSE_S = 0.5
 MAX_PAUSE_S = 10.0
 CHUNK = 500
-"""Page size of lists."""
 MERGE = "application/merge-patch+json"
 VERBS = ("GET", "LIST", "POST", "PUT", "PATCH", "DELETE")
 OUTCOMES = ("ok", "not_found", "conflict", "throttled", "refused", "unavailable")
@@ -54,7 +53,6 @@ class ApiResponse:
 
     @property
     def sentence(self) -> str:
-        """Status, reason and message of an error response."""
         return f"{self.status} {self.document.get('reason', '')}: {self.document.get('message', '')}"[:500]
 
 

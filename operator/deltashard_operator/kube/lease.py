@@ -72,7 +72,6 @@ class Lease:
         return self._monotonic() < self._until_s
 
     async def acquire(self) -> None:
-        """Wait until this controller holds the Lease."""
         _log.info("lease.waiting", lease=NAME)
         while not await self._acquire_or_renew():
             await self._sleep(RENEW_S)

@@ -48,17 +48,13 @@ class WatchedKind:
     """Kind of watched objects, and its callbacks."""
 
     name: str
-    """Name in metrics and logs."""
     path: str
     """URL path of the collection, such as /apis/batch/v1/jobs."""
     on_object: Callable[[Document], None]
-    """Called with a new or changed object."""
     on_deleted: Callable[[ObjectKey, Document | None], None]
     """Called once for a deleted known object, with its last state, or None if the deletion was missed."""
     selector: str = ""
-    """Label selector."""
     namespaced: bool = True
-    """Whether the kind is namespaced; nodes are not."""
     everywhere: bool = False
     """Watch only if all namespaces are watched: with a list of namespaces the rights to read the kind are missing."""
 
@@ -115,10 +111,7 @@ class ObjectWatch:
         self._last_request_s = self._last_event_s.copy()
 
     def staleness_s(self) -> float:
-        """Return the seconds since the stalest watch received anything, including bookmarks.
-
-        Denied paths (e.g. a namespace without rights) are ignored unless all paths are denied.
-        """
+        """Return the seconds since the stalest watch received anything. Denied paths are ignored unless all are."""
         readable = self._watched_paths.keys() - self._refused
         return time.monotonic() - min(self._last_event_s[path] for path in readable or self._watched_paths)
 
@@ -165,7 +158,6 @@ class ObjectWatch:
         return response
 
     async def _watch_path(self, path: str) -> None:
-        """List and watch one path forever."""
         kind, namespace = self._watched_paths[path]
         settings = _settings(kind)
         while True:

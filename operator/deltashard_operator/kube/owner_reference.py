@@ -15,7 +15,6 @@ JOBSET = ("jobset.x-k8s.io", "JobSet")
 STATEFUL_SET = ("apps", "StatefulSet")
 PYTORCH_JOB = ("kubeflow.org", "PyTorchJob")
 GroupKind = tuple[str, str]
-"""(API group, kind)."""
 KNOWN: frozenset[GroupKind] = frozenset({JOB, JOBSET, STATEFUL_SET, PYTORCH_JOB})
 """Controllers whose recreated pods are known to continue their run."""
 _INTERCHANGEABLE = "its pods are interchangeable, so each would begin a separate run"
@@ -42,7 +41,6 @@ class Owner(NamedTuple):
 
     @property
     def group_kind(self) -> GroupKind:
-        """(API group, kind)."""
         return group_kind(self.api_version, self.kind)
 
 
@@ -53,7 +51,6 @@ def group_kind(api_version: str, kind: str) -> GroupKind:
 
 
 def controller_of(document: Mapping[str, Any]) -> Owner | None:
-    """Return the controller of an object, or None."""
     for each in (document.get("metadata") or {}).get("ownerReferences") or ():
         if each.get("controller"):
             return Owner(*(str(each.get(key, "")) for key in ("apiVersion", "kind", "name", "uid")))

@@ -35,7 +35,6 @@ def bytes_of(value: str | float) -> int:
 
 
 def format_bytes(n: int) -> str:
-    """Format bytes in the largest binary unit that divides them."""
     for shift, suffix in ((30, "Gi"), (20, "Mi"), (10, "Ki")):
         if n and n % (1 << shift) == 0:
             return f"{n >> shift}{suffix}"

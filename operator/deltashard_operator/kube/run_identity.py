@@ -130,7 +130,6 @@ def of_pod(pod: Document) -> IdentityRecipe:
 
 
 def of_template(kind: str, document: Document, replicas: int) -> IdentityRecipe:
-    """Return the recipe for the pods of a template in a JobSet or PyTorchJob at its CREATE."""
     return replace(JOBSET, pods=pods_of(document) * replicas) if kind == "JobSet" else PYTORCH_JOB
 
 

@@ -36,7 +36,6 @@ def is_watched(namespace: str, watched: tuple[str, ...]) -> bool:
 
 
 def not_watched(namespace: str) -> str:
-    """Return the message for an annotated workload in a namespace that is not watched."""
     return f"namespace {namespace} is not watched by deltashard"
 
 

@@ -43,9 +43,7 @@ class Crash:
 
     ending: str
     seq: int
-    """Sequence number of the newest commit."""
     at_s: float
-    """Time of the newest exit."""
     times: int
 
 
@@ -76,7 +74,6 @@ def loss_of_pod(pod: PodView, *, gone: bool, node_ready: bool, suspended: bool, 
 
 
 def loss_of_container(pod: PodView, now_s: float) -> Loss:
-    """Return the loss that the end of a training container causes."""
     if pod.ending is None:
         return _loss(pod, "Error", "a container failed", now_s)
     name, code, cause = pod.ending.container, pod.ending.exit_code, "Error"
@@ -100,10 +97,7 @@ def with_loss(losses: tuple[Loss, ...], loss: Loss) -> tuple[Loss, ...]:
 
 
 def crash_after(before: Crash | None, loss: Loss, seq: int) -> Crash | None:
-    """Return the crash state of a part after a loss, or None if the loss is not a crash.
-
-    `before` is the state before the loss, `seq` the newest commit.
-    """
+    """Return the crash state after a loss, or None if it is not a crash. `seq` is the newest commit."""
     if loss.cause == TRAINER_LOST:
         return before
     if loss.cause not in {"OOMKilled", "Error"}:

@@ -93,7 +93,6 @@ class Ledger:
 
 
 def hashed(*parts: object) -> str:
-    """Return a short hash of these values."""
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
@@ -155,7 +154,6 @@ def decoded(text: str) -> Ledger:
 
 
 def _clipped(ledger: Ledger, parts: int) -> Ledger:
-    """Return the ledger with only the newest `parts` parts."""
     # A part with one opening needs no entry: an unknown part starts at one.
     again = {part: n for part, n in ledger.openings.items() if n > 1}
     return replace(

@@ -63,7 +63,6 @@ class Workload:
 
     @property
     def path(self) -> str:
-        """URL path of a native workload."""
         root, plural = ("/api/v1", "pods") if self.native == "Pod" else ("/apis/batch/v1", "jobs")
         return f"{root}/namespaces/{self.namespace}/{plural}/{self.name}"
 
@@ -131,11 +130,9 @@ class PodView:
     """Reason of the condition DisruptionTarget."""
     disruption_message: str = ""
     started: bool = False
-    """Whether a training container has ever run."""
     terminating_at_s: float = 0.0
     """End of the grace period while the pod is being deleted, else 0."""
     restarts: int = 0
-    """Restarts of its training containers."""
     ending: ContainerExit | None = None
     checkpoint_time: str = ""
     """Value of the annotation with the time of the newest checkpoint."""
@@ -198,7 +195,6 @@ def requested_settings(*maps: Mapping[str, str] | None) -> RequestedSettings:
 
 
 def has_ended(document: Document) -> bool:
-    """Return whether a Job or pod document has ended."""
     if document.get("kind") == "Pod":
         return (document.get("status") or {}).get("phase") in {"Succeeded", "Failed"}
     return bool(job_of(document).outcome)

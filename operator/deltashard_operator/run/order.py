@@ -34,14 +34,12 @@ class OpenOrders:
                 self.forget(key)
 
     def has_room(self, run_key: RunKey, order_id: str) -> bool:
-        """Return whether the run can accept this order or already has it."""
         orders = self._open.get(run_key)
         if orders is None:
             return len(self._open) < MAX_RUNS
         return order_id in orders or len(orders) < MAX_ORDERS
 
     def forget(self, run_key: RunKey) -> None:
-        """Drop all orders of a finished run."""
         self._open.pop(run_key, None)
 
     def of(self, run_key: RunKey, now_s: float) -> tuple[SaveOrder, ...]:

@@ -22,10 +22,7 @@ from deltashard_operator.run.watched_run import (
 
 
 def of_run(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> tuple[int, int, bool]:
-    """Return (expected ranks, 0 if unknown; present ranks; whether ranks are known to be missing).
-
-    Nodes in `nodes` that are not ready hold no rank.
-    """
+    """Return (expected ranks, 0 if unknown; present ranks, on ready nodes; whether ranks are known to be missing)."""
     if run.per_pod:
         return 0, 0, False
     live = {uid: each.pod for uid, each in live_reports(run, now_s, nodes).items() if run.pods[uid].alive}

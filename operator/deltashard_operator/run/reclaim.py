@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from deltashard_operator.run.watched_run import Run
 
 MAX_MESSAGE = 1024
-"""Maximum length of a message in the status, in characters."""
 
 
 class ReclaimState(StrEnum):
@@ -30,12 +29,10 @@ class ReclaimState(StrEnum):
     WAITING = "Waiting"
     """Waiting for the end of the grace period, for pods to end, or for a free slot."""
     REMOVING = "Removing"
-    """A Job is removing the bytes."""
     REMOVED = "Removed"
     KEPT = "Kept"
     """A condition for the removal does not hold."""
     FAILED = "Failed"
-    """The Job failed."""
 
 
 WAITING, REMOVING, REMOVED, KEPT, FAILED = ReclaimState
@@ -107,7 +104,6 @@ def reconcile(
 
 
 def _keep_reason(run: Run, policy: Policy, *, continued: bool) -> str:
-    """Return why the bytes are kept, or an empty string."""
     workload = run.workload
     place = f"`deltashard rm` removes them (run {workload.namespace}/{run.run_id})"
     lives = min((each.name for each in run.jobs.values() if not each.outcome), default="")

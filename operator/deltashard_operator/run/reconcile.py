@@ -148,7 +148,6 @@ class Facts:
 
     run: Run
     live: Mapping[str, LastReport]
-    """Live sidecars' reports, by pod UID."""
     nodes: Mapping[str, NodeView]
     now_s: float
     known: bool
@@ -269,7 +268,6 @@ EVENT_REASONS = {
 
 
 def _problems(facts: Facts) -> list[Condition]:
-    """Return the current problems of a run that is not finished."""
     before = {each.type: each for each in facts.run.conditions if each.status == "True"}
     found = []
     for type_, sentence in PROBLEMS.items():

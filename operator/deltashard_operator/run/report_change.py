@@ -96,7 +96,6 @@ def _should_report_run(run: Run, report: Report, part: str, now_s: float) -> boo
 
 
 def event_reason(kind: IncidentKind) -> str:
-    """Return the event reason of an incident kind."""
     return kind.value.title().replace("_", "")
 
 
@@ -137,7 +136,6 @@ def _with_incident(
 
 
 def _with_part(run: Run, report: Report, part: str, *, is_reporter: bool, now_s: float) -> Run:
-    """Return the run with the reported state of its part."""
     before = run.parts.get(part, NO_PART)
     after = replace(before, attempt=max(before.attempt, report.pod.attempt))
     if is_reporter and report.run is not None:

@@ -77,13 +77,9 @@ class RequestFacts:
     run: str = ""
     """Name of its CheckpointRun; empty if it does not exist."""
     finished: str = ""
-    """How the run ended; empty if it has not."""
     per_pod: bool = False
-    """Whether each pod of the workload trains its own run."""
     room: bool = True
-    """Whether the run can accept another order."""
     save_result: SaveOver | None = None
-    """Reported result of this order."""
 
 
 _LATE = "DeadlineExceeded"

@@ -30,7 +30,6 @@ GROUP, VERSION, PLURAL = "deltashard.io", "v1alpha1", "checkpointruns"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "CheckpointRun"
 MAX_PODS = 256
-"""Maximum number of pods listed in a status."""
 COMMIT_FIELDS = frozenset(
     {"lastCommitSeq", "lastCommittedStep", "lastCommitTime", "ranks", "newestCheckpoints"}
 )

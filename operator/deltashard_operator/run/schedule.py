@@ -23,10 +23,7 @@ def min_interval_s(live: int) -> float:
 
 
 def next_s(run: Run, pod_uid: str, now_s: float, *, urgent: bool = False, live: int = 0) -> float:
-    """Return the seconds until a sidecar's next report.
-
-    `urgent`: an order is open for it. `live`: number of live sidecars of all runs.
-    """
+    """Return the seconds until the next report. `urgent`: it has an open order. `live`: live sidecars of all runs."""
     found = run.last_reports.get(pod_uid)
     if urgent:
         wanted_s = URGENT_INTERVAL_S

@@ -69,7 +69,6 @@ class RunPart:
 
     attempt: int = 0
     seq: int = 0
-    """Sequence number of the newest commit."""
     committed_at_s: float = 0.0
     """Time when the commit was first reported, on the controller's clock."""
     state: RunReport | None = None
@@ -101,7 +100,6 @@ class Progress:
     stored_bytes: int = 0
     checkpoints: int = 0
     policy: pb.Policy = field(default_factory=pb.Policy)
-    """Policy in force, as the sidecars report it."""
     measured: Measured | None = None
     decisions: tuple[Decision, ...] = ()
 
@@ -134,7 +132,6 @@ class Run:
     parts: Mapping[str, RunPart] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     losses: tuple[Loss, ...] = ()
-    """Newest losses, oldest first."""
     progress: Progress = field(default_factory=Progress)
     incident_messages: Mapping[str, str] = field(default_factory=dict)
     """Message of the newest incident by event reason, until the problem ends."""
@@ -185,17 +182,13 @@ class Run:
         return bool(self.jobs) and all(each.suspended for each in self.jobs.values())
 
     def seq_of(self, part: str) -> int:
-        """Return the newest commit of a part."""
         return self.parts[part].seq if part in self.parts else self.progress.last_seq
 
 
 def live_reports(
     run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES
 ) -> Mapping[str, LastReport]:
-    """Return the live sidecars' reports by pod UID.
-
-    Reports of ended pods are excluded; for a lost node, so are reports from before the loss.
-    """
+    """Return the live reports by pod UID, without ended pods and, for a lost node, those from before the loss."""
 
     def is_live(pod: PodView, each: LastReport) -> bool:
         node = nodes.get(pod.node)
@@ -300,7 +293,6 @@ def part_of(run: Run, pod_uid: str, reported_run: str) -> str:
 
 
 def with_loss(run: Run, loss: Loss, part: str, key: str) -> Run:
-    """Return the run with a loss in one of its parts, counted by this key."""
     ledger = run.ledger.with_loss(part, loss, key, run.seq_of(part))
     return replace(run, ledger=ledger, losses=failure.with_loss(run.losses, loss))
 

@@ -54,7 +54,6 @@ class Authority:
         )
         self._failures = Counter("deltashard_authority_failures", "Checks that failed", registry=registry)
         self.checked = False
-        """Whether a check has succeeded. The installation waits for it."""
 
     async def run(self) -> None:
         """Check forever. Errors are counted, logged and retried at the next check."""
@@ -106,6 +105,5 @@ class Authority:
 
 
 def names_in(namespace: str) -> list[str]:
-    """Return the DNS names of both Services."""
     ends = ("", ".svc", ".svc.cluster.local")
     return [f"deltashard-{each}.{namespace}{end}" for each in ("webhook", "fleet") for end in ends]

@@ -65,7 +65,6 @@ class Certificate:
         _log.info("certificate.loaded", not_after_s=not_after_s)
 
     async def watch(self) -> None:
-        """Reload forever."""
         while True:
             self.reload()
             await asyncio.sleep(RELOAD_S)
