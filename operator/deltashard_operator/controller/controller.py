@@ -195,7 +195,7 @@ class Controller:
             await asyncio.sleep(TICK_S if done else YIELD_S)
 
     def tick(self) -> bool:
-        """Reconcile the marked runs, periodically all, and start due writes. Returns whether all marked runs are done."""
+        """Reconcile the marked runs, periodically all, and start due writes. Returns whether all are done."""
         now_s = self._wall()
         if self.synced:
             if not self._initial_nudge_done:
