@@ -85,7 +85,7 @@ class RunHolders:
             api_version=reference.get("apiVersion", ""),
         )
         if _reclaim(record) == ReclaimState.REMOVING:
-            what = f"run {claim.run_id!r} is being removed, because {workload.display_name} is finished"
+            what = f"the checkpoints of run {claim.run_id!r} are being removed, as {workload.display_name} is finished"
             return _run_id_taken(what, "wait until its CheckpointRun shows Removed, or choose another id")
         if status.get("phase") == "Finished" or workload.uid == claim.workload_uid:
             return None
