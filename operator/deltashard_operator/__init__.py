@@ -1,9 +1,9 @@
-"""The Kubernetes side: injection (pure), admission webhook, operator. No torch, and never the store's data.
+"""Kubernetes integration: injection, admission webhook and controller. No torch, no access to store data.
 
-The folder `operator/` above this package has no `__init__.py`, so the standard library's `operator` stays itself.
+The folder `operator/` has no `__init__.py`, so that it does not shadow the standard library's `operator` module.
 """
 
 from importlib.metadata import version
 
 VERSION = version("deltashard")
-"""The version of this package, as it is written into markers."""
+"""Version of this package, as written into markers."""

@@ -1,7 +1,7 @@
-"""What `helm test` asks of an installation: does the webhook answer, and does an annotated Job get its sidecar?
+"""Checks of `helm test`: the webhook answers, and an annotated Job gets its sidecar.
 
-`deltashard-chart-test` creates Jobs in dry runs, so nothing is made, until all is as it should be or its time is up: an
-installation takes a moment to answer. It needs the right to create Jobs in one namespace, and no other.
+`deltashard-chart-test` creates Jobs with dryRun until the checks pass or the deadline expires. It needs only the right
+to create Jobs in one namespace.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ NO_SUCH_POLICY = "deltashard-test-no-such-policy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What can be set on the test."""
+    """Options of the test."""
 
     namespace: str = "default"  # namespace of the dry runs
-    policy: str = ""  # policy that is to serve there; empty: only the way to the webhook is tested
-    deadline_s: float = 90.0  # how long the installation may take to answer
-    kubeconfig: Path | None = None  # how to reach the API; without, as a pod
+    policy: str = ""  # policy to test; empty: only the webhook's reachability is tested
+    deadline_s: float = 90.0  # time for the installation to become ready
+    kubeconfig: Path | None = None  # kubeconfig file; without it, the pod's service account
 
 
 async def create_job(call: Caller, namespace: str, policy: str) -> ApiResponse:
-    """The API's answer to a Job with this policy, in a dry run; raises `ApiUnavailable`."""
+    """Create a Job with this policy in a dry run and return the API's response. Raises `ApiUnavailable`."""
     pod = {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "example.invalid/train"}]}
     document = {
         "apiVersion": "batch/v1",
@@ -49,7 +49,7 @@ async def create_job(call: Caller, namespace: str, policy: str) -> ApiResponse:
 
 
 async def check(call: Caller, options: Options) -> tuple[bool, str]:
-    """Whether all is as it should be, and what is so."""
+    """Run the checks once. Returns whether they passed, and a message."""
     named = f"a Job with {POLICY}: {options.policy}"
     try:
         answer = await create_job(call, options.namespace, NO_SUCH_POLICY)
@@ -70,7 +70,7 @@ async def check(call: Caller, options: Options) -> tuple[bool, str]:
 
 
 async def wait_until_ok(options: Options) -> bool:
-    """Whether all is as it should be before the time is up; each look is printed."""
+    """Repeat the checks until they pass or the deadline expires, and print each result."""
     ends_at_s = time.monotonic() + options.deadline_s
     call = Caller(api_access(options.kubeconfig, f"{PROGRAM}/{VERSION}"), timeout_s=REQUEST_S)
     try:
@@ -85,7 +85,6 @@ async def wait_until_ok(options: Options) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `deltashard-chart-test`."""
     return 0 if asyncio.run(wait_until_ok(options_of(Options, PROGRAM, argv))) else EXIT_FAILED
 
 

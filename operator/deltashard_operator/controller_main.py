@@ -1,10 +1,10 @@
-"""The process of the controller.
+"""Process of the controller.
 
-`deltashard-controller` stands by until it has the Lease (`lease`): it serves its pages and its port, answers reports
-with 421 and is ready. Who leads reads the CheckpointRuns, watches (`object_watch`), takes reports (`service`), nudges
-sidecars (`nudge`) and issues certificates (`authority`). Plain pages: /livez (the loop turns), /healthz (it does its
-work) and /metrics. On SIGTERM or SIGINT it ends its watches, takes no more reports, writes what is not written yet,
-lets go of the Lease and exits 0.
+`deltashard-controller` is on standby until it holds the Lease (`lease`): it serves its pages and its port, answers
+reports with 421 and is ready. The leader loads the CheckpointRuns, watches (`object_watch`), receives reports
+(`service`), nudges sidecars (`nudge`) and issues certificates (`authority`). HTTP pages: /livez (the event loop runs),
+/healthz (the controller works) and /metrics. On SIGTERM or SIGINT it stops the watches, rejects reports, writes pending
+statuses, releases the Lease and exits 0.
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ _log = structlog.get_logger("deltashard.controller")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What can be set on the controller."""
+    """Options of the controller."""
 
-    host: str = ANY_ADDRESS  # address both ports bind; `::` is every one of IPv4 and IPv6
+    host: str = ANY_ADDRESS  # bind address of both ports; `::`: all IPv4 and IPv6 addresses
     fleet_port: int = 9443  # TLS port that sidecars report to
     metrics_port: int = 9090  # plain port of /healthz, /livez and /metrics
     certificates: str = "builtin"
-    """builtin: the controller that leads issues the certificate of controller and webhook; external: somebody else."""
+    """builtin: the leading controller issues the certificates of both programs; external: they are provided."""
     certificate_dir: Path = Path("/etc/deltashard/tls")
-    """Directory with tls.crt and tls.key; they may appear and change while serving."""
-    namespace: str = "deltashard-system"  # the controller's own, where the certificates it issues are kept
-    watch_namespaces: tuple[str, ...] = ()  # namespaces whose runs it keeps, by commas; empty: all
-    default_policy: Path | None = None  # YAML file with the default policy's spec, the same as the webhook's
-    kubeconfig: Path | None = None  # how to reach the API; without, as a pod
+    """Directory with tls.crt and tls.key. The files may appear and change while serving."""
+    namespace: str = "deltashard-system"  # namespace of the controller and of the certificates it issues
+    watch_namespaces: tuple[str, ...] = ()  # comma-separated namespaces of the runs; empty: all
+    default_policy: Path | None = None  # YAML file with the default policy's spec, as for the webhook
+    kubeconfig: Path | None = None  # kubeconfig file; without it, the pod's service account
     keep_finished_days: float = 7.0
-    """A CheckpointRun is removed so long after its workload ended. The checkpoints stay."""
+    """Days from the end of a workload to the deletion of its CheckpointRun. The checkpoints stay."""
     status_interval_s: float = 30.0
-    """Between writes of a run's status for new commits; a change of phase or condition is written at once."""
+    """Interval of status writes for new commits. Changes of phase or conditions are written immediately."""
     identity: str = ""
-    """What it is called in the Lease that keeps two controllers apart; empty: the host's name, which is the pod's."""
-    lease_s: float = DURATION_S  # a controller that is silent for so long is followed by another
-    drain_s: float = 10.0  # how long unwritten statuses are written after SIGTERM
+    """Identity in the leader-election Lease; empty: the host name, which is the pod's name."""
+    lease_s: float = DURATION_S  # another controller takes over after this time without renewal
+    drain_s: float = 10.0  # time after SIGTERM to write pending statuses
     disruption_taints: TaintKeys = ()
-    """Keys of taints, by commas, that announce a node's end as a cordon does."""
-    annotate_pods: bool = False  # whether pods bear the time of their newest checkpoint
-    log_level: str = "info"  # the least that is logged
+    """Comma-separated keys of taints that, like a cordon, announce the end of a node."""
+    annotate_pods: bool = False  # annotate pods with the time of their newest checkpoint
+    log_level: str = "info"  # minimum level that is logged
 
 
 class Process:
-    """All parts of the controller, put together."""
+    """All components of the controller."""
 
     def __init__(self, options: Options, api: ApiAccess) -> None:
         self.options = options
@@ -87,7 +87,7 @@ class Process:
         def count(verb: str, outcome: str) -> None:
             metrics.calls.labels(verb, outcome).inc()
 
-        # A connection of its own: those that were lost together are not tried one by one.
+        # A separate connection: a loss of the shared ones does not delay Lease renewals.
         always = Caller(api, count=count, connections=1, timeout_s=REQUEST_S)
         call = Caller(api, count=count, may_write=lambda: self.lease.held)
         reviews = Caller(api)
@@ -140,18 +140,18 @@ class Process:
         self.stopping = False
 
     def unready(self) -> list[str]:
-        """Why it does not do its work, which is no more than to stand by while another leads."""
+        """Return the reasons why the controller does not work. A standby with a leader elsewhere is ready."""
         was_leader, refused, authority = self.lease.was_leader, self.lease.refused, self.authority
         reasons = (
             ("sidecars cannot report: there is no certificate yet", self.certificate.loaded is None),
-            (f"the API does not let it have the Lease that one must hold to write: {refused}", refused),
-            ("not everything that there is was seen yet", was_leader and not self.controller.synced),
-            ("the API is not heard", was_leader and self.watch.staleness_s() > STALE_S),
+            (f"the API denies access to the leader-election Lease: {refused}", refused),
+            ("the initial lists of objects are not complete yet", was_leader and not self.controller.synced),
+            ("the watches receive nothing from the API", was_leader and self.watch.staleness_s() > STALE_S),
             (
                 "the webhook's authority is not published yet",
                 was_leader and authority and not authority.checked,
             ),
-            ("no controller was seen to lead yet", not was_leader and not self.lease.other_leader_seen),
+            ("no controller is known to lead yet", not was_leader and not self.lease.other_leader_seen),
             ("stopping", self.stopping),
         )
         return [reason for reason, is_so in reasons if is_so]
@@ -171,7 +171,7 @@ class Process:
             await serving.stop.wait()
             self.stopping = True
             _log.info("controller.stopping")
-            leading.cancel()  # new facts would keep the drain from its end
+            leading.cancel()  # new facts would prolong the drain
             await asyncio.wait([leading])
             serving.check()
             if self.lease.held:
@@ -185,7 +185,6 @@ class Process:
                 await each.close()
 
     async def _lead(self, serving: Serving) -> None:
-        """Wait for the Lease, then watch."""
         await self.lease.acquire()
         serving.start(self.lease.keep(), "lease")
         if self.authority is not None:
@@ -199,7 +198,6 @@ class Process:
             await self.watch.run()
 
     async def _measure_lag(self) -> None:
-        """Note how late the loop is."""
         while True:
             due_s = time.monotonic() + LAG_TICK_S
             await asyncio.sleep(LAG_TICK_S)
@@ -207,7 +205,6 @@ class Process:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `deltashard-controller`."""
     options = options_of(Options, PROGRAM, argv)
 
     async def work() -> None:

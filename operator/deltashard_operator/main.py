@@ -1,4 +1,4 @@
-"""The process of the webhook, and what it has in common with the controller's: options, clients, ports, signals.
+"""Process of the webhook, and what the webhook and controller share: options, clients, ports, signals.
 
 `deltashard-webhook` serves until SIGTERM or SIGINT, then drains (see `webhook`) and exits 0.
 """
@@ -38,29 +38,29 @@ from deltashard_operator.tls.certificate import Certificate
 PROGRAM = "deltashard-webhook"
 AGENT = f"{PROGRAM}/{VERSION}"
 CONNECTIONS = 32
-"""Of admissions that look at the API at once."""
+"""Maximum number of concurrent API connections for admissions."""
 EXIT_FAILED, EXIT_USAGE = 1, 2
 SHUTDOWN_TIMEOUT_S = 2.0
-"""Requests get so long to end when their server is closed."""
+"""Time for requests to finish when their server closes."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What can be set on the webhook."""
+    """Options of the webhook."""
 
-    host: str = ANY_ADDRESS  # address both ports bind; `::` is every one of IPv4 and IPv6
+    host: str = ANY_ADDRESS  # bind address of both ports; `::`: all IPv4 and IPv6 addresses
     port: int = 9443  # TLS port of /mutate
     metrics_port: int = 9090  # plain port of /healthz, /livez and /metrics
     certificate_dir: Path = Path("/etc/deltashard/tls")
-    """Directory with tls.crt and tls.key; they may appear and change while serving."""
+    """Directory with tls.crt and tls.key. The files may appear and change while serving."""
     watch_namespaces: tuple[str, ...] = ()
-    """Namespaces whose workloads get a sidecar, by commas; empty: all. Elsewhere annotated ones are refused."""
+    """Comma-separated namespaces to inject in; empty: all. Annotated workloads in other namespaces are rejected."""
     default_policy: Path | None = None  # YAML file with the default policy's spec
-    fleet_ca: Path | None = None  # PEM file of the authority of the controller's report service
-    kubeconfig: Path | None = None  # how to reach the API; without, as a pod
-    drain_s: float = 10.0  # how long admissions are answered after SIGTERM
-    log_level: str = "info"  # the least that is logged
+    fleet_ca: Path | None = None  # PEM file with the CA of the controller's report service
+    kubeconfig: Path | None = None  # kubeconfig file; without it, the pod's service account
+    drain_s: float = 10.0  # time after SIGTERM to keep answering admissions
+    log_level: str = "info"  # minimum level that is logged
 
 
 OPTION_TYPES: Mapping[str, Callable[[str], Any]] = {
@@ -72,7 +72,7 @@ OPTION_TYPES: Mapping[str, Callable[[str], Any]] = {
     "tuple[str, ...]": watched_namespace.parse_namespaces,
     "TaintKeys": lambda text: tuple(each.strip() for each in text.split(",") if each.strip()),
 }
-"""How an option's text is read, by the type of its field; any other is text."""
+"""Parsers by the field's type annotation. Other types are text."""
 CHOICES: Mapping[str, Sequence[object]] = {
     "certificates": ("builtin", "external"),
     "annotate_pods": (True, False),
@@ -81,7 +81,7 @@ CHOICES: Mapping[str, Sequence[object]] = {
 
 
 def options_of(kind: type[T], program: str, argv: Sequence[str] | None = None) -> T:
-    """Options from the command line over the defaults of a dataclass; exits on nonsense."""
+    """Parse options from the command line over the defaults of a dataclass. Exits on invalid arguments."""
     parser = argparse.ArgumentParser(
         prog=program, description=kind.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -97,18 +97,18 @@ def options_of(kind: type[T], program: str, argv: Sequence[str] | None = None) -
 
 
 class Serving:
-    """What a program runs until a signal: servers, and tasks of which none ends but by a fault."""
+    """Servers and background tasks of a program, running until a signal or the failure of a task."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
-        """Set by SIGTERM or SIGINT, or by a fault."""
+        """Set by SIGTERM, SIGINT or the failure of a task."""
         self._tasks: list[asyncio.Task[None]] = []
         self._runners: list[web.AppRunner] = []
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run this beside the others; its fault stops the program."""
+        """Run a coroutine in the background. Its failure stops the program."""
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(self._on_task_done)
         self._tasks.append(task)
@@ -121,7 +121,7 @@ class Serving:
     async def listen(
         self, application: web.Application, at: socket.socket, context: SSLContext | None = None
     ) -> None:
-        """Serve this at a listening socket. Handshakes fail until the context has a certificate."""
+        """Serve an application on a listening socket. TLS handshakes fail until the context has a certificate."""
         runner = web.AppRunner(
             application, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, handler_cancellation=True
         )
@@ -130,7 +130,6 @@ class Serving:
         await web.SockSite(runner, at, ssl_context=context).start()
 
     def check(self) -> None:
-        """Raise the fault of a task that ended by one."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
@@ -144,7 +143,7 @@ class Serving:
 
 
 def run(program: str, log_level: str, work: Coroutine[Any, Any, None]) -> int:
-    """Do a program's work to its end; its exit status. Logs are a line of JSON an event, on stderr."""
+    """Run a program's main coroutine and return the exit status. Logs are JSON lines on stderr."""
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -157,7 +156,7 @@ def run(program: str, log_level: str, work: Coroutine[Any, Any, None]) -> int:
         ),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    for name in ("kopf", "aiohttp"):  # kopf tells of every watch
+    for name in ("kopf", "aiohttp"):  # kopf logs every watch
         logging.getLogger(name).setLevel(logging.WARNING)
     raise_open_file_limit()
     try:
@@ -203,7 +202,6 @@ async def serve(options: Options, api: ApiAccess) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `deltashard-webhook`."""
     options = options_of(Options, PROGRAM, argv)
 
     async def work() -> None:

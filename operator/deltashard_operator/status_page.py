@@ -1,4 +1,4 @@
-"""The plain pages of both programs: /livez, /healthz and /metrics."""
+"""HTTP pages of both programs: /livez, /healthz and /metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 
 def pages(registry: CollectorRegistry, *, unready: Callable[[], list[str]]) -> web.Application:
-    """Liveness (200 while the loop turns), readiness (200, or 503 with the reasons), and the registry's metrics."""
+    """Return the application: liveness (200), readiness (200, or 503 with the reasons) and the registry's metrics."""
 
     async def live(_request: web.Request) -> web.Response:
         return web.Response(text="ok")

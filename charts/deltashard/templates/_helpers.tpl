@@ -10,7 +10,7 @@ app.kubernetes.io/part-of: deltashard
 {{- end }}
 {{- end }}
 
-{{/* The labels a component's pods are selected by. */}}
+{{/* Selector labels of a component's pods. */}}
 {{- define "deltashard.selector" -}}
 app.kubernetes.io/name: deltashard
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -34,12 +34,12 @@ app.kubernetes.io/component: {{ .component }}
 {{- define "deltashard.account" -}}
 {{- $account := (get .root.Values .component).serviceAccount -}}
 {{- if not (or $account.create $account.name) -}}
-{{- fail (printf "%s.serviceAccount.create is false, so %s.serviceAccount.name must be that of an account that is there" .component .component) -}}
+{{- fail (printf "%s.serviceAccount.create is false, so %s.serviceAccount.name must be the name of an existing account" .component .component) -}}
 {{- end -}}
 {{- $account.name | default (printf "deltashard-%s" .component) -}}
 {{- end }}
 
-{{/* The service account itself, where the chart makes it; takes the same. */}}
+{{/* The service account, if the chart creates it; takes the same. */}}
 {{- define "deltashard.serviceAccount" -}}
 {{- $account := (get .root.Values .component).serviceAccount -}}
 {{- if $account.create }}
@@ -74,7 +74,7 @@ spec:
 deltashard-fleet.{{ .Release.Namespace }}.svc:9443
 {{- end }}
 
-{{/* The default policy's spec: what the values say, and what no namespace should have to. */}}
+{{/* Spec of the default policy: the values, and the cluster-wide settings. */}}
 {{- define "deltashard.defaultPolicy" -}}
 {{- $sidecar := dict "image" (include "deltashard.image" (dict "root" . "image" .Values.sidecarImage)) "imagePullPolicy" .Values.sidecarImage.pullPolicy -}}
 {{- $fleet := dict "address" (include "deltashard.fleet" .) -}}
@@ -93,7 +93,7 @@ deltashard-fleet.{{ .Release.Namespace }}.svc:9443
 {{- toYaml (mustMergeOverwrite $base (deepCopy .Values.defaultPolicy)) }}
 {{- end }}
 
-{{/* Ends with a sentence where the default policy asks for what the chart does not do; its schema refuses the rest. */}}
+{{/* Fails if the default policy needs a feature that the values disable; the schema validates the rest. */}}
 {{- define "deltashard.checkDefaultPolicy" -}}
 {{- $reclaim := .Values.defaultPolicy.reclaim | default dict -}}
 {{- if and (eq ($reclaim.policy | default "Retain") "Delete") (not .Values.reclaim.enabled) -}}
@@ -101,7 +101,7 @@ deltashard-fleet.{{ .Release.Namespace }}.svc:9443
 {{- end -}}
 {{- end }}
 
-{{/* Security context of every pod: what PodSecurity's `restricted` asks for, and what the values say over it. */}}
+{{/* Security context of every pod: the requirements of PodSecurity `restricted`, with the values merged over them. */}}
 {{- define "deltashard.podSecurity" -}}
 {{- $base := dict "runAsNonRoot" true "seccompProfile" (dict "type" "RuntimeDefault") -}}
 {{- if not (kindIs "invalid" .Values.runAsUser) -}}
@@ -125,7 +125,7 @@ deltashard-fleet.{{ .Release.Namespace }}.svc:9443
 {{ get (dict "builtin" "deltashard-tls" "existing" .Values.certificates.existing.fleetSecret) .Values.certificates.mode | default "deltashard-fleet-tls" }}
 {{- end }}
 
-{{/* What all pods have alike: where they may be, as whom, and what pulls their image; takes a dict of `root` and `component`. */}}
+{{/* Common fields of all pods: placement, user and pull secrets; takes a dict of `root` and `component`. */}}
 {{- define "deltashard.pod" -}}
 {{- $global := .root.Values.global -}}
 {{- $own := get .root.Values .component | default dict -}}
@@ -147,7 +147,7 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- if $own.affinity }}
 affinity: {{- toYaml $own.affinity | nindent 2 }}
 {{- else if $own.topologySpread }}
-{{- /* A constraint on zones would have the scheduler pass over nodes without a zone, for the one on nodes, too. */}}
+{{- /* A spread constraint on zones would exclude nodes without a zone, also from the constraint on nodes. */}}
 affinity:
   podAntiAffinity:
     preferredDuringSchedulingIgnoredDuringExecution:
@@ -178,13 +178,13 @@ labels:
   {{- end }}
 annotations:
   kubectl.kubernetes.io/default-container: {{ .component }}
-  deltashard.io/default-policy-sum: {{ include "deltashard.defaultPolicy" .root | sha256sum }} # read once, at the start
+  deltashard.io/default-policy-sum: {{ include "deltashard.defaultPolicy" .root | sha256sum }} # restarts the pods on a change, because the policy is read only at the start
   {{- with $own.podAnnotations }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- end }}
 
-{{/* What a monitor or a rule is called and where it is; takes a dict of `root`, `name` and its values as `own`. */}}
+{{/* Metadata of a monitor or rule; takes a dict of `root`, `name` and its values as `own`. */}}
 {{- define "deltashard.monitor" -}}
 name: {{ .name }}
 namespace: {{ .own.namespace | default .root.Release.Namespace }}
@@ -206,24 +206,24 @@ for: {{ . }}
 labels: {{- toYaml (merge (dict "severity" ($own.severity | default (index . 3))) $rules.alertLabels) | nindent 2 }}
 {{- end }}
 
-{{/* What every pod of the chart may reach, where network policies are on. */}}
+{{/* Egress of every pod of the chart, if network policies are enabled. */}}
 {{- define "deltashard.egress" -}}
 egress:
-  - ports: # names
+  - ports: # DNS
       - {port: 53, protocol: UDP}
       - {port: 53, protocol: TCP}
-  - ports: # the API server, whose address no selector knows
+  - ports: # the API server, which has no labels to select
       {{- range .Values.networkPolicies.apiServerPorts }}
       - port: {{ . }}
       {{- end }}
 {{- end }}
 
-{{/* Where `helm test` makes its dry runs. */}}
+{{/* Namespace of the dry runs of `helm test`. */}}
 {{- define "deltashard.testNamespace" -}}
 {{- .Values.test.namespace | default (first .Values.watchNamespaces) | default "default" }}
 {{- end }}
 
-{{/* Non-empty where the API has ValidatingAdmissionPolicies. */}}
+{{/* Non-empty if the API has ValidatingAdmissionPolicies. */}}
 {{- define "deltashard.hasPolicies" -}}
 {{- if semverCompare ">=1.30.0-0" .Capabilities.KubeVersion.Version }}yes{{ end }}
 {{- end }}

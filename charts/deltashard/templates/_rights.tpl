@@ -1,6 +1,6 @@
 {{/*
-Rights in the namespaces that are watched; takes a dict of `root`, `component` and `rules` (text). All namespaces: rules
-of the component's ClusterRole, by `deltashard.rights.everywhere`; a list: a Role and its binding in each.
+Rights in the watched namespaces; takes a dict of `root`, `component` and `rules` (text). All namespaces: rules of the
+component's ClusterRole, by `deltashard.rights.everywhere`; a list: a Role and its binding in each namespace.
 */}}
 
 {{- define "deltashard.rights.everywhere" -}}
@@ -49,18 +49,18 @@ subjects:
 
 {{- define "deltashard.controller.rules" -}}
 {{- if .Values.reclaim.enabled }}
-# What removes the checkpoints of finished runs, by the policies that say so.
+# Removal of finished runs' checkpoints by Jobs.
 - apiGroups: [batch]
   resources: [jobs]
   verbs: [create]
 {{- end }}
 {{- if .Values.controller.annotatePods }}
-# What tells schedulers how old a pod's newest checkpoint is.
+# Annotation of pods with the time of the newest checkpoint.
 - apiGroups: [""]
   resources: [pods]
   verbs: [patch]
 {{- end }}
-# What it follows. It writes none of it.
+# Watched objects, read-only.
 - apiGroups: [batch]
   resources: [jobs]
   verbs: [get, list, watch]
@@ -70,12 +70,12 @@ subjects:
 - apiGroups: [deltashard.io]
   resources: [checkpointpolicies]
   verbs: [get, list, watch]
-# What it keeps.
+# Objects that the controller writes.
 - apiGroups: [deltashard.io]
   resources: [checkpointruns]
   verbs: [get, list, watch, create, delete]
 - apiGroups: [deltashard.io]
-  resources: [checkpointrequests] # made by users; removed some days after their end
+  resources: [checkpointrequests] # created by users; deleted some days after their end
   verbs: [get, list, watch, delete]
 - apiGroups: [deltashard.io]
   resources: [checkpointruns/status, checkpointpolicies/status, checkpointrequests/status]
@@ -90,9 +90,9 @@ subjects:
   resources: [checkpointpolicies]
   verbs: [get, list, watch]
 - apiGroups: [deltashard.io]
-  resources: [checkpointruns] # whether a run-id is held by another workload that lives
+  resources: [checkpointruns] # whether another live workload holds a run-id
   verbs: [list]
-# Whether the workload that holds it has ended or is gone, which the controller may not have said yet.
+# Whether the workload that holds it has ended or is deleted, even if the controller has not recorded it yet.
 - apiGroups: [batch]
   resources: [jobs]
   verbs: [get, list]

@@ -1,1 +1,1 @@
-"""The webhook: an annotated workload in, the same with its sidecar out, or a refusal."""
+"""Admission webhook: injects the sidecar into annotated workloads, or rejects them."""

@@ -1,17 +1,16 @@
-"""`inject`: a pod template and a policy in, the template with its sidecar out. Pure, and the whole of what is changed.
+"""Injection of the sidecar into a pod template. Pure.
 
-What it adds: one native sidecar, first among the init containers (behind a mesh's proxy, its way to the network); its
-volumes; one mount and one variable for the training container; the managed-by label, the marker, the policy's name and
-what autoscalers and backups should know of the volumes; one supplemental group where there is none; pull secrets of the
-policy. What it changes: a grace period of 30 s (the API's default) becomes the policy's. All else is the user's and
-stays as written, so that an unchanged manifest can be applied again to an immutable template.
+`inject` adds: one native sidecar, first among the init containers but after a mesh proxy (which provides the network);
+its volumes; one mount and one variable for the training container; the managed-by label, the marker, the policy's name
+and the volume annotations for autoscalers and backups; one supplemental group if there is none; the policy's pull
+secrets. It replaces a grace period of 30 s (the API's default) by the policy's. The rest of the template is unchanged,
+so that an unchanged manifest can be re-applied to an immutable template.
 
-A template with the marker is returned as it is, whatever it holds and whichever version put it there: schedulers edit
-templates, and versions mix. So `inject(inject(x)) == inject(x)`. Only the workload's name and UID are added where a
-template of another kind than a Job's could not say them. Whether its sidecar is the one that its annotations mean is
-`check_marked`'s question.
+A template with the marker is returned unchanged, whichever version injected it, because schedulers edit templates and
+versions mix. So `inject(inject(x)) == inject(x)`. Only the workload's name and UID are added, which templates of kinds
+other than Job cannot contain. `check_marked` verifies that the sidecar matches the annotations.
 
-Who applies the manifest of a JobSet again sends its lists without what was put into them. `restore_injected` adds it.
+Re-applying a JobSet's manifest sends its lists without the injected elements. `restore_injected` adds them again.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ _IDENTITY = (
     "DELTASHARD_INDEX",
     "DELTASHARD_REPLICA",
 )
-"""Variables that say whose run a pod trains."""
+"""Variables that identify the run that a pod trains."""
 _PODS = "DELTASHARD_PODS"
 DEFAULT_GRACE_S = 30
-"""What the API gives a pod that does not say; nobody can tell it from a 30 that was written."""
+"""The API's default grace period. It is indistinguishable from an explicit 30."""
 
 Document = dict[str, Any]
 
@@ -77,13 +76,12 @@ def _annotations(template: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def _sidecar(template: Mapping[str, Any]) -> Document | None:
-    """The sidecar of an injected template."""
     inits = (template.get("spec") or {}).get("initContainers") or []
     return next((each for each in inits if each.get("name") == SIDECAR), None)
 
 
 def store_of(template: Mapping[str, Any]) -> str:
-    """The store of an injected template's sidecar; empty: there is none."""
+    """Return the store URL of an injected template's sidecar, or an empty string."""
     variables = (_sidecar(template) or {}).get("env") or []
     return next((str(each.get("value", "")) for each in variables if each["name"] == "DELTASHARD_URL"), "")
 
@@ -96,17 +94,17 @@ def inject(
     keep_grace: bool = False,
     queued: bool = False,
 ) -> Document:
-    """The pod template (`metadata`, `spec`) with the sidecar in it; the argument is not touched.
+    """Return a copy of the pod template (`metadata`, `spec`) with the sidecar.
 
     Args:
-        template: of a Job, or a pod itself.
-        policy: resolved for this workload.
-        recipe: how its pods learn who they are.
-        keep_grace: the grace period is known to be the user's word even if it is 30.
-        queued: Kueue admits the workload, by the resources that it requests.
+        template: pod template of a Job, or a pod.
+        policy: policy resolved for this workload.
+        recipe: how the pods determine their identity.
+        keep_grace: the grace period is explicit even if it is 30.
+        queued: Kueue admits the workload by its requested resources.
 
     Raises:
-        Refusal: the template cannot be injected as it is written.
+        Refusal: the template cannot be injected.
     """
     spec = template.get("spec") or {}
     containers = [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]
@@ -115,7 +113,7 @@ def inject(
         if not taken:
             raise Refusal(
                 "MarkerWithoutSidecar",
-                f"it says the template was injected, but there is no container {SIDECAR}",
+                f"the template is marked as injected, but has no container {SIDECAR}",
                 where=INJECTED,
                 remedy="remove the annotation",
             )
@@ -137,7 +135,7 @@ def inject(
     )
     ours = {each["name"]: each["emptyDir"] for each in volumes if "emptyDir" in each}
     disks = [name for name, source in ours.items() if source.get("medium") != "Memory"]
-    notes = {  # nothing in the volumes is worth a node that has to stay, or a backup: the store has it
+    notes = {  # the volumes need neither node retention nor backup: the store has the data
         POLICY: policy.name,
         EVICTABLE_VOLUMES: ",".join(disks),
         BACKUP_EXCLUDED_VOLUMES: ",".join(ours),
@@ -156,12 +154,12 @@ def _with_sidecar(
     notes: Mapping[str, str],
     grace_s: int,
 ) -> Document:
-    """The template with these; a sidecar that is in it gives way to this one."""
+    """Return the template with these parts. An existing sidecar is replaced."""
     result = copy.deepcopy(dict(template))
     spec = result["spec"]
     _join(_trainer(spec, trainer))
     inits, ours = spec.get("initContainers") or [], copy.deepcopy(sidecar)
-    if _sidecar(result) is None:  # first, but behind the meshes' own native sidecars
+    if _sidecar(result) is None:  # first, but after native sidecars of meshes
         place = max((n for n, each in enumerate(inits, 1) if is_mesh_proxy(each.get("name"))), default=0)
         spec["initContainers"] = [*inits[:place], ours, *inits[place:]]
     else:
@@ -183,13 +181,13 @@ def _with_sidecar(
 
 
 def restore_injected(template: Mapping[str, Any], injected: Mapping[str, Any]) -> Document:
-    """The template, with what it lacks of that which was put into `injected`, as it was before an update.
+    """Return the updated template with the missing injected parts of `injected`, the template before the update.
 
-    The sidecar is the one that it had: Trainer applies its runtime's again and again, which does not know how many pods
-    its TrainJob has, and a JobSet's templates never change.
+    The sidecar is taken from `injected`: Trainer repeatedly re-applies its runtime's sidecar, which lacks the
+    TrainJob's pod count, and a JobSet's templates are immutable.
 
     Raises:
-        Refusal: it has no place for it any more.
+        Refusal: the updated template cannot be injected.
     """
     spec, notes, sidecar = injected["spec"], _annotations(injected), _sidecar(injected)
     trainer = next((each["name"] for each in spec["containers"] if SHM_VOLUME in _mounted(each)), None)
@@ -206,12 +204,11 @@ def restore_injected(template: Mapping[str, Any], injected: Mapping[str, Any]) -
 
 
 def _mounted(container: Mapping[str, Any]) -> set[Any]:
-    """Names of the volumes that a container mounts."""
     return {each.get("name") for each in container.get("volumeMounts") or []}
 
 
 def _with_identity(template: Mapping[str, Any], recipe: IdentityRecipe, run_id: str) -> Document:
-    """A marked template, whose sidecar knows its workload, and how many pods of a JobSet there are."""
+    """Return a marked template with the workload's identity, and for a JobSet the pod count, in its sidecar."""
     result = copy.deepcopy(dict(template))
     if (sidecar := _sidecar(result)) is None:
         return result
@@ -220,9 +217,9 @@ def _with_identity(template: Mapping[str, Any], recipe: IdentityRecipe, run_id: 
         identity = run_identity.environment(recipe, run_id)
         ours = {each["name"] for each in identity}
         variables = [*identity, *(each for each in variables if each["name"] not in ours)]
-        # Definitions of before Kubernetes 1.28 drop it.
+        # Definitions from before Kubernetes 1.28 drop the field.
         sidecar.setdefault("restartPolicy", "Always")
-    if recipe.kind == "JobSet" and recipe.pods:  # made anew it may have more
+    if recipe.kind == "JobSet" and recipe.pods:  # a recreated JobSet may have more
         pods = next((each for each in variables if each["name"] == _PODS), None)
         if pods is None:
             variables = [*variables, pods := {"name": _PODS}]
@@ -232,18 +229,18 @@ def _with_identity(template: Mapping[str, Any], recipe: IdentityRecipe, run_id: 
 
 
 def check_marked(template: Mapping[str, Any], annotations: Annotations, recipe: IdentityRecipe) -> None:
-    """Raise `Refusal` (CopiedManifest) where a marked template's sidecar is not that of these annotations.
+    """Raise `Refusal` (CopiedManifest) if a marked template's sidecar does not match these annotations.
 
-    An injected manifest that is copied (`kubectl get -o yaml`) brings the sidecar of the workload it was copied from,
-    with its run, its policy and its owner. Where these are not what the copy's annotations and owner say, it would
-    train under another name than its author reads, or into the run of another workload. What is as it was said is let
-    through, since injection is asked again whenever another webhook changed something.
+    A copy of an injected manifest (`kubectl get -o yaml`) contains the sidecar of the original workload, with its run,
+    policy and owner. If those differ from the copy's annotations and owner, the copy would train under a different name
+    or in another workload's run. A matching sidecar is accepted, because reinvocation repeats the injection after other
+    webhooks.
 
-    Only what annotations and owner decide alone is compared; settings that a policy gives may have changed since.
+    Only values that depend on annotations and owner alone are compared. Values from the policy may have changed since.
     """
     sidecar = _sidecar(template)
     if sidecar is None:
-        return  # which `inject` refuses
+        return  # rejected by `inject`
     has = {str(each.get("name")): each for each in sidecar.get("env") or []}
     wants = {each["name"]: each for each in run_identity.environment(recipe, annotations.run_id)}
     by_label = _source(has.get("DELTASHARD_WORKLOAD_UID", {})) == _source(run_identity.JOBSET.uid or {})
@@ -256,7 +253,7 @@ def check_marked(template: Mapping[str, Any], annotations: Annotations, recipe: 
         )
     for name in _IDENTITY:
         if name in has and name in wants and _source(has[name]) != _source(wants[name]):
-            raise _copied(INJECTED, "its sidecar was put in for another workload, or for one of another kind")
+            raise _copied(INJECTED, "its sidecar was injected for another workload or kind")
     interval, precision = annotations.spec.get("interval", {}), annotations.spec.get("precision", {})
     settings = [
         ("DELTASHARD_POLICY", POLICY, annotations.policy),
@@ -277,7 +274,7 @@ def check_marked(template: Mapping[str, Any], annotations: Annotations, recipe: 
     for name, key, want in settings:
         value = has.get(name, {}).get("value", "")
         if value != want:
-            raise _copied(key, f"the sidecar that is in it already has {name}={value[:80]!r}, not {want!r}")
+            raise _copied(key, f"its sidecar has {name}={value[:80]!r}, not {want!r}")
 
 
 def _source(variable: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -289,12 +286,12 @@ def _copied(where: str, what: str) -> Refusal:
         "CopiedManifest",
         f"the manifest was copied from an injected one, and {what}",
         where=where,
-        remedy=f"take the container {SIDECAR}, the volumes deltashard-* and the annotation {INJECTED} out of it",
+        remedy=f"remove the container {SIDECAR}, the volumes deltashard-* and the annotation {INJECTED} from it",
     )
 
 
 def labelled(metadata: Mapping[str, Any]) -> Document:
-    """Object metadata with the managed-by label, by which the controller finds its workloads."""
+    """Return metadata with the managed-by label, by which the controller selects its workloads."""
     return {**metadata, "labels": {**(metadata.get("labels") or {}), MANAGED_BY: MANAGED_BY_VALUE}}
 
 
@@ -328,14 +325,14 @@ def _trainer(spec: Mapping[str, Any], name: str) -> Document:
 
 
 def _default_container(template: Mapping[str, Any]) -> str:
-    """The pod's main container where it says which one is: Argo's pods do, whose first is not."""
+    """Return the pod's annotated default container. In Argo's pods the first container is not the main one."""
     name = _annotations(template).get(DEFAULT_CONTAINER, "")
     named = any(each.get("name") == name for each in template["spec"]["containers"])
     return name if named and not is_mesh_proxy(name) else ""
 
 
 def _join(trainer: Document) -> None:
-    """Give the training container the shared volume and the socket's path."""
+    """Add the shared volume and the socket's path to the training container."""
     where, mount = f"container {trainer['name']}", {"name": SHM_VOLUME, "mountPath": SHM_PATH}
     mounts, variables = trainer.get("volumeMounts") or [], trainer.get("env") or []
     there = next((m for m in mounts if str(m.get("mountPath", "")).rstrip("/") == SHM_PATH), None)
@@ -346,7 +343,7 @@ def _join(trainer: Document) -> None:
             "MountTaken",
             f"volume {there.get('name')!r} is mounted at {SHM_PATH}",
             where=where,
-            remedy=f"mount it elsewhere; {SHM_PATH} is where the sidecar and the trainer meet",
+            remedy=f"mount it elsewhere; {SHM_PATH} is reserved for the sidecar's volume",
         )
     values = [each.get("value") for each in variables if each.get("name") == SOCKET_VARIABLE]
     if not values:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the webhook: labels are closed sets."""
+"""Prometheus metrics of the webhook. All label values are closed sets."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class WebhookMetrics:
-    """Every metric of the webhook, in a registry of their own."""
+    """Metrics of the webhook in their own registry."""
 
     def __init__(self) -> None:
         self.registry = r = CollectorRegistry()
         ProcessCollector(registry=r)
         build = Gauge(
-            "deltashard_build_info", "Always 1; what runs here", ("version", "component"), registry=r
+            "deltashard_build_info", "Always 1; the running version", ("version", "component"), registry=r
         )
         build.labels(VERSION, "webhook").set(1)
         self.admissions = Counter(
@@ -27,10 +27,15 @@ class WebhookMetrics:
             registry=r,
         )
         self.seconds = Histogram(
-            "deltashard_webhook_admission_seconds", "Time to answer one", buckets=_BUCKETS, registry=r
+            "deltashard_webhook_admission_seconds",
+            "Time to answer an admission",
+            buckets=_BUCKETS,
+            registry=r,
         )
         self.holder_unknown = Counter(
-            "deltashard_webhook_holders_unknown", "Admitted without knowing who holds the run", registry=r
+            "deltashard_webhook_holders_unknown",
+            "Workloads admitted while the run's holder was unknown",
+            registry=r,
         )
         self.ready = Gauge("deltashard_webhook_ready", "1 when admissions can be answered", registry=r)
         for kind in ("Job", "JobSet", "Pod", "PyTorchJob", "other"):

@@ -1,16 +1,16 @@
-"""An AdmissionReview in, an AdmissionReview out: `parse`, then `answer`. Pure; `webhook` stands between the two.
+"""Processing of AdmissionReviews: `parse`, then `answer`. Pure; `webhook` does the lookups in between.
 
-    parse(body) -> Request | Answer         the object, its kind, its annotations, read once
-    webhook                                 its policies: what the API is asked for
-    answer(request, policies) -> Answer     the injected object as a patch, and warnings
+    parse(body) -> AdmissionRequest | ReviewResult      the object, its kind and its annotations
+    webhook                                             looks up the policies in the API
+    answer(request, policies) -> ReviewResult           the injected object as a patch, and warnings
 
-What needs no look at the API is answered by `parse`: an object to leave alone, a manifest that contradicts itself.
+`parse` answers requests that need no lookup: objects without annotations, and contradictory manifests.
 
-Nothing but the CREATE of what is annotated is ever changed or refused, and the update of a JobSet or a PyTorchJob that
-was injected: there what an applied manifest took out is put back. The webhook configuration's conditions
-keep everything else away, and what comes anyway is admitted untouched. A refusal carries its code as the status'
-reason and a sentence as its message. What our own code gets wrong is raised, for the API server to treat by its
-failure policy. The patch replaces the members of the object that are changed, `metadata` and `spec`, whole.
+Only the CREATE of annotated objects, and the update of an injected JobSet or PyTorchJob (to restore parts that the
+applied manifest lacks), are changed or rejected. The webhook configuration's conditions filter everything else, and
+unexpected requests are admitted unchanged. A rejection has its code as the status' reason and a sentence as its
+message. Internal errors are raised, so that the API server applies the failure policy. The patch replaces the changed
+members of the object, `metadata` and `spec`, as a whole.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from deltashard_operator.kube.cluster_name import QUEUE_LABEL
 
 
 class InvalidReview(UserError):
-    """The request body is no AdmissionReview that can be answered."""
+    """The request body is not a valid AdmissionReview."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnotatedTemplate:
-    """An annotated Job or pod, or the template of one."""
+    """Annotated Job, pod or template."""
 
     target: InjectionTarget
     annotations: Annotations
     claim: RunClaim | None = None
-    """The run it goes on with; None: it begins a new one, or it is not the one that would."""
+    """The existing run that it may continue; None for a new run or if the object itself is only a template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionRequest:
-    """The CREATE of an object with annotated parts."""
+    """CREATE of an object with annotated parts."""
 
     uid: str
-    """The review's, which its answer bears."""
+    """UID of the review, repeated in the answer."""
     namespace: str
     kind: str
     document: Mapping[str, Any]
@@ -69,29 +69,29 @@ class AdmissionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReviewResult:
-    """The review to send back, and what happened, for log and metrics."""
+    """AdmissionReview to return, and its outcome for log and metrics."""
 
     review: dict[str, Any]
     kind: str
-    """Of those that are injected, or other."""
+    """An injected kind, or other."""
     outcome: str
-    """injected, unchanged, or the code of a refusal."""
     sentence: str = ""
-    """What a refused user reads."""
 
 
 def parse(body: bytes) -> AdmissionRequest | ReviewResult:
-    """What is asked for, or the answer where nothing has to be looked up for it.
+    """Parse a review. Returns the request, or the answer if no lookup is needed.
 
     Raises:
-        ValueError: the body is no JSON.
-        InvalidReview: it is no review.
+        ValueError: the body is not JSON.
+        InvalidReview: the body is not an AdmissionReview.
     """
     review = json.loads(body)
     request = review.get("request") if isinstance(review, Mapping) else None
     known = isinstance(request, Mapping) and review.get("apiVersion") == "admission.k8s.io/v1"
     if not isinstance(request, Mapping) or not known or not isinstance(request.get("uid"), str):
-        raise InvalidReview("no AdmissionReview of admission.k8s.io/v1 with a request", where="request body")
+        raise InvalidReview(
+            "not an AdmissionReview of admission.k8s.io/v1 with a request", where="request body"
+        )
     uid, namespace = request["uid"], str(request.get("namespace", ""))
     group, kind = (str((request.get("kind") or {}).get(key, "")) for key in ("group", "kind"))
     document, operation = request.get("object"), request.get("operation")
@@ -114,9 +114,9 @@ def parse(body: bytes) -> AdmissionRequest | ReviewResult:
 def _annotated_parts(
     kind: str, document: Mapping[str, Any], namespace: str = ""
 ) -> tuple[AnnotatedTemplate, ...]:
-    """The annotated parts of an object; raises `Refusal` where one contradicts itself.
+    """Return the annotated parts of an object. Raises `Refusal` if a part is contradictory.
 
-    `namespace`: where it claims a run, if it is no template of what will.
+    `namespace`: namespace of the claimed run; empty for a template, which claims none.
     """
     parts = []
     for target in workload_kind.targets(kind, document):
@@ -139,7 +139,7 @@ def _annotated_parts(
 
 
 def answer(request: AdmissionRequest, policies: Sequence[Policy]) -> ReviewResult:
-    """The object with its sidecar, by the policy of each part; raises `Refusal`, `InternalBug` for a fault of ours."""
+    """Inject the sidecar by the policy of each part. Raises `Refusal`, or `InternalBug` for an internal error."""
     changed: list[tuple[InjectionTarget, Mapping[str, Any]]] = []
     warnings: list[str] = []
     for part, policy in zip(request.parts, policies, strict=True):
@@ -155,7 +155,7 @@ def answer(request: AdmissionRequest, policies: Sequence[Policy]) -> ReviewResul
 
 
 def _warnings(target: InjectionTarget, policy: Policy) -> Iterator[str]:
-    """What the author of an injected workload should do something about; at most 200 characters each."""
+    """Yield warnings for the author of an injected workload, at most 200 characters each."""
     spec, job = target.template.get("spec") or {}, target.document.get("spec") or {}
     grace_s = spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)
     if grace_s < policy.grace_s and (grace_s != DEFAULT_GRACE_S or target.has_explicit_grace):
@@ -166,8 +166,8 @@ def _warnings(target: InjectionTarget, policy: Policy) -> Iterator[str]:
     node_names = spec.get("hostNetwork") and spec.get("dnsPolicy") in {None, "ClusterFirst", "Default"}
     if node_names and ".svc" in f"{policy.fleet} {policy.store.get('endpoint', '')}":
         yield (
-            "deltashard: on hostNetwork with this dnsPolicy the sidecar cannot find the controller, or a store in the "
-            "cluster, by a Service's name: set dnsPolicy ClusterFirstWithHostNet"
+            "deltashard: on hostNetwork with this dnsPolicy the sidecar cannot resolve the Service names of the "
+            "controller or of a store in the cluster: set dnsPolicy ClusterFirstWithHostNet"
         )
     if policy.reclaim == DELETE and not policy.can_reclaim:
         yield (
@@ -183,7 +183,7 @@ def _warnings(target: InjectionTarget, policy: Policy) -> Iterator[str]:
         )
     if (job.get("parallelism") or 1) > 1 and job.get("completionMode") != "Indexed":
         yield (
-            "deltashard: pods of a Job without completionMode Indexed cannot be told apart: unless they are ranks of "
+            "deltashard: pods of a Job without completionMode Indexed are indistinguishable: unless they are ranks of "
             "one training, one of them trains and fences the others"
         )
 
@@ -195,7 +195,7 @@ def _update_response(
     parts: tuple[AnnotatedTemplate, ...],
     before: tuple[AnnotatedTemplate, ...],
 ) -> ReviewResult:
-    """What was injected when the object was created, again in what was applied over it."""
+    """Restore the injected parts of an object after an update."""
     old = {each.target.path: each for each in before if is_injected(each.target.template)}
     changed = []
     for part in parts:
@@ -205,9 +205,9 @@ def _update_response(
         if part.annotations != was.annotations:
             raise Refusal(
                 "BadAnnotation",
-                f"the {kind} got its sidecar when it was created, by other annotations than these",
+                f"the sidecar of the {kind} was injected with other annotations",
                 where=".".join(map(str, part.target.path)),
-                remedy="create it anew",
+                remedy="delete it and create it again",
             )
         template = restore_injected(part.target.template, was.target.template)
         changed.append((part.target, part.target.with_template(template, part.annotations.run_id)))
@@ -236,7 +236,6 @@ def _patch_response(
 
 
 def rejection(uid: str, kind: str, refusal: Refusal) -> ReviewResult:
-    """Why the workload may not be admitted."""
     code, sentence = 503 if refusal.code == "PolicyUnavailable" else 422, refusal.sentence
     status = {"code": code, "reason": refusal.code, "message": sentence}
     return _answer(uid, kind, refusal.code, sentence, allowed=False, status=status)

@@ -1,17 +1,17 @@
-"""Who holds a run id: the question of the webhook before a workload may go on with an older run.
+"""Lookup of the holder of a run id, before a workload may continue an existing run.
 
-A run is held by another workload that lives, as the API has it now:
+A run is held by another live workload, as the API shows it now:
 
-- a Job with the label of this run id (every injected Job with a `run-id` has it) that has not ended, whether a
-  controller ever saw it or not;
-- the workload of a CheckpointRun of this run id that is not Finished. Of a Job and a pod the API itself is asked
-  whether it ended or is gone, because Finished is the controller's word and comes late, or not at all while there is
-  no controller. Of other kinds the controller's word counts, and the refusal says how to overrule it.
+- a Job with the label of this run id (set on every injected Job with a `run-id`) that has not ended, whether or not a
+  controller has seen it;
+- the workload of an unfinished CheckpointRun of this run id. For Jobs and pods the API is asked whether they ended or
+  were deleted, because the controller sets Finished late, or never if none runs. For other kinds the CheckpointRun
+  decides, and the message of the refusal includes the override.
 
-Where a run's checkpoints are is looked at, too: a policy may name another store by now.
+The store of the run's checkpoints is checked, too: the policy may name a different store by now.
 
-When the API cannot be asked the workload is admitted: the log's fencing decides in the end, as it does for two that are
-created in the same instant.
+If the API is unavailable the workload is admitted: the fencing of the log decides, as for two workloads that are
+created at the same time.
 """
 
 from __future__ import annotations
@@ -33,41 +33,35 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunClaim:
-    """A run that may be there already: one that a workload asks for by `run-id`, or that of the workload itself."""
+    """Run that may already exist: one requested by `run-id`, or the workload's own."""
 
     namespace: str
     run_id: str = ""
-    """Empty: the workload's own, without a `run-id`."""
+    """Empty: the workload's own run, without a `run-id`."""
     workload_uid: str = ""
-    """UID of the workload that asks, where it exists already (a JobSet, a StatefulSet)."""
+    """UID of the requesting workload if it already exists (JobSet, StatefulSet)."""
     source: bool = False
-    """Whether it is only read, for another run to begin with: who holds it does not matter, its store does."""
+    """The run is only read, as the start of another run, so its store matters and its holder does not."""
 
     @property
     def label(self) -> str:
-        """Selects the Jobs and CheckpointRuns of this run."""
+        """Label selector of the Jobs and CheckpointRuns of this run."""
         return f"{RUN_ID}={run_label(self.run_id)}" if self.run_id else f"{WORKLOAD_UID}={self.workload_uid}"
 
     def held_by(self, workload: Workload, record: str = "") -> Refusal:
-        """The refusal for the sake of a workload that lives.
-
-        `record`: the CheckpointRun whose word alone says that it does.
-        """
+        """Return the refusal because a live workload holds the run, for `record` only according to its status."""
         what = f"run {self.run_id!r} is held by {workload.display_name}, which is not finished"
-        return _run_id_taken(what, "wait for its end, delete it, or choose another id", record)
+        return _run_id_taken(what, "wait until it ends, delete it, or choose another id", record)
 
 
 class RunHolders:
-    """Looks at Jobs, CheckpointRuns and their workloads."""
+    """Lookups of Jobs, CheckpointRuns and their workloads."""
 
     def __init__(self, call: Caller) -> None:
         self._call = call
 
     async def refusal(self, claim: RunClaim, url: str) -> Refusal | None:
-        """Why a workload may not have the run it asks for in the store `url`, or None when it may.
-
-        Raises `ApiUnavailable` when the API cannot be asked.
-        """
+        """Return why the claimed run in the store `url` cannot be used, or None. Raises `ApiUnavailable`."""
         if claim.source or not claim.run_id:
             moved = [_store_moved(claim, each, url) for each in await self._list(API_VERSION, PLURAL, claim)]
             moved = [] if claim.source and None in moved else moved
@@ -81,7 +75,7 @@ class RunHolders:
         return None
 
     async def _held_by_record(self, claim: RunClaim, record: Document) -> Refusal | None:
-        """The refusal for the sake of a CheckpointRun's workload."""
+        """Return the refusal because the workload of a CheckpointRun is live."""
         status, reference = record.get("status") or {}, record["spec"]["workload"]
         workload = Workload(
             namespace=claim.namespace,
@@ -91,8 +85,8 @@ class RunHolders:
             api_version=reference.get("apiVersion", ""),
         )
         if _reclaim(record) == ReclaimState.REMOVING:
-            what = f"the checkpoints of run {claim.run_id!r} are being removed, since {workload.display_name} is finished"
-            return _run_id_taken(what, "wait until its CheckpointRun says Removed, or choose another id")
+            what = f"the checkpoints of run {claim.run_id!r} are being removed, as {workload.display_name} is finished"
+            return _run_id_taken(what, "wait until its CheckpointRun shows Removed, or choose another id")
         if status.get("phase") == "Finished" or workload.uid == claim.workload_uid:
             return None
         if not workload.native:
@@ -106,12 +100,11 @@ class RunHolders:
 
 
 def _reclaim(record: Document) -> str:
-    """Where the removal of a run's bytes stands."""
     return str(((record.get("status") or {}).get("reclaim") or {}).get("state", ""))
 
 
 def _store_moved(claim: RunClaim, record: Document, url: str) -> Refusal | None:
-    """The refusal where a run's checkpoints are in another store."""
+    """Return the refusal if a run's checkpoints are in another store."""
     store, run_id = (record.get("status") or {}).get("store", ""), record["spec"]["runId"]
     if (
         not store
@@ -119,10 +112,13 @@ def _store_moved(claim: RunClaim, record: Document, url: str) -> Refusal | None:
         or _reclaim(record) == ReclaimState.REMOVED
     ):
         return None
-    what = f"the policy names the store {_store_location(url)}, and the checkpoints of run {run_id!r} are in {_store_location(store)}"
+    what = (
+        f"the policy names the store {_store_location(url)}, and the checkpoints of run {run_id!r} "
+        f"are in {_store_location(store)}"
+    )
     where, remedy = (
         "spec.store.url of the CheckpointPolicy",
-        "name that store; or copy the run (`deltashard cp`)",
+        "use that store, or copy the run (`deltashard cp`)",
     )
     if claim.source:
         where = RESTORE_FROM
@@ -132,7 +128,7 @@ def _store_moved(claim: RunClaim, record: Document, url: str) -> Refusal | None:
 
 
 def _store_location(url: str) -> str:
-    """Which bucket, container or directory a store is, whatever way leads there."""
+    """Return the bucket, container or directory of a store, without access options."""
     base, _, options = url.partition("?")
     account = parse_qs(options).get("account", [""])[0]
     return base.rstrip("/") + (f"?account={account}" if account else "")

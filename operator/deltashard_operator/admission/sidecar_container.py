@@ -1,10 +1,10 @@
-"""The sidecar container: a native sidecar (an init container with restartPolicy Always), fit for PSA *restricted*.
+"""Sidecar container: a native sidecar (init container with restartPolicy Always) that complies with PSA *restricted*.
 
-Probe and hook are commands over the unix socket, the same in every pod: a pod on the host's network may not take a
-port for them. The startup probe asks only whether the arena is mapped and the socket served, and its patience grows
-with the arena; the store, the controller and a restore plan are `Attach`'s to wait for. The liveness probe restarts a
-sidecar whose main loop stood still for minutes: the arena stays, and trainers attach again. The hook means "stopping",
-never "evicted": the kubelet runs it at normal completion too. It returns at once, and without a trainer does nothing.
+Probes and hook are commands over the unix socket, because a pod on the host's network must not use a port for them. The
+startup probe checks only that the arena is mapped and the socket is served, and its timeout grows with the arena;
+`Attach` waits for the store, the controller and the restore plan. The liveness probe restarts a sidecar whose main loop
+has been blocked for minutes: the arena is kept, and trainers attach again. The hook reports "stopping", not "evicted",
+because the kubelet also runs it at normal completion. It returns immediately and has no effect without a trainer.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from deltashard_operator.kube.run_identity import IdentityRecipe
 Document = dict[str, Any]
 COMMAND = "deltashard-sidecar"
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
-"""Label of nodes."""
+"""Node label."""
 STARTUP_TIMEOUT_S = 120
-"""Patience of the startup probe with the smallest arena; Python starts slowly on a busy node."""
+"""Startup timeout with the smallest arena. Python starts slowly on a busy node."""
 STARTUP_TIMEOUT_S_PER_GIB = 4
-"""More patience for each GiB of arena, all of which has to be touched."""
+"""Additional startup timeout per GiB of arena, every page of which is touched."""
 EXIT_RESERVE_S = 5
-"""Seconds of the grace period that are kept back for exits."""
+"""Seconds of the grace period that are reserved for process exits."""
 
 
 def sidecar(
@@ -52,15 +52,15 @@ def sidecar(
     grace_s: int,
     queued: bool,
 ) -> tuple[Document, list[Document]]:
-    """The container, and the volumes that the pod needs for it; raises `Refusal`.
+    """Return the container and the volumes that the pod needs for it. Raises `Refusal`.
 
     Args:
-        spec: of the pod, without the sidecar.
-        trainer: its training container.
-        policy: resolved for this workload.
-        recipe: how its pods learn who they are.
-        grace_s: the pod's grace period.
-        queued: Kueue admits the workload, by the resources that it requests.
+        spec: pod spec without the sidecar.
+        trainer: the training container.
+        policy: policy resolved for this workload.
+        recipe: how the pods determine their identity.
+        grace_s: grace period of the pod.
+        queued: Kueue admits the workload by its requested resources.
     """
     volumes, port = sidecar_volume.of_pod(spec, policy), metrics_port(spec, policy)
     save_s = str(max(1, grace_s - EXIT_RESERVE_S))
@@ -117,29 +117,29 @@ def sidecar(
         },
         "volumeMounts": volumes.mounts,
     }
-    if port and not spec.get("hostNetwork"):  # where a declared port is a claim on the node's
+    if port and not spec.get("hostNetwork"):  # there, a declared port reserves the node's port
         container["ports"] = [{"name": METRICS_PORT_NAME, "containerPort": port, "protocol": "TCP"}]
     return container, volumes.added
 
 
 def number(value: Any) -> str:
-    """A setting's value as a variable has it: an interval with all its milliseconds, and no more digits."""
+    """Format a setting's value for a variable, with the milliseconds of an interval and no further digits."""
     return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
 def restore_from(annotation: str) -> str:
-    """The sidecar's setting for what the annotation says: a run of the pod's own namespace."""
+    """Return the sidecar's setting for the annotation: a run in the pod's namespace."""
     return f"$(POD_NAMESPACE)/{annotation}" if annotation else ""
 
 
 def group_of(spec: Mapping[str, Any]) -> int:
-    """The group that shares arena and socket: the first supplemental group, else the fsGroup, else ours."""
+    """Return the group that shares arena and socket: the first supplemental group, the fsGroup, or the default."""
     context = spec.get("securityContext") or {}
     return int((context.get("supplementalGroups") or [context.get("fsGroup", USER_ID)])[0])
 
 
 def metrics_port(spec: Mapping[str, Any], policy: Policy) -> int:
-    """Port of the sidecar's metrics in this pod; 0 (off) where another container declares it."""
+    """Return the port of the sidecar's metrics in this pod, or 0 (off) if another container declares it."""
     port = int(policy.sidecar["hostNetworkMetricsPort" if spec.get("hostNetwork") else "metricsPort"])
     containers = [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]
     declared = [each.get("containerPort") for one in containers for each in one.get("ports") or []]
@@ -147,7 +147,7 @@ def metrics_port(spec: Mapping[str, Any], policy: Policy) -> int:
 
 
 def _profile_key(spec: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:
-    """What a save's cost is remembered under: image and limits of the trainer, and the node type that is asked for."""
+    """Return the key of measured save costs: image and resources of the trainer, and the selected instance type."""
     resources = trainer.get("resources") or {}
     limits = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
     node = (spec.get("nodeSelector") or {}).get(INSTANCE_TYPE, "")
@@ -160,7 +160,7 @@ def _check_env(policy: Policy, taken: set[str]) -> None:
         if each["name"] in taken:
             raise Refusal(
                 "BadPolicy",
-                f"spec.sidecar.env states {each['name']}, which this policy sets by another field",
+                f"spec.sidecar.env sets {each['name']}, which another field of this policy sets, too",
                 where=workload_policy.display_name(policy.name),
                 remedy="leave one of them out",
             )

@@ -1,18 +1,18 @@
-"""What the sidecar asks for, so that the pod stays what it was: its QoS class, its quota, its LimitRange.
+"""Resources of the sidecar, chosen so that the pod keeps its QoS class and fits its quota and LimitRange.
 
-The sidecar states every request and limit itself (a LimitRange's defaults would otherwise size it). Its memory limit
-is the arena plus overhead, since it touches the whole arena at start. In a Guaranteed pod requests are the limits, and
-its processors whole ones: what encodes and encrypts may not be held to what a Burstable pod requests of them.
+All requests and limits are explicit, because a LimitRange's defaults would otherwise apply. The memory limit is the
+arena plus overhead, since the whole arena is touched at start. In a Guaranteed pod, requests equal limits and CPUs are
+whole: encoding and encryption must not be limited to the request that a Burstable pod has.
 
-It states an `ephemeral-storage` *limit* only where every other container has one, or the policy states it: the kubelet
-evicts a pod that uses more than the sum of its limits, whoever wrote them, and a sum with only ours in it would hold
-the user's containers to our cache. Where a LimitRange has a default for storage, the policy has to state one.
+An `ephemeral-storage` *limit* is set only if every other container has one or the policy sets it: the kubelet evicts a
+pod that uses more than the sum of its limits, so a sum with only the sidecar's limit would restrict the user's
+containers to the cache size. If a LimitRange has a default for storage, the policy must set a limit.
 
-It *requests* the cache's `ephemeral-storage`, but for a workload of a Kueue queue: a ClusterQueue admits nothing that
-requests a resource it does not cover, and few cover storage. The volume's size still bounds the cache.
+The cache's `ephemeral-storage` is *requested*, except for a workload in a Kueue queue: a ClusterQueue rejects requests
+for resources that it does not cover, and few cover storage. The volume's sizeLimit still bounds the cache.
 
-Pod-level resources (`spec.resources`) bound the sum. Too small for the sidecar beside what the containers request is
-refused, with the sum; nothing of the user's is ever changed.
+Pod-level resources (`spec.resources`) bound the sum. If they are too small for the sidecar and the other containers'
+requests, the pod is rejected with the required sum; the user's values are never changed.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from deltashard_operator.kube.cluster_name import SIDECAR
 Amounts = dict[str, Fraction]
 STORAGE = "ephemeral-storage"
 STORAGE_SLACK_BYTES = 1 << 30
-"""Room for the sidecar's log beside its cache, where it has a storage limit."""
+"""Storage for the sidecar's log in addition to its cache, if it has a storage limit."""
 
 
 def of_sidecar(
     spec: Mapping[str, Any], policy: Policy, *, cache_volume_bytes: int, queued: bool = False
 ) -> dict[str, dict[str, str]]:
-    """The sidecar's `resources` in a pod with this spec; raises `Refusal` (PodResourcesTooSmall, BadTemplate).
+    """Return the sidecar's `resources` for this pod spec. Raises `Refusal` (PodResourcesTooSmall, BadTemplate).
 
-    `cache_volume_bytes` is what the cache may take of the node's disk, 0 when it does not lie there. `queued`: Kueue
-    admits the workload.
+    `cache_volume_bytes`: maximum cache size on the node's disk, or 0 if it is elsewhere. `queued`: Kueue admits the
+    workload.
     """
     try:
         requests, limits = _amounts(spec, policy, Fraction(cache_volume_bytes), queued=queued)
@@ -68,13 +68,13 @@ def _amounts(
     if all(_guaranteed(each) for each in containers):
         limits["cpu"] = Fraction(math.ceil(limits["cpu"]))
         requests |= {name: limits[name] for name in ("cpu", "memory")}
-    if (pod_limit := _part(spec, "limits").get("cpu")) is not None:  # which a container's may not exceed
+    if (pod_limit := _part(spec, "limits").get("cpu")) is not None:  # a container's limit must not exceed it
         limits["cpu"] = max(requests["cpu"], min(limits["cpu"], quantity.parse(pod_limit)))
     if limits.get(STORAGE):
         limits[STORAGE] = max(limits[STORAGE], requests.get(STORAGE, cache), cache)
     elif cache and all(STORAGE in _part(each, "limits") for each in containers):
         limits[STORAGE] = cache + STORAGE_SLACK_BYTES
-    # Beside a limit the API would request all of it.
+    # With only a limit set, the API would use the limit as the request.
     requests.setdefault(STORAGE, cache if limits.get(STORAGE) or not queued else Fraction(0))
     return requests, limits
 
@@ -90,7 +90,7 @@ def _part(container: Mapping[str, Any], part: str) -> Mapping[str, Any]:
 
 
 def _guaranteed(container: Mapping[str, Any]) -> bool:
-    """Whether this container alone would leave the pod Guaranteed: limits, and requests that equal them."""
+    """Return whether this container keeps the pod Guaranteed: limits are set and requests equal them."""
     limits, requests = _part(container, "limits"), _part(container, "requests")
     return all(
         name in limits
@@ -101,7 +101,7 @@ def _guaranteed(container: Mapping[str, Any]) -> bool:
 
 
 def _requested(spec: Mapping[str, Any], name: str) -> Fraction:
-    """What the pod's containers request of a resource: at start or at work, whichever is more."""
+    """Return the pod's effective request of a resource: the maximum of startup and running phase."""
     beside = peak = Fraction(0)
     for each in spec.get("initContainers") or []:
         peak = max(peak, beside + (asks := _request(each, name)))
@@ -119,14 +119,14 @@ def _check_pod_level(spec: Mapping[str, Any], requests: Amounts, limits: Amounts
         stated = _part(spec, part).get(name)
         if stated is None:
             continue
-        # The sidecar's own limit of processors is above its request for bursts, which nobody has to leave room for.
+        # The sidecar's CPU limit exceeds its request only for bursts, which need no reserved capacity.
         ask = limits[name] if (part, name) == ("limits", "memory") else requests[name]
         theirs = _requested(spec, name)
         if theirs + ask > quantity.parse(stated):
             raise Refusal(
                 "PodResourcesTooSmall",
-                f"it is {stated}, and {_text(name, theirs)} that the containers request and "
-                f"{_text(name, ask)} for {SIDECAR} make {_text(name, theirs + ask)}",
+                f"it is {stated}, but the containers request {_text(name, theirs)} and "
+                f"{SIDECAR} needs {_text(name, ask)}, together {_text(name, theirs + ask)}",
                 where=f"spec.resources.{part}.{name}",
                 remedy=f"raise it to at least {_text(name, theirs + ask)}",
             )

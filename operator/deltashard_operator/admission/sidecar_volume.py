@@ -1,8 +1,8 @@
-"""The sidecar's volumes and mounts.
+"""Volumes and mounts of the sidecar.
 
-`deltashard-shm` is memory: arena and socket, shared with the training container and nobody else. `deltashard-cache`
-is disk: spooled packs and the local copy of checkpoints, the sidecar's alone, as are the files by which the store is
-reached (`api.store_access`). A volume that the user declares as `deltashard-cache` takes the place of ours.
+`deltashard-shm` is memory for arena and socket, shared with the training container only. `deltashard-cache` is disk for
+spooled packs and the local copy of checkpoints, private to the sidecar like the files for store access
+(`api.store_access`). A user-declared volume `deltashard-cache` replaces the default one.
 """
 
 from __future__ import annotations
@@ -26,25 +26,22 @@ from deltashard_operator.kube.cluster_name import (
 
 Document = dict[str, Any]
 SHM_SLACK_BYTES = 16 << 20
-"""Memory volume beyond the arena: the file's header, the socket, locks."""
+"""Size of the memory volume in addition to the arena: file header, socket, locks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Volumes:
-    """Volumes of a pod, and what they mean for the sidecar."""
+    """Volumes of a pod and the resulting sizes."""
 
     added: list[Document]
-    """Volumes that the pod has not declared itself."""
     mounts: list[Document]
-    """Mounts of the sidecar."""
     cache_bytes: int
-    """Bytes of the sidecar's cache."""
     node_disk_bytes: int
-    """What the cache may take of the node's own disk; 0 when it lies elsewhere."""
+    """Maximum cache size on the node's disk; 0 if the cache is elsewhere."""
 
 
 def of_pod(spec: Mapping[str, Any], policy: Policy) -> Volumes:
-    """Volumes for a pod with this spec; raises `Refusal` (VolumeUnsupported) for a declared volume that cannot serve."""
+    """Return the volumes for this pod spec. Raises `Refusal` (VolumeUnsupported) if a declared volume is unsuitable."""
     declared = {each["name"]: each for each in spec.get("volumes") or []}
     shm = {"medium": "Memory", "sizeLimit": quantity.format_bytes(policy.arena_bytes + SHM_SLACK_BYTES)}
     disk = {"sizeLimit": quantity.format_bytes(policy.cache_bytes)}
@@ -64,7 +61,7 @@ def of_pod(spec: Mapping[str, Any], policy: Policy) -> Volumes:
                 "VolumeUnsupported",
                 "the name is taken",
                 where=f"volume {each['name']}",
-                remedy="rename your volume, or the policy's",
+                remedy="rename this volume or the policy's",
             )
     cache_bytes, on_node = _cache(declared.get(CACHE_VOLUME, added[1]), policy.cache_bytes)
     return Volumes(
@@ -74,16 +71,13 @@ def of_pod(spec: Mapping[str, Any], policy: Policy) -> Volumes:
             {"name": CACHE_VOLUME, "mountPath": CACHE_PATH},
             *mounts,
         ],
-        cache_bytes=cache_bytes * 9 // 10,  # going over a volume's size evicts the pod
+        cache_bytes=cache_bytes * 9 // 10,  # exceeding a volume's size evicts the pod
         node_disk_bytes=cache_bytes if on_node else 0,
     )
 
 
 def _claimed(declared: Mapping[str, Mapping[str, Any]], claim: str | None) -> str:
-    """The pod's own volume of the store's claim; empty: it has none.
-
-    It serves the sidecar, too: a kubelet waits forever for a second volume of one claim.
-    """
+    """Return the pod's volume of the store's claim, or "". A kubelet waits forever for a second volume of a claim."""
     for name, volume in declared.items():
         source = volume.get("persistentVolumeClaim")
         if source is None or claim is None or source.get("claimName") != claim:
@@ -91,7 +85,7 @@ def _claimed(declared: Mapping[str, Mapping[str, Any]], claim: str | None) -> st
         if source.get("readOnly"):
             raise Refusal(
                 "VolumeUnsupported",
-                f"it is the store's claim {claim}, and read-only",
+                f"it is a read-only volume of the store's claim {claim}",
                 where=f"volume {name}",
                 remedy="declare it without persistentVolumeClaim.readOnly; your mounts of it may be readOnly",
             )
@@ -100,16 +94,16 @@ def _claimed(declared: Mapping[str, Mapping[str, Any]], claim: str | None) -> st
 
 
 def _cache(volume: Mapping[str, Any], default_bytes: int) -> tuple[int, bool]:
-    """(bytes the cache may take, whether of the node's disk)."""
+    """Return (maximum cache size in bytes, whether it is on the node's disk)."""
     source = volume.get("emptyDir")
     if source is None:
         return default_bytes, False
     if source.get("medium"):
         raise Refusal(
             "VolumeUnsupported",
-            "it lies in memory, the cache needs a disk",
+            "it is in memory, but the cache needs a disk",
             where=f"volume {CACHE_VOLUME}",
-            remedy="declare it without emptyDir.medium, or not at all",
+            remedy="remove emptyDir.medium or the volume",
         )
     try:
         return quantity.bytes_of(source.get("sizeLimit") or default_bytes), True

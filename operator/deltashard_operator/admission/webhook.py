@@ -1,9 +1,9 @@
-"""The webhook: what is served over TLS, and what an admission has to ask for.
+"""HTTP service of the webhook, and the lookups that an admission needs.
 
-An admission asks for the workload's policy, the chart's defaults, and who holds the run id it wants, within one budget:
-the API server gives up after the configuration's `timeoutSeconds`, and under failurePolicy Fail that refuses the
-workload without a word of ours. What is not known by then is an answer, too: without its policy a workload is refused
-(with a status that clients try again on), without knowing who holds its run it is admitted.
+An admission looks up the workload's policy, the chart's defaults and the holder of the requested run id within one time
+budget: the API server gives up after the configuration's `timeoutSeconds` and, with failurePolicy Fail, rejects the
+workload without an explanation. Without the policy the workload is rejected with a retryable status; without the holder
+it is admitted.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from deltashard_operator.status_page import pages
 from deltashard_operator.tls.certificate import Certificate
 
 MAX_BODY_BYTES = 16 << 20
-"""An object is at most 3 MiB; a review holds it once and a little more."""
+"""An object has at most 3 MiB, and a review contains it once with small overhead."""
 _log = structlog.get_logger("deltashard.webhook")
 
 
 class Webhook:
-    """The service: two aiohttp applications over certificate, policies and defaults. Use it on one asyncio loop."""
+    """Webhook service: two aiohttp applications over certificate, policies and defaults. Bound to one asyncio loop."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Webhook:
         metrics: WebhookMetrics,
         namespaces: tuple[str, ...] = (),
     ) -> None:
-        """`namespaces`: those whose workloads get a sidecar; none named: all."""
+        """Inject in these `namespaces`, or in all if empty."""
         self.certificate = certificate
         self.metrics = metrics
         self.draining = False
@@ -59,13 +59,13 @@ class Webhook:
         metrics.ready.set_function(lambda: int(not self.unready()))
 
     def applications(self) -> tuple[web.Application, web.Application]:
-        """Applications: what is served over TLS, what in plain."""
+        """Return the applications for TLS and for plain HTTP."""
         secure = web.Application(client_max_size=MAX_BODY_BYTES)
         secure.router.add_post(PATH, self.mutate)
         return secure, pages(self.metrics.registry, unready=self.unready)
 
     def unready(self) -> list[str]:
-        """Why admissions cannot be answered; empty when they can."""
+        """Return why admissions cannot be answered, or an empty list."""
         reasons = {
             "no certificate is loaded": self.certificate.loaded is None,
             "the policies are not listed yet": not self._cache.synced,
@@ -74,7 +74,7 @@ class Webhook:
         return [*(reason for reason, holds in reasons.items() if holds), *self._defaults.unready()]
 
     async def mutate(self, request: web.Request) -> web.Response:
-        """Answer an AdmissionReview: 200 with a review, 400 for a body that is none, 500 for a fault of ours."""
+        """Answer an AdmissionReview: 200 with a review, 400 for an invalid body, 500 for an internal error."""
         begun_s = time.perf_counter()
         kind, outcome = "other", "failed"
         end_s = asyncio.get_running_loop().time() + BUDGET_S
@@ -89,7 +89,7 @@ class Webhook:
         except DeltashardError as error:
             _log.error("admission.failed", error=str(error))
             response = web.Response(status=500, text=str(error))
-        except Exception:  # noqa: BLE001 - logged whole; the API server must hear of it
+        except Exception:  # noqa: BLE001 - logged with traceback; the API server needs a response
             _log.exception("admission.failed")
             response = web.Response(status=500, text="internal error; see the webhook's log")
         finally:
@@ -100,7 +100,7 @@ class Webhook:
         return response
 
     async def answer(self, body: bytes, end_s: float) -> review.ReviewResult:
-        """The answer to the body of a request, at this time of the loop at the latest; raises what `review` raises."""
+        """Answer a request body before the loop time `end_s`. Raises what `review` raises."""
         request = review.parse(body)
         if isinstance(request, review.ReviewResult):
             return request
@@ -111,17 +111,17 @@ class Webhook:
             return review.rejection(request.uid, request.kind, refusal)
 
     async def _policy(self, namespace: str, part: review.AnnotatedTemplate, end_s: float) -> Policy:
-        """The policy of a part of an annotated workload; raises `Refusal`."""
+        """Return the policy for a part of an annotated workload. Raises `Refusal`."""
         if not watched_namespace.is_watched(namespace, self._namespaces):
             raise not_watched(namespace)
         name = part.annotations.policy
         if self._namespaces and name.startswith(workload_policy.CLUSTER):
             raise Refusal(
                 "PolicyNotFound",
-                f"{workload_policy.display_name(name)} cannot be read: deltashard watches some namespaces here and has no "
-                "right beyond them",
+                f"{workload_policy.display_name(name)} cannot be read: deltashard watches only some namespaces here "
+                "and has no rights outside them",
                 where=POLICY,
-                remedy="name a CheckpointPolicy of the namespace",
+                remedy="use a CheckpointPolicy of the namespace",
             )
         policy = workload_policy.read(name, await self._spec(namespace, name, end_s), part.annotations)
         url = injection.store_of(part.target.template) or policy.url
@@ -129,18 +129,18 @@ class Webhook:
             await self._check_holder(part.claim, url, end_s)
         source = part.annotations.restore_from.partition("@")[0]
         if source and (part.claim is None or not part.claim.workload_uid):
-            # Pods of a workload that is there already may have a run that began long ago.
+            # Pods of an existing workload may belong to a run that began long ago.
             await self._check_holder(RunClaim(namespace=namespace, run_id=source, source=True), url, end_s)
         return policy
 
     async def _spec(self, namespace: str, name: str, end_s: float) -> Spec:
-        """The merged spec of a policy: from the cache, else by one live look, else the default of that name."""
+        """Return the merged spec of a policy: from the cache, by one API request, or the chart's default."""
         spec = self._cache.get(namespace, name)
         if spec is None:
             try:
                 async with asyncio.timeout_at(end_s):
                     spec = await self._cache.fetch(namespace, name)
-            except TimeoutError:  # it waits for its turn, or its answer drips
+            except TimeoutError:  # queued for a connection, or a slow response
                 raise unavailable(name, "the API did not answer in time") from None
         try:
             defaults = self._defaults.spec()
@@ -151,7 +151,7 @@ class Webhook:
         return workload_policy.merged(spec or {}, defaults)
 
     async def _check_holder(self, claim: RunClaim, url: str, end_s: float) -> None:
-        """Raise `Refusal` when another live workload is known to hold the run, or another store to have it."""
+        """Raise `Refusal` if another live workload holds the run, or another store contains it."""
         try:
             async with asyncio.timeout_at(end_s):
                 refusal = await self._holders.refusal(claim, url)
@@ -167,6 +167,5 @@ class Webhook:
 
 
 def not_watched(namespace: str) -> Refusal:
-    """The refusal of an annotated workload where nobody looks after it."""
     message = watched_namespace.not_watched(namespace)
     return Refusal("NamespaceNotWatched", message, where=POLICY, remedy=watched_namespace.REMEDY)

@@ -1,9 +1,9 @@
-"""Workload kinds: where the one line goes, which object is injected at which moment, and how its pods are reached.
+"""Workload kinds: where users annotate them, which object is injected at which request, and how its pods are found.
 
-Injection happens where the pod template is written: at the CREATE of **Jobs, JobSets and PyTorchJobs**, so that a pod
-that is re-created later has its sidecar although the webhook is down, and queueing systems count it; and at **pod
-CREATE** for the pods of everything else. A template that is not injected yet (a CronJob's, a TrainJob's, one that is
-older than the webhook) is reached through the Jobs and pods that are made of it.
+Injection happens where the pod template is written: at the CREATE of **Jobs, JobSets and PyTorchJobs**, so that pods
+recreated later have the sidecar even while the webhook is down, and queueing systems count it; and at **pod CREATE**
+for all other kinds. Templates that are not injected themselves (of a CronJob or TrainJob, or older than the webhook)
+are covered by the Jobs and pods created from them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Document = dict[str, Any]
 Path = tuple[str | int, ...]
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 MIRROR = "kubernetes.io/config.mirror"
-"""Annotation on the API's copy of a kubelet's static pod, which nobody can change."""
+"""Annotation on the API's mirror of a kubelet's static pod, which is immutable."""
 GRACE = "terminationGracePeriodSeconds"
 TEMPLATED = frozenset({owner_reference.JOBSET, owner_reference.PYTORCH_JOB})
-"""Kinds whose Jobs' and pods' templates are injected at their CREATE."""
+"""Kinds whose Job and pod templates are injected at their CREATE."""
 ADMITTED = TEMPLATED | {owner_reference.JOB, owner_reference.POD}
 """Kinds that are injected at their own CREATE."""
 
@@ -38,13 +38,13 @@ class Kind(NamedTuple):
 
     kind: str
     annotate_at: str
-    """Where `metadata.annotations` of the manifest is to hold the one line."""
+    """Path of the manifest's metadata that takes the annotation."""
     injected_as: str
-    """What of it holds the pod template: Job or Pod."""
+    """Object in it that holds the pod template: Job or Pod."""
 
     @property
     def path(self) -> tuple[str, ...]:
-        """Keys of the Job or pod (template) in an object of this kind; `[]` and `*` are each of a list and a map."""
+        """Keys of the Job or pod (template) in this kind. `[]`: each list element, `*`: each map value."""
         words = self.annotate_at.replace("[]", ".[]").removesuffix("metadata").rstrip(".")
         return tuple(words.split(".")) if words else ()
 
@@ -53,7 +53,7 @@ KINDS = (
     Kind("Job", "metadata", "Job"),
     Kind("CronJob", "spec.jobTemplate.metadata", "Job"),
     Kind("JobSet", "spec.replicatedJobs[].template.metadata", "Job"),
-    # A TrainJob's pods come from its runtime's JobSet template.
+    # A TrainJob's pods are created from its runtime's JobSet template.
     Kind("TrainingRuntime", "spec.template.spec.replicatedJobs[].template.metadata", "Job"),
     Kind(
         "PyTorchJob", "spec.pytorchReplicaSpecs.*.template.metadata", "Pod"
@@ -65,27 +65,26 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InjectionTarget:
-    """A Job or pod at its CREATE, or the template of one in another object, taken apart for injection."""
+    """Job or pod at its CREATE, or its template in another object, prepared for injection."""
 
     kind: str
-    """Job or Pod."""
     root: Mapping[str, Any]
-    """The object."""
+    """The object of the request."""
     path: Path
-    """Where in it the Job or pod lies."""
+    """Path of the Job or pod in the object."""
     document: Mapping[str, Any]
     template: Document
-    """The pod template; a pod is its own."""
+    """The pod template; for a pod, the pod itself."""
     recipe: IdentityRecipe
 
     @property
     def annotations(self) -> tuple[Mapping[str, str], ...]:
-        """Every map that may hold ours."""
+        """Annotation maps that may contain the settings."""
         return tuple((each.get("metadata") or {}).get("annotations") or {} for each in self._objects[1:])
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """Of the object and of all that is in it."""
+        """Labels of the object and the objects in it."""
         maps = [(each.get("metadata") or {}).get("labels") or {} for each in self._objects]
         return {key: value for each in maps for key, value in each.items()}
 
@@ -95,34 +94,33 @@ class InjectionTarget:
 
     @property
     def owner(self) -> owner_reference.Owner | None:
-        """A pod's controller."""
         return owner_reference.controller_of(self.document) if self.kind == "Pod" else None
 
     @property
     def has_explicit_grace(self) -> bool:
-        """Whether the user's own manifest is known to state a grace period, anywhere in it.
+        """Whether the user's manifest is known to set a grace period.
 
-        The API's default cannot be told from a written 30 in the object. But an applied manifest leaves its trace:
-        kubectl's annotation, or the fields that a server-side apply owns. What was applied may not change, or applying
-        it again fails.
+        The API's default is indistinguishable from an explicit 30 in the object, but an applied manifest leaves traces:
+        kubectl's annotation, or the fields owned by a server-side apply. An applied value must not be changed, or
+        applying the manifest again fails.
         """
         metadata = self.root.get("metadata") or {}
         owned = [each for each in metadata.get("managedFields") or [] if each.get("operation") == "Apply"]
         return GRACE in f"{(metadata.get('annotations') or {}).get(LAST_APPLIED)} {owned}"
 
     def with_template(self, template: Document, run_id: str) -> Document:
-        """The Job or pod with this template in the place of its own, and the labels by which it is found."""
+        """Return the Job or pod with this template and the labels by which it is found."""
         document = self.document
         if self.kind == "Pod":
             return {**document, **template}
         metadata = labelled(document.get("metadata") or {})
-        if run_id:  # by which `run_holder` finds who has a run, without a controller
+        if run_id:  # lets `run_holder` find the run's holder without a controller
             metadata["labels"][RUN_ID] = run_id
         return {**document, "metadata": metadata, "spec": {**document["spec"], "template": template}}
 
 
 def targets(kind: str, document: Mapping[str, Any]) -> tuple[InjectionTarget, ...]:
-    """What there is to inject in an object of one of `ADMITTED`."""
+    """Return the parts to inject in an object of a kind in `ADMITTED`."""
     known = next(each for each in KINDS if each.kind == kind)
     if MIRROR in ((document.get("metadata") or {}).get("annotations") or {}):
         return ()
@@ -134,7 +132,7 @@ def targets(kind: str, document: Mapping[str, Any]) -> tuple[InjectionTarget, ..
 
 
 def _walk(document: Any, path: tuple[str, ...]) -> Iterator[tuple[Path, Any]]:
-    """(keys, value) of all that lies under a path."""
+    """Yield (keys, value) of everything under a path."""
     if not path:
         yield (), document
         return
@@ -173,7 +171,6 @@ def _at(document: Any, path: Iterable[str | int]) -> Any:
 def with_targets(
     root: Mapping[str, Any], parts: Iterable[tuple[InjectionTarget, Mapping[str, Any]]]
 ) -> Document:
-    """The object, with these Jobs and pods in the places of its own."""
     result = copy.deepcopy(dict(root))
     for target, document in parts:
         if not target.path:
@@ -183,14 +180,14 @@ def with_targets(
 
 
 def check_supported(target: InjectionTarget) -> None:
-    """Raise `Refusal` (Unsupported) for a pod of a kind whose pods are nobody's continuation."""
+    """Raise `Refusal` (Unsupported) for a pod of a kind whose pods do not continue each other's training."""
     owner = target.owner
     if owner is None:
         return
     where, why = f"{owner.kind} {owner.name}", owner_reference.UNSUPPORTED.get(owner.group_kind, "")
     if (group := target.labels.get(LEADER_WORKER_SET_LABEL)) is not None:
         where = f"LeaderWorkerSet {group}"
-        why = "leader and workers of a group are pods of different StatefulSets, so each would train a run of its own"
+        why = "leader and workers of a group are pods of different StatefulSets, so each would train a separate run"
     if why:
         known = f"use {', '.join(each.kind for each in KINDS[:-1])} or a bare {KINDS[-1].kind}"
         raise Refusal("Unsupported", why, where=where, remedy=known)

@@ -1,1 +1,1 @@
-"""How a workload is to be saved: annotations over CheckpointPolicy over the chart's defaults."""
+"""Settings of a workload: annotations over CheckpointPolicy over the chart's defaults."""

@@ -1,7 +1,7 @@
-"""What a user may say in `deltashard.io/*` annotations: read, checked, refused with a sentence that names the key.
+"""Parsing of `deltashard.io/*` annotations. Errors name the key.
 
-Annotations stand on a Job's own metadata, on its pod template, or on both; both may say the same thing and never
-different things. An unknown key of ours is refused: a misspelled `interval` must not silently train without it.
+Annotations may be on a Job's metadata, on its pod template, or on both with equal values. Unknown `deltashard.io/` keys
+are rejected, so that a misspelled `interval` is not silently ignored.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from deltashard_operator.kube.cluster_name import (
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _POLICY = r"(?!.{254})(cluster/)?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
 _RESTORE_SOURCE = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(@[!-#%-~]{1,256})?"
-"""A pin without '$', which the kubelet would read."""
+"""The pin must not contain '$', which the kubelet expands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotations:
-    """The user's annotations, checked; empty where a key is absent."""
+    """Validated annotations of the user; empty if the key is absent."""
 
     policy: str
     container: str = ""
     run_id: str = ""
     runs: str = ""
-    """Whether the workload's pods are ranks of one run, or train a run each."""
+    """Whether the workload's pods are ranks of one run or train one run each."""
     restore_from: str = ""
-    """RUN or RUN@PIN that a run without a log begins with."""
+    """RUN or RUN@PIN from which a new run starts."""
     spec: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of a policy's spec, which are laid over the policy."""
+    """Fields of a policy's spec that override the policy."""
 
 
 def _matching(pattern: str) -> Callable[[str], str]:
@@ -97,7 +97,7 @@ KEYS: Mapping[str, tuple[str, Callable[[str], str], str]] = {
     RUNS: (
         "runs",
         _one_of(ONE_RUN, RUN_PER_POD),
-        "per-pod (each numbered pod trains a run of its own) or one (all pods are ranks of one run)",
+        "per-pod (each numbered pod trains its own run) or one (all pods are ranks of one run)",
     ),
     ARENA_SIZE: (
         "spec.arenaSize",
@@ -130,16 +130,16 @@ KEYS: Mapping[str, tuple[str, Callable[[str], str], str]] = {
         "RUN or RUN@PIN: the run id of another run of the workload's namespace, in the same store",
     ),
 }
-"""Key -> the field of `Annotations`, what reads it (a `ValueError`: it is none), what it takes as refusals say it."""
+"""Key -> (field of `Annotations`, parser that raises `ValueError`, accepted values for error messages)."""
 
 
 def has_policy(*maps: Mapping[str, str] | None) -> bool:
-    """Whether any of these annotation maps holds the policy key."""
+    """Return whether one of these annotation maps has the policy key."""
     return any(POLICY in (each or {}) for each in maps)
 
 
 def read(*maps: Mapping[str, str] | None) -> Annotations:
-    """The annotations in these maps taken together; raises `Refusal` (BadAnnotation)."""
+    """Parse the annotations of all maps together. Raises `Refusal` (BadAnnotation)."""
     found: dict[str, str] = {}
     for key, value in (item for each in maps for item in (each or {}).items()):
         if not key.startswith(PREFIX) or key in {INJECTED, CHECKPOINT_TIME}:
@@ -147,8 +147,8 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
         if key not in KEYS:
             raise _bad_annotation(key, "there is no such annotation", f"known are {', '.join(KEYS)}")
         if found.setdefault(key, value) != value:
-            what = f"the workload says {found[key]!r} and its pod template says {value!r}"
-            raise _bad_annotation(key, what, "say it once")
+            what = f"it is {found[key]!r} on the workload and {value!r} on its pod template"
+            raise _bad_annotation(key, what, "set it once")
     if POLICY not in found:
         raise _bad_annotation(POLICY, "it is missing", f"it takes {KEYS[POLICY][2]}")
     annotations: dict[str, Any] = {"spec": {}}
@@ -165,7 +165,7 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
             place[last] = ""
         own = key == RESTORE_FROM and found[key].partition("@")[0] == found.get(RUN_ID)
         if not place[last] or own:
-            raise _bad_annotation(key, f"{found[key][:80]!r} is not possible", f"it takes {takes}")
+            raise _bad_annotation(key, f"{found[key][:80]!r} is not valid", f"it takes {takes}")
     return Annotations(**annotations)
 
 

@@ -1,7 +1,7 @@
-"""The chart's default policy: a YAML file of a CheckpointPolicy's `spec`, under every policy of the cluster.
+"""The chart's default policy: a YAML file with a CheckpointPolicy's `spec` that all policies extend.
 
-It also says what no namespace should have to: the sidecar's image, and where the controller listens. The authority
-that vouches for the controller is a file of its own, read anew for each admission, since it changes while we serve.
+It also contains cluster-wide settings: the sidecar's image and the controller's address. The CA of the controller is a
+separate file, read again for each admission because it can change while serving.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from deltashard_checkpoint.errors import EnvironmentFault, UserError
 
 
 class BadDefaults(UserError):
-    """The default policy's file is missing or holds no object."""
+    """The default policy's file is missing or does not contain an object."""
 
 
 class FleetAuthorityMissing(EnvironmentFault):
-    """The controller's authority cannot be read."""
+    """The CA of the controller cannot be read."""
 
 
 class Defaults:
-    """Default spec and the controller's authority, from files."""
+    """Default spec and CA of the controller, from files."""
 
     def __init__(self, path: Path | None, fleet_ca: Path | None) -> None:
         self._spec = {} if path is None else _read(path)
@@ -30,7 +30,7 @@ class Defaults:
         self._pem = ""
 
     def spec(self) -> dict[str, Any]:
-        """The default spec, with the authority's PEM in `fleet.ca`; raises `FleetAuthorityMissing`."""
+        """Return the default spec with the CA's PEM in `fleet.ca`. Raises `FleetAuthorityMissing`."""
         if self._fleet_ca is None or "fleet" not in self._spec:
             return self._spec
         try:
@@ -40,16 +40,15 @@ class Defaults:
                 raise FleetAuthorityMissing(
                     f"the controller's authority cannot be read: {error}",
                     where=str(self._fleet_ca),
-                    remedy="is the controller running? It issues it",
+                    remedy="check that the controller runs, which issues it",
                 ) from None
         return {**self._spec, "fleet": {**self._spec["fleet"], "ca": self._pem}}
 
     def has_store(self) -> bool:
-        """Whether the default can serve by itself, without a CheckpointPolicy."""
         return "store" in self._spec
 
     def unready(self) -> list[str]:
-        """Why the spec cannot be given yet; empty when it can."""
+        """Return why the spec is not available yet, or an empty list."""
         try:
             self.spec()
         except FleetAuthorityMissing as error:
@@ -64,6 +63,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise BadDefaults(f"the default policy cannot be read: {error}", where=str(path)) from None
     if not isinstance(document, dict):
         raise BadDefaults(
-            "the default policy is no object", where=str(path), remedy="give it a policy's spec"
+            "the default policy is not an object", where=str(path), remedy="give it a policy's spec"
         )
     return document

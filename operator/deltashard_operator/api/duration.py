@@ -1,4 +1,4 @@
-"""The one spelling of a time span in policies, annotations and requests: `90s`, `5m`, `1h30m`, as Kubernetes has it."""
+"""Durations in policies, annotations and requests: `90s`, `5m`, `1h30m`, as in Kubernetes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _UNITS_MS = {"h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}
 
 
 def seconds_of(text: object) -> float:
-    """Seconds of a duration; raises `ValueError`."""
+    """Return the seconds of a duration. Raises `ValueError`."""
     if not isinstance(text, str) or not re.fullmatch(PATTERN, text, re.ASCII):
-        raise ValueError(f"{str(text)[:80]!r} is no duration such as 90s, 5m or 1h30m")
+        raise ValueError(f"{str(text)[:80]!r} is not a duration such as 90s, 5m or 1h30m")
     return (
         sum(int(number) * _UNITS_MS[unit] for number, unit in re.findall("([0-9]+)(h|ms|m|s)", text)) / 1000
     )
 
 
 def parse_goal(text: str) -> str:
-    """A goal as the sidecar takes it, whose time is of one unit; raises `ValueError`."""
+    """Return a goal in the sidecar's form, with a single time unit. Raises `ValueError`."""
     goal_name, _, amount = text.partition("=")
     goal_text = text
     if goal_name == "lost-work":

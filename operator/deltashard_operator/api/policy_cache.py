@@ -1,7 +1,7 @@
-"""CheckpointPolicies of both kinds in memory, as watches tell them, and one live read of what is not there.
+"""Cache of CheckpointPolicies and ClusterCheckpointPolicies, with a live read on a miss.
 
-The cache is `synced` from its first list on and stays so through an outage of the API: an admission only comes when the
-API works. A policy that is not in the cache may have been created a moment ago: it is read once, live.
+The cache is `synced` from its first list on, also during an outage of the API, because admissions arrive only while the
+API works. A policy that is missing may have just been created, so it is read once from the API.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ GROUP, VERSION = "deltashard.io", "v1alpha1"
 NAMESPACED, CLUSTERS = "checkpointpolicies", "clustercheckpointpolicies"
 ROOT = f"/apis/{GROUP}/{VERSION}"
 BUDGET_S = TIMEOUT_S - 1.0
-"""How long an admission may take; the API server's last second is for the way here and back."""
+"""Time budget of an admission. The last second of the API server's timeout is for transport."""
 Spec = Mapping[str, Any]
 
 
 class PolicyCache:
-    """All policies' specs by (namespace, name), as `workload_policy.key_of` says. Watch its `kinds`."""
+    """Specs of all policies by (namespace, name); see `workload_policy.key_of`. Watch its `kinds`."""
 
     def __init__(self, call: Caller) -> None:
         self._call = call
         self._specs: dict[tuple[str, str], Spec] = {}
         self.synced = False
-        """Whether the policies were listed once."""
         self.kinds = policy_kinds(self._upsert, self._remove)
 
     def _upsert(self, item: Mapping[str, Any]) -> None:
@@ -44,11 +43,10 @@ class PolicyCache:
         self.synced = True
 
     def get(self, namespace: str, name: str) -> Spec | None:
-        """The spec of the policy that a workload of this namespace names so."""
         return self._specs.get(workload_policy.key_of(namespace, name))
 
     async def fetch(self, namespace: str, name: str) -> Spec | None:
-        """The policy's spec from the API itself, None when there is none; raises `Refusal` (PolicyUnavailable)."""
+        """Read the policy's spec from the API; None if it does not exist. Raises `Refusal` (PolicyUnavailable)."""
         try:
             document = await object_at(self._call, policy_path(workload_policy.key_of(namespace, name)))
         except ApiUnavailable as error:
@@ -59,7 +57,6 @@ class PolicyCache:
 def policy_kinds(
     on_object: Callable[[Any], None], on_deleted: Callable[[ObjectKey, Any], None]
 ) -> tuple[WatchedKind, ...]:
-    """Both kinds of policies, to be watched."""
     clusters = WatchedKind(
         "cluster policies", f"{ROOT}/{CLUSTERS}", on_object, on_deleted, namespaced=False, everywhere=True
     )
@@ -67,13 +64,12 @@ def policy_kinds(
 
 
 def policy_path(key: tuple[str, str]) -> str:
-    """URL path of the policy with this key."""
     namespace, name = key
     return f"{ROOT}/{f'namespaces/{namespace}/{NAMESPACED}' if namespace else CLUSTERS}/{name}"
 
 
 def unavailable(name: str, why: str) -> Refusal:
-    """The refusal of a workload whose policy cannot be read just now."""
+    """Return the refusal of a workload whose policy is temporarily unreadable."""
     return Refusal(
         "PolicyUnavailable",
         f"{workload_policy.display_name(name)} could not be read: {why}",

@@ -1,6 +1,6 @@
-"""Why an annotated workload is not admitted: a code for machines and a sentence for whoever wrote the manifest.
+"""Rejection of an annotated workload: a code for programs and a message for the author of the manifest.
 
-Codes are few and never renamed: they are metric labels and the `reason` of the status the user's client shows.
+Codes are few and stable: they are metric labels and the `reason` of the status that clients show.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CODES: tuple[Code, ...] = get_args(Code)
 
 
 class Refusal(UserError):
-    """The workload cannot be injected as it is written; `code` says of which kind the reason is."""
+    """The workload cannot be injected as written. `code` classifies the reason."""
 
     def __init__(self, code: Code, what: str, *, where: str = "", remedy: str = "") -> None:
         super().__init__(what, where=where, remedy=remedy)
@@ -39,7 +39,7 @@ class Refusal(UserError):
 
     @property
     def sentence(self) -> str:
-        """What the user reads: where, what is wrong, what to do."""
+        """Message for the user: where, what is wrong, what to do."""
         where = f"{self.where}: " if self.where else ""
         remedy = f"; {self.remedy}" if self.remedy else ""
         return f"{where}{self.what}{remedy} ({self.code})"

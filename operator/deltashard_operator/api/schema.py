@@ -1,7 +1,7 @@
-"""policy.yaml, read by ourselves: the same bounds for what no API server judged.
+"""Validation against policy.yaml, for specs that the API server has not validated.
 
-That is the chart's default policy, what an older definition let through, and what only the merge of a policy with the
-default makes wrong. Of the rules it judges all but those in CEL.
+These are the chart's default policy, objects accepted by an older definition, and the result of merging a policy with
+the default. All rules except those in CEL are checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from deltashard_operator.kube import quantity
 
 Schema = Mapping[str, Any]
 POLICY: Schema = yaml.safe_load(Path(__file__).with_name("policy.yaml").read_text(encoding="utf-8"))["spec"]
-"""Of a policy's `spec`."""
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "object": (Mapping,),
     "array": (list, tuple),
@@ -54,7 +53,7 @@ _KEYWORDS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 def takes(schema: Schema) -> str:
-    """What a value may be, for a refusal."""
+    """Describe the accepted values, for error messages."""
     if "takes" in schema:
         return str(schema["takes"])
     if "enum" in schema:
@@ -69,7 +68,7 @@ def takes(schema: Schema) -> str:
 
 
 def violations(schema: Schema, value: Any, path: str = "spec") -> Iterator[str]:
-    """What is wrong with a value, each as a sentence; the parts of a thing before the thing."""
+    """Yield the violations of a schema as sentences, nested values first."""
     kind = schema.get("format", schema.get("type"))
     if value is None and schema.get("nullable"):
         return
@@ -92,7 +91,7 @@ def violations(schema: Schema, value: Any, path: str = "spec") -> Iterator[str]:
         if any(word in schema and not holds(value, schema[word]) for word, holds in _KEYWORDS.items()):
             yield bad
         if (key := schema.get("key")) and len({each[key] for each in value}) < len(value):
-            yield f"{path} says one {key} twice"
+            yield f"{path} has one {key} twice"
         for rule in schema.get("rules", ()):
             if "then" in rule and _fits(rule.get("if", {}), value) and not _fits(rule["then"], value):
                 yield f"{path}: {rule['message']}"
@@ -103,7 +102,6 @@ def _fits(schema: Schema, value: Any) -> bool:
 
 
 def _within(schema: Schema, value: Any, read: Callable[[Any], Any]) -> bool:
-    """Whether an amount is one, and in its bounds."""
     try:
         amount = read(value)
     except ValueError:

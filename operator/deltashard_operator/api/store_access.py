@@ -1,9 +1,9 @@
-"""How a container reaches a policy's store: the URL, the variables it needs, and the files they name. Pure.
+"""Access of a container to a policy's store: URL, variables, and the files that they refer to. Pure.
 
-The same for the sidecar and for a Job that removes a run's bytes: a Secret of the namespace (optional: its absence must
-not keep a pod from starting) or a claim (without it there is no store), a projected token, the authorities of
-`network.caBundle` (which a pod waits for: without, nothing could be trusted), and the volumes that the policy adds,
-which bring files and no more. A claim is reached by no network.
+The sidecar and the Job that removes a run's bytes use the same access: a Secret of the namespace (optional, so that its
+absence does not block the pod's start) or a claim (required), a projected token, the CAs of `network.caBundle`
+(required, since no connection could be verified without them), and the policy's additional volumes, which only provide
+files. A claim needs no network settings.
 """
 
 from __future__ import annotations
@@ -29,23 +29,20 @@ NO_PROXY = (
     "localhost,127.0.0.1,::1,169.254.169.254,fd00:ec2::254,169.254.170.2,169.254.170.23,[fd00:ec2::23],"
     "100.100.100.200,metadata.google.internal,.svc,.cluster.local"
 )
-"""What never goes through a policy's proxy: this pod, the services that give a machine its credentials, the cluster."""
+"""Hosts that bypass a policy's proxy: this pod, the machine's credential services, the cluster."""
 CA_FILE = f"{CA_PATH}/ca.crt"
 TOKEN_S = 3600
 _ENCRYPTIONS = {"SSE-S3": "AES256", "SSE-KMS": "aws:kms"}
 
 
 class _StoreKind(NamedTuple):
-    """Variables that one kind of store knows."""
+    """Variables of one kind of store."""
 
     secret: str
-    """Names the file of the store's Secret."""
     token: str = ""
-    """Names the file of the service account's token."""
     audience: str = ""
-    """The token's, unless the policy names another."""
     identity: Mapping[str, str] = {}
-    """Say whose token it is, by the fields that they have it of."""
+    """Identity variables by the policy field that sets them."""
 
 
 _KINDS = {
@@ -75,7 +72,7 @@ def _kind(policy: Policy) -> _StoreKind:
 
 
 def url_of(store: Mapping[str, Any]) -> str:
-    """The store's URL with its options; never with credentials."""
+    """Return the store's URL with options, without credentials."""
     addressing, encryption = store.get("addressing"), store.get("encryption", {})
     options = {
         "endpoint": store.get("endpoint"),
@@ -90,7 +87,7 @@ def url_of(store: Mapping[str, Any]) -> str:
 
 
 def settings(policy: Policy) -> dict[str, str]:
-    """Variables of the credentials and of the way to the network."""
+    """Return the variables for credentials and network access."""
     store, network, kind = policy.store, policy.network, _kind(policy)
     found: dict[str, str] = {}
     if secret := store.get("secretRef"):
@@ -109,11 +106,11 @@ def settings(policy: Policy) -> dict[str, str]:
 def files(
     policy: Policy, tokens: Sequence[tuple[str, str]] = (), *, claim_volume: str = STORE_VOLUME
 ) -> tuple[list[Document], list[Document]]:
-    """(volumes of the pod, the container's mounts of them).
+    """Return (volumes of the pod, the container's mounts of them).
 
     Args:
-        policy: whose store it is.
-        tokens: others than the store's, (audience, file name), each.
+        policy: policy with the store.
+        tokens: additional tokens as (audience, file name).
         claim_volume: name of the volume of the store's claim.
     """
     store, found = policy.store, list[tuple[Document, str]]()

@@ -1,12 +1,12 @@
-"""The policy of one workload: a CheckpointPolicy over the chart's defaults, and the user's annotations over both.
+"""Policy of one workload: a CheckpointPolicy over the chart's defaults, overridden by the user's annotations.
 
-`spec` documents are what the API serves for a CheckpointPolicy, or the chart's default policy of the same shape. What
-they make together is judged by the schema that the API server has, too, policy.yaml. A policy that names a store takes
-nothing of the default's store: one's bucket with another's credentials helps nobody.
+`spec` documents are the specs of CheckpointPolicies, or the chart's default policy in the same form. The merged result
+is validated by the API server's schema, policy.yaml. A policy with a store inherits nothing from the default's store,
+because one bucket with the other's credentials would not work.
 
-Who states an interval or steps and no goal wants just these: then the goal is `fixed`, whatever the default's is. The
-same holds for an encoding and what bits are chosen for. `fleet`, `deciding` and `reclaiming` are the cluster's: words
-of the chart's file, never of a policy.
+An explicit interval or step count without a goal implies the goal `fixed`, whatever the default's goal is. The same
+holds for an encoding and the goal of the bits. `fleet`, `deciding` and `reclaiming` are cluster settings: only the
+chart's file sets them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import METRICS_PORT, USER_ID
 
 CLUSTER = "cluster/"
-"""Before the name of a ClusterCheckpointPolicy."""
+"""Prefix of the name of a ClusterCheckpointPolicy."""
 DEFAULT = "default"
-"""Policy name that means the chart's default policy where the namespace has none of that name."""
+"""Policy name that means the chart's default policy if the namespace has no policy of that name."""
 MAX_CACHE_BYTES = 10 << 30
-"""Most that a cache has where no `cacheSize` is stated: it is requested from the node's disk."""
+"""Maximum default cache size. It is requested from the node's disk."""
 BLOCK_BYTES = 8 << 20
-"""Arenas are whole blocks of the sidecar's default block size."""
+"""Arena sizes are multiples of the sidecar's default block size."""
 FIXED = "fixed"
 RETAIN, DELETE = "Retain", "Delete"
 _CLUSTER_ONLY = ("fleet", "deciding", "reclaiming")
@@ -40,10 +40,10 @@ _FIXED_GOALS = (
     ("interval", {"every", "everySteps"}, {"type": "Fixed"}),
     ("precision", {"encoding"}, "Fixed"),
 )
-"""Objects, their fields that say a thing, and the goal of who states one of these and no goal."""
+"""Objects, their explicit fields, and the goal implied by such a field without a goal."""
 _BITS_GOALS = {"Budget": "budget", "CheckNRun": "check-n-run", "Fixed": "", NO_BITS_RULE: ""}
 DIRECTIVE_FIELDS = frozenset(pb.Policy.DESCRIPTOR.fields_by_name) - {"state_encoding"}
-"""Fields of a sidecar's policy that a CheckpointPolicy says."""
+"""Fields of a sidecar's policy that a CheckpointPolicy sets."""
 _BUILTIN: Mapping[str, Any] = {
     "interval": {"every": "5m", "everySteps": 0, "goal": {"type": "Fixed"}, "atLeast": "0s", "atMost": "0s"},
     "precision": {"encoding": DEFAULT_ENCODING, "goal": "Fixed", "leastBits": 0, "tables": {}},
@@ -67,59 +67,55 @@ _BUILTIN: Mapping[str, Any] = {
     "deciding": {"enabled": True},
     "reclaiming": {"enabled": False, "labels": {}},
 }
-"""What is under the chart's default policy."""
+"""Built-in values under the chart's default policy."""
 _RESOURCES = {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"cpu": "2", "memory": "1Gi"}}
-"""The sidecar's, memory without the arena."""
+"""Default resources of the sidecar; memory without the arena."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Everything injection and removal need to know, resolved."""
+    """Resolved policy with everything that injection and removal need."""
 
     name: str
     annotations: Annotations
     url: str
-    """Store with endpoint and region, as the sidecar takes it; never with credentials."""
+    """Store URL with endpoint and region, in the sidecar's form, without credentials."""
     store: Mapping[str, Any]
     sidecar: Mapping[str, Any]
-    """With every field that has a default."""
+    """With defaults filled in."""
     network: Mapping[str, Any]
     saving: pb.Policy
-    """How its runs save: what their sidecars start with, and what a directive tells them."""
+    """How its runs save: initial settings of the sidecars, and the content of directives."""
     arena_bytes: int
     cache_bytes: int
-    """Disk for the sidecar's cache."""
     keep_last: int
     grace_s: int
-    """Grace period a pod needs to save before it goes; given to pods that have the default 30."""
+    """Grace period that a pod needs for a final save; applied to pods with the default of 30 s."""
     fleet: str
-    """host:port of the controller's report service; empty: none."""
+    """host:port of the controller's report service; empty if there is none."""
     fleet_ca: str
-    """PEM of the authority that vouches for it."""
     reclaim: str
-    """What becomes of a finished run's bytes: Retain or Delete."""
+    """Retain or Delete: what happens to a finished run's bytes."""
     reclaim_after_s: float
-    """Seconds from the end of the workload to their removal."""
     reclaim_account: str
-    """Service account of the Job that removes them; empty: the namespace's default."""
+    """Service account of the removal Job; empty: the namespace's default."""
     can_reclaim: bool
-    """Whether the cluster lets the controller make that Job."""
+    """Whether the cluster allows the controller to create the removal Job."""
     reclaim_labels: Mapping[str, str]
-    """Labels of that Job, such as a queue's."""
+    """Labels of the removal Job, such as a queue name."""
 
 
 def key_of(namespace: str, name: str) -> tuple[str, str]:
-    """(namespace, name) of the policy that a workload of a namespace names; the cluster's has no namespace."""
+    """Return (namespace, name) of a policy reference; the namespace of a cluster policy is empty."""
     return ("", name.removeprefix(CLUSTER)) if name.startswith(CLUSTER) else (namespace, name)
 
 
 def display_name(name: str) -> str:
-    """The policy that a workload names, as refusals call it."""
     return f"{'Cluster' * name.startswith(CLUSTER)}CheckpointPolicy {name.removeprefix(CLUSTER)}"
 
 
 def not_found(name: str, *, default: bool) -> Refusal:
-    """The refusal of a workload whose policy does not exist; `default`: the chart has a default policy."""
+    """Return the refusal of a workload whose policy does not exist. `default`: the chart has a default policy."""
     kind, bare = display_name(name).split()
     where = "" if name.startswith(CLUSTER) else " in the workload's namespace"
     remedy = "create it, or correct the name" + (f", or use {DEFAULT!r}" if default else "")
@@ -128,12 +124,12 @@ def not_found(name: str, *, default: bool) -> Refusal:
 
 
 def merged(spec: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`spec` over `defaults`; the cluster's words are the defaults' alone."""
+    """Return `spec` over `defaults`. Cluster settings come from the defaults only."""
     return _overlay({key: value for key, value in spec.items() if key not in _CLUSTER_ONLY}, defaults)
 
 
 def _overlay(spec: Mapping[str, Any], under: Mapping[str, Any]) -> dict[str, Any]:
-    """Field by field where a field is an object, but for `store`."""
+    """Overlay objects field by field, except `store`."""
     result = {**under, **spec}
     for key, value in spec.items():
         if isinstance(value, Mapping) and isinstance(under.get(key), Mapping) and key != "store":
@@ -146,15 +142,20 @@ def _overlay(spec: Mapping[str, Any], under: Mapping[str, Any]) -> dict[str, Any
 
 
 def read(name: str, spec: Mapping[str, Any], annotations: Annotations | None = None) -> Policy:
-    """The policy `name` with this (merged) spec, the annotations over it; raises `Refusal` (BadPolicy)."""
+    """Return the policy `name` with this merged spec, overridden by the annotations. Raises `Refusal` (BadPolicy)."""
     annotations, checked = annotations or Annotations(policy=name), spec
-    if "every" in annotations.spec.get("interval", {}):  # in the place of the policy's
+    if "every" in annotations.spec.get("interval", {}):  # overrides the policy's
         checked = merged({"interval": {"every": _BUILTIN["interval"]["every"]}}, spec)
     try:
         if violation := next(schema.violations(schema.POLICY, checked), None):
             raise _bad_policy(name, violation)
         found = _policy(name, _overlay(merged(annotations.spec, spec), _BUILTIN), annotations)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # older than the schema, or past it
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:  # accepted by an older schema, or not validated
         raise _bad_policy(name, f"it cannot be read: {type(error).__name__}: {error}") from None
     least_s, most_s = found.saving.least_s, found.saving.most_s
     if most_s and least_s > most_s:
@@ -216,7 +217,7 @@ def _saving(spec: Mapping[str, Any]) -> pb.Policy:
 
 
 def _goal(goal: Mapping[str, Any] | str) -> str:
-    """A goal as the sidecar takes it; an annotation says it so."""
+    """Return a goal in the sidecar's form. Annotations already have that form."""
     if isinstance(goal, str):
         return goal
     match goal["type"]:
@@ -232,5 +233,5 @@ def _goal(goal: Mapping[str, Any] | str) -> str:
 
 
 def whole_blocks(n: int) -> int:
-    """An arena's size in bytes, rounded up to whole blocks."""
+    """Round an arena size in bytes up to whole blocks."""
     return -(-n // BLOCK_BYTES) * BLOCK_BYTES

@@ -1,1 +1,1 @@
-"""The controller: watches and reports in, CheckpointRuns, Events and directives out."""
+"""Controller: processes watch events and sidecar reports, writes CheckpointRuns and events, and sends directives."""

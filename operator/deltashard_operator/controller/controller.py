@@ -1,11 +1,11 @@
-"""The controller: what the watches and the sidecars say goes in, CheckpointRuns, Events and answers come out.
+"""The controller: watch events and sidecar reports in; CheckpointRuns, events and replies out.
 
-Everything is on one asyncio loop and nothing waits: handlers (`watch`) and reports put facts into the run they are of
-and mark it (`run_store`); `pump` judges the marked runs a few times a second and offers what is to be written (`writer`,
-`write_queue`). What was counted survives in the CheckpointRuns, which are read before anything else. A sidecar is told
-that an incident is taken when the status that counts it is written and its Event is recorded, so that a controller that
-dies in between hears it again. Before all that there is was seen, no run of an earlier controller's is judged and none
-is directed: a policy that was not seen yet is not one that is not there.
+Everything runs on one asyncio loop without blocking: watch handlers (`watch`) and reports update the run and mark it
+(`run_store`); `pump` reconciles the marked runs several times a second and queues the resulting writes (`writer`,
+`write_queue`). Counters survive in the CheckpointRuns, which are loaded first. An incident is acknowledged to its
+sidecar once the status that counts it and its event are written, so that the incident is repeated if the controller
+crashes in between. Runs of an earlier controller are neither reconciled nor given directives before the initial lists
+are complete, because an unseen policy is not an absent one.
 """
 
 from __future__ import annotations
@@ -45,18 +45,17 @@ from deltashard_operator.run.reclaim import REMOVED
 from deltashard_operator.run.watched_run import REPORTER_TIMEOUT_S, WatchedRun
 
 RESYNC_S = 10.0
-"""Time alone changes a run (stale, stuck, settled): every run is judged so often."""
+"""Interval at which all runs are reconciled, because time alone changes them (stale, stuck)."""
 POLL_S = 1.0
-"""Policies, removals and requests are looked at so often, all of them."""
+"""Interval at which all policies, removals and requests are reconciled."""
 TIME_SLICE_S = 0.05
-"""Judging keeps the loop from others no longer than this at once."""
+"""Maximum time of uninterrupted reconciliation, so that other tasks of the loop can run."""
 YIELD_S = 0.01
-"""What the others get before it goes on."""
 _log = structlog.get_logger("deltashard.controller")
 
 
 class Controller:
-    """All runs. Implements `report.Ledger`."""
+    """Controller of all runs. `report` is the `ReportHandler`."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -71,7 +70,7 @@ class Controller:
         annotate_pods: bool = False,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Keep the runs of these namespaces (none named: of all); `annotate_pods`: see `pod_annotation`."""
+        """Control the runs of `namespaces` (empty: all). `annotate_pods`: see `pod_annotation`."""
         self._namespaces = namespaces
         self.metrics = metrics
         self._keep_finished_s = keep_finished_s
@@ -98,9 +97,9 @@ class Controller:
         self._reconcilers += [partial(pod_annotation.reconcile, run_store)] if annotate_pods else []
         self._polled_s = self._resynced_s = 0.0
         self._resync: dict[RunKey, None] = {}
-        """Runs to be judged for time's sake; those of which there is news go first."""
+        """Runs to reconcile periodically. Marked runs go first."""
         self.sidecars = 0
-        """How many are heard, as counted last."""
+        """Number of live sidecars at the last resync."""
         self._initial_nudge_done = False
         metrics.register_runs(self.runs)
         metrics.queue.set_function(lambda: len(queue))
@@ -116,7 +115,6 @@ class Controller:
         self._run_store.nudger = nudger
 
     async def load(self) -> None:
-        """Read the CheckpointRuns, what was known before; raises `ApiUnavailable`."""
         for found in await status.list_runs(self._run_store.call, self._namespaces):
             run = self._read(found)
             if run is None:
@@ -127,12 +125,12 @@ class Controller:
         _log.info("controller.loaded", runs=len(self._run_store.by_key))
 
     def _read(self, found: Mapping[str, Any]) -> WatchedRun | None:
-        """The run of a CheckpointRun. Of a finished one that cannot be read it is what its removal needs."""
+        """Parse the run of a CheckpointRun. For an unreadable finished run, parse only what its removal needs."""
         found_status = found.get("status") or {}
         for each in (found_status, {**found_status, "phase": Phase.FINISHED.value, "ledger": ""}):
             try:
                 return run_record.run_of({**found, "status": each})
-            except Exception:  # noqa: BLE001 - of a newer version, say: the others go on
+            except Exception:  # noqa: BLE001 - e.g. of a newer version; the other runs continue
                 self.metrics.reconcile_errors.inc()
                 _log.exception("run.unreadable", name=found["metadata"]["name"])
             if not found_status.get("finishedAt"):
@@ -140,7 +138,7 @@ class Controller:
         return None
 
     def report(self, report: Report) -> Reply:
-        """Take a report and answer it, see `report.Ledger`."""
+        """Process a report and return the reply; see `report.ReportHandler`."""
         entry = self._find_entry(report.who)
         uid, now_s = report.who.pod_uid, self._wall()
         report_interval_s = schedule.min_interval_s(self.sidecars)
@@ -162,11 +160,11 @@ class Controller:
         )
 
     def _find_entry(self, who: Who) -> RunEntry:
-        """The run of a sidecar; raises `Unknown`, or `Refused` for another workload's pod or a run id that is held."""
+        """Return the run of a sidecar. Raises `UnknownPod`; `ReportRefused` for another workload's pod or run id."""
         where = f"{who.namespace}/{who.pod}"
         entry = self._run_store.by_key.get(self._run_store.pods.get(who.pod_uid, NO_RUN))
         if entry is None or who.pod_uid not in entry.run.pods:
-            raise UnknownPod("this pod is not known (yet)", where=where)
+            raise UnknownPod("this pod is unknown, or not yet known", where=where)
         if entry.run.key != who.run_key:
             message = f"this pod is of workload {entry.run.workload.uid}, not {who.workload_uid}"
             raise ReportRefused(message, where=where)
@@ -174,15 +172,15 @@ class Controller:
         if holder is not entry:
             run = holder.run
             sentence = (
-                f"run id {run.run_id} is held by {run.workload.display_name} (CheckpointRun {run.name}, {run.phase.value}): "
-                "wait for its end, delete it, or choose another run id"
+                f"run id {run.run_id} is held by {run.workload.display_name} (CheckpointRun {run.name}, "
+                f"{run.phase.value}): wait until it ends, delete it, or choose another run id"
             )
             self._run_store.set(entry, replace(entry.run, run_id_conflict=sentence))
             raise ReportRefused(sentence, where=where)
         return entry
 
     def _due_directive(self, entry: RunEntry, pod_uid: str) -> Directive | None:
-        """What a sidecar is to be told; None: what it does is what its run shall do, or that is not known yet."""
+        """Return the directive that a sidecar needs, or None if its policy is current or the wanted one unknown."""
         run = entry.run
         policy = self._run_store.policy_of(run) if not run.finished else None
         if not isinstance(policy, Policy):
@@ -197,10 +195,7 @@ class Controller:
             await asyncio.sleep(TICK_S if done else YIELD_S)
 
     def tick(self) -> bool:
-        """Judge what is marked (and everything now and then), and begin the writes whose turn it is.
-
-        Returns whether it got through: a slice is of time as it passes, and on a busy machine little is done in one.
-        """
+        """Reconcile the marked runs, periodically all, and start due writes. Returns whether all are done."""
         now_s = self._wall()
         if self.synced:
             if not self._initial_nudge_done:
@@ -228,14 +223,14 @@ class Controller:
             self._resync.pop(key, None)
             entry = self._run_store.by_key.get(key)
             if entry is None or (entry.run.loaded_status_s and not self.synced):
-                continue  # all are marked every few seconds
+                continue  # all runs are marked again every few seconds
             if self._expired(entry.run, now_s):
                 self._writer.remove(entry)
                 continue
             try:
                 self._reconcile(entry, now_s)
                 self._writer.reconcile(entry, now_s)
-            except Exception:  # noqa: BLE001 - one odd run must not stop the others
+            except Exception:  # noqa: BLE001 - one invalid run must not stop the others
                 self.metrics.reconcile_errors.inc()
                 _log.exception("run.reconcile_failed", namespace=key[0], run=entry.run.name)
         return True
@@ -245,7 +240,7 @@ class Controller:
             return False
         ended_at_s = run.finished_at_s
         if run.reclaim is not None:
-            # That the bytes went is to be read, too. What stays is tried again every day, and not for ever.
+            # Keep the record of a removal, too. A removal that keeps the bytes is retried daily, but not forever.
             reclaimed_at_s = run.reclaim.since_s if run.reclaim.state is REMOVED else run.reclaim.due_s
             ended_at_s = max(ended_at_s, reclaimed_at_s)
         return now_s - ended_at_s > self._keep_finished_s
@@ -258,17 +253,16 @@ class Controller:
         reporters = self._run_store.reporters(entry)
         began_s = now_s - entry.run.watched_since_s
         if not reporters and entry.run.loaded_status_s and RESYNC_S <= began_s < REPORTER_TIMEOUT_S:
-            self._run_store.nudge(entry)  # the pod of index 0 did not have rank 0, or was not reached
+            self._run_store.nudge(entry)  # the pod with index 0 does not have rank 0, or was not reachable
         for uid in reporters:
             wanted = self._due_directive(entry, uid)
             if wanted is not None and wanted.id != entry.nudged:
                 entry.nudged = wanted.id
-                # All of them: ranks of one run should not encode differently for minutes.
+                # Nudge all sidecars, so that the ranks of a run do not use different encodings for minutes.
                 self._run_store.nudge(entry, every=True)
                 _log.info("run.directive_changed", namespace=entry.run.workload.namespace, run=entry.run.name)
 
     async def drain(self, timeout_s: float) -> None:
-        """Write what is not written yet, for at most so long."""
         self.queue.flush()
         self._run_store.mark_all()
         try:

@@ -1,8 +1,8 @@
-"""Prometheus metrics of the controller: its own work, and one set of gauges for each run that is not finished.
+"""Prometheus metrics of the controller: its own work, and one set of gauges per unfinished run.
 
-What is said of runs is read from them at the scrape, so a finished run's series end with it and nothing is kept twice.
-They carry the workload's name and no UID: one that is created again under its name goes on with the series. Of two
-workloads of one name (a Job and a pod, say) that train at one time, the second is called like its CheckpointRun.
+Run metrics are read from the runs at the scrape, so the series end with the run. They are labeled with the workload's
+name without a UID: a workload recreated under the same name continues the series. If two workloads with the same name
+(e.g. a Job and a pod) train at the same time, the second has the name of its CheckpointRun.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ EVENT_OUTCOMES = ("recorded", "duplicate", "rate_limited", "refused", "dropped")
 
 
 class ControllerMetrics:
-    """Every metric of the controller; labels of its own work are closed sets."""
+    """Metrics of the controller. The label values of its work are closed sets."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = r = CollectorRegistry() if registry is None else registry
         build = Gauge(
-            "deltashard_build_info", "Always 1; what runs here", ("version", "component"), registry=r
+            "deltashard_build_info", "Always 1; the running version", ("version", "component"), registry=r
         )
         build.labels(VERSION, "controller").set(1)
 
         def counter(name: str, text: str, **labels: Sequence[str]) -> Counter:
-            """`labels` with their values."""
+            """`labels`: label names with all their values."""
             made = Counter(f"deltashard_controller_{name}", text, tuple(labels), registry=r)
             for values in itertools.product(*labels.values()) if labels else ():
                 made.labels(*values)
@@ -45,30 +45,29 @@ class ControllerMetrics:
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"deltashard_controller_{name}", text, registry=r)
 
-        self.calls = counter("api_calls", "Answers of the API", verb=call.VERBS, outcome=call.OUTCOMES)
-        self.leading = gauge("leading", "1 when it may write, 0 when another controller leads")
-        self.writes = counter("writes", "What was written, by outcome", outcome=write_queue.OUTCOMES)
-        self.queue = gauge("queue", "Writes that are due or under way")
+        self.calls = counter("api_calls", "Responses of the API", verb=call.VERBS, outcome=call.OUTCOMES)
+        self.leading = gauge("leading", "1 while this controller leads and may write")
+        self.writes = counter("writes", "Writes, by outcome", outcome=write_queue.OUTCOMES)
+        self.queue = gauge("queue", "Writes that are due or in flight")
         self.events = counter("events", "Kubernetes Events, by outcome", outcome=EVENT_OUTCOMES)
         self.watched = Counter(
             "deltashard_controller_watch_events",
-            "Events of watches (handled, handler_failed) and watches that failed and begin anew (failed)",
+            "Events of watches (handled, handler_failed) and watches that failed and were restarted (failed)",
             ("outcome", "resource"),
             registry=r,
         )
-        self.watch_age = gauge("watch_age_seconds", "Since the least fresh watch brought anything")
-        self.loop_lag = gauge("loop_lag_seconds", "How late the loop was, at worst of a minute")
+        self.watch_age = gauge("watch_age_seconds", "Time since the stalest watch received anything")
+        self.loop_lag = gauge("loop_lag_seconds", "Maximum lag of the event loop in the last minute")
         self.reclaims = counter(
             "reclaims",
-            "Removals of finished runs' bytes that came to an end, by state",
+            "Finished removals of runs' bytes, by state",
             outcome=("removed", "kept", "failed"),
         )
         self.reconcile_errors = counter(
-            "reconcile_errors", "Runs that could not be read or judged: a fault of ours"
+            "reconcile_errors", "Internal errors while reading or reconciling a run"
         )
 
     def register_runs(self, runs: Callable[[], Iterable[WatchedRun]]) -> None:
-        """Say what there is to say of these runs at every scrape."""
         self.registry.register(_RunCollector(runs))
 
 
@@ -103,12 +102,12 @@ class _RunCollector(Collector):
 
 
 def _run_samples(run: WatchedRun) -> Iterator[tuple[str, str, Mapping[str, str], float]]:
-    """(name, help, labels, value) of all that there is to say of a run; what is not known yet is 0, and left out."""
+    """Yield (name, help, labels, value) for a run. Unknown values are 0 and omitted."""
     now, measured = run.progress, run.progress.measured
-    yield "phase", "1 for the phase it is in", {"phase": run.phase.value}, 1
+    yield "phase", "1 for the current phase", {"phase": run.phase.value}, 1
     for trouble in run.conditions:
         if trouble.type != condition.READY and trouble.status == "True":
-            yield "condition", "1 for each trouble it has", {"condition": trouble.type}, 1
+            yield "condition", "1 for each condition with a problem", {"condition": trouble.type}, 1
     for each in now.decisions:
         decision = {
             "subject": each.subject,
@@ -122,14 +121,18 @@ def _run_samples(run: WatchedRun) -> Iterator[tuple[str, str, Mapping[str, str],
     yield "lost_steps_total", "Steps trained again after restores", {}, run.ledger.lost_steps
     yield "trained_seconds_total", "Time in phases that train", {}, run.trained_s
     yield "step", "Training step reached", {}, now.step
-    yield "interval_seconds", "Between checkpoints; 0: off", {}, now.policy.every_s
+    yield "interval_seconds", "Interval between checkpoints; 0: off", {}, now.policy.every_s
     yield "stored_bytes", "Size in the store", {}, now.stored_bytes
     for name, text, value in (
         ("last_commit_timestamp_seconds", "When the newest checkpoint was committed", now.last_commit_at_s),
         ("last_committed_step", "Training step of the newest checkpoint", now.last_step),
         ("save_cost_seconds", "Training time that a save costs", measured.cost_s if measured else 0),
         ("step_seconds", "Training time of a step", measured.step_s if measured else 0),
-        ("training_since_timestamp_seconds", "Since when steps are made, Unix time", run.training_since_s),
+        (
+            "training_since_timestamp_seconds",
+            "Start of the current training period, Unix time",
+            run.training_since_s,
+        ),
     ):
         if value:
             yield name, text, {}, value

@@ -1,6 +1,6 @@
-"""Tells schedulers how old a pod's newest checkpoint is, by an annotation of the pod; the chart has it off.
+"""Pod annotation with the time of the newest checkpoint, for schedulers. Disabled in the chart by default.
 
-A scheduler that has to evict may choose the pod that loses least. What is written comes back by the watch.
+A scheduler that must evict a pod can choose the one that loses the least work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from deltashard_operator.run.observed_object import PodView, timestamp
 
 
 def reconcile(run_store: RunStore, _now_s: float) -> None:
-    """Offer what is to be written of all pods."""
+    """Queue the annotations of all pods that changed."""
     for entry in run_store:
         committed_s = entry.run.progress.last_commit_at_s
         for pod in entry.run.pods.values():
@@ -32,6 +32,6 @@ async def _write(run_store: RunStore, pod: PodView, text: str) -> None:
     path = f"/api/v1/namespaces/{pod.workload.namespace}/pods/{pod.name}"
     body = {"metadata": {"uid": pod.uid, "annotations": {CHECKPOINT_TIME: text}}}
     answer = await run_store.call("PATCH", path, body, content=MERGE, tries=1)
-    if answer.status not in {404, 409} and not answer.ok:  # it is gone, or another one has its name
+    if answer.status not in {404, 409} and not answer.ok:  # the pod is deleted, or another pod has its name
         raise ApiUnavailable(answer.sentence, where=path)
     run_store.queue.forget(("pod", pod.uid))

@@ -1,4 +1,4 @@
-"""Statuses of policies of both kinds in the API: how many runs use them, and whether they can."""
+"""Writes the status of policies of both kinds: number of runs, and whether they can use the policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deltashard_operator.run.watched_run import WatchedRun
 
 
 def reconcile(run_store: RunStore, now_s: float) -> None:
-    """Offer what is to be written; it comes back by the watch, and is compared with the next time."""
+    """Queue changed statuses. The watch returns what was written, which is compared again."""
     using: dict[PolicyKey, list[WatchedRun]] = {}
     for entry in run_store:
         if not entry.run.finished:
@@ -22,7 +22,7 @@ def reconcile(run_store: RunStore, now_s: float) -> None:
     for key, document in run_store.policies.items():
         before, runs = document.get("status") or {}, using.get(key, [])
         if not before and not runs:
-            continue  # nobody has used it yet
+            continue  # not used yet
         policies = (run_store.policy_of(run) for run in runs)
         url = next((each.url for each in policies if isinstance(each, Policy)), "")
         generation = document["metadata"].get("generation", 0)

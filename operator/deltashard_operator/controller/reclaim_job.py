@@ -1,8 +1,8 @@
-"""The Job that removes a finished run's bytes. Pure.
+"""Job that removes the bytes of a finished run. Pure.
 
-It runs `deltashard reclaim` in the run's namespace, with the credentials of the run's policy. It is fit for PSA
-*restricted* and has no token of the API. It belongs to nobody: a removal that is begun is to end, also when the
-CheckpointRun is deleted meanwhile.
+It runs `deltashard reclaim` in the run's namespace with the credentials of the run's policy, complies with PSA
+*restricted* and has no API token. It has no owner, so that a started removal finishes even if the CheckpointRun is
+deleted.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from deltashard_operator.run.watched_run import WatchedRun
 
 CONTAINER = "reclaim"
 RESULT_PATH = "/dev/termination-log"
-"""Where the kubelet finds the container's last word, and the pod's status has it."""
+"""File from which the kubelet copies the termination message into the pod's status."""
 Document = dict[str, Any]
 
 
 def job_name(run: WatchedRun) -> str:
-    """Name of the Job for this end of the run, the same for every try: a JobSet may end more than once."""
+    """Return the name of the Job for this end of the run, equal for all tries. A JobSet can end more than once."""
     end = f"{run.workload.uid} {timestamp(run.finished_at_s)}"
     return f"deltashard-reclaim-{hashlib.sha256(end.encode()).hexdigest()[:12]}"
 
@@ -45,7 +45,7 @@ def manifest(run: WatchedRun, policy: Policy) -> Document:
         "command": ["deltashard", "reclaim", policy.url],
         "args": [*run_of, "--result-file", RESULT_PATH, "--json"],
         "env": [*environment, *sidecar["env"]],
-        "resources": {  # a quota of the namespace may want all four
+        "resources": {  # a quota of the namespace may require all four
             "requests": {"cpu": "100m", "memory": "256Mi"},
             "limits": {"cpu": sidecar["resources"]["limits"]["cpu"], "memory": "1Gi"},
         },
@@ -78,7 +78,7 @@ def manifest(run: WatchedRun, policy: Policy) -> Document:
         "spec": {
             "backoffLimit": 6,
             "activeDeadlineSeconds": 6 * 3600,
-            "ttlSecondsAfterFinished": 24 * 3600,  # for its log's readers; another one is never made before
+            "ttlSecondsAfterFinished": 24 * 3600,  # keeps the log; no new Job is created before
             "template": {
                 "metadata": {**restricted.NO_MESH, "labels": labels | restricted.NO_MESH["labels"]},
                 "spec": pod,
@@ -88,7 +88,7 @@ def manifest(run: WatchedRun, policy: Policy) -> Document:
 
 
 def outcome(job: Mapping[str, Any]) -> str | None:
-    """Why a Job failed; empty: it did not; None: it is at work."""
+    """Return why a Job failed, an empty string if it completed, or None if it is running."""
     conditions = {
         each["type"]: each for each in job.get("status", {}).get("conditions", ()) if each["status"] == "True"
     }
@@ -98,7 +98,7 @@ def outcome(job: Mapping[str, Any]) -> str | None:
 
 
 def termination_message(pods: list[Document]) -> str:
-    """What the newest of a Job's pods said at its end; empty where none did."""
+    """Return the termination message of the newest of a Job's pods, or an empty string."""
     ended = [
         each.get("state", {}).get("terminated", {})
         for pod in pods
@@ -111,14 +111,14 @@ def termination_message(pods: list[Document]) -> str:
 
 
 def read(message: str) -> tuple[ReclaimState, str]:
-    """What came of a Job that succeeded, by its last word: see `deltashard reclaim --result-file`."""
+    """Parse the termination message of a successful Job: see `deltashard reclaim --result-file`."""
     try:
         found = json.loads(message)
         gone = f"{found['runs']:d} runs, {found['objects']:d} objects, {found['bytes']:d} bytes"
         stay = f"{found['retained']:d} runs"
         why = "; ".join(f"{each['run']}: {each['why']}" for each in found["kept"])
     except (ValueError, TypeError, KeyError):
-        return ReclaimState.FAILED, "the Job ended well, and what it did could not be read"
+        return ReclaimState.FAILED, "the Job completed, but its result cannot be parsed; see the Job's log"
     if found["retained"]:
-        return ReclaimState.KEPT, f"the bytes of {stay} stay: {why}; removed: {gone}"
+        return ReclaimState.KEPT, f"the bytes of {stay} are kept: {why}; removed: {gone}"
     return ReclaimState.REMOVED, f"the bytes are removed: {gone}"

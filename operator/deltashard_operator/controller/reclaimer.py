@@ -1,12 +1,12 @@
-"""Removes finished runs' bytes where their policy says so: makes the Job that does it, and reads what came of it.
+"""Removes the bytes of finished runs if their policy requests it: creates a Job and processes its result.
 
-The controller has no credentials of any store: it makes a Job in the run's namespace (`reclaim_job`), if the chart
-gives it the right to. The Job is what is known of a removal: it has the same name for every try, tries again by itself,
-and goes a day after its end, whereupon another one is made where the bytes did not go. So a controller that begins
-finds the Job of the one before, and none is made twice.
+The controller has no store credentials, so it creates a Job in the run's namespace (`reclaim_job`) if the chart grants
+the right. The Job is the only record of a removal: its name is the same for every try, it retries by itself, and it is
+deleted a day after its end; then another Job is created if the bytes are still there. A new controller therefore finds
+the Job of its predecessor, and no Job is created twice.
 
-What was true at a look need not be when a Job is made: everything is judged once more just before that (`run.reclaim`),
-and the workload itself asked for, since a Job that merely is not watched is not gone.
+Conditions can change before the Job is created, so they are all evaluated again just before that (`run.reclaim`), and
+the workload is read from the API, since a Job that is not watched may still exist.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from deltashard_operator.run.reclaim import FAILED, KEPT, REMOVED, REMOVING, WAI
 from deltashard_operator.run.watched_run import RunEvent
 
 MAX_JOBS = 4
-"""Jobs of a namespace at work at once."""
+"""Maximum number of active removal Jobs per namespace."""
 _REASONS = {REMOVED: "Reclaimed", KEPT: "ReclaimKept", FAILED: "ReclaimFailed"}
 
 
 class Reclaimer:
-    """Of all runs of a controller."""
+    """Removals of all runs of a controller."""
 
     def __init__(self, run_store: RunStore) -> None:
         self._run_store = run_store
@@ -39,7 +39,7 @@ class Reclaimer:
         self._creating: set[RunKey] = set()
 
     def reconcile(self, now_s: float) -> None:
-        """Judge the finished runs, and follow those whose Job is to be made or looked at."""
+        """Evaluate the finished runs, and queue those whose Job must be created or checked."""
         newest = self._run_store.newest_by_id()
         active_jobs = self._active_jobs()
         for entry in self._run_store:
@@ -52,7 +52,7 @@ class Reclaimer:
             if found is None or not found.ready or state is WAITING:
                 self._set(entry, found)
             if found is None or b'"finishedAt":' not in entry.written:
-                continue  # the next controller is to know the same end of it
+                continue  # a new controller must find the same end time
             if state is REMOVING:
                 self._offer(entry, Priority.COMMIT)
             elif found.ready and state is not WAITING:
@@ -62,7 +62,7 @@ class Reclaimer:
                 self._offer(entry, Priority.CONDITION)
 
     def _active_jobs(self, but: RunEntry | None = None) -> Counter[str]:
-        """Jobs that remove, or are being made, by namespace."""
+        """Count running and pending removal Jobs by namespace."""
         return Counter(
             each.run.workload.namespace
             for each in self._run_store
@@ -74,7 +74,7 @@ class Reclaimer:
         self._run_store.queue.offer(("reclaim", *entry.run.key), priority, partial(self._advance, entry))
 
     async def _advance(self, entry: RunEntry) -> None:
-        """Make the run's Job, or see what came of it."""
+        """Create the run's Job, or process its result."""
         namespace, name = entry.run.workload.namespace, reclaim_job.job_name(entry.run)
         jobs = f"/apis/batch/v1/namespaces/{namespace}/jobs"
         job = await object_at(self._call, f"{jobs}/{name}")
@@ -95,7 +95,7 @@ class Reclaimer:
     async def _create_job(self, entry: RunEntry, jobs: str, name: str) -> None:
         mine = entry.run.workload
         alive = bool(mine.native) and observed_object.is_alive(mine, await object_at(self._call, mine.path))
-        # IMPORTANT: nothing is waited for between this look and the request.
+        # IMPORTANT: no await between this check and the request.
         run = entry.run
         policy = self._run_store.policy_of(run)
         candidate, continued = replace(run, reclaim=None), self._run_store.is_continued(entry)
@@ -104,10 +104,10 @@ class Reclaimer:
             self._set(entry, latest)
             return
         if alive:
-            self._set_state(entry, KEPT, f"{run.workload.display_name} is there and has not ended")
+            self._set_state(entry, KEPT, f"{run.workload.display_name} still exists and has not ended")
             return
         if self._active_jobs(but=entry)[run.workload.namespace] >= MAX_JOBS:
-            return  # what stayed is looked at again in some minutes
+            return  # retried in some minutes
         assert isinstance(policy, Policy)
         self._creating.add(run.key)
         try:
@@ -117,7 +117,7 @@ class Reclaimer:
         if made.ok or made.status == 409:
             self._set_state(entry, REMOVING, f"Job {name} removes the bytes")
         else:
-            self._set_state(entry, FAILED, f"Job {name} could not be made: {made.sentence}")
+            self._set_state(entry, FAILED, f"Job {name} cannot be created: {made.sentence}")
 
     def _set(self, entry: RunEntry, found: Reclaim | None) -> None:
         if found != entry.run.reclaim:

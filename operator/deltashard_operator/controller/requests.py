@@ -1,7 +1,7 @@
-"""CheckpointRequests: follows them, has their saves ordered, writes what came of them, removes them in the end.
+"""CheckpointRequests: orders their saves, writes their results and removes old ones.
 
-What a request is and becomes, `run.request` says. An order is open in `run.order` until the status that says how it
-ended is written, so that a sidecar reports the end again to a controller that starts in between.
+`run.request` has the lifecycle. An order stays open in `run.order` until the status with its result is written, so that
+a sidecar repeats the result to a new controller.
 """
 
 from __future__ import annotations
@@ -29,31 +29,29 @@ Document = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _TrackedRequest:
-    """A request, and what the API has of it."""
+    """Request and its state in the API."""
 
     request: CheckpointRequest
     object_version: ObjectVersion
     written: Document
     ordered: RunKey | None = None
-    """The run of which its save is ordered."""
+    """Run whose sidecars have the order."""
     save_results: dict[RunKey, SaveOver] = field(default_factory=dict)
-    """What sidecars report of its save."""
+    """Reported results of the save by run."""
 
 
 class CheckpointRequests:
-    """All requests of a controller; on its loop."""
+    """All requests of a controller. Used on its loop."""
 
     def __init__(self, run_store: RunStore, *, keep_finished_s: float) -> None:
-        """`keep_finished_s`: a request is removed so long after its end."""
+        """`keep_finished_s`: time after its end at which a request is deleted."""
         self._run_store = run_store
         self._keep_finished_s = keep_finished_s
         self._known: dict[str, _TrackedRequest] = {}
-        """By UID."""
         self.kind = WatchedKind("requests", f"{ROOT}/{PLURAL}", self.on_request, self.on_request_deleted)
-        """What is to be watched."""
 
     def on_request(self, document: Document) -> None:
-        """A request is there, or changed. Its spec never does, and its status is ours."""
+        """Handle a new request. The spec is immutable, and the status is written only here."""
         uid = document["metadata"]["uid"]
         if uid not in self._known:
             self._known[uid] = _TrackedRequest(*_read(document))
@@ -64,7 +62,7 @@ class CheckpointRequests:
         self._run_store.queue.forget((PLURAL, key.uid))
 
     def on_save_result(self, run_key: RunKey, outcome: SaveOver) -> None:
-        """A sidecar of this run reports how an order ended: a request's, or another one's."""
+        """Handle the reported result of an order, of a request or a drain."""
         known = self._known.get(outcome.id)
         if known is None:
             self._run_store.orders.close(outcome.id, run_key)
@@ -72,7 +70,7 @@ class CheckpointRequests:
             known.save_results[run_key] = outcome
 
     def reconcile(self, now_s: float) -> None:
-        """Draw conclusions; to be called when everything that there is was seen."""
+        """Reconcile all requests. Call it only after the initial lists are complete."""
         if not self._known:
             return
         named = self._run_store.newest_by_id()
@@ -121,7 +119,7 @@ class CheckpointRequests:
         )
         if after is not None and done:
             known.written, known.object_version = wanted, status.object_version(after)
-        elif after is not None:  # what is known is judged again
+        elif after is not None:  # conflict: reconcile the request from its current state
             known.request, known.object_version, known.written = _read(after)
 
 

@@ -1,8 +1,7 @@
-"""All runs and what is known of them: the books that watches, sidecars, judgements and writes keep together.
+"""All runs and their state, shared by watches, reports, reconciliation and writes.
 
-Whoever changes a run does it by `set`, which marks it, so that conclusions are drawn again. Everything is on one
-asyncio loop and nothing waits. A run id is held by the workload whose CheckpointRun was made first, as long as it is
-not Finished.
+Runs are changed with `set`, which marks them for reconciliation. Everything runs on one asyncio loop without blocking.
+A run id is held by the unfinished workload whose CheckpointRun was created first.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from deltashard_operator.run import schedule
 from deltashard_operator.run.ledger import Ledger
 from deltashard_operator.run.observed_object import NodeView, timestamp
 from deltashard_operator.run.order import OpenOrders
-from deltashard_operator.run.watched_run import RunEvent, WatchedRun
+from deltashard_operator.run.watched_run import WatchedRun, RunEvent
 
 PolicyKey = tuple[str, str]
-"""(namespace, name), as `workload_policy.key_of` says: the cluster's have no namespace."""
+"""(namespace, name); see `workload_policy.key_of`. The namespace of cluster policies is empty."""
 MAX_RUN_EVENTS = 64
-"""Waiting for a run's CheckpointRun to be made."""
+"""Maximum number of events that wait for the creation of a run's CheckpointRun."""
 MAX_CACHED_POLICIES = 10_000
 _POD_NUMBER = re.compile(r"-(?:(?:master|worker|[0-9]+)-)?[0-9]+", re.ASCII)
 _log = structlog.get_logger("deltashard.controller")
@@ -43,21 +42,20 @@ _log = structlog.get_logger("deltashard.controller")
 
 @dataclass(slots=True)
 class RunEntry:
-    """A run and what is known of its CheckpointRun."""
+    """Run and the state of its CheckpointRun."""
 
     run: WatchedRun
     created_at: str
-    """Creation time of the CheckpointRun, or of the first sight: older ones hold a run id."""
+    """Creation time of the CheckpointRun, or time when the run was first seen. The oldest run holds a run id."""
     object_version: ObjectVersion | None = None
     written: bytes = b"{}"
-    """Status as the API has it, as JSON: a dict of one is five times as large."""
+    """Status in the API as JSON; a dict takes five times the memory."""
     durable: Ledger = field(default_factory=Ledger)
-    """What the written status counts."""
     events: deque[RunEvent] = field(default_factory=lambda: deque(maxlen=MAX_RUN_EVENTS))
     nudged: int = 0
-    """Id of the directive for which its sidecars were nudged."""
+    """Id of the directive for which the sidecars were nudged."""
     full_burst_at_s: float = 0.0
-    """When it may tell as much at once as ever."""
+    """Time from which a full burst of events is allowed again."""
 
     @property
     def end_s(self) -> float:
@@ -66,30 +64,29 @@ class RunEntry:
 
 @dataclass(kw_only=True)
 class RunStore:
-    """The books, and what all parts of the controller work with."""
+    """State shared by all parts of the controller."""
 
     call: Caller
     defaults: Defaults
     metrics: ControllerMetrics
     queue: WriteQueue
-    """Where all that is to be written is offered: by the run's key, or by another one of the writer's own."""
+    """Queue of all writes, keyed by run or by a key of the writer."""
     wall: Callable[[], float]
     nudger: Callable[[str], None] = lambda _address: None
-    """Asks the sidecar at an "ip:port" to report now; it is best effort, and never waits."""
+    """Asks the sidecar at "ip:port" to report now. Best effort; never blocks."""
     orders: OpenOrders = field(default_factory=OpenOrders)
     by_key: dict[RunKey, RunEntry] = field(default_factory=dict)
     pods: dict[str, RunKey] = field(default_factory=dict)
-    """Pod UID -> its run."""
     jobs: dict[str, RunKey] = field(default_factory=dict)
     nodes: dict[str, NodeView] = field(default_factory=dict)
     policies: dict[PolicyKey, Mapping[str, Any]] = field(default_factory=dict)
-    """As the watch brought them last."""
+    """Policies as last seen by the watch."""
     marked: dict[RunKey, None] = field(default_factory=dict)
-    """In the order they were marked, so that none waits for ever."""
+    """Marked runs in the order of marking, so that none is starved."""
     _by_id: dict[tuple[str, str], dict[RunKey, RunEntry]] = field(default_factory=dict)
-    """Of each run id of a namespace, in the order of first sight."""
+    """Runs by namespace and run id, in the order in which they were seen."""
     _policy_cache: dict[Any, Policy | Refusal | None] = field(default_factory=dict)
-    """Policies with annotations over them, since one changed."""
+    """Policies resolved with annotations. Cleared when a policy changes."""
 
     def __iter__(self) -> Iterator[RunEntry]:
         return iter(self.by_key.values())
@@ -127,8 +124,8 @@ class RunStore:
             self.queue.forget(queue_key)
 
     def set(self, entry: RunEntry, run: WatchedRun) -> None:
-        """The run is this now; marked when that is a change."""
-        if run is entry.run or self.by_key.get(run.key) is not entry:  # it was let go of meanwhile
+        """Replace the run's state, and mark the run if it changed."""
+        if run is entry.run or self.by_key.get(run.key) is not entry:  # unchanged, or dropped in the meantime
             return
         if run.run_id != entry.run.run_id:  # pods were seen before their Job
             self._without_id(entry.run)
@@ -137,20 +134,20 @@ class RunStore:
         self.mark(run.key)
 
     def record_deleted(self, entry: RunEntry) -> None:
-        """Its CheckpointRun is gone: make it anew."""
+        """Handle a deleted CheckpointRun: it will be created again."""
         entry.object_version, entry.written, entry.durable = None, b"{}", Ledger()
-        if self.by_key.get(entry.run.key) is entry:  # not let go while the write that found out was under way
+        if self.by_key.get(entry.run.key) is entry:  # not dropped during the write that detected the deletion
             self.mark(entry.run.key)
 
     def reporters(self, entry: RunEntry) -> list[str]:
-        """UIDs of the pods whose sidecars are heard and speak for the run."""
+        """Return the UIDs of the pods whose live sidecars are reporters of the run."""
         now_s = self.wall()
         return [uid for uid in entry.run.last_reports if schedule.is_reporter(entry.run, uid, now_s)]
 
     def nudge(self, entry: RunEntry, *, every: bool = False, first: bool = False) -> None:
-        """Have those who speak for the run report now; all of its sidecars if asked, or if no speaker is heard.
+        """Ask the run's reporters to report now, or all sidecars if `every` or if no reporter is live.
 
-        `first`: where no speaker is heard only those of index 0, most of which have rank 0.
+        `first`: without a live reporter, ask only the pods with index 0, most of which have rank 0.
         """
         reporters = self.reporters(entry)
         for uid, pod in entry.run.pods.items():
@@ -159,22 +156,19 @@ class RunStore:
                 self.nudger(pod.report_address)
 
     def holder(self, entry: RunEntry) -> RunEntry:
-        """Who holds the run id: the oldest that is not finished."""
+        """Return the holder of the run id: the oldest unfinished run."""
         entries = self._by_id.get((entry.run.workload.namespace, entry.run.run_id), {})
         live = [each for each in entries.values() if not each.run.finished]
         return min(live, key=lambda each: each.created_at, default=entry)
 
     def newest_by_id(self) -> dict[tuple[str, str], RunEntry]:
-        """Of all runs of an id, by (namespace, id): one that is not finished, or the one that finished last."""
+        """Return one run per (namespace, run id): an unfinished one, or the one that finished last."""
         return {
             key: max(entries.values(), key=lambda each: each.end_s) for key, entries in self._by_id.items()
         }
 
     def is_continued(self, entry: RunEntry) -> bool:
-        """Whether another workload has the run, or may have that of one of its pods. Looks at all runs.
-
-        Where each pod trains a run of its own its number stands at the end of the id.
-        """
+        """Return whether another workload may continue this run or a per-pod run of it (suffix: the pod's index)."""
         namespace, run_id = entry.run.workload.namespace, entry.run.run_id
         return any(
             (each.run.run_id == run_id and each.end_s >= entry.end_s)
@@ -191,7 +185,7 @@ class RunStore:
         return workload_policy.key_of(run.workload.namespace, run.requested.policy)
 
     def set_policy(self, key: PolicyKey, document: Mapping[str, Any] | None) -> None:
-        """The policy of this key is this now, or gone; its runs are marked when that changes what it says."""
+        """Set or remove a policy. Marks its runs if the spec changed."""
         before = self.spec_of(key)
         self.policies.pop(key, None)
         if document is None:
@@ -205,14 +199,14 @@ class RunStore:
                     self.mark(each.run.key)
 
     def spec_of(self, key: PolicyKey) -> Mapping[str, Any] | None:
-        """Spec of a policy as it is now, to be laid over the chart's; None: there is no such policy."""
+        """Return the current spec of a policy, to be merged with the chart's default, or None if it does not exist."""
         if key in self.policies:
             spec: Mapping[str, Any] = self.policies[key].get("spec") or {}
             return spec
         return {} if key[0] and key[1] == workload_policy.DEFAULT and self.defaults.has_store() else None
 
     def policy_of(self, run: WatchedRun) -> Policy | Refusal | None:
-        """The run's policy as it is now, its annotations over it; why it cannot be used; or None: there is none."""
+        """Return the run's current policy with its annotations, why it is unusable, or None if it does not exist."""
         name, key = run.requested.policy, (self.policy_key(run), run.requested.overrides)
         if key not in self._policy_cache:
             spec = self.spec_of(key[0])

@@ -1,8 +1,7 @@
-"""CheckpointRuns and CheckpointRequests in the API: made, their status kept, removed.
+"""CheckpointRuns and CheckpointRequests in the API: creation, status updates, deletion.
 
-A merge patch carries the object's UID and the version that it was made from, which is the API's last answer to us:
-nothing that somebody else wrote is overwritten unseen, and an object that was deleted and made again is never taken for
-the old one.
+A merge patch carries the object's UID and the resourceVersion of the last response, so that concurrent writes are
+detected and a recreated object is not mistaken for the old one.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ ROOT = f"/apis/{GROUP}/{VERSION}"
 ALL = f"{ROOT}/{PLURAL}"
 Document = dict[str, Any]
 ObjectVersion = Mapping[str, str]
-"""Which object the API has, and in which version: the metadata of a patch of it."""
+"""Metadata of a patch: UID and resourceVersion of the object in the API."""
 
 
 class StatusRefused(EnvironmentFault):
-    """The API does not take what is written: rights or schema."""
+    """The API rejected a write because of rights or schema."""
 
 
 def object_version(document: Mapping[str, Any]) -> ObjectVersion:
@@ -38,9 +37,9 @@ def path_of(namespace: str, plural: str, name: str) -> str:
 
 
 async def list_runs(call: Caller, namespaces: Sequence[str]) -> list[Document]:
-    """Every CheckpointRun of these namespaces (none named: of all); raises `ApiUnavailable`.
+    """Return all CheckpointRuns of these namespaces (empty: all). Raises `ApiUnavailable`.
 
-    A namespace of several that may not be read (its rights went, or it did) keeps nobody from the others.
+    Unreadable namespaces (deleted, or without rights) are skipped unless all are unreadable.
     """
     paths = [f"{ROOT}/namespaces/{each}/{PLURAL}" for each in namespaces] or [ALL]
     found: list[Document] = []
@@ -57,10 +56,7 @@ async def list_runs(call: Caller, namespaces: Sequence[str]) -> list[Document]:
 
 
 async def create(call: Caller, document: Mapping[str, Any]) -> tuple[Document, bool]:
-    """Make a CheckpointRun; (it, whether it is new). One that exists is taken as it is.
-
-    Raises `ApiUnavailable`, or `StatusRefused` when the API does not take it.
-    """
+    """Create or get a CheckpointRun: (object, whether it is new). Raises `ApiUnavailable` and `StatusRefused`."""
     path = path_of(document["metadata"]["namespace"], PLURAL, document["metadata"]["name"])
     answer = await call("POST", path.rpartition("/")[0], document)
     if answer.ok:
@@ -75,10 +71,10 @@ async def create(call: Caller, document: Mapping[str, Any]) -> tuple[Document, b
 async def write(
     call: Caller, path: str, known: ObjectVersion, change: Mapping[str, Any]
 ) -> tuple[Document | None, bool]:
-    """Merge this into the status of an object; (the object as it is now, whether that was done).
+    """Merge `change` into the status of an object. Returns (current object, whether the write succeeded).
 
-    None: the object is gone. Not done: somebody else wrote it. Raises `ApiUnavailable`, or `StatusRefused` when the API
-    does not take it.
+    The object is None if it was deleted. The write fails if the object changed concurrently. Raises `ApiUnavailable`,
+    or `StatusRefused` if the API rejects it.
     """
     body = {"metadata": known, "status": change}
     answer = await call("PATCH", f"{path}/status", body, content=MERGE, tries=2)
@@ -93,7 +89,7 @@ async def write(
 
 
 async def remove(call: Caller, path: str, uid: str) -> None:
-    """Delete an object, if it is still this one; raises `ApiUnavailable`, `StatusRefused`."""
+    """Delete an object if its UID matches. Raises `ApiUnavailable` and `StatusRefused`."""
     answer = await call("DELETE", path, {"preconditions": {"uid": uid}})
     if not answer.ok and answer.status not in {404, 409}:
         raise StatusRefused(answer.sentence, where=path)

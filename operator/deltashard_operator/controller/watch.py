@@ -1,9 +1,9 @@
-"""What the API says: watched objects become facts of runs, and what is not listed any more is gone.
+"""Watch handlers: update runs from watched objects.
 
-Handlers put facts into the run they are of, which marks it; they draw no conclusions and never wait.
-A pod that is seen before its Job waits for it, since only the Job says whose it is, unless the API says that no such
-Job is to come: one that was made before the webhook has not our label, and one that ended long ago is nobody's any
-more. Then only living pods are kept. Once known, a pod stays with its run.
+Handlers update and mark the run of the object; they draw no conclusions and never block. A pod that is seen before its
+Job waits for the Job, because only the Job names the owner. It does not wait if the API shows that the watch will not
+deliver the Job: a Job older than the webhook lacks the label, and one that ended long ago is ignored. In that case only
+live pods are kept. A known pod stays with its run.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ SELECTOR = f"{MANAGED_BY}={MANAGED_BY_VALUE}"
 TICK_S = 0.25
 RESOLVE_INTERVAL_S = 5.0
 ABSENT_JOB_TTL_S = 600.0
-"""So long nobody asks again for a Job that is not to come."""
+"""Time for which the absence of a Job is cached."""
 DRAIN_SAVE_TIMEOUT_S = 60.0
-"""So long a save is ordered before a node's end."""
+"""Deadline of the save that is ordered before the end of a node."""
 NO_RUN = ("", "")
 Document = Mapping[str, Any]
 _log = structlog.get_logger("deltashard.controller")
 
 
 class WatchHandlers:
-    """Whom `ObjectWatch` tells."""
+    """Callbacks of `ObjectWatch`."""
 
     def __init__(
         self,
@@ -49,15 +49,15 @@ class WatchHandlers:
         disruption_taints: Container[str] = (),
         more: Sequence[WatchedKind] = (),
     ) -> None:
-        """`disruption_taints`: keys of taints that announce a node's end; `more` kinds that others follow."""
+        """`disruption_taints`: keys of taints that announce the end of a node. `more`: kinds with other handlers."""
         self._run_store = run_store
         self._wall = run_store.wall
         self._keep_finished_s = keep_finished_s
         self._disruption_taints = disruption_taints
         self._waiting: dict[str, dict[str, PodView]] = {}
-        """Pods that came before their Job, by the Job's UID and their own."""
+        """Pods that were seen before their Job: Job UID -> pod UID -> pod."""
         self._absent_jobs: dict[str, float] = {}
-        """UID of a Job that the watch does not bring -> until when nobody asks for it again."""
+        """UID of a Job that the watch will not deliver -> end of the cached answer."""
         self._listed = False
         self.kinds = (
             WatchedKind("jobs", "/apis/batch/v1/jobs", self.on_job, self.on_job_deleted, SELECTOR),
@@ -67,12 +67,10 @@ class WatchHandlers:
             WatchedKind("runs", ALL, lambda _run: None, self.on_run_deleted),
             *more,
         )
-        """What is to be watched."""
         self.synced = False
-        """Whether all that there is was seen: before, no run of an earlier controller's is judged and none directed."""
+        """Whether the initial lists are complete. Before, an earlier controller's runs are not reconciled."""
 
     def on_job(self, document: Document) -> None:
-        """A Job is there, or changed."""
         job = observed_object.job_of(document)
         entry = self._run_store.by_key.get(job.workload.key)
         if entry is None:
@@ -90,16 +88,15 @@ class WatchHandlers:
         if entry is None:
             return
         run, now_s = entry.run, self._wall()
-        if last is not None:  # it says how it ended
+        if last is not None:  # has the outcome
             run = watched_run.with_job(run, observed_object.job_of(last), now_s)
         self._run_store.set(entry, watched_run.without_job(run, job.uid, now_s))
 
     def _is_expired(self, job: JobView) -> bool:
-        """Whether a Job that nobody knows ended so long ago that its CheckpointRun is removed already."""
+        """Return whether an unknown Job ended so long ago that its CheckpointRun has been deleted."""
         return bool(job.outcome) and self._wall() - job.ended_at_s > self._keep_finished_s
 
     def on_pod(self, document: Document) -> None:
-        """A pod is there, or changed."""
         self._handle_pod(observed_object.pod_of(document))
 
     def _handle_pod(self, seen: PodView) -> None:
@@ -112,7 +109,7 @@ class WatchHandlers:
             self._set_pod(seen)
 
     def _with_owner(self, pod: PodView) -> PodView | None:
-        """The pod as its run's; None while its Job is not known."""
+        """Return the pod with its run's workload, or None while its Job is unknown."""
         known = self._run_store.pods.get(pod.uid)
         entry = self._run_store.by_key.get(known or self._run_store.jobs.get(pod.job_uid, NO_RUN))
         job = entry.run.jobs.get(pod.job_uid) if entry is not None else None
@@ -138,7 +135,7 @@ class WatchHandlers:
     def on_pod_deleted(self, key: ObjectKey, last: Document | None) -> None:
         for pods in self._waiting.values():
             pods.pop(key.uid, None)
-        if last is not None and key.uid in self._run_store.pods:  # it says how it went
+        if last is not None and key.uid in self._run_store.pods:  # has the cause of its end
             self.on_pod(last)
         entry = self._run_store.by_key.get(self._run_store.pods.pop(key.uid, NO_RUN))
         self._run_store.queue.forget(("pod", key.uid))
@@ -154,7 +151,7 @@ class WatchHandlers:
         return node is not None and node.ready
 
     def on_node(self, document: Document) -> None:
-        """A node is there, or changed. Before its end, and its evictions, runs that have pods there are to save."""
+        """Handle a new or changed node. Before its end, the runs with pods on it are ordered to save."""
         node = observed_object.node_of(document, self._disruption_taints)
         before = self._run_store.nodes.get(node.name)
         self._run_store.nodes[node.name] = node
@@ -173,7 +170,7 @@ class WatchHandlers:
         self._run_store.nodes.pop(node.name, None)
 
     def on_policy(self, document: Document) -> None:
-        """A policy of a namespace or of the cluster is there, or changed."""
+        """Handle a new or changed policy of a namespace or the cluster."""
         metadata = document["metadata"]
         self._run_store.set_policy((metadata.get("namespace", ""), metadata["name"]), document)
 
@@ -194,7 +191,7 @@ class WatchHandlers:
             await self.resolve_waiting()
 
     async def resolve_waiting(self) -> None:
-        """Find whose the pods are whose Job is not known, then end the runs that are over unseen."""
+        """Find the owners of pods whose Job is unknown, then finish runs that ended unobserved."""
         if not self._listed:
             return
         now_s = self._wall()
@@ -204,7 +201,7 @@ class WatchHandlers:
             try:
                 if pod is None or not await self._will_appear(pod.workload):
                     self._mark_job_absent(uid)
-            except ApiUnavailable as error:  # that stops no other Job's
+            except ApiUnavailable as error:  # continue with the other Jobs
                 _log.warning("controller.job_lookup_failed", error=str(error))
         there = {"Job": self._run_store.jobs, "Pod": self._run_store.pods}
         for entry in list(self._run_store):
@@ -217,7 +214,7 @@ class WatchHandlers:
         self.synced = True
 
     async def _will_appear(self, job: Workload) -> bool:
-        """Whether the watch will bring this Job: it is there, with our label, and not over for long."""
+        """Return whether the watch will deliver this Job: it exists, has the label, and did not end long ago."""
         document = await object_at(self._run_store.call, job.path)
         if document is None or document["metadata"]["uid"] != job.uid:
             return False
@@ -227,7 +224,7 @@ class WatchHandlers:
         )
 
     def _mark_job_absent(self, uid: str) -> None:
-        """The Job of this UID is not to come: its pods do not wait for it, now and for a while."""
+        """Cache that the watch will not deliver this Job, and process its waiting pods without it."""
         self._absent_jobs[uid] = self._wall() + ABSENT_JOB_TTL_S
         for pod in self._waiting.pop(uid, {}).values():
             if pod.alive:

@@ -1,10 +1,10 @@
-"""One queue for all that the controller writes, so that the API's cost is bounded.
+"""Queue of all writes of the controller, which bounds the load on the API.
 
-Who has something to write offers it by a key, as often as he likes: the newest offer of a key replaces the one before,
-and is begun when its turn comes, never two of a key at once. The writes that are due go by rank, then by age. All of
-them share a token bucket (`PER_S` sustained, `BURST` at once), of which each rank leaves its `RESERVE` to those before
-it: after the loss of many pods there is room for the next loss, and what follows the first is put together. Events have
-a bucket of their own, so that neither starves the other. A write that fails is tried again, after a pause that grows.
+Writers offer work by key, as often as needed: the newest offer of a key replaces the previous one, and only one write
+per key is in flight. Due writes are ordered by priority, then by age. They share a token bucket (`PER_S` sustained,
+`BURST` at once), of which each priority leaves its `RESERVE` to higher ones: after the loss of many pods there is room
+for the next loss, and later changes are merged into one write. Events have a separate bucket, so that neither starves
+the other. Failed writes are retried with exponential back-off.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ LOW_INTERVAL_S = 300.0
 ANNOTATION_INTERVAL_S = 60.0
 MAX_BACKOFF_S = 60.0
 MAX_IN_FLIGHT = 8 * CONNECTIONS
-"""Writes under way at once: so few that what is more urgent need not wait long."""
+"""Maximum number of writes in flight, small enough that urgent writes do not wait long."""
 OUTCOMES = ("written", "failed")
 Work = Callable[[], Coroutine[Any, Any, object]]
 _log = structlog.get_logger("deltashard.controller")
 
 
 class Priority(enum.IntEnum):
-    """What goes first."""
+    """Priority of a write; lower values go first."""
 
     NEW = 0
-    """An object is made, once for a workload."""
+    """Creation of an object, once for a workload."""
     PROBLEM = 1
     ORDER = 2
-    """Somebody waits for it, as for a CheckpointRequest's status."""
+    """Awaited by a user, e.g. the status of a CheckpointRequest."""
     CONDITION = 3
     EVENT = 4
     COMMIT = 5
     LOW = 6
     ANNOTATION = 7
-    """An annotation of a pod."""
+    """Annotation of a pod."""
 
 
 RESERVE = {Priority.CONDITION: 200.0, Priority.COMMIT: 300.0, Priority.LOW: 300.0, Priority.ANNOTATION: 300.0}
@@ -56,7 +56,7 @@ RESERVE = {Priority.CONDITION: 200.0, Priority.COMMIT: 300.0, Priority.LOW: 300.
 
 @dataclass(slots=True)
 class _Item:
-    """What is known of a key; without `work` nothing is offered."""
+    """State of a key. Without `work` nothing is pending."""
 
     written_s: float
     not_before_s: float = 0.0
@@ -67,7 +67,7 @@ class _Item:
 
 
 class WriteQueue:
-    """The queue; on the controller's loop. `tick` it a few times a second."""
+    """Write queue on the controller's loop. Call `tick` several times a second."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class WriteQueue:
         wall: Callable[[], float],
         count: Callable[[str], object] = lambda _outcome: None,
     ) -> None:
-        """`commit_s`: writes of commits of one run are so far apart."""
+        """`commit_s`: minimum time between writes of new commits of a run."""
         self._wall, self._count = wall, count
         self._tokens, self._event_tokens, self._refilled_s = BURST, EVENT_BURST, wall()
         self._min_interval_s = {
@@ -88,46 +88,37 @@ class WriteQueue:
         }
         self._items: dict[Hashable, _Item] = {}
         self._overdue = 0
-        """Writes that were due at the newest tick and not begun."""
+        """Due writes that were not started at the last tick."""
         self._flushing = False
         self.tasks: set[asyncio.Task[None]] = set()
-        """Under way."""
 
     def __len__(self) -> int:
-        """How many writes are due or under way."""
         return self._overdue + len(self.tasks)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is offered and nothing is under way."""
         return not self.tasks and not any(each.work for each in self._items.values())
 
     def offer(self, key: Hashable, priority: Priority, work: Work) -> None:
-        """Have this written when its turn comes; it replaces what the key waits with.
-
-        `work` makes the write of what is true when it is called. It raises when it is to be tried again.
-        """
-        # A new key that is quiet begins its pause now; one that is more has none yet.
+        """Queue `work`, which writes the state at its call, in place of the key's pending write. Errors are retried."""
+        # A low-priority write of a new key waits from now on, an urgent one is due immediately.
         item = self._items.setdefault(key, _Item(written_s=self._wall() - FAST_INTERVAL_S))
         item.priority, item.work = priority, work
 
     def withdraw(self, key: Hashable) -> None:
-        """There is nothing to write any more."""
         if key in self._items:
             self._items[key].work = None
 
     def forget(self, key: Hashable) -> None:
-        """The key will not come again."""
         self._items.pop(key, None)
 
     def flush(self) -> None:
-        """From now on everything is due, also what failed before: the process ends."""
+        """Make all writes due, including failed ones, before the process exits."""
         self._flushing = True
         for item in self._items.values():
             item.not_before_s = 0.0
 
     def tick(self) -> None:
-        """Begin the writes whose turn it is."""
         now_s = self._wall()
         if now_s < self._refilled_s:  # the clock was set back
             for item in self._items.values():
@@ -169,7 +160,7 @@ class WriteQueue:
         item.failures += 1
         try:
             await work()
-        except Exception as error:  # noqa: BLE001 - one odd object must not stop the others
+        except Exception as error:  # noqa: BLE001 - one invalid object must not stop the others
             item.not_before_s = self._wall() + min(MAX_BACKOFF_S, 2.0 ** min(item.failures, 6))
             item.work = item.work or work
             self._count("failed")

@@ -1,13 +1,14 @@
-"""What is written of runs: CheckpointRuns made, patched and removed, and Kubernetes Events of what happened.
+"""Writes of runs: creation, update and deletion of CheckpointRuns, and Kubernetes events.
 
-A write is offered to the queue whenever a run was judged, and made of what is true when its turn comes. A status that
-somebody else has written meanwhile, as a controller that leads at the same time does, is read, and the run goes on from
-what it counts: sidecars tell again what is not in it.
+After each reconciliation of a run a write is queued, which writes the state at the time of its execution. On a
+conflict, e.g. with another active controller, the status is read, and the run continues from its counters: sidecars
+repeat the incidents that are missing in it.
 
-An Event's name is made of what it tells, so that who tells the same again, perhaps another controller, finds it there
-(409). A sidecar's incident has a natural key (`RunEvent.key`); anything else is the same if its text is and it is told
-within ten minutes. What waits is bounded: an incident for which there is no room is brought again by its sidecar. What
-one run may tell is limited (`RUN_EVENT_BURST` at once, then one in `EVENT_REFILL_S`): an incident over that counts as told.
+The name of an event is a hash of its content, so that a repeated event, also of another controller, already exists
+(409). Incidents have a natural key (`RunEvent.key`); other events are equal if their text is and they occur within the
+same ten minutes. The number of pending events is bounded: an incident that does not fit is repeated by its sidecar. The
+rate per run is limited (`RUN_EVENT_BURST` at once, then one per `EVENT_REFILL_S`): an incident over the limit counts as
+recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from deltashard_operator.kube import owner_reference
 from deltashard_operator.kube.cluster_name import RESTORE_FROM, RUN_ID
 from deltashard_operator.run import condition, run_record, watched_run
 from deltashard_operator.run.observed_object import timestamp
-from deltashard_operator.run.watched_run import RunEvent, WatchedRun
+from deltashard_operator.run.watched_run import WatchedRun, RunEvent
 
 EVENT_DEDUP_S = 600.0
 RUN_EVENT_BURST = 25
@@ -41,20 +42,19 @@ _log = structlog.get_logger("deltashard.events")
 
 
 class RunWriter:
-    """Writes of all runs."""
+    """Writer for all runs."""
 
     def __init__(self, run_store: RunStore) -> None:
         self._run_store = run_store
         self._waiting: set[str] = set()
         self.recorded: dict[str, None] = {}
-        """Keys of the newest incidents that need not be told any more."""
+        """Keys of the newest recorded incidents."""
 
     def adopt(self, entry: RunEntry, document: Document) -> None:
-        """Know a CheckpointRun as the API has it."""
         entry.object_version, entry.written = object_version(document), _compact(document)
 
     def reconcile(self, entry: RunEntry, now_s: float) -> None:
-        """Offer what is to be written of a run, and tell what may be told."""
+        """Queue changed state and new events of a run."""
         key, write = entry.run.key, partial(self._write, entry)
         if entry.object_version is None:
             self._run_store.queue.offer(key, Priority.NEW, write)
@@ -68,7 +68,7 @@ class RunWriter:
             self._run_store.queue.withdraw(key)
 
     def remove(self, entry: RunEntry) -> None:
-        """Remove its CheckpointRun; the run goes with it."""
+        """Delete the CheckpointRun and drop the run."""
         self._run_store.queue.offer(entry.run.key, Priority.CONDITION, partial(self._remove, entry))
 
     async def _write(self, entry: RunEntry) -> None:
@@ -90,7 +90,7 @@ class RunWriter:
             self._resume_from(entry, after)
 
     async def _make(self, entry: RunEntry) -> bool:
-        """Make its CheckpointRun; False: its namespace is going, and the run with it."""
+        """Create the CheckpointRun. Returns False if the namespace is being deleted, and drops the run."""
         try:
             document, new = await status.create(self._run_store.call, run_record.document(entry.run))
         except StatusRefused:
@@ -107,9 +107,9 @@ class RunWriter:
         return True
 
     def _resume_from(self, entry: RunEntry, document: Document) -> None:
-        """Go on from a CheckpointRun that somebody else made or wrote."""
+        """Continue from a CheckpointRun that another process created or wrote."""
         before, found = entry.written, run_record.run_of(document)
-        self.adopt(entry, document)  # not before it could be read: what cannot is not written over
+        self.adopt(entry, document)  # only after it was parsed: an unreadable status is not overwritten
         if document.get("status") and entry.written != before:
             entry.durable = found.ledger
             run = watched_run.with_persisted_counts(
@@ -125,7 +125,7 @@ class RunWriter:
         self._run_store.drop(entry.run.key)
 
     def _record_events(self, entry: RunEntry) -> None:
-        """Offer what happened to a run, once it has its CheckpointRun."""
+        """Queue the events of a run once its CheckpointRun exists."""
         while entry.object_version is not None and entry.events:
             run_event, uid = entry.events.popleft(), entry.object_version["uid"]
             key = (
@@ -141,7 +141,7 @@ class RunWriter:
             spent_s = min(max(entry.full_burst_at_s - now_s, 0.0), RUN_EVENT_BURST * EVENT_REFILL_S)
             if (
                 round(spent_s) > (RUN_EVENT_BURST - 1) * EVENT_REFILL_S
-            ):  # the difference of two times is not exact
+            ):  # rounded, because a time difference is inexact
                 self._run_store.metrics.events.labels("rate_limited").inc()
                 self._mark_recorded(key)
                 continue
@@ -183,7 +183,7 @@ class RunWriter:
             del self.recorded[next(iter(self.recorded))]
 
     def _replaced_event(self, entry: RunEntry) -> RunEvent | None:
-        """A new UID under an old name: how the older run is continued."""
+        """Return an event for a new UID under a known name, with the way to continue the older run."""
         mine = entry.run.workload
         older = [
             each
@@ -197,15 +197,14 @@ class RunWriter:
         last = max(older, key=lambda each: each.created_at).run
         how = RUN_ID if len(last.run_id) <= 63 and "." not in last.run_id else RESTORE_FROM
         text = (
-            f"{mine.display_name} is a new run, {entry.run.run_id}. An earlier one of this name was run {last.run_id} (last "
-            f"committed step: {last.progress.last_step}). To go on from there, create it with the annotation "
+            f"{mine.display_name} is a new run, {entry.run.run_id}. An earlier one of this name was run {last.run_id} "
+            f"(last committed step: {last.progress.last_step}). To continue it, create the workload with annotation "
             f"{how}: {last.run_id}"
         )
         return RunEvent(reason="RunReplaced", message=text, warning=False)
 
 
 def _compact(document: Document) -> bytes:
-    """The status of a CheckpointRun, as it is kept."""
     return json.dumps(document.get("status") or {}, separators=(",", ":"), sort_keys=True).encode()
 
 
@@ -214,7 +213,6 @@ def _path(run: WatchedRun) -> str:
 
 
 def priority_of(before: Document, changed: Document) -> Priority:
-    """How soon a change of a status is to be written."""
     if "losses" in changed or _problems(changed) - _problems(before):
         return Priority.PROBLEM
     fields = changed.keys() - run_record.LOW_PRIORITY_FIELDS
@@ -229,19 +227,19 @@ def _problems(document: Document) -> set[str]:
 
 
 def _unsupported_kind_event(run: WatchedRun) -> RunEvent | None:
-    """A warning at admission reaches only who made the pod, and that was a controller."""
+    """Return a warning event, because an admission warning reaches only the pod's creator, which is a controller."""
     mine = run.workload
     if mine.native or mine.group_kind in owner_reference.KNOWN:
         return None
     text = (
-        f"{mine.display_name}: this kind is not supported. If it makes its pods anew they may not go on with their run, and "
-        f"several of its pods would fence one another; use {RUN_ID}, and one pod"
+        f"{mine.display_name}: this kind is not supported. Recreated pods may not continue their run, and several of "
+        f"its pods would fence one another; use {RUN_ID}, and one pod"
     )
     return RunEvent(reason="UnsupportedKind", message=text)
 
 
 def event(about: Mapping[str, str], run_event: RunEvent, digest: str, now_s: float) -> Document:
-    """The Event of an object that tells a notice; its name is the object's, and a hash of what is told."""
+    """Return the Kubernetes event for an object. Its name is the object's name and a hash of the content."""
     return {
         "apiVersion": "v1",
         "kind": "Event",

@@ -1,1 +1,1 @@
-"""The service sidecars report to: who they are, what they say, what they are told."""
+"""Report service for sidecars: authentication, report parsing, replies."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the server that sidecars report to: labels are closed sets."""
+"""Prometheus metrics of the report server. All label values are closed sets."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ SECONDS = (0.002, 0.005, 0.01, 0.025, 0.1, 0.5, 2.0, 10.0)
 
 
 class FleetMetrics:
-    """Every metric of the server and of nudges, in the given registry, else in one of its own."""
+    """Metrics of the report server and of nudges, in the given registry or a new one."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = r = CollectorRegistry() if registry is None else registry
-        self.sidecars = Gauge("deltashard_fleet_sidecars", "Sidecars that are heard", registry=r)
-        self.serving = Gauge("deltashard_fleet_serving", "1 while reports are taken here", registry=r)
+        self.sidecars = Gauge("deltashard_fleet_sidecars", "Live sidecars", registry=r)
+        self.serving = Gauge("deltashard_fleet_serving", "1 while reports are accepted here", registry=r)
         self.seconds = Histogram(
             "deltashard_fleet_report_seconds",
-            "Seconds from a report's head to its answer",
+            "Seconds from a report's header to its reply",
             buckets=SECONDS,
             registry=r,
         )
@@ -30,5 +30,5 @@ class FleetMetrics:
             return made
 
         self.reports = outcomes("reports", "Reports")
-        self.reviews = outcomes("token_reviews", "Answers about tokens", *token_review.OUTCOMES)
-        self.nudges = outcomes("nudges", "Sidecars asked to report at once", "sent", "failed")
+        self.reviews = outcomes("token_reviews", "Token reviews", *token_review.OUTCOMES)
+        self.nudges = outcomes("nudges", "Requests to sidecars to report now", "sent", "failed")

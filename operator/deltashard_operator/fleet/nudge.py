@@ -1,6 +1,6 @@
-"""Nudges: asks sidecars to report at once, by a POST without body, token or meaning beyond that.
+"""Nudges: requests to sidecars to report now, as a POST without body or token.
 
-A nudge is a hint. One that is lost costs time alone: the sidecar reports at its next beat.
+A nudge is a hint. If one is lost, the sidecar reports at its next interval.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import aiohttp
 from deltashard_operator.fleet.metric import FleetMetrics
 
 RATE = 200
-"""Nudges a second."""
 BATCH_INTERVAL_S = 0.05
 TIMEOUT_S = 2.0
 
 
 class Nudger:
-    """A queue of nudges, each address once. `run` it as a task."""
+    """Queue of nudges by address. `run` it as a task."""
 
     def __init__(self, metrics: FleetMetrics) -> None:
         self._metrics = metrics
@@ -27,13 +26,12 @@ class Nudger:
         self._pending = asyncio.Event()
 
     def nudge(self, address: str) -> None:
-        """Ask the sidecar at this address (host:port, IPv6 in brackets) to report; "" asks nobody."""
+        """Ask the sidecar at this address (host:port, IPv6 in brackets) to report. An empty address is ignored."""
         if address:
             self._queue[address] = None
             self._pending.set()
 
     async def run(self) -> None:
-        """Send what waits, for ever."""
         timeout, connector = aiohttp.ClientTimeout(TIMEOUT_S), aiohttp.TCPConnector(limit=0, force_close=True)
         async with (
             aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
@@ -53,6 +51,6 @@ class Nudger:
         try:
             async with session.post(f"http://{address}/v1/report", allow_redirects=False) as response:
                 outcome = "sent" if response.status == 202 else "failed"
-        except (aiohttp.ClientError, OSError, ValueError):  # a time-out and a name that is none, too
+        except (aiohttp.ClientError, OSError, ValueError):  # includes timeouts and invalid names
             pass
         self._metrics.nudges.labels(outcome).inc()

@@ -1,9 +1,9 @@
-"""What sidecars report, as plain values, and the seam to the controller that keeps them and answers.
+"""Sidecar reports as plain values, and the interface to the controller that processes them.
 
-`parse_report` makes a value of a message, field by field of the same names. It trusts no peer: an identity that cannot be
-one is a `InvalidReport`; texts are clipped and hold no control characters; numbers are finite, not negative and fit the
-API's int64 (what does not becomes 0, "not known" all over the contract); lists are bounded; a phase or kind of a newer
-sidecar is UNKNOWN. So whatever arrives can be logged, counted and written to a status.
+`parse_report` converts a message field by field, with equal names, and trusts no peer: an invalid identity raises
+`InvalidReport`; texts are truncated and control characters removed; numbers are finite, non-negative and fit the API's
+int64 (others become 0, which means "unknown"); lists are bounded; a phase or kind of a newer sidecar is UNKNOWN. Every
+result is safe to log, count and write to a status.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 from google.protobuf.message import Message
 
-# What is answered goes out as it is, and these have nothing that needs a value of its own.
+# Messages without a plain value of their own: replies, and fields that need no conversion.
 Directive = wire.Directive
 KeptCheckpoint = wire.KeptCheckpoint
 Rank = wire.Rank
 SaveOrder = wire.SaveOrder
 Reply = wire.ReportReply
 RunKey = tuple[str, str]
-"""(namespace, workload UID): the pods that train together, and what one directive is for."""
+"""(namespace, workload UID) of the pods that train together. A directive applies to one run key."""
 
 MAX_INT64 = (1 << 63) - 1  # integers of the Kubernetes API are signed
 MAX_NAME = 253
@@ -41,7 +41,7 @@ LIMITS = (
     | dict.fromkeys(("encoding", "differential"), 32)
     | {"goal": 64, "pins": MAX_NAME, "tables": MAX_TABLES}
 )
-"""Characters of a text, by its field, where a CheckpointRun takes others than `MAX_TEXT`: it refuses a longer one."""
+"""Maximum characters of a text field if the CheckpointRun schema has another limit than `MAX_TEXT`."""
 MAX_RANKS = 256  # ranks attached to a sidecar; a node has far fewer accelerators
 MAX_INCIDENTS = 64  # incidents in a report; the sidecar keeps as many
 MAX_CHECKPOINTS = 10
@@ -55,15 +55,15 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 class InvalidReport(UserError):
-    """A message breaks the contract in a way that leaves it no meaning."""
+    """A message violates the contract and cannot be interpreted."""
 
 
 class UnknownPod(UserError):
-    """This pod is not known, perhaps not yet: it may come again."""
+    """The pod is unknown, possibly not known yet; the sidecar may retry."""
 
 
 class ReportRefused(UserError):
-    """This pod may not report; coming again changes nothing."""
+    """The pod must not report; retries are pointless."""
 
 
 class SidecarPhase(enum.StrEnum):
@@ -78,7 +78,7 @@ class SidecarPhase(enum.StrEnum):
 
 
 class IncidentKind(enum.StrEnum):
-    """Kind of an incident that people should hear of."""
+    """Kind of an incident to report to users."""
 
     UNKNOWN = "unknown"
     RESTORED = "restored"
@@ -92,7 +92,7 @@ class IncidentKind(enum.StrEnum):
 
 
 class Outcome(enum.StrEnum):
-    """How an ordered save ended."""
+    """Result of an ordered save."""
 
     UNKNOWN = "unknown"
     COMMITTED = "committed"
@@ -102,7 +102,7 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Who:
-    """Which sidecar reports; fixed while its process runs. What else it says of itself is not asked for here."""
+    """Identity of the reporting sidecar, constant for its process. Other fields of the message are ignored."""
 
     namespace: str
     pod: str
@@ -119,7 +119,7 @@ class Who:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """Something people should hear of; ids rise within a process of the sidecar."""
+    """Incident to report to users. Ids ascend within a process of the sidecar."""
 
     id: int
     kind: IncidentKind
@@ -144,14 +144,14 @@ class PodState:
     store_ok: bool = True
     credentials_ok: bool = True
     save_blocked: str = ""
-    """Why a save that is due does not happen; empty: none is blocked."""
+    """Why a due save does not happen; empty: not blocked."""
     directive: int = 0
     """Id of the directive in force; 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """State of the run by its log, from the sidecar that speaks for it."""
+    """State of the run by its log, from the run's reporter."""
 
     newest: trainer_wire.Commit | None = None
     newest_age_s: float = 0.0
@@ -164,13 +164,13 @@ class RunReport:
     partial_recoveries: int = 0
     measured: wire.Measured | None = None
     decisions: tuple[wire.Decision, ...] = ()
-    """One of a subject at most."""
+    """At most one per subject."""
     policy: trainer_wire.Policy = field(default_factory=trainer_wire.Policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOver:
-    """How an ordered save ended."""
+    """Result of an ordered save."""
 
     id: str
     outcome: Outcome
@@ -181,29 +181,28 @@ class SaveOver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One report."""
+    """Report of a sidecar."""
 
     who: Who
     process: str
-    """Names the process of the sidecar: changes when the container restarts."""
+    """Id of the sidecar's process, which changes with a restart of the container."""
     sequence: int
     pod: PodState = PodState()
     run: RunReport | None = None
     incidents: tuple[Incident, ...] = ()
-    """Ids rising."""
     saves_over: tuple[SaveOver, ...] = ()
 
 
 ReportHandler = Callable[[Report], Reply]
-"""Who keeps what sidecars report. Of a report the pod is proven by its token, and its workload is not.
+"""Processes a report and returns the reply. The report's pod is authenticated by its token, its workload is not.
 
-It is called on the asyncio loop and must not block. It raises `Unknown`: the pod is not known, perhaps not yet; and
-`Refused`: the pod is of another workload, or its run id is held by another one.
+Called on the asyncio loop; must not block. Raises `UnknownPod` if the pod is unknown, possibly not known yet, and
+`ReportRefused` if the pod belongs to another workload, or its run id is held by another one.
 """
 
 
 def parse_report(message: wire.ReportRequest) -> Report:
-    """Value of a report that came; raises `InvalidReport`: a name or UID cannot be one, or a part is missing."""
+    """Convert a received report. Raises `InvalidReport` if a name or UID is invalid, or a part is missing."""
     if not message.HasField("who") or not message.HasField("pod") or not message.sequence:
         raise InvalidReport("who, pod or sequence is missing", where="report")
     who = message.who
@@ -221,11 +220,11 @@ def parse_report(message: wire.ReportRequest) -> Report:
 
 def _check(name: str, value: str, pattern: re.Pattern[str]) -> None:
     if len(value) > MAX_NAME or not pattern.match(value):
-        raise InvalidReport(f"{name} is no name: {_text(value, MAX_NAME)!r}", where="report")
+        raise InvalidReport(f"{name} is not a valid name: {_text(value, MAX_NAME)!r}", where="report")
 
 
 def _value(name: str, value: Any) -> Any:
-    """A field's value within its bounds; of a message that has a class here, one of it."""
+    """Return a field's value within its bounds; for a message with a class in this module, an instance of it."""
     if isinstance(value, str):
         return _text(value, LIMITS.get(name, MAX_TEXT))
     if isinstance(value, float):
@@ -239,7 +238,7 @@ def _value(name: str, value: Any) -> Any:
     kind = _KINDS.get(type(value))
     if kind is None:
         found = {each.name: _value(each.name, item) for each, item in value.ListFields()}
-        if isinstance(value, trainer_wire.Policy):  # the other word for no goal
+        if isinstance(value, trainer_wire.Policy):  # alternative spelling of no goal
             found = {field: text for field, text in found.items() if text != NO_BITS_RULE}
         return type(value)(**found)
     fields_of = value.DESCRIPTOR.fields_by_name
@@ -257,7 +256,7 @@ def _list(name: str, max_items: int) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _incidents(messages: Sequence[wire.Incident]) -> tuple[Incident, ...]:
-    # The lowest ids of too many: what is told must have been seen, and the others come again.
+    # Keep the lowest ids: acknowledged incidents must have been processed, and the others are repeated.
     by_id: dict[int, Incident] = {each.id: each for each in map(partial(_value, ""), messages)}
     return tuple(
         replace(by_id[number], count=max(by_id[number].count, 1)) for number in sorted(by_id)[:MAX_INCIDENTS]
@@ -265,13 +264,12 @@ def _incidents(messages: Sequence[wire.Incident]) -> tuple[Incident, ...]:
 
 
 def _decisions(messages: Sequence[wire.Decision]) -> tuple[wire.Decision, ...]:
-    """The first of each subject; a subject that is not known is skipped."""
     found = {each.subject: _value("", each) for each in reversed(messages[:MAX_INCIDENTS])}
     return tuple(found[subject] for subject in SUBJECTS if subject in found)
 
 
 def _enum_values(kind: type[enum.StrEnum], words: Any, prefix: str) -> dict[int, enum.StrEnum]:
-    """Number -> word; 0 for what was not said, and for one of a newer sidecar."""
+    """Return enum values by number; 0 is unset, or a value of a newer sidecar."""
     return {number: kind(name.removeprefix(prefix).lower()) for name, number in words.items() if number} | {
         0: kind("unknown")
     }

@@ -1,9 +1,9 @@
-"""The HTTPS application that sidecars report to: one short connection per report, nothing kept between two of them.
+"""HTTPS application that sidecars report to: one short, stateless connection per report.
 
-`POST /v1/report` with the pod's projected token; fleet.proto has the messages and the answers. The replica that does
-not lead answers 421 before it looks at anything, and one that leads 503 until it has seen all pods. Namespace,
-pod and UID of a report must be those of its token; what else it says is for the `ReportHandler` to judge. Everything runs on
-the caller's loop, and nothing blocks it.
+`POST /v1/report` with the pod's projected token; fleet.proto defines messages and status codes. A replica that is not
+the leader answers 421 before any other check, and a leader answers 503 until it has seen all pods. Namespace, pod and
+UID of a report must match its token; the `ReportHandler` validates the rest. Everything runs on the caller's loop
+without blocking.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from deltashard_operator.tls.certificate import Certificate
 PATH = "/v1/report"
 CONTENT_TYPE = "application/x-protobuf"
 MAX_BODY_BYTES = 128 << 10  # a report with 64 incidents of 1,024 characters has 70 KiB
-BODY_S = 10.0  # seconds that a body may take
-CONNECTIONS, PEER_CONNECTIONS = 512, 16  # at once: with TLS 100 KiB each
-CONNECTION_S = 60.0  # seconds that one may last while others come
-RETRY_S = 60  # seconds to come again in after a 503, at most; who speaks for a run is nudged besides
-TOO_MANY_CONNECTIONS = "too_many_connections"  # outcome of one that is closed as it comes
+BODY_S = 10.0  # seconds to receive a body
+CONNECTIONS, PEER_CONNECTIONS = 512, 16  # concurrent connections, in all and per peer; 100 KiB each with TLS
+CONNECTION_S = 60.0  # maximum age in seconds of a connection while others arrive
+RETRY_S = 60  # maximum Retry-After in seconds of a 503; reporters are nudged in addition
+TOO_MANY_CONNECTIONS = "too_many_connections"  # outcome of a connection that is closed on arrival
 OUTCOMES: Mapping[str, int] = {
     "not_leading": 421,
     "starting": 503,
@@ -52,7 +52,7 @@ OUTCOMES: Mapping[str, int] = {
     "unknown_pod": 404,
     "failed": 500,
 }
-"""Status of each refusal, by its outcome in the metrics."""
+"""HTTP status of each rejection, by its outcome in the metrics."""
 ERRORS: Mapping[type[Exception], str] = {
     NotAuthentic: "not_authentic",
     ReviewUnavailable: "review_unavailable",
@@ -65,29 +65,30 @@ ERRORS: Mapping[type[Exception], str] = {
     web.RequestPayloadError: "incomplete",
     DecodeError: "bad_report",
 }
-"""Outcome of the errors that others raise."""
-# asyncio reads TLS into a buffer of 256 KiB per connection: a crowd would be 150 MiB for a moment.
+"""Outcome of errors that other components raise."""
+# asyncio's TLS read buffer is 256 KiB per connection, 150 MiB with all connections in use.
 sslproto.SSLProtocol.max_size = 16 << 10
 _log = structlog.get_logger("deltashard.fleet")
 
 
 class _Rejection(Exception):
-    """A report that is not taken; `args` are the outcome and the sentence for the sidecar."""
+    """Rejected report; `args` are the outcome and the message for the sidecar."""
 
 
 class BoundedListener(socket.socket):
-    """A listening socket: connections beyond `CONNECTIONS`, or `PEER_CONNECTIONS` of an address, are closed at once.
+    """Listening socket that closes connections beyond `CONNECTIONS`, or `PEER_CONNECTIONS` per address, on arrival.
 
-    So a crowd costs no handshakes, and its sidecars back off. Connections that are too old make room.
+    Excess connections then cost no TLS handshakes, and their sidecars back off. Connections older than `CONNECTION_S`
+    are closed when new ones arrive.
     """
 
     def __init__(self, listening: socket.socket, metrics: FleetMetrics) -> None:
         super().__init__(fileno=listening.detach())
         self._refused = metrics.reports.labels(TOO_MANY_CONNECTIONS)
-        self._open: list[tuple[float, str, socket.socket]] = []  # when each came, and from where
+        self._open: list[tuple[float, str, socket.socket]] = []  # arrival time, peer, connection
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """The next connection that there is room for; raises `BlockingIOError` when no other waits."""
+        """Return the next accepted connection within the limits. Raises `BlockingIOError` if none is waiting."""
         while True:
             (connection, address), now_s = super().accept(), time.monotonic()
             self._open = [each for each in self._open if each[2].fileno() >= 0]
@@ -104,7 +105,7 @@ class BoundedListener(socket.socket):
 
 
 class ReportServer:
-    """Takes reports. Serve its `application` at a `BoundedListener`, with the certificate."""
+    """Report server. Serve its `application` on a `BoundedListener` with the certificate."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class ReportServer:
             reply = await self._reply(request)
             outcome, response = "accepted", web.Response(body=reply.SerializeToString())
             response.content_type = CONTENT_TYPE
-        except Exception as error:  # noqa: BLE001 - one sidecar's trouble; the server goes on
+        except Exception as error:  # noqa: BLE001 - the error of one sidecar's report; the server continues
             outcome, sentence = _error_response(error)
             if outcome == "failed":
                 _log.exception("fleet.report_failed", peer=request.remote)
@@ -146,11 +147,13 @@ class ReportServer:
         return response
 
     async def _reply(self, request: web.Request) -> Reply:
-        """The ledger's reply; raises `_Rejection` or one of `ERRORS`."""
+        """Validate a request and return the controller's reply. Raises `_Rejection` or one of `ERRORS`."""
         if not self._leads():
-            raise _Rejection("not_leading", "this replica does not lead: try a new connection")
+            raise _Rejection("not_leading", "this replica is not the leader: open a new connection")
         if not self._synced():
-            raise _Rejection("starting", "not all pods were seen yet: come again when you are asked to")
+            raise _Rejection(
+                "starting", "the controller has not listed all pods yet: retry as Retry-After asks"
+            )
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise _Rejection("no_token", "send the pod's token as `authorization: Bearer TOKEN`")
@@ -160,7 +163,7 @@ class ReportServer:
         least, most = FLEET_PROTOCOL
         if not least <= message.protocol <= most:
             raise _Rejection(
-                "unsupported_protocol", f"protocols {least} to {most} are spoken, not {message.protocol}"
+                "unsupported_protocol", f"protocols {least} to {most} are supported, not {message.protocol}"
             )
         value = reports.parse_report(message)
         who = value.who
@@ -170,10 +173,10 @@ class ReportServer:
 
 
 def _error_response(error: Exception) -> tuple[str, str]:
-    """Outcome of an error, and the sentence for the sidecar."""
+    """Return the outcome of an error and the message for the sidecar."""
     if isinstance(error, _Rejection):
         return error.args[0], error.args[1]
     for kind, outcome in ERRORS.items():
         if isinstance(error, kind):
-            return outcome, str(error) or "the body did not come whole in time"
-    return "failed", "the controller could not take this report"
+            return outcome, str(error) or "the body is incomplete or timed out"
+    return "failed", "internal error; see the controller's log"

@@ -1,8 +1,8 @@
-"""Whose a token is, by the API's TokenReview.
+"""Authentication of pod tokens by the API's TokenReview.
 
-A good answer holds for the token's life: a pod that is gone meanwhile is unknown to the ledger. A bad one is not kept.
-An API that does not answer is `ReviewUnavailable`, never a refusal.
-A review ends with the connection that it is for, so the server's bound of connections is one of reviews, too.
+A positive result is cached for the token's life; the ledger does not know deleted pods. Negative results are not
+cached. An unavailable API raises `ReviewUnavailable`, not a rejection. A review ends with its connection, so the limit
+of connections also bounds the reviews.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.kube.cluster_name import FLEET_AUDIENCE
 
-REVIEW_S = 10.0  # seconds for a review, waiting for its turn included
-CACHE_TTL_S = 3600.0  # a good answer holds at most so long; a pod's token lives as long by default
-MAX_CACHED = 65536  # answers that are kept: about 400 bytes each. The oldest goes first
+REVIEW_S = 10.0  # timeout in seconds of a review, including its queueing
+CACHE_TTL_S = 3600.0  # maximum cache time of a positive result; the default life of a pod's token
+MAX_CACHED = 65536  # maximum cached results of about 400 bytes; the oldest is evicted first
 MAX_TOKEN = 8192  # characters of a token; a projected one has about 1,200
 OUTCOMES = ("authentic", "refused", "cached", "unavailable")
 PATH = "/apis/authentication.k8s.io/v1/tokenreviews"
@@ -32,15 +32,15 @@ _ACCOUNT = re.compile(r"system:serviceaccount:([^:]+):[^:]+")
 
 
 class NotAuthentic(UserError):
-    """The API does not vouch for the token: expired, another audience, its pod is gone, or not bound to a pod."""
+    """The token is not valid: expired, for another audience, of a deleted pod, or not bound to a pod."""
 
 
 class ReviewUnavailable(EnvironmentFault):
-    """The API could not be asked."""
+    """The API is unavailable."""
 
 
 class PodIdentity(NamedTuple):
-    """The pod a token belongs to."""
+    """Pod that a token belongs to."""
 
     namespace: str
     pod: str
@@ -48,7 +48,7 @@ class PodIdentity(NamedTuple):
 
 
 class Reviewer:
-    """Reviews of tokens. Use it on one asyncio loop."""
+    """Reviews tokens. Use it on one asyncio loop."""
 
     def __init__(
         self,
@@ -58,16 +58,16 @@ class Reviewer:
         monotonic: Callable[[], float] = time.monotonic,
         unix: Callable[[], float] = time.time,
     ) -> None:
-        """`count` is told one of `OUTCOMES` for every answer."""
+        """`count` is called with one of `OUTCOMES` for each review."""
         self._call = call
         self._count = count
         self._monotonic = monotonic
         self._unix = unix
         self._cache: dict[bytes, tuple[PodIdentity, float]] = {}
-        """Hash of a token -> its pod, and until when that holds (monotonic seconds)."""
+        """Hash of a token -> its pod, and the end of its validity (monotonic seconds)."""
 
     async def review(self, token: str) -> PodIdentity:
-        """The pod of a token; raises `NotAuthentic`, and `ReviewUnavailable` to be tried again."""
+        """Return the pod of a token. Raises `NotAuthentic`, or `ReviewUnavailable` to be retried."""
         key = hashlib.sha256(token.encode(errors="replace")).digest()
         known = self._cache.get(key)
         if known is not None and self._monotonic() < known[1]:
@@ -81,18 +81,18 @@ class Reviewer:
             raise NotAuthentic(result, where="authorization", remedy=remedy)
         expires_s = claims.get("exp")
         left_s = expires_s - self._unix() if isinstance(expires_s, int | float) else CACHE_TTL_S
-        self._cache.pop(key, None)  # so that the newest is the last
+        self._cache.pop(key, None)  # moves the token to the end
         if len(self._cache) >= MAX_CACHED:
             del self._cache[next(iter(self._cache))]
         self._cache[key] = result, self._monotonic() + min(CACHE_TTL_S, left_s)
         return result
 
     async def _review_uncached(self, token: str, claims: Mapping[str, Any]) -> PodIdentity | str:
-        """The API's answer about a token."""
+        """Return the API's result for a token: its pod, or why it is rejected."""
         bound = claims.get("kubernetes.io")
         is_ours = FLEET_AUDIENCE in str(claims.get("aud")) and isinstance(bound, dict) and bound.get("pod")
         if len(token) > MAX_TOKEN or not is_ours:
-            return "this is no token for us"  # and costs no review
+            return "the token is not a pod token for this audience"  # without a review
         spec = {"token": token, "audiences": [FLEET_AUDIENCE]}
         body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview", "spec": spec}
         try:
@@ -108,13 +108,13 @@ class Reviewer:
 
 
 def parse_status(status: Mapping[str, Any]) -> PodIdentity | str:
-    """Pod that a TokenReview's status vouches for, or why there is none."""
+    """Return the pod that a TokenReview's status authenticates, or why it is rejected."""
     if status.get("authenticated") is not True:
-        why = status.get("error") or "it is expired, or its pod is gone"
-        return f"the API does not know the token: {why}"[:500]
-    # IMPORTANT: an authenticator that does not know of audiences lets every token pass and names no audience.
+        why = status.get("error") or "it is expired, or its pod is deleted"
+        return f"the API rejected the token: {why}"[:500]
+    # IMPORTANT: an authenticator without audience support accepts every token and returns no audiences.
     if FLEET_AUDIENCE not in (status.get("audiences") or ()):
-        return "the token is not for us"
+        return "the token is for another audience"
     user = status.get("user") or {}
     account, extra = _ACCOUNT.fullmatch(str(user.get("username"))), user.get("extra") or {}
     pod, uid = (
@@ -126,7 +126,7 @@ def parse_status(status: Mapping[str, Any]) -> PodIdentity | str:
 
 
 def _claims(token: str) -> Mapping[str, Any]:
-    """Claims of a JWT; empty when it is none. Nothing is verified here."""
+    """Return the unverified claims of a JWT, or an empty mapping if it is invalid."""
     try:
         _, part, _ = token.split(".")
         found = json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))

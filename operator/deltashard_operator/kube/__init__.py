@@ -1,1 +1,1 @@
-"""The Kubernetes rim: names, quantities, owners, calls, leases."""
+"""Access to the Kubernetes API: names, quantities, owners, requests, leases, watches."""

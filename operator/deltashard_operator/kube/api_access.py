@@ -1,7 +1,7 @@
-"""The API server, as the user's `kubernetes` client reads its configuration, and sessions with it on an asyncio loop.
+"""API server access: configuration by the `kubernetes` client, and aiohttp sessions.
 
-The client's own calls block, and its model classes of the core API alone would be 80 MiB of a process: requests are
-aiohttp's, as those of kopf are, and objects are documents.
+The client's own calls block, and its model classes of the core API alone take 80 MiB of memory. Requests therefore use
+aiohttp, like kopf's, and objects are plain documents.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import aiohttp
 from kubernetes import client, config
 
 TIMEOUT_S = 5.0, 30.0
-"""Seconds to connect, and between two pieces of an answer."""
+"""Timeouts in seconds: to connect, and between two reads of a response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiAccess:
-    """Where the API is, who it is, and who asks."""
+    """Address and credentials of the API, and headers of every request."""
 
     configuration: client.Configuration
     headers: Mapping[str, str]
-    """Of every request: audit logs and managedFields have its User-Agent."""
+    """Headers of every request; the User-Agent appears in audit logs and managedFields."""
 
     def session(
         self,
@@ -32,7 +32,7 @@ class ApiAccess:
         connections: int = 0,
         timeout_s: tuple[float, float] = TIMEOUT_S,
     ) -> aiohttp.ClientSession:
-        """A session with these around each request; `connections` at once, 0: any number. Make it on the loop."""
+        """Return a session with at most `connections` connections (0: any number). Call it on the loop."""
         asked = self.configuration
         context = ssl.create_default_context(cafile=asked.ssl_ca_cert or None)
         if not asked.verify_ssl:
@@ -43,7 +43,7 @@ class ApiAccess:
         async def authorized(
             request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
         ) -> aiohttp.ClientResponse:
-            # Read for each request: a token may rotate.
+            # Read for each request, because the token may be rotated.
             token = asked.get_api_key_with_prefix("BearerToken", alias="authorization")
             if token:
                 request.headers["Authorization"] = token
@@ -58,7 +58,7 @@ class ApiAccess:
 
 
 def api_access(kubeconfig: Path | None, agent: str) -> ApiAccess:
-    """By this kubeconfig, or as the pod's service account; raises `ConfigException`."""
+    """Return the access by this kubeconfig, or by the pod's service account. Raises `ConfigException`."""
     configuration = client.Configuration()
     if kubeconfig is None:
         config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Calls on the API, for coroutines.
+"""API requests for coroutines.
 
-Nothing waits for ever: a call has a connect and a read timeout, at most so many run at once as there are connections,
-and one that failed for a passing reason (429, 5xx, no answer) is tried again at most `TRIES` times with the pause that
-the server asks for, else a doubling, jittered one. What the API says otherwise is the answer.
+Every request has a connect and a read timeout, and the number of concurrent requests is the number of connections. A
+request that fails with a transient error (429, 5xx, no response) is tried at most `TRIES` times, with the delay from
+Retry-After or else jittered exponential back-off. Any other response is returned.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ TRIES = 4
 PAUSE_S = 0.5
 MAX_PAUSE_S = 10.0
 CHUNK = 500
-"""Objects in a page of a list."""
 MERGE = "application/merge-patch+json"
 VERBS = ("GET", "LIST", "POST", "PUT", "PATCH", "DELETE")
 OUTCOMES = ("ok", "not_found", "conflict", "throttled", "refused", "unavailable")
 TRANSPORT_ERRORS = (aiohttp.ClientError, OSError, ValueError)
-"""How a request ends without an answer that is JSON; a TimeoutError is an OSError."""
+"""Errors of a request without a JSON response. A TimeoutError is an OSError."""
 
 
 class ApiUnavailable(EnvironmentFault):
-    """The API did not answer, in spite of several tries."""
+    """The API did not respond within the retries."""
 
 
 class Forbidden(ApiUnavailable):
-    """The API answers that this may not be read."""
+    """The API denied a read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiResponse:
-    """Reply of the API to a request."""
+    """Response of the API."""
 
     status: int
     document: dict[str, Any]
@@ -54,12 +53,11 @@ class ApiResponse:
 
     @property
     def sentence(self) -> str:
-        """Status, reason and message of a reply that is not ok."""
         return f"{self.status} {self.document.get('reason', '')}: {self.document.get('message', '')}"[:500]
 
 
 class Caller:
-    """Make it on the loop, and close it at the end."""
+    """API caller. Create it on the loop, and close it at the end."""
 
     def __init__(
         self,
@@ -70,7 +68,7 @@ class Caller:
         connections: int = CONNECTIONS,
         timeout_s: tuple[float, float] = TIMEOUT_S,
     ) -> None:
-        """`count` is told verb and outcome of each request; `timeout_s`: see `ApiAccess.session`."""
+        """`count` is called with verb and outcome of each request. `timeout_s`: see `ApiAccess.session`."""
         self._url = api.configuration.host
         self._session = api.session(connections=connections, timeout_s=timeout_s)
         self._count = count
@@ -87,9 +85,9 @@ class Caller:
         content: str = "application/json",
         tries: int = TRIES,
     ) -> ApiResponse:
-        """One request, tried again while the reason may pass; raises `ApiUnavailable`, also where it may not write."""
+        """Send a request, with retries. Raises `ApiUnavailable`, also for a write while `may_write` is false."""
         if method != "GET" and not self._may_write():
-            raise ApiUnavailable("this controller does not lead (any more)", where=path)
+            raise ApiUnavailable("this controller is not the leader", where=path)
         verb = "LIST" if query and "limit" in query else method
         data = None if body is None else json.dumps(body)
         pause_s, why = PAUSE_S, ""
@@ -113,7 +111,7 @@ class Caller:
     async def _answer(
         self, method: str, path: str, data: str | None, query: Mapping[str, str] | None, content: str
     ) -> ApiResponse:
-        """Answer to one request; raises one of `TRANSPORT_ERRORS`."""
+        """Send one request and return the response. Raises one of `TRANSPORT_ERRORS`."""
         headers = {"Accept": "application/json", "Content-Type": content}
         async with self._session.request(
             method, self._url + path, data=data, params=query, headers=headers
@@ -127,7 +125,7 @@ class Caller:
         )
 
     async def list_all(self, path: str, *, selector: str = "") -> list[dict[str, Any]]:
-        """All objects of a collection, page by page; raises `ApiUnavailable`."""
+        """Return all objects of a collection, read in pages. Raises `ApiUnavailable`."""
         found: list[dict[str, Any]] = []
         query = {"limit": str(CHUNK)} | ({"labelSelector": selector} if selector else {})
         while True:
@@ -143,7 +141,7 @@ class Caller:
 
 
 async def object_at(call: Callable[..., Awaitable[ApiResponse]], path: str) -> dict[str, Any] | None:
-    """The object of this path, None where there is none; raises `ApiUnavailable`."""
+    """Return the object at this path, or None if it does not exist. Raises `ApiUnavailable`."""
     answer = await call("GET", path)
     if not answer.ok and answer.status != 404:
         raise ApiUnavailable(f"cannot be read: {answer.sentence}", where=path)

@@ -1,13 +1,14 @@
-"""Names the cluster sees: annotations, labels, containers, volumes, paths. One place.
+"""Names that are visible in the cluster: annotations, labels, containers, volumes, paths.
 
-The chart, the controller and the sidecar lean on them, and templates are immutable: a name here is for good.
+The chart, the controller and the sidecar depend on them, and existing templates are immutable, so names must not
+change.
 """
 
 from __future__ import annotations
 
 PREFIX = "deltashard.io/"
 POLICY = PREFIX + "policy"
-"""The one line that opts a workload in: a CheckpointPolicy of the namespace, `cluster/NAME`, or `default`."""
+"""Annotation that enables a workload: a CheckpointPolicy of the namespace, `cluster/NAME`, or `default`."""
 CONTAINER = PREFIX + "container"
 RUN_ID = PREFIX + "run-id"
 RUNS = PREFIX + "runs"
@@ -18,20 +19,20 @@ ENCODING = PREFIX + "encoding"
 PRECISION = PREFIX + "precision"
 RESTORE_FROM = PREFIX + "restore-from"
 INJECTED = PREFIX + "injected"
-"""Marker on an injected template; its value is the version that injected and is never compared."""
+"""Marker on an injected template. Its value is the injecting version and is never compared."""
 CHECKPOINT_TIME = PREFIX + "checkpoint-time"
-"""Annotation of a pod: when the newest checkpoint of its run was committed, where the chart has it written."""
+"""Pod annotation with the commit time of the run's newest checkpoint, if the chart enables it."""
 MANAGED_BY = PREFIX + "managed-by"
 MANAGED_BY_VALUE = "deltashard"
 
 WORKLOAD_UID = PREFIX + "workload-uid"
-"""Label of a CheckpointRun: the workload it is of. Its label `deltashard.io/run-id` is the run's."""
+"""Label of a CheckpointRun with its workload's UID. Its label `deltashard.io/run-id` is the run's id."""
 
 SIDECAR = "deltashard-sidecar"
 MESH_PROXIES = frozenset(
     {"istio-proxy", "linkerd-proxy", "consul-dataplane", "consul-connect-envoy-sidecar", "kuma-sidecar"}
 )
-"""Containers by which service meshes lead a pod's traffic."""
+"""Proxy containers of service meshes."""
 SHM_VOLUME = "deltashard-shm"
 CACHE_VOLUME = "deltashard-cache"
 STORE_VOLUME = "deltashard-store"
@@ -47,11 +48,11 @@ SOCKET_PATH = SHM_PATH + "/sidecar.sock"
 SOCKET_VARIABLE = "DELTASHARD_SOCKET"
 FLEET_AUDIENCE = "deltashard-fleet"
 METRICS_PORT = 24464
-"""Of no exporter that is known: a pod's containers share their ports, and the sidecar begins first."""
+"""Port not used by known exporters: a pod's containers share their ports, and the sidecar starts first."""
 METRICS_PORT_NAME = "deltashard"
 
 USER_ID = 65532
-"""User the sidecar runs as, and the group it shares the arena with when the pod names none."""
+"""User of the sidecar, and the group that shares the arena if the pod sets none."""
 
 JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
 JOB_UID_LABEL = "batch.kubernetes.io/controller-uid"
@@ -72,5 +73,5 @@ KUBEFLOW_INDEX_LABEL = "training.kubeflow.org/replica-index"
 
 
 def is_mesh_proxy(name: object) -> bool:
-    """Whether a container of this name is a mesh's proxy; Consul has one for each of a pod's services."""
+    """Return whether this is the name of a mesh proxy. Consul runs one per service of a pod."""
     return isinstance(name, str) and (name in MESH_PROXIES or name.startswith("consul-dataplane-"))

@@ -1,9 +1,10 @@
-"""A Lease: of two controllers that live at one time (one on a node that was cut off), one writes.
+"""Leader election by a Lease: only one of several live controllers writes.
 
-As client-go does it, but that nobody compares two clocks: others take the Lease when it did not change for `DURATION_S`
-by their own. Every write is of the version that was read, so of two that write at once one is refused. A holder that
-cannot write calls itself none `MARGIN_S` before anybody may take it. Who finds another's name in the Lease that it held
-ends for a fresh process: what it counted is old. An API that is away is no such reason.
+The protocol is client-go's, but no clocks are compared: another controller takes the Lease after it has not changed for
+`DURATION_S` on its own clock. Every write carries the version that was read, so one of two concurrent writes fails. A
+holder that cannot renew stops being the leader `MARGIN_S` before another may take over. A controller that finds another
+holder in a Lease that it held must exit, because its counters are stale. An unavailable API alone does not cause an
+exit.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ DURATION_S = 10.0
 RENEW_S = 2.0
 MARGIN_S = 3.0
 CALL_S = 5.0
-"""Seconds for a read or a write; one that takes longer counts as failed."""
+"""Timeout in seconds of a read or a write of the Lease."""
 REQUEST_S = 2.0, 3.0
-"""Seconds to connect and to read: a connection that was lost unseen must cost one try, and not the Lease."""
+"""Timeouts in seconds to connect and to read, so that a silently lost connection costs one try and not the Lease."""
 RELEASE_S = 3.0
 Document = dict[str, Any]
 _log = structlog.get_logger("deltashard.lease")
 
 
 class LeaseLost(EnvironmentFault):
-    """Another controller has the Lease that this one had."""
+    """Another controller took over the Lease."""
 
 
 class Lease:
-    """The controller's Lease. Use it on one asyncio loop."""
+    """Leader-election Lease of the controller. Use it on one asyncio loop."""
 
     def __init__(
         self,
@@ -57,34 +58,33 @@ class Lease:
         self._monotonic = monotonic
         self._sleep = sleep
         self._last_version: tuple[str, float] = ("", 0.0)
-        """Version of the Lease, and since when it is seen (monotonic seconds)."""
+        """Version of the Lease, and when it was first seen (monotonic seconds)."""
         self._until_s = 0.0
         self.was_leader = False
-        """Whether it ever had it."""
+        """Whether this controller has ever held the Lease."""
         self.other_leader_seen = False
-        """Whether another one was ever seen to renew it: a Lease that is left over has a holder, too."""
+        """Whether another controller has renewed the Lease; a leftover Lease has a holder, too."""
         self.refused = ""
-        """Why the API does not let it have the Lease; empty while it does."""
+        """Error with which the API denied the Lease; empty while it is accessible."""
 
     @property
     def held(self) -> bool:
         return self._monotonic() < self._until_s
 
     async def acquire(self) -> None:
-        """Wait until it is ours."""
         _log.info("lease.waiting", lease=NAME)
         while not await self._acquire_or_renew():
             await self._sleep(RENEW_S)
         _log.info("lease.acquired", lease=NAME, identity=self._identity)
 
     async def keep(self) -> None:
-        """Renew it for ever; raises `LeaseLost`."""
+        """Renew the Lease forever. Raises `LeaseLost`."""
         while True:
             await self._sleep(RENEW_S)
             await self._acquire_or_renew()
 
     async def release(self) -> None:
-        """Let go of it, if it is ours, within a moment; whoever comes next need not wait."""
+        """Release the Lease if held, within `RELEASE_S`, so that the next leader need not wait."""
         if not self.was_leader:
             return
         with contextlib.suppress(ApiUnavailable, TimeoutError):
@@ -95,7 +95,7 @@ class Lease:
         self._until_s = 0.0
 
     async def _acquire_or_renew(self) -> bool:
-        """Take or renew it; whether it is ours now. Raises `LeaseLost`."""
+        """Acquire or renew the Lease and return whether it is held. Raises `LeaseLost`."""
         begun_s = self._monotonic()
         try:
             async with asyncio.timeout(CALL_S):
@@ -125,7 +125,9 @@ class Lease:
         if holder not in {"", self._identity}:
             if self.was_leader:
                 raise LeaseLost(
-                    f"{holder} leads now", where=f"Lease {NAME}", remedy="a fresh process waits for its turn"
+                    f"{holder} leads now",
+                    where=f"Lease {NAME}",
+                    remedy="the restarted process waits for the Lease",
                 )
             if now_s < self._last_version[1] + self._duration_s:
                 self.refused = ""
@@ -134,7 +136,7 @@ class Lease:
         return written.ok or self._on_rejected(written)
 
     def _on_rejected(self, answer: ApiResponse) -> bool:
-        """Not ours by this answer, which is either another's write in between (409) or a refusal."""
+        """Record a rejected write, a conflict (409) or a denial, and return False."""
         before, self.refused = self.refused, "" if answer.status == 409 else answer.sentence
         if self.refused and self.refused != before:
             _log.warning("lease.refused", lease=NAME, error=self.refused)
@@ -150,7 +152,7 @@ class Lease:
             "leaseTransitions": int(before.get("leaseTransitions") or 0) + (_holder(lease) != holder),
             **({"holderIdentity": holder} if holder else {}),
         }
-        # The version that was read goes with it: who wrote in between has it.
+        # With the version that was read, a concurrent write makes this one a conflict.
         return await self._call("PUT", f"{self._path}/{NAME}", {**lease, "spec": spec}, tries=1)
 
 

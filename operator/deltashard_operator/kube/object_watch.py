@@ -1,9 +1,9 @@
-"""Objects of a few kinds, listed and watched by kopf, everywhere or in some namespaces.
+"""List and watch of objects of several kinds by kopf, in all or some namespaces.
 
-kopf lists in pages, watches, goes on where a watch ended, ends one that is silent and tries again what fails. It writes
-nothing. Its `continuous_watch` ends where changes may have been missed (410 Gone, an error in the stream): then another
-list begins, and what it does not name is gone. Objects are chosen by the server, by label. All runs on the caller's
-loop, and what happens to objects of one kind is told in the API's order.
+kopf lists in pages, watches, resumes ended watches, ends silent ones and retries failures. It writes nothing. Its
+`continuous_watch` ends when changes may have been missed (410 Gone, an error in the stream); then the path is listed
+again, and objects missing from the list are reported as deleted. The server filters by label. All callbacks run on the
+caller's loop, for each kind in the API's order.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from kopf._cogs.structs.references import NamespaceName, Resource
 
 from deltashard_operator.kube.api_access import ApiAccess
 
-SERVER_S = 240  # the server ends a watch after so long, and kopf goes on from where it was
-INACTIVITY_S = 75  # bookmarks come every minute: a watch without a byte for longer is dead
-STALE_S = 240.0  # a watch that brought nothing for so long is not heard
+SERVER_S = 240  # the server ends a watch after this time, and kopf resumes it
+INACTIVITY_S = 75  # bookmarks arrive every minute, so a watch silent for longer is dead
+STALE_S = 240.0  # a watch without events for this time is stale
 CHUNK = 500
 PAUSE_S = 2.0  # before another list
 BACKOFFS_S = (1.0, 2.0, 5.0, *(10.0,) * 60)
-"""Before another try of a request that failed; after the last one there is another list."""
+"""Delays between retries of a failed request. After the last one the path is listed again."""
 Document = dict[str, Any]
 _log = structlog.get_logger("deltashard.watch")
 
 
 class ObjectKey(NamedTuple):
-    """Which object."""
+    """Key of an object."""
 
     namespace: str
     name: str
@@ -45,22 +45,18 @@ class ObjectKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WatchedKind:
-    """One kind of objects, and who is told of them."""
+    """Kind of watched objects, and its callbacks."""
 
     name: str
-    """For metrics and logs."""
     path: str
-    """URL path of all of them, such as /apis/batch/v1/jobs."""
+    """URL path of the collection, such as /apis/batch/v1/jobs."""
     on_object: Callable[[Document], None]
-    """Called with an object that is there, or changed."""
     on_deleted: Callable[[ObjectKey, Document | None], None]
-    """Called once when one that was told of is gone, with its last state, or with None when it went unseen."""
+    """Called once for a deleted known object, with its last state, or None if the deletion was missed."""
     selector: str = ""
-    """Labels that the server chooses by."""
     namespaced: bool = True
-    """Whether they lie in namespaces; nodes do not."""
     everywhere: bool = False
-    """Whether they are watched only where all namespaces are: who is given some has no right to read them."""
+    """Watch only if all namespaces are watched: with a list of namespaces the rights to read the kind are missing."""
 
     @property
     def resource(self) -> Resource:
@@ -69,18 +65,18 @@ class WatchedKind:
 
 
 class WatchStalled(EnvironmentFault):
-    """Something was neither heard nor asked for: a fresh process watches again."""
+    """A watch has had no event and no request for a long time; a restart of the process is required."""
 
 
 class _Vault(Vault):
-    """Credentials that stay: nobody answers kopf's logins. What it would discard them for ends one watch."""
+    """Permanent credentials. kopf's request to discard them ends one watch, because no login handler exists."""
 
     async def invalidate(self, key: VaultKey, info: KubeContext, *, exc: Exception | None = None) -> None:  # noqa: ARG002
-        raise exc or aiohttp.ClientConnectionError("kopf wants another login")
+        raise exc or aiohttp.ClientConnectionError("kopf requested a new login")
 
 
 class ObjectWatch:
-    """Watches kinds. `run` it as a task."""
+    """Watches several kinds. `run` it as a task."""
 
     def __init__(
         self,
@@ -91,10 +87,10 @@ class ObjectWatch:
         namespaces: Sequence[str] = (),
         count: Callable[[str, str], None] = lambda _outcome, _kind: None,
     ) -> None:
-        """Watch these kinds in these namespaces; none named: everywhere.
+        """Watch these kinds in these namespaces, or in all if empty.
 
-        `on_list` is called after a list when every kind was listed, in every namespace; `count` with the outcome (handled,
-        handler_failed, failed) and the kind.
+        `on_list` is called after a list once every kind has been listed in every namespace; `count` with the outcome
+        (handled, handler_failed, failed) and the kind.
         """
         self._api = api
         self._on_list = on_list
@@ -105,25 +101,22 @@ class ObjectWatch:
             if not (namespaces and kind.everywhere)
             for namespace in (map(NamespaceName, namespaces) if namespaces and kind.namespaced else (None,))
         }
-        """URL path -> what is watched there."""
+        """URL path -> watched kind and namespace."""
         self._known: dict[str, dict[tuple[str, str], str]] = {path: {} for path in self._watched_paths}
-        """Path -> namespace and name -> UID of what is there."""
+        """Path -> (namespace, name) -> UID of known objects."""
         self._unlisted = set(self._watched_paths)
         self._refused: set[str] = set()
-        """Paths that may not be read, by the API's newest word."""
+        """Paths that the API denied in the newest response."""
         self._last_event_s = dict.fromkeys(self._watched_paths, time.monotonic())
         self._last_request_s = self._last_event_s.copy()
 
     def staleness_s(self) -> float:
-        """Seconds since the least fresh watch brought anything, a bookmark too.
-
-        One that may not be read (a namespace of several whose rights went) does not count, unless none may.
-        """
+        """Return the seconds since the stalest watch received anything. Denied paths are ignored unless all are."""
         readable = self._watched_paths.keys() - self._refused
         return time.monotonic() - min(self._last_event_s[path] for path in readable or self._watched_paths)
 
     async def run(self) -> None:
-        """Watch for ever; raises a group with `WatchStalled`."""
+        """Watch forever. Raises an exception group with `WatchStalled`."""
         self._last_event_s = dict.fromkeys(self._watched_paths, time.monotonic())
         self._last_request_s = self._last_event_s.copy()
         session = self._api.session(self._track_request)
@@ -132,12 +125,12 @@ class ObjectWatch:
             auth.vault_var.set(_Vault({"api": known}))
             for path in self._watched_paths:
                 group.create_task(self._watch_path(path))
-            while not (stalled_path := self._stalled_path()):  # noqa: ASYNC110 - of what does not happen there is no event
+            while not (stalled_path := self._stalled_path()):  # noqa: ASYNC110 - the absence of events triggers no event
                 await asyncio.sleep(PAUSE_S)
-            raise WatchStalled("it was neither heard nor asked for, for long", where=stalled_path)
+            raise WatchStalled("no event and no request for a long time", where=stalled_path)
 
     def _stalled_path(self) -> str:
-        """A path that nobody cares for any more; empty: there is none. An API that is away is asked all the time."""
+        """Return a path without events and requests, or an empty string. While the API is down, requests continue."""
         least_s = time.monotonic() - 2 * STALE_S
         return next(
             (
@@ -154,9 +147,9 @@ class ObjectWatch:
         path = request.url.path
         self._last_request_s[path] = time.monotonic()
         response = await handler(request)
-        if response.status == 401:  # of which kopf would make a login that nobody answers
+        if response.status == 401:  # kopf would wait for a login handler
             response.close()
-            raise aiohttp.ClientConnectionError("the API does not know the token")
+            raise aiohttp.ClientConnectionError("the API rejected the token (401)")
         if response.status < 400:
             self._last_event_s[path] = time.monotonic()
             self._refused.discard(path)
@@ -165,7 +158,6 @@ class ObjectWatch:
         return response
 
     async def _watch_path(self, path: str) -> None:
-        """List and watch one path, for ever."""
         kind, namespace = self._watched_paths[path]
         settings = _settings(kind)
         while True:
@@ -187,13 +179,13 @@ class ObjectWatch:
                         key = self._upsert(path, event["object"])
                         if event["type"] is None:  # of the list
                             listed.add(key)
-            except Exception as error:  # noqa: BLE001 - whatever ends a watch: it begins anew
+            except Exception as error:  # noqa: BLE001 - a failed watch is restarted
                 _log.warning("watch.failed", path=path, error=f"{type(error).__name__}: {error}"[:300])
                 self._count("failed", kind.name)
             await asyncio.sleep(PAUSE_S)
 
     def _mark_refused(self, path: str) -> None:
-        """Go on without this path: its namespace may be going, rights first. What is known of it stays."""
+        """Continue without this path, keeping its known objects: a namespace being deleted loses its rights first."""
         if path not in self._refused:
             _log.warning("watch.refused", path=path)
             self._refused.add(path)
@@ -213,7 +205,7 @@ class ObjectWatch:
     def _upsert(self, path: str, document: Any) -> ObjectKey:
         key, known = _key_of(document), self._known[path]
         before = known.get(key[:2], key.uid)
-        if before != key.uid:  # it went unseen, and another was made under its name
+        if before != key.uid:  # the deletion was missed, and the name was reused
             self._remove(path, key._replace(uid=before), None)
         known[key[:2]] = key.uid
         self._notify(path, self._watched_paths[path][0].on_object, document)
@@ -228,7 +220,7 @@ class ObjectWatch:
         kind, outcome = self._watched_paths[path][0].name, "handled"
         try:
             callback(*of)
-        except Exception:  # noqa: BLE001 - one odd object must not stop the others
+        except Exception:  # noqa: BLE001 - one invalid object must not stop the others
             outcome = "handler_failed"
             _log.exception("watch.handler_failed", kind=kind)
         self._count(outcome, kind)

@@ -1,7 +1,7 @@
-"""Who owns an object: its controller's ownerReference, and which kinds are the ones we know. Pure.
+"""Owners of objects: controller ownerReferences and the known kinds. Pure.
 
-A kind is its API group and its name: `Job` of batch is not `Job` of batch.volcano.sh. Labels say nothing of owners:
-whoever makes an object may write them.
+A kind is identified by API group and name: `Job` of batch is not `Job` of batch.volcano.sh. Labels are ignored because
+the creator of an object can set any label.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ JOBSET = ("jobset.x-k8s.io", "JobSet")
 STATEFUL_SET = ("apps", "StatefulSet")
 PYTORCH_JOB = ("kubeflow.org", "PyTorchJob")
 GroupKind = tuple[str, str]
-"""(API group, kind)."""
 KNOWN: frozenset[GroupKind] = frozenset({JOB, JOBSET, STATEFUL_SET, PYTORCH_JOB})
-"""Controllers whose pods, made anew, are known to go on with their run."""
-_INTERCHANGEABLE = "its pods replace one another as equals, so each would begin a run of its own"
-_SEPARATE_RUNS = "its pods are no ranks of one training that go on with one run when they are made anew"
+"""Controllers whose recreated pods are known to continue their run."""
+_INTERCHANGEABLE = "its pods are interchangeable, so each would begin a separate run"
+_SEPARATE_RUNS = "its pods are not ranks of one training run that recreated pods continue"
 UNSUPPORTED: Mapping[GroupKind, str] = {
     ("apps", "ReplicaSet"): _INTERCHANGEABLE,
     ("apps", "DaemonSet"): _INTERCHANGEABLE,
@@ -29,11 +28,11 @@ UNSUPPORTED: Mapping[GroupKind, str] = {
     ("batch.volcano.sh", "Job"): _SEPARATE_RUNS,
     ("sparkoperator.k8s.io", "SparkApplication"): _SEPARATE_RUNS,
 }
-"""Controllers whose pods are refused, and why: the next pod would be another run, or fence the one that trains."""
+"""Controllers whose pods are rejected, with the reason: a new pod would start another run or fence the trainer."""
 
 
 class Owner(NamedTuple):
-    """A controller, as an ownerReference names it."""
+    """Controller of an object, from its ownerReference."""
 
     api_version: str
     kind: str
@@ -42,18 +41,16 @@ class Owner(NamedTuple):
 
     @property
     def group_kind(self) -> GroupKind:
-        """(API group, kind)."""
         return group_kind(self.api_version, self.kind)
 
 
 def group_kind(api_version: str, kind: str) -> GroupKind:
-    """(API group, kind); `v1` is of the core group, whose name is empty."""
+    """Return (API group, kind). The group of `v1` is the core group, ""."""
     group, _, _ = api_version.rpartition("/")
     return group, kind
 
 
 def controller_of(document: Mapping[str, Any]) -> Owner | None:
-    """Who controls an object; None for one that stands for itself."""
     for each in (document.get("metadata") or {}).get("ownerReferences") or ():
         if each.get("controller"):
             return Owner(*(str(each.get(key, "")) for key in ("apiVersion", "kind", "name", "uid")))

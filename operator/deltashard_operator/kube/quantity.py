@@ -1,7 +1,7 @@
-"""Kubernetes quantities (`1500m`, `1.5Gi`, `2e9`) as exact numbers, and back in a form a person would write.
+"""Kubernetes quantities (`1500m`, `1.5Gi`, `2e9`) as exact numbers, and their canonical text.
 
-The grammar is the API's: a decimal number, then a binary suffix (Ki to Ei), a decimal one (n u m k M G T P E) or a
-decimal exponent. Bytes and millicores round up, as the API does.
+The grammar is the API's: a decimal number followed by a binary suffix (Ki to Ei), a decimal suffix (n u m k M G T P E)
+or a decimal exponent. Bytes and millicores are rounded up, as in the API.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ _UNITS = {
 
 
 def parse(value: str | float) -> Fraction:
-    """The number a quantity stands for; raises `ValueError` when it is none."""
+    """Parse a quantity. Raises `ValueError` if it is invalid."""
     text = str(value)
     match = _QUANTITY.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no quantity")
+        raise ValueError(f"{text!r} is not a quantity")
     number, unit, exponent = match.groups(default="")
     return Fraction(number) * _UNITS[unit] * Fraction(10) ** int(exponent or 0)
 
 
 def bytes_of(value: str | float) -> int:
-    """Bytes, rounded up."""
+    """Parse a quantity of bytes, rounded up."""
     return math.ceil(parse(value))
 
 
 def format_bytes(n: int) -> str:
-    """Bytes in the largest binary unit that divides them."""
     for shift, suffix in ((30, "Gi"), (20, "Mi"), (10, "Ki")):
         if n and n % (1 << shift) == 0:
             return f"{n >> shift}{suffix}"
@@ -43,5 +42,5 @@ def format_bytes(n: int) -> str:
 
 
 def format_millis(n: int) -> str:
-    """Millicores, whole cores without the `m`."""
+    """Format millicores; whole cores without the `m`."""
     return str(n // 1000) if n % 1000 == 0 else f"{n}m"

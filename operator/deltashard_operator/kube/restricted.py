@@ -1,4 +1,4 @@
-"""What makes a container of ours fit for PodSecurity *restricted*, and a Job of ours for a mesh. Pure."""
+"""Settings for PodSecurity *restricted* containers and for Jobs without mesh proxies. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deltashard_operator.kube.cluster_name import CACHE_PATH
 
 
 def security_context(run_as_user: int | None, group: int) -> dict[str, Any]:
-    """Its securityContext; without a user the choice is the cluster's."""
+    """Return the securityContext. Without a user, the cluster chooses one."""
     context: dict[str, Any] = {} if run_as_user is None else {"runAsUser": run_as_user}
     return context | {
         "runAsGroup": group,
@@ -24,6 +24,6 @@ NO_MESH = {
     "labels": {"sidecar.istio.io/inject": "false"},
     "annotations": {"sidecar.istio.io/inject": "false", "linkerd.io/inject": "disabled"},
 }
-"""Metadata of a Job's pods: beside a proxy that does not end, no Job completes."""
+"""Metadata of a Job's pods. A mesh proxy that never exits would keep the Job from completing."""
 HOME = {"HOME": CACHE_PATH, "TMPDIR": CACHE_PATH}
-"""Variables that say where it may write: its root file system is read-only."""
+"""Variables with writable paths, because the root file system is read-only."""

@@ -1,18 +1,18 @@
-"""The identity recipe: how a pod will know which run it belongs to, written before its UID exists.
+"""Identity recipe: how a pod determines its run, written before its UID exists.
 
-At Job CREATE neither the Job's UID nor (with generateName) its name is known, and one template serves every pod to
-come. So injection writes environment variables that the kubelet fills at pod start: by the downward API from labels of
-the Job and JobSet controllers, or literally from the controller's ownerReference where only that tells.
+At Job CREATE neither the Job's UID nor (with generateName) its name is known, and one template serves all later pods.
+Injection therefore adds environment variables that the kubelet resolves at pod start: from labels of the Job and JobSet
+controllers by the downward API, or literal values from the controller's ownerReference.
 
-    DELTASHARD_WORKLOAD_KIND / _NAME / _UID   the workload, one for all pods and restarts of it
-    DELTASHARD_INDEX                          completion index, StatefulSet ordinal, index in a part of a PyTorchJob
-    DELTASHARD_REPLICA                        which Job of a JobSet (its global index), which part of a PyTorchJob
+    DELTASHARD_WORKLOAD_KIND / _NAME / _UID   the workload, constant over its pods and restarts
+    DELTASHARD_INDEX                          completion index, StatefulSet ordinal, PyTorchJob replica index
+    DELTASHARD_REPLICA                        global index of a Job in its JobSet, replica type of a PyTorchJob
     DELTASHARD_RUN_ID                         `{name}-{uid}`, or the user's `run-id`
-    DELTASHARD_RUN                            `{namespace}/{run id}`: where in the store; namespaces never meet
-    DELTASHARD_OWNER                          who owns that run in its log: the same for every restart
+    DELTASHARD_RUN                            `{namespace}/{run id}`: path in the store, separate for each namespace
+    DELTASHARD_OWNER                          owner of the run in its log, constant over restarts
 
-A JobSet re-creates its Jobs when it restarts, so its own UID counts, not theirs: by the labels it puts on them, or,
-where it is too old to put its UID there, by the Job's ownerReference.
+A restarted JobSet recreates its Jobs, so the JobSet's UID is used, not theirs: from the labels that it sets, or from
+the Job's ownerReference if its version does not set the UID label.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from deltashard_operator.kube.cluster_name import (
 
 Document = Mapping[str, Any]
 Value = Mapping[str, Any]
-"""What an environment entry has beside its name: literal text, or a field of the pod that the kubelet will read."""
+"""Value of an environment entry: literal text, or a field of the pod that the kubelet resolves."""
 
 
 def _field(path: str) -> Value:
@@ -54,17 +54,17 @@ def _text(value: str) -> Value:
 
 @dataclass(frozen=True, slots=True)
 class IdentityRecipe:
-    """Where a pod's workload identity comes from."""
+    """Sources of a pod's workload identity."""
 
     kind: str
     name: Value | None = None
     uid: Value | None = None
-    """None of both: known when the pod is made, and written then."""
+    """None for both: filled in when the pod is created."""
     index: Value = field(default_factory=dict)
     replica: Value = field(default_factory=dict)
-    """Which Job of a JobSet, which part of a PyTorchJob."""
+    """Job of a JobSet, or replica type of a PyTorchJob."""
     pods: int = 0
-    """Numbered pods that the workload wants when it is made; 0: not known, or without numbers."""
+    """Number of indexed pods at creation; 0: unknown, or without indexes."""
 
 
 _JOB_INDEX = _field(f"metadata.annotations['{JOB_INDEX_ANNOTATION}']")
@@ -89,7 +89,7 @@ def _has_jobset(labels: Document) -> bool:
 
 
 def of_job(template: Document, job: Document | None = None) -> IdentityRecipe:
-    """The recipe for the pods of a Job with this pod template; `job`: the Job itself, which knows its owner."""
+    """Return the recipe for pods of this template. `job`: the Job, from which the owner is read."""
     job, labels = job or {}, _labels(template)
     pods = pods_of(job)
     if _has_jobset(labels):
@@ -102,7 +102,7 @@ def of_job(template: Document, job: Document | None = None) -> IdentityRecipe:
 
 
 def pods_of(job: Document) -> int:
-    """Numbered pods of a Job, and of the Jobs that a JobSet makes beside it of one template; 0: it numbers none."""
+    """Return the number of indexed pods of a Job and its sibling Jobs from the same JobSet template, or 0."""
     spec, replicas = job.get("spec") or {}, str(_labels(job).get(JOBSET_REPLICAS_LABEL, ""))
     if spec.get("completionMode") != "Indexed":
         return 0
@@ -110,7 +110,7 @@ def pods_of(job: Document) -> int:
 
 
 def replica_of(job: Document) -> str:
-    """Which Job of its JobSet a Job is: its global index, else its name without the JobSet's; empty elsewhere."""
+    """Return the Job's global index in its JobSet, else its name suffix; empty for other Jobs."""
     owner = owner_reference.is_controlled_by(job, owner_reference.JOBSET)
     if owner is None:
         return ""
@@ -119,7 +119,7 @@ def replica_of(job: Document) -> str:
 
 
 def of_pod(pod: Document) -> IdentityRecipe:
-    """The recipe for a pod at its own CREATE: what a Job puts on its pods, else its controller, else itself."""
+    """Return the recipe for a pod at its own CREATE: by its Job, by its controller, or for itself."""
     owner = owner_reference.controller_of(pod)
     if owner is None:
         return POD
@@ -130,12 +130,11 @@ def of_pod(pod: Document) -> IdentityRecipe:
 
 
 def of_template(kind: str, document: Document, replicas: int) -> IdentityRecipe:
-    """The recipe for the pods of a template in a JobSet or a PyTorchJob that is created."""
     return replace(JOBSET, pods=pods_of(document) * replicas) if kind == "JobSet" else PYTORCH_JOB
 
 
 def index_of_pod(pod: Document) -> str:
-    """The number of a pod that is there, as its controller wrote it, in a PyTorchJob after its part; empty: none."""
+    """Return the index of an existing pod, for a PyTorchJob after the replica type; empty if it has none."""
     labels, notes = _labels(pod), pod["metadata"].get("annotations") or {}
     if owner_reference.is_controlled_by(pod, owner_reference.PYTORCH_JOB) is not None:
         return "-".join(filter(None, (labels.get(KUBEFLOW_REPLICA_LABEL), labels.get(KUBEFLOW_INDEX_LABEL))))
@@ -143,7 +142,7 @@ def index_of_pod(pod: Document) -> str:
 
 
 def workload_uid(kind: str, document: Document) -> str:
-    """The UID of the workload that a Job or pod at its CREATE is of; empty where it is the workload itself."""
+    """Return the UID of the workload that owns a Job or pod at its CREATE, or an empty string if there is no owner."""
     owner, labels = owner_reference.controller_of(document), _labels(document)
     if kind == "Job":
         labels = {**_labels((document.get("spec") or {}).get("template") or {}), **labels}
@@ -156,7 +155,7 @@ def workload_uid(kind: str, document: Document) -> str:
 
 
 def environment(recipe: IdentityRecipe, run_id: str | None) -> list[dict[str, Any]]:
-    """The environment entries of a recipe, each after those it refers to."""
+    """Return the environment entries of a recipe. Each entry follows the ones that it references."""
     values: dict[str, Value | None] = {
         "POD_NAME": _field("metadata.name"),
         "POD_NAMESPACE": _field("metadata.namespace"),

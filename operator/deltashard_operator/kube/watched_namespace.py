@@ -1,7 +1,7 @@
-"""The namespaces whose workloads deltashard looks after: all of them, or a list that the chart states.
+"""Watched namespaces: all, or a list from the chart.
 
-Webhook, controller and the ValidatingAdmissionPolicies hold to the same list. What is annotated elsewhere is refused
-and told so: it would train without checkpoints.
+Webhook, controller and the ValidatingAdmissionPolicies use the same list. Annotated workloads in other namespaces are
+rejected with an explanation, because they would train without checkpoints.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from argparse import ArgumentTypeError
 from deltashard_operator.kube.cluster_name import POLICY
 
 MAX_NAMESPACES = 100
-"""Each is watched by connections of its own; who has more of them watches all."""
+"""Each namespace has its own watch connections. Use all namespaces instead of a longer list."""
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def parse_namespaces(text: str) -> tuple[str, ...]:
-    """Names, by commas; none: all namespaces. For argparse, which hides what a `ValueError` says."""
+    """Parse comma-separated namespaces; empty: all. Raises `ArgumentTypeError`: argparse hides `ValueError` texts."""
     names = tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
     for name in names:
         if not _LABEL.fullmatch(name):
-            raise ArgumentTypeError(f"{name!r} is no namespace: a DNS label, at most 63 of a-z, 0-9 and -")
+            raise ArgumentTypeError(
+                f"{name!r} is not a namespace: use a DNS label, at most 63 of a-z, 0-9 and -"
+            )
     if len(names) > MAX_NAMESPACES:
         raise ArgumentTypeError(
-            f"{len(names)} namespaces are more than {MAX_NAMESPACES}: name none, which watches all"
+            f"{len(names)} namespaces are more than {MAX_NAMESPACES}: leave the list empty to watch all"
         )
     return names
 
@@ -34,9 +36,8 @@ def is_watched(namespace: str, watched: tuple[str, ...]) -> bool:
 
 
 def not_watched(namespace: str) -> str:
-    """What is wrong with an annotated workload of a namespace that is not watched."""
     return f"namespace {namespace} is not watched by deltashard"
 
 
-REMEDY = f"have it added to watchNamespaces of the chart, or remove the annotation {POLICY}"
-"""Without an apostrophe: it stands in CEL, too."""
+REMEDY = f"add it to watchNamespaces of the chart, or remove the annotation {POLICY}"
+"""Without an apostrophe, because the text is also part of a CEL string."""

@@ -1,8 +1,8 @@
-"""What the chart's MutatingWebhookConfiguration and the two programs must agree on. The chart has the objects.
+"""Names shared by the chart's MutatingWebhookConfiguration and both programs.
 
-IMPORTANT: `failurePolicy: Fail` is bearable only because the chart's matchConditions keep every workload that is not
-annotated from reaching the webhook at all. They use CEL's optional types: `object.metadata.annotations['...']` is an
-*error* on an object without annotations, and under Fail an error blocks it, and with it the whole cluster.
+IMPORTANT: `failurePolicy: Fail` is safe only because the chart's matchConditions exclude every workload without
+annotations. They use CEL's optional types: `object.metadata.annotations['...']` is an *error* on an object without
+annotations, and under Fail an error blocks the request, and with it the whole cluster.
 """
 
 CONFIGURATION = "deltashard-webhook"

@@ -1,1 +1,1 @@
-"""One run as the controller knows it: facts in, conclusions out. Pure."""
+"""State of one run and the conclusions drawn from it, as pure functions."""

@@ -1,8 +1,8 @@
-"""A run's conditions, as Kubernetes has them: what is so, since when, why, in a sentence. Pure.
+"""Conditions of a run, in the Kubernetes format. Pure.
 
-`Ready` says whether newer checkpoints keep coming. Every other type is a trouble: True while it lasts; it is absent
-until it first happens. `lastTransitionTime` moves with the status alone, so that waiting for a condition and counting
-its age both work.
+`Ready` is True while new checkpoints are committed. Every other type is a problem: True while it lasts, and absent
+until its first occurrence. `lastTransitionTime` changes only when the status changes, so `kubectl wait` and the age of
+a condition both work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ READY = "Ready"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """Condition of a run, as the API keeps it."""
+    """Condition of a run, as stored in the API."""
 
     type: str
     status: str
@@ -26,7 +26,7 @@ class Condition:
 
 
 def updated(before: Iterable[Condition], facts: Iterable[Condition], now_s: float) -> tuple[Condition, ...]:
-    """The conditions now. A trouble that no fact mentions is over; one that never was is not listed."""
+    """Merge `facts` into the conditions `before`. A known problem that is not in `facts` becomes False."""
     known = {each.type: each for each in before}
     over = {
         type_: each if each.status == "False" else replace(each, status="False", reason="Over")

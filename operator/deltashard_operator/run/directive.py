@@ -1,10 +1,10 @@
-"""What a run shall do from now on: the one place where its wishes become what its sidecars are told. Pure.
+"""Directives: the policy that a run's sidecars must apply from now on. Pure.
 
-It is what the CheckpointPolicy says, with the workload's annotations before it: interval and precision themselves, or
-what they are to be chosen for, and the bounds. The sidecar with rank 0 chooses, as it measures what a save costs. A
-directive is its content: it is given while what is wanted is not what is in force, so nothing of it is remembered. Of
-the two timers, interval and steps, 0 turns one off while training runs; both off is no directive, so that nobody
-switches saving off from afar.
+A directive combines the CheckpointPolicy with the workload's annotations, which take precedence: the interval and
+precision, or the goals from which rank 0's sidecar chooses them by measured save costs, and their bounds. A directive
+is identified by its content and is sent while the policy in force differs from the wanted one, so no delivery state is
+kept. 0 disables one of the two timers (interval, steps) while training runs. If both are 0, no timer is sent: saving
+cannot be disabled remotely.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from deltashard_operator.fleet.report import Directive
 
 TIMERS = ("every_s", "every_steps")
 KEPT_FIELDS = ("encoding", "differential")
-"""Fields of a policy that a directive leaves as the pod was started with, where they are empty."""
+"""Policy fields that, when empty, keep the value with which the pod was started."""
 
 
 def _explicit_fields(policy: pb.Policy) -> tuple[str, ...]:
-    """Fields that a directive with this policy states, zero and empty too: without a timer it states none of them."""
+    """Return the fields that a directive with this policy sets, even to zero. Timers are omitted if both are 0."""
     omitted = KEPT_FIELDS if policy.every_s or policy.every_steps else (*KEPT_FIELDS, *TIMERS)
     return tuple(sorted(DIRECTIVE_FIELDS.difference(omitted)))
 
 
 def directive_of(policy: pb.Policy) -> Directive:
-    """The directive with this policy; the id is a hash of its content."""
+    """Return the directive with this policy. Its id is a hash of its content."""
     found = wire.Directive(policy=policy, whole=_explicit_fields(policy))
     content = found.SerializeToString(deterministic=True)
     found.id = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") or 1
@@ -37,9 +37,9 @@ def directive_of(policy: pb.Policy) -> Directive:
 
 
 def differs(wanted: pb.Policy, in_force: pb.Policy) -> bool:
-    """Whether a directive with `wanted` would change anything."""
+    """Return whether a directive with `wanted` would change anything."""
     names = set(_explicit_fields(wanted)) | {name for name in KEPT_FIELDS if getattr(wanted, name)}
-    if wanted.goal:  # a chosen interval is in force, and only began as the policy says
+    if wanted.goal:  # the interval is chosen; the policy only gives its initial value
         names -= set(TIMERS)
     if wanted.bits_goal:
         names.discard("encoding")
@@ -47,9 +47,9 @@ def differs(wanted: pb.Policy, in_force: pb.Policy) -> bool:
 
 
 def due(wanted: pb.Policy, given: int, in_force: pb.Policy) -> Directive | None:
-    """The directive that a pod needs; None: what is in force is what is wanted, or is not known.
+    """Return the directive that a pod needs, or None if the wanted policy is in force or the one in force is unknown.
 
-    `given`: id of the directive in force in the pod; 0: none, and `in_force` counts, the policy in force in the run.
+    `given` is the id of the directive in force in the pod. If it is 0, `in_force`, the policy of the run, is compared.
     """
     if not given and (not in_force.encoding or not differs(wanted, in_force)):
         return None

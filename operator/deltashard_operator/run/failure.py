@@ -1,8 +1,8 @@
-"""Losses of training: what was lost, when and why, and whether a container crashes again and again. Pure.
+"""Losses of trainers: time, cause and message, and detection of crash loops. Pure.
 
-A **loss** is one end of a trainer that had begun: a pod that is gone or going, a training container that ended and is
-started again in place, or a trainer that left its sidecar without a word. Losses are listed for people. They are not
-what failures are counted by: that is how often the log says that training was opened (`ledger`).
+A **loss** is the end of a trainer that had started: its pod was deleted or is terminating, its container ended and
+restarts in place, or it disconnected from its sidecar without closing. Losses are listed for users. Failures are
+counted separately, by how often the log records that training was opened (`ledger`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from deltashard_operator.run.observed_object import PodView
 
 CRASH_WINDOW_S = 20.0
-"""Crashes of a group's pods within this time are one."""
+"""Crashes of a group's pods within this time count as one."""
 SAME_LOSS_S = 60.0
-"""What a pod and its sidecar tell of it within this time is one loss."""
+"""Reports of a pod's status and its sidecar within this time describe the same loss."""
 MAX_LOSSES = 32
 MAX_MESSAGE = 256
-"""Characters of the reason of a loss."""
+"""Maximum length of a loss's message, in characters."""
 CRASH_LOOP_COUNT = 3
-"""So many crashes of a loop are a trouble that people hear of."""
+"""Number of equal crashes in a row that sets the condition CrashLooping."""
 TRAINER_LOST = "TrainerLost"
 _DISRUPTIONS = {"PreemptionByScheduler": "Preempted", "DeletionByPodGC": "NodeLost"}
-"""Reasons of the condition DisruptionTarget; any other is an eviction."""
+"""Causes by reason of the condition DisruptionTarget. Any other reason is an eviction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,20 +39,18 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crash:
-    """A training container ended so, so many times in a row, with no commit between."""
+    """Equal exits of a training container in a row without a commit in between."""
 
     ending: str
     seq: int
-    """Of the newest commit."""
     at_s: float
-    """The newest of these times."""
     times: int
 
 
 def loss_of_pod(pod: PodView, *, gone: bool, node_ready: bool, suspended: bool, now_s: float) -> Loss | None:
-    """The loss that a pod's end is, or None when it is none.
+    """Return the loss that the end of this pod causes, or None.
 
-    `gone`: the object is deleted; `node_ready`: its node is there and well; `suspended`: its Job is.
+    `gone`: the pod object is deleted. `node_ready`: its node exists and is Ready. `suspended`: its Job is suspended.
     """
     going = gone or pod.terminating_at_s > 0
     if not pod.started or pod.phase == "Succeeded":
@@ -76,7 +74,6 @@ def loss_of_pod(pod: PodView, *, gone: bool, node_ready: bool, suspended: bool, 
 
 
 def loss_of_container(pod: PodView, now_s: float) -> Loss:
-    """The loss that the end of a training container is."""
     if pod.ending is None:
         return _loss(pod, "Error", "a container failed", now_s)
     name, code, cause = pod.ending.container, pod.ending.exit_code, "Error"
@@ -91,7 +88,7 @@ def _loss(pod: PodView, cause: str, message: str, at_s: float) -> Loss:
 
 
 def with_loss(losses: tuple[Loss, ...], loss: Loss) -> tuple[Loss, ...]:
-    """The newest losses with one more; why a pod ended takes the place of its sidecar's word that a trainer went."""
+    """Append a loss to the newest losses. The cause of a pod's end replaces the TrainerLost of its sidecar."""
     same = [each for each in losses if each.pod == loss.pod and abs(loss.at_s - each.at_s) < SAME_LOSS_S]
     if same and loss.cause == TRAINER_LOST:
         return losses
@@ -100,13 +97,13 @@ def with_loss(losses: tuple[Loss, ...], loss: Loss) -> tuple[Loss, ...]:
 
 
 def crash_after(before: Crash | None, loss: Loss, seq: int) -> Crash | None:
-    """The crash that a loss after the newest commit `seq` is; None: it is none. `before`: the one before it."""
+    """Return the crash state after a loss, or None if it is not a crash. `seq` is the newest commit."""
     if loss.cause == TRAINER_LOST:
         return before
     if loss.cause not in {"OOMKilled", "Error"}:
         return None
     if before is not None and seq <= before.seq:
-        if loss.at_s - before.at_s < CRASH_WINDOW_S:  # the same time, of another pod
+        if loss.at_s - before.at_s < CRASH_WINDOW_S:  # the same crash, seen on another pod
             return before
         if loss.message == before.ending:
             return replace(before, at_s=loss.at_s, times=before.times + 1)
@@ -114,5 +111,5 @@ def crash_after(before: Crash | None, loss: Loss, seq: int) -> Crash | None:
 
 
 def is_loop(crash: Crash, seq: int) -> bool:
-    """Whether a crash loop goes on; `seq`: of the newest commit."""
+    """Return whether a crash loop continues. `seq` is the newest commit."""
     return crash.times >= CRASH_LOOP_COUNT and seq <= crash.seq

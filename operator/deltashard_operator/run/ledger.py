@@ -1,11 +1,11 @@
-"""What is counted of a run and must survive the controller, and its form in `status.ledger`. Pure.
+"""Counters of a run that must survive controller restarts, and their encoding in `status.ledger`. Pure.
 
-Each counted fact has a natural key, so that what is told again is not counted again: a restore is known by (part of the
-run, attempt), and what only the API or an incident tells (the end of a pod, a container's restart, a trainer that went)
-by a hash. Of the keys the newest are kept; what is older than all of them counts as counted. Failures are how often the
-log says that training was opened again, whyever it stopped: however many pods went, and whether a controller looked.
+Each counted fact has a natural key, so a repeated report is not counted twice: restores are keyed by (part of the run,
+attempt); facts known only from the API or an incident (end of a pod, container restart, lost trainer) by a hash. Only
+the newest keys are kept, and older facts are treated as counted. The number of failures is the number of times the log
+records that training was reopened, independent of the cause, the number of lost pods and the controller's availability.
 
-`status.ledger` is base64 of deflated JSON, `MAX_BYTES` at most: of what does not fit the newest stays.
+`status.ledger` is base64 of deflated JSON of at most `MAX_BYTES`. The oldest entries are dropped if it does not fit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deltashard_operator.run.failure import Crash, Loss, crash_after
 T = TypeVar("T")
 MAX_BYTES = 16384
 MAX_ATTEMPTS = 32
-"""Restored attempts of a part whose keys are kept."""
+"""Maximum number of restored attempts per part whose keys are kept."""
 MAX_KEYS = 256
 MAX_PARTS = 256
 VERSION = 2
@@ -34,36 +34,36 @@ _MAX_JSON = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """What is counted of a run. Mappings are never changed in place."""
+    """Counters of a run. Mappings are never changed in place."""
 
     restores: int = 0
     lost_steps: int = 0
     restored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Newest attempts that are counted as restored, rising, by part of the run."""
+    """Newest attempts that are counted as restored, ascending, by part of the run."""
     failures: int = 0
     openings: Mapping[str, int] = field(default_factory=dict)
-    """How often training was opened as far as it is counted, by part; the one that changed last is last."""
+    """Counted openings of training by part. The last changed part is last."""
     crashes: Mapping[str, Crash] = field(default_factory=dict)
-    """The newest loss by part, where it was a crash."""
+    """Crash state by part, for parts whose newest loss was a crash."""
     counted: Mapping[str, float] = field(default_factory=dict)
-    """Newest keys of what is counted once, and when it happened, oldest first."""
+    """Newest keys of counted facts with their times, oldest first."""
     counted_until_s: float = 0.0
-    """What is not newer than this and has no key counts as counted."""
+    """Facts up to this time that have no key are treated as counted."""
     clipped: bool = False
-    """Parts were left out: one that is not known begins with the openings that it tells."""
+    """Parts were dropped, so the first report of an unknown part sets its openings instead of counting them."""
 
     @cached_property
     def text(self) -> str:
-        """Its form in a status. It is made once: it costs as much as all the rest of a status."""
+        """Encoded form for the status, cached because encoding dominates the cost of writing a status."""
         return encoded(self)
 
     def has_restored(self, part: str, attempt: int) -> bool:
-        """Whether the restore by this attempt is counted; one without an attempt (0) never needs to be."""
+        """Return whether the restore by this attempt is counted. Attempt 0 (unknown) is treated as counted."""
         known = self.restored.get(part, ())
         return not attempt or attempt in known or (len(known) >= MAX_ATTEMPTS and attempt < known[0])
 
     def has(self, key: str, at_s: float) -> bool:
-        """Whether what has this key and happened then is counted."""
+        """Return whether the fact with this key and time is counted."""
         return key in self.counted or 0.0 < at_s <= self.counted_until_s
 
     def with_restored(self, part: str, attempt: int, lost_steps: int) -> Ledger:
@@ -73,7 +73,7 @@ class Ledger:
         return replace(self, restores=restores, lost_steps=steps, restored={**others, part: known})
 
     def with_openings(self, part: str, openings: int) -> Ledger:
-        """After it was told how often the workload opened this part of the run."""
+        """Return the ledger after a report that this part of the run was opened `openings` times."""
         if openings <= self.openings.get(part, 0):
             return self
         known = self.openings.get(part, openings if self.clipped else 1)
@@ -82,7 +82,7 @@ class Ledger:
         return replace(self, failures=failures, openings={**others, part: openings})
 
     def with_loss(self, part: str, loss: Loss, key: str, seq: int) -> Ledger:
-        """After a loss that has this key; `seq`: the part's newest commit."""
+        """Return the ledger after the loss with this key. `seq` is the newest commit of the part."""
         counted, until_s = {**self.counted, key: loss.at_s}, self.counted_until_s
         if len(counted) > MAX_KEYS:
             until_s = max(until_s, counted.pop(next(iter(counted))))
@@ -93,12 +93,11 @@ class Ledger:
 
 
 def hashed(*parts: object) -> str:
-    """A short key of these."""
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
 def incident_key(report: Report, incident: Incident, part: str) -> str:
-    """Natural key of an incident: of a restore its attempt, whoever tells it."""
+    """Return the natural key of an incident. A restore is keyed by its attempt, whichever pod reports it."""
     who = report.who
     if incident.kind is IncidentKind.RESTORED and incident.attempt:
         return hashed(who.workload_uid, "restored", part, incident.attempt)
@@ -106,16 +105,17 @@ def incident_key(report: Report, incident: Incident, part: str) -> str:
 
 
 def acknowledged_id(durable: Ledger, recorded: Container[str], report: Report, part: str) -> int:
-    """Up to which of the report's incidents the sidecar need tell none again; 0: none.
+    """Return the id of the newest incident in the report that the sidecar need not repeat, or 0.
 
-    `durable`: as it is in the written status; `recorded`: keys of incidents whose Events are (see `RunEvent.key`).
+    `durable` is the ledger in the written status; `recorded` the keys of incidents whose events are written
+    (`RunEvent.key`).
     """
     newest = 0
     for each in report.incidents:
         key, kind = incident_key(report, each, part), each.kind
         if kind is IncidentKind.TRAINER_LOST:
             done = durable.has(key, each.at_s)
-        else:  # nobody can tell what a newer sidecar calls UNKNOWN here
+        else:  # an incident kind of a newer sidecar cannot be processed here
             done = kind is IncidentKind.UNKNOWN or key in recorded
         if not done or (kind is IncidentKind.RESTORED and not durable.has_restored(part, each.attempt)):
             break
@@ -124,7 +124,7 @@ def acknowledged_id(durable: Ledger, recorded: Container[str], report: Report, p
 
 
 def encoded(ledger: Ledger) -> str:
-    """Its text, empty for one of which nothing has to be kept."""
+    """Encode a ledger as text. An empty ledger gives an empty text."""
     parts = MAX_PARTS
     if _clipped(ledger, parts) == Ledger():
         return ""
@@ -138,24 +138,23 @@ def encoded(ledger: Ledger) -> str:
 
 
 def decoded(text: str) -> Ledger:
-    """The ledger of a text; raises `ValueError`: it is none, or of a newer controller."""
+    """Decode a ledger. Raises `ValueError` if the text is invalid or written by a newer controller."""
     if not text:
         return Ledger()
     deflated = zlib.decompressobj()
     try:
         found = json.loads(deflated.decompress(base64.b64decode(text, validate=True), _MAX_JSON))
         if not deflated.eof or found["version"] != VERSION:
-            raise ValueError("ledger is cut short, or of a newer controller")
+            raise ValueError("status.ledger is truncated, or written by a newer controller")
         found["restored"] = {part: tuple(each) for part, each in found["restored"].items()}
         found["crashes"] = {part: _value(Crash, each) for part, each in found.get("crashes", {}).items()}
         return _value(Ledger, found)
     except (zlib.error, KeyError, TypeError, AttributeError) as error:
-        raise ValueError("this is no ledger") from error
+        raise ValueError("status.ledger is not a valid ledger") from error
 
 
 def _clipped(ledger: Ledger, parts: int) -> Ledger:
-    """The newest of it, of so many parts."""
-    # A part that is not known and was opened once comes to the same.
+    # A part with one opening needs no entry: an unknown part starts at one.
     again = {part: n for part, n in ledger.openings.items() if n > 1}
     return replace(
         ledger,
@@ -171,12 +170,12 @@ def _newest(mapping: Mapping[str, T], n: int) -> dict[str, T]:
 
 
 def _plain(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not at their defaults, by name."""
+    """Return the fields of a dataclass that differ from their defaults, by name."""
     return {
         each.name: found for each in fields(value) if (found := getattr(value, each.name)) != each.default
     }
 
 
 def _value(kind: type[T], found: Mapping[str, Any]) -> T:
-    """The dataclass whose fields these are; what a newer controller added is left out."""
+    """Build a dataclass from these fields. Fields added by a newer controller are ignored."""
     return kind(**{each.name: found[each.name] for each in fields(kind) if each.name in found})  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""What the controller sees of users' objects: jobs, pods and nodes of the API, read into small values. Pure.
+"""Views of jobs, pods and nodes: the parts of API objects that the controller uses. Pure.
 
-Whose an object is, its controller's ownerReference says: a Job's pod is of that Job, or of the JobSet that owns the
-Job (which only the Job tells; `watch` puts the two together); one without a controller stands for itself. Labels
-do not count, since a tenant may write what he likes there.
+An object belongs to the workload named by its controller ownerReference: a Job's pod to the Job, or to the JobSet that
+owns the Job (known only from the Job; `watch` joins the two). An object without a controller is its own workload.
+Labels are ignored because tenants can set them freely.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Document = Mapping[str, Any]
 DEFAULT_POLICY = "default"
 METRICS_SETTING = "DELTASHARD_METRICS_PORT"
 ABSENT_S = 600.0
-"""A workload that cannot be watched itself (StatefulSet, JobSet) is over after so long without a pod or Job."""
+"""A workload that is not watched itself (StatefulSet, JobSet) is finished after this time without a pod or Job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What training belongs to: one for all its pods and restarts."""
+    """Workload that a run belongs to, across all its pods and restarts."""
 
     namespace: str
     kind: str
@@ -57,39 +57,38 @@ class Workload:
 
     @property
     def native(self) -> str:
-        """Job or Pod for Kubernetes' own, which are watched themselves; empty for any other, whatever it is called."""
+        """`Job` or `Pod` for the built-in kinds, which are watched directly; empty for every other kind."""
         known = self.group_kind in {owner_reference.JOB, owner_reference.POD}
         return self.kind if known or (not self.api_version and self.kind in {"Job", "Pod"}) else ""
 
     @property
     def path(self) -> str:
-        """URL path of a native one."""
         root, plural = ("/api/v1", "pods") if self.native == "Pod" else ("/apis/batch/v1", "jobs")
         return f"{root}/namespaces/{self.namespace}/{plural}/{self.name}"
 
     @property
     def display_name(self) -> str:
-        """Name for people: kind, with its group where that is not Kubernetes' own, and name."""
+        """Display name: kind, with its group if not built-in, and name."""
         group, _ = self.group_kind
         return f"{self.kind}{f'.{group}' if '.' in group else ''} {self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedSettings:
-    """Annotations that the controller acts on."""
+    """Settings from the annotations that the controller uses."""
 
     policy: str = DEFAULT_POLICY
     run_id: str = ""
-    """Empty: the run is named after the workload."""
+    """If empty, the run is named after the workload."""
     runs: str = ""
-    """`per-pod` where each numbered pod trains a run of its own."""
+    """`per-pod` if each numbered pod trains its own run."""
     overrides: tuple[tuple[str, str], ...] = ()
-    """Annotations that come before the policy's word."""
+    """Annotations that take precedence over the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """What is kept of a Job."""
+    """Fields of a Job that the controller uses."""
 
     uid: str
     name: str
@@ -97,17 +96,17 @@ class JobView:
     requested: RequestedSettings
     suspended: bool = False
     outcome: str = ""
-    """Completed or Failed, once it ended."""
+    """Completed or Failed once the Job has ended, else empty."""
     ended_at_s: float = 0.0
     replica: str = ""
-    """Which Job of a JobSet."""
+    """Replica of a JobSet."""
     replaces_lost: bool = True
-    """False: podReplacementPolicy is Failed, so a pod that cannot finish its deletion is not replaced."""
+    """False if podReplacementPolicy is Failed: a pod whose deletion cannot finish is not replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerExit:
-    """How a training container ended, last."""
+    """Last exit of a training container."""
 
     container: str
     reason: str
@@ -117,7 +116,7 @@ class ContainerExit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
-    """What is kept of a Pod."""
+    """Fields of a Pod that the controller uses."""
 
     uid: str
     name: str
@@ -131,16 +130,14 @@ class PodView:
     """Reason of the condition DisruptionTarget."""
     disruption_message: str = ""
     started: bool = False
-    """Whether a training container ever ran."""
     terminating_at_s: float = 0.0
-    """End of its grace period once it is being deleted; 0: it is not."""
+    """End of the grace period while the pod is being deleted, else 0."""
     restarts: int = 0
-    """Of its training containers."""
     ending: ContainerExit | None = None
     checkpoint_time: str = ""
-    """What its annotation says of the newest checkpoint."""
+    """Value of the annotation with the time of the newest checkpoint."""
     report_address: str = ""
-    """Where its sidecar can be asked to report, as `address:port`; empty: not known, or its metrics are off."""
+    """`address:port` at which the sidecar accepts a request to report; empty if unknown or without metrics."""
 
     @property
     def finished(self) -> bool:
@@ -152,29 +149,29 @@ class PodView:
 
     @property
     def ends(self) -> bool:
-        """Whether its end has begun, or comes for sure, after a training container ran in it."""
+        """Whether the pod has ended or is certain to end, after a training container ran in it."""
         return self.started and self.phase != "Succeeded" and bool(self.disruption or not self.alive)
 
     @property
     def shown_phase(self) -> str:
-        """Phase as kubectl shows it, near enough."""
+        """Approximate phase that kubectl shows."""
         return "Terminating" if self.terminating_at_s and self.phase == "Running" else self.phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """What is kept of a Node."""
+    """Fields of a Node that the controller uses."""
 
     name: str
     ready: bool
     ending: bool = False
-    """Cordoned, or tainted by what will remove it: evictions are to come."""
+    """Cordoned or tainted for removal, so evictions are expected."""
     since_s: float = 0.0
-    """Since when it is ready, or is not; 0: not known."""
+    """Time of the last change of `ready`; 0 if unknown."""
 
 
 def seconds_of(text: object) -> float:
-    """Unix time of the API's timestamp; 0 for none."""
+    """Parse an API timestamp to Unix time. Returns 0 if it is absent or invalid."""
     try:
         return dt.datetime.fromisoformat(str(text)).timestamp()
     except ValueError:
@@ -182,12 +179,12 @@ def seconds_of(text: object) -> float:
 
 
 def timestamp(at_s: float) -> str:
-    """The API's form of a time, in whole seconds."""
+    """Format a time as an API timestamp, in whole seconds."""
     return dt.datetime.fromtimestamp(int(at_s), dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def requested_settings(*maps: Mapping[str, str] | None) -> RequestedSettings:
-    """What these annotation maps say; the first to say a thing counts. Admission has checked them."""
+    """Read the settings from annotation maps; the first map that has a key wins. Admission has validated the values."""
     found = {key: value for each in reversed(maps) for key, value in (each or {}).items()}
     return RequestedSettings(
         policy=found.get(POLICY) or DEFAULT_POLICY,
@@ -198,19 +195,18 @@ def requested_settings(*maps: Mapping[str, str] | None) -> RequestedSettings:
 
 
 def has_ended(document: Document) -> bool:
-    """Whether a Job or a pod, as the API has it, has ended."""
     if document.get("kind") == "Pod":
         return (document.get("status") or {}).get("phase") in {"Succeeded", "Failed"}
     return bool(job_of(document).outcome)
 
 
 def is_alive(workload: Workload, document: Document | None) -> bool:
-    """Whether the object that the API has under its name is this very workload, and has not ended."""
+    """Return whether the API object is this workload (same UID) and has not ended."""
     return document is not None and document["metadata"]["uid"] == workload.uid and not has_ended(document)
 
 
 def job_of(document: Document) -> JobView:
-    """View of a Job; one that a JobSet made is of the JobSet's run."""
+    """Read a Job. A Job created by a JobSet belongs to the JobSet's run."""
     metadata, spec = document["metadata"], document.get("spec") or {}
     template = (spec.get("template") or {}).get("metadata") or {}
     outcome, ended_at_s = "", 0.0
@@ -233,7 +229,7 @@ def job_of(document: Document) -> JobView:
 
 
 def _workload(metadata: Document, owner: Owner | None, kind: str, api_version: str) -> Workload:
-    """The owner, or the object of this kind itself."""
+    """Return the owner's workload, or else the object itself as one of this kind."""
     owner = owner or Owner(api_version, kind, metadata["name"], metadata["uid"])
     return Workload(namespace=metadata["namespace"], **owner._asdict())
 
@@ -248,7 +244,7 @@ def pod_of(document: Document) -> PodView:
         for each in status.get("containerStatuses") or ()
         if each.get("name") != SIDECAR and not is_mesh_proxy(each.get("name"))
     ]
-    # A Job may be a JobSet's in turn.
+    # The Job may in turn be owned by a JobSet (see `with_job`).
     workload = _workload(metadata, owner_reference.controller_of(document), "Pod", "v1")
     return PodView(
         uid=metadata["uid"],
@@ -275,7 +271,7 @@ def _condition(status: Document, type_: str) -> Document:
 
 
 def _report_address(spec: Document, address: str) -> str:
-    """The pod's address with the port of its sidecar's metrics."""
+    """Return the pod's address with the metrics port of its sidecar, or an empty string."""
     containers = (*(spec.get("initContainers") or ()), *(spec.get("containers") or ()))
     settings = (each for one in containers if one.get("name") == SIDECAR for each in one.get("env") or ())
     port = next((str(each.get("value")) for each in settings if each.get("name") == METRICS_SETTING), "")
@@ -285,7 +281,7 @@ def _report_address(spec: Document, address: str) -> str:
 
 
 def with_job(pod: PodView, job: JobView) -> PodView:
-    """View of a Job's pod with the Job's workload: the JobSet that owns the Job, where one does."""
+    """Return the view of a Job's pod with the Job's workload, which is the owning JobSet if there is one."""
     index = "-".join(filter(None, (job.replica, pod.index)))
     return replace(pod, workload=job.workload, index=index)
 
@@ -296,7 +292,7 @@ def _has_run(container: Document) -> bool:
 
 
 def _last_exit(containers: list[Document]) -> ContainerExit | None:
-    """The newest end of a training container; of those that ended at once, one that failed."""
+    """Return the newest exit of a training container, preferring a failure among simultaneous exits."""
     found = [
         ContainerExit(
             container=each.get("name") or "",
@@ -312,7 +308,7 @@ def _last_exit(containers: list[Document]) -> ContainerExit | None:
 
 
 def node_of(document: Document, disruption_taints: Container[str] = ()) -> NodeView:
-    """A node; one with such a taint is about to end."""
+    """Read a node. A node with one of these taints is about to end."""
     readiness, spec = _condition(document.get("status") or {}, "Ready"), document.get("spec") or {}
     tainted = any(each.get("key") in disruption_taints for each in spec.get("taints") or ())
     return NodeView(

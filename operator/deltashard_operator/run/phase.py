@@ -1,7 +1,7 @@
-"""A run's phase: one word for what it is at. Pure.
+"""Phase of a run. Pure.
 
-A run whose sidecars are not heard (the controller started anew, the network is cut) keeps its phase as long as its pods
-are alive, because training needs no controller.
+A run without live reports (controller restart, network partition) keeps its phase while its pods are alive, because
+training does not depend on the controller.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Phase(enum.StrEnum):
 
 
 TRAINING_PHASES = frozenset({Phase.TRAINING, Phase.DEGRADED})
-"""Phases in which steps are made."""
+"""Phases in which training makes progress."""
 _NO_TRAINER = frozenset({report.SidecarPhase.WAITING, report.SidecarPhase.STOPPING})
 
 
@@ -38,10 +38,10 @@ def phase_of(
     missing: bool,
     unsafe: bool,
 ) -> Phase:
-    """The phase of a run that is not finished.
+    """Return the phase of a run that is not finished.
 
-    `phases`: of the sidecars that are; `alive`: a pod that can train exists; `started`: training ever began; `missing`:
-    ranks are known to be away; `unsafe`: checkpoints are not made, or not safe.
+    `phases`: phases of the live sidecars. `alive`: a pod that can train exists. `started`: training has ever begun.
+    `missing`: ranks are known to be missing. `unsafe`: a problem prevents checkpoints or makes them unsafe.
     """
     if not alive:
         return Phase.RECOVERING if started and not suspended else Phase.PENDING

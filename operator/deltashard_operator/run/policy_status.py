@@ -1,7 +1,7 @@
-"""How a policy stands, by the runs that use it: the status of the policy. Pure.
+"""Status of a policy, derived from the runs that use it. Pure.
 
-Nobody in the cluster but the runs' sidecars has the store's credentials, so only they can say that the store serves
-them. Ready stays as it is while no run can say otherwise: what was proven of a store is not undone by a run's end.
+Only the sidecars of the runs have the store's credentials, so only they can verify the store. Ready keeps its value
+while no run reports: the end of a run does not invalidate a verified store.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.watched_run import WatchedRun
 
 PROBLEMS = frozenset({"CredentialsMissing", "StoreUnavailable"})
-"""Conditions of a run that its policy is to blame for."""
+"""Conditions of a run that are caused by its policy."""
 
 
 def status(
     runs: Collection[WatchedRun], before: Mapping[str, Any], *, url: str, generation: int, now_s: float
 ) -> dict[str, Any]:
-    """The policy's status: as it was `before`, and what these runs, which are not finished, know better.
+    """Return the policy's status: `before`, updated from these unfinished runs.
 
-    `url`: of its store; runs that were started with another one say nothing of this one. Empty: not known.
+    `url` is the policy's store; runs that were started with another store are ignored. Empty: unknown.
     """
     reporting = [run for run in runs if url in ("", run.store)]
     problems = (
@@ -31,7 +31,7 @@ def status(
         for each in run.conditions
         if each.type in PROBLEMS and each.status == "True"
     )
-    # A sidecar tries that the store creates only what is absent before its first attempt is in the log.
+    # A sidecar verifies conditional creates on the store before its first attempt is recorded in the log.
     in_use = ("True", "InUse", "runs save by it") if any(run.progress.attempt for run in reporting) else None
     found: dict[str, Any] = {"runs": len(runs), "observedGeneration": generation}
     known = next((each for each in before.get("conditions") or () if each["type"] == READY), None)

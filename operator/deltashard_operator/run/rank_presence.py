@@ -1,8 +1,8 @@
-"""Which ranks of a run are there. Pure.
+"""Presence of a run's ranks. Pure.
 
-How many there should be, the ranks of the newest attempt say by their world size; a group that came together anew with
-fewer is complete again. Ranks count as missing only where every pod that can hold one is heard. Where each pod is a run
-of its own nobody is expected.
+The expected number is the world size that the ranks of the newest attempt report; a group that reforms with fewer ranks
+is complete. Ranks count as missing only if every pod that can hold one has reported. In per-pod runs no number is
+expected.
 """
 
 from __future__ import annotations
@@ -22,23 +22,20 @@ from deltashard_operator.run.watched_run import (
 
 
 def of_run(run: WatchedRun, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> tuple[int, int, bool]:
-    """(How many ranks there should be, 0 for not known; how many are heard; whether some are known to be away).
-
-    `nodes`: those that are not ready hold no rank.
-    """
+    """Return (expected ranks, 0 if unknown; present ranks, on ready nodes; whether ranks are known to be missing)."""
     if run.per_pod:
         return 0, 0, False
     live = {uid: each.pod for uid, each in live_reports(run, now_s, nodes).items() if run.pods[uid].alive}
     newest = max((pod.attempt for pod in live.values() if pod.ranks), default=0)
-    group = [pod for pod in live.values() if pod.attempt in (0, newest)]  # 0: it is being opened
+    group = [pod for pod in live.values() if pod.attempt in (0, newest)]  # 0: the attempt is being opened
     sizes = [rank.world_size for pod in group if pod.attempt == newest for rank in pod.ranks]
     expected = max(sizes, default=run.progress.world_size)
     ranks = [rank for pod in group for rank in pod.ranks]
     there = {each.rank for each in ranks if each.world_size == expected and each.rank < expected}
     present = len(there)
     if expected == run.progress.world_size and not is_known(run, now_s, nodes):
-        present = max(present, run.progress.ranks_present)  # nobody is gone because a controller starts
-    # Trainers that closed in good order are not missed, and who is not heard may be there.
+        present = max(present, run.progress.ranks_present)  # a controller restart does not remove ranks
+    # Trainers that closed cleanly are not missing, and a pod without reports may hold a rank.
     all_open = all(
         uid in live and live[uid].phase is not report.SidecarPhase.CLOSED
         for uid, pod in run.pods.items()
@@ -48,14 +45,14 @@ def of_run(run: WatchedRun, now_s: float, nodes: Mapping[str, NodeView] = NO_NOD
 
 
 def is_known(run: WatchedRun, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> bool:
-    """Whether this controller has heard every pod that can hold a rank, or began with the run, or has long waited."""
+    """Return whether presence is known: all pods that can hold a rank reported, the run is new, or the wait is over."""
     if not run.loaded_status_s or 0 < run.first_report_s < now_s - MAX_MISSED_INTERVALS * PEER_INTERVAL_S:
         return True
     return all(uid in run.last_reports for uid, pod in run.pods.items() if _can_hold(pod, nodes))
 
 
 def phases(run: WatchedRun, live: Mapping[str, LastReport], *, known: bool) -> frozenset[report.SidecarPhase]:
-    """Phases of the sidecars that count: one without a trainer does only where ranks are known to be missing."""
+    """Return the phases of the sidecars. Those without a trainer count only if ranks are known to be missing."""
     every = frozenset(each.pod.phase for each in live.values())
     holding = frozenset(each.pod.phase for each in live.values() if each.pod.ranks)
     if not known:
@@ -64,6 +61,6 @@ def phases(run: WatchedRun, live: Mapping[str, LastReport], *, known: bool) -> f
 
 
 def _can_hold(pod: PodView, nodes: Mapping[str, NodeView]) -> bool:
-    """Whether a trainer may be in this pod: one ever ran there, it lives, and its node is not known to be lost."""
+    """Return whether the pod can hold a trainer: it has started, is alive, and its node is not known to be lost."""
     node = nodes.get(pod.node)
     return pod.alive and pod.started and (node is None or node.ready)

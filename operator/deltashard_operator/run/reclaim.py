@@ -1,10 +1,10 @@
-"""Whether and when a finished run's bytes go from the store, by its policy's `reclaim.policy`. Pure.
+"""Whether and when the bytes of a finished run are removed from the store, by its policy's `reclaim.policy`. Pure.
 
-Delete has them removed a grace after the workload's end, by a Job of the run's own namespace: only there are the
-store's credentials. Everything must speak for it: the workload is over (not merely without pods, as a StatefulSet of no
-replicas is), none of its pods is left, no other workload continues the run, and the policy names the store that the run
-was in. What speaks against it keeps the bytes. The Job itself looks once more, at the run's log: what somebody else
-opened since, or what has a pin, stays. Kept and Failed are looked at again as long as the CheckpointRun is there.
+Delete removes them after a grace period by a Job in the run's namespace, where the store's credentials are. All
+conditions must hold: the workload has ended (a StatefulSet scaled to zero has not), none of its pods is left, no other
+workload continues the run, and the policy names the store that the run used. Otherwise the bytes are kept. The Job
+checks the run's log again and keeps a run that another workload has opened since, or that has a pin. Kept and Failed
+are re-evaluated while the CheckpointRun exists.
 """
 
 from __future__ import annotations
@@ -21,21 +21,18 @@ if TYPE_CHECKING:
     from deltashard_operator.run.watched_run import WatchedRun
 
 MAX_MESSAGE = 1024
-"""Characters that a status takes."""
 
 
 class ReclaimState(StrEnum):
-    """Where it stands."""
+    """State of a removal."""
 
     WAITING = "Waiting"
-    """For the grace to end, for pods to go, or for its turn."""
+    """Waiting for the end of the grace period, for pods to end, or for a free slot."""
     REMOVING = "Removing"
-    """A Job is at it."""
     REMOVED = "Removed"
     KEPT = "Kept"
-    """Something speaks against it."""
+    """A condition for the removal does not hold."""
     FAILED = "Failed"
-    """The Job did not do it."""
 
 
 WAITING, REMOVING, REMOVED, KEPT, FAILED = ReclaimState
@@ -43,24 +40,24 @@ WAITING, REMOVING, REMOVED, KEPT, FAILED = ReclaimState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reclaim:
-    """Of one run."""
+    """Removal of one run's bytes."""
 
     state: ReclaimState
     since_s: float
     message: str
     due_s: float = 0.0
-    """When the grace is over."""
+    """End of the grace period."""
     ready: bool = False
-    """Whether everything speaks for it, as far as it is known without asking the API. Not in the status."""
+    """Whether all conditions known without an API call hold. Not in the status."""
 
     @property
     def pending(self) -> bool:
-        """Whether the CheckpointRun is kept for what is still to be done."""
+        """Whether the CheckpointRun must be kept because the removal is not done."""
         return self.state in {WAITING, REMOVING}
 
 
 def with_state(before: Reclaim | None, state: ReclaimState, message: str, now_s: float) -> Reclaim:
-    """It stands so now."""
+    """Return the removal in this state, keeping the time of the last state change."""
     same = before is not None and before.state is state
     return Reclaim(
         state=state,
@@ -73,10 +70,10 @@ def with_state(before: Reclaim | None, state: ReclaimState, message: str, now_s:
 def reconcile(
     run: WatchedRun, policy: Policy | Refusal | None, *, continued: bool = False, now_s: float
 ) -> Reclaim | None:
-    """Where the removal stands; None: nothing is to be removed. One that a Job does, or has done, stays so.
+    """Return the state of the removal, or None if nothing is to be removed. Removing and Removed are kept.
 
-    `policy`: the run's as it is now, why it cannot be used, or None where there is none (any more); `continued`:
-    another workload has the run.
+    `policy`: the run's current policy, the reason why it is unusable, or None if it does not exist. `continued`:
+    another workload continues the run.
     """
     before = run.reclaim
     if not run.finished:
@@ -89,38 +86,39 @@ def reconcile(
     if policy is None or policy.reclaim != DELETE:
         return None
     due_s = run.finished_at_s + policy.reclaim_after_s
-    if not run.workload.native:  # what it is made of may come back, as Jobs of a JobSet that restarts do
+    if not run.workload.native:  # its parts may be recreated, e.g. the Jobs of a restarting JobSet
         due_s = max(due_s, run.last_seen_s + ABSENT_S)
     left = min((each.name for each in run.pods.values() if not each.finished), default="")
-    state, message = WAITING, "a Job is to remove the bytes"
+    state, message = WAITING, "a Job will remove the bytes"
     if why := _keep_reason(run, policy, continued=continued):
         state, message = KEPT, why
     elif now_s < due_s:
-        message = "the bytes go when the grace is over"
+        message = "the bytes are removed when the grace period ends"
     elif left:
-        message = f"pod {left} is not gone yet"
+        message = f"pod {left} has not ended yet"
     ready = state is WAITING and now_s >= due_s and not left
     was_due = before is not None and before.state in {KEPT, FAILED} and now_s >= before.due_s
     if before is not None and was_due and state is WAITING and not ready:
-        return replace(before, ready=False)  # as after a controller's restart; nobody need hear of it again
+        return replace(before, ready=False)  # e.g. after a controller restart: report no second change
     return replace(with_state(before, state, message, now_s), due_s=due_s, ready=ready)
 
 
 def _keep_reason(run: WatchedRun, policy: Policy, *, continued: bool) -> str:
-    """Why the bytes stay; empty: nothing speaks for that."""
     workload = run.workload
     place = f"`deltashard rm` removes them (run {workload.namespace}/{run.run_id})"
     lives = min((each.name for each in run.jobs.values() if not each.outcome), default="")
     if not policy.can_reclaim:
-        return "the chart's reclaim.enabled is false: the controller may make no Job that removes them"
+        return (
+            "the chart's reclaim.enabled is false: the controller cannot create a Job that removes the bytes"
+        )
     if lives:
         return f"Job {lives} has not ended"
     if not workload.native and run.finished == "Deleted":
-        return f"whether {workload.display_name} is gone for good, or comes back, cannot be seen: {place}"
+        return f"cannot determine whether {workload.display_name} is permanently deleted or will be recreated: {place}"
     if continued:
         return "another workload continues the run"
     if not run.store:
-        return f"no sidecar has reported in which store they are: {place}"
+        return f"no sidecar has reported the run's store: {place}"
     if run.store != policy.url:
-        return f"policy {policy.name} names another store now than {run.store}, where they are: {place}"
+        return f"policy {policy.name} no longer names the run's store {run.store}: {place}"
     return ""

@@ -1,7 +1,7 @@
-"""Conclusions about a run: is it over, what phase, what is wrong, and what people should hear. Pure.
+"""Conclusions about a run: end state, phase, conditions and events. Pure.
 
-`reconcile` is called when something happened and every few seconds besides, because time alone makes a checkpoint stale
-and a deletion stuck. It tells a trouble once, when it begins.
+`reconcile` runs after every change and every few seconds, because staleness and stuck deletions depend on time alone.
+The event of a problem is emitted once, when the problem begins.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from deltashard_operator.run.watched_run import (
     REPORTER_TIMEOUT_S,
     LastReport,
     Progress,
-    RunEvent,
     WatchedRun,
+    RunEvent,
     finished,
 )
 
 JOBSET_RESTART_GRACE_S = 60.0
-"""A JobSet whose Jobs all ended, one of them Failed, is given so long to make new ones."""
+"""Time that a JobSet has to recreate its Jobs after all have ended and one has Failed."""
 STUCK_DELETION_S = 10.0
-"""A deletion on a lost node that is overdue for so long is stuck."""
+"""A deletion on a lost node that is overdue for this time is stuck."""
 STALE_INTERVALS = 3
 MIN_STALE_S = 120.0
-"""Never stale before: a restart of the controller and a slow save are no trouble."""
+"""Minimum age of a stale checkpoint, so that a controller restart or a slow save is not a problem."""
 REPORTED_FIELDS = ("stall_s", "lost_share", "partial_recoveries", "measured", "decisions")
-"""Fields of a run's progress that are as its speaker tells them."""
+"""Fields of a run's progress that are copied from its reporter."""
 
 
 def reconcile(
     run: WatchedRun, nodes: Mapping[str, NodeView], now_s: float
 ) -> tuple[WatchedRun, tuple[RunEvent, ...]]:
-    """The run with phase and conditions of now, and what people should hear of it."""
+    """Return the run with its current phase and conditions, and the events to emit."""
     run = _with_end_state(replace(run, watched_since_s=run.watched_since_s or now_s), now_s)
     live = watched_run.live_reports(run, now_s, nodes)
     expected, present, missing = rank_presence.of_run(run, now_s, nodes)
@@ -59,7 +59,7 @@ def reconcile(
             alive=_may_train(facts),
             started=run.progress.attempt > 0,
             suspended=run.suspended,
-            # Who was missing is not back before all are, whoever is heard meanwhile.
+            # After missing ranks the run stays Recovering until all ranks are present.
             missing=missing or (before is Phase.RECOVERING and present < expected),
             unsafe=any(each.type in UNSAFE for each in problems),
         )
@@ -87,11 +87,11 @@ def reconcile(
 
 
 def _progress(run: WatchedRun, live: Mapping[str, LastReport]) -> Progress:
-    """How far the run is, by its parts together. What nobody tells stays as it was."""
+    """Combine the progress of all parts. Values that no part reports are kept."""
     before = run.progress
     reported = [(each, each.state) for each in run.parts.values() if each.state is not None]
     steps = [rank.step for each in live.values() for rank in each.pod.ranks]
-    # Trainers that left say no step. They trained as far as they committed, which may be after they were last heard.
+    # Disconnected trainers report no step, but their last commit may be newer than their last report.
     own = [
         state.newest.step
         for part, state in reported
@@ -120,12 +120,12 @@ def _progress(run: WatchedRun, live: Mapping[str, LastReport]) -> Progress:
 
 
 def _with_end_state(run: WatchedRun, now_s: float) -> WatchedRun:
-    """Whether the workload is over, or has begun anew."""
+    """Return the run with its end state set if the workload has ended, or cleared if it has restarted."""
     alive = any(each.alive for each in run.pods.values())
     outcomes, native = {each.outcome for each in run.jobs.values()}, run.workload.native
     how, at_s = "", now_s
     if run.finished:
-        # The pods of a StatefulSet or a JobSet may come back long after.
+        # Pods of a StatefulSet or a JobSet may be recreated long after the end.
         again = alive and not native and "" in (outcomes or {""})
         return replace(run, finished="", finished_at_s=0.0) if again else run
     if native == "Pod":
@@ -137,7 +137,7 @@ def _with_end_state(run: WatchedRun, now_s: float) -> WatchedRun:
         if how == "Failed" and native != "Job" and now_s - at_s < JOBSET_RESTART_GRACE_S:
             return run
     elif run.workload.group_kind == owner_reference.PYTORCH_JOB and run.pods:
-        # Whether a pod that failed is made anew, its controller alone knows.
+        # Only the PyTorchJob's controller knows whether a failed pod is recreated.
         how = "Completed" if all(each.phase == "Succeeded" for each in run.pods.values()) else ""
     elif not native and not run.jobs and not run.pods and now_s - run.last_seen_s >= ABSENT_S:
         how = "Deleted"
@@ -146,24 +146,23 @@ def _with_end_state(run: WatchedRun, now_s: float) -> WatchedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What conditions are read from."""
+    """Input of the conditions."""
 
     run: WatchedRun
     live: Mapping[str, LastReport]
-    """Sidecars that are heard, by pod UID."""
     nodes: Mapping[str, NodeView]
     now_s: float
     known: bool
-    """Whether all are heard that may hold a rank."""
+    """Whether all pods that can hold a rank have reported."""
 
     @property
     def has_reporter(self) -> bool:
-        """Whether somebody is heard who knows how old the newest checkpoint is."""
+        """Whether a live sidecar reports the age of the newest checkpoint."""
         return any(each.is_reporter for each in self.live.values())
 
 
 def _may_train(facts: Facts) -> bool:
-    """Whether a pod can be at work: its sidecar is heard, or it runs on a node that is not known to be lost."""
+    """Return whether a pod can be training: its sidecar is live, or it runs on a node that is not known to be lost."""
 
     def is_well(name: str) -> bool:
         node = facts.nodes.get(name)
@@ -174,14 +173,14 @@ def _may_train(facts: Facts) -> bool:
 
 
 def _stuck(facts: Facts) -> str:
-    """Of a pod whose deletion cannot finish because its node is lost, and that nobody will replace before."""
+    """Describe a pod whose deletion cannot finish because its node is lost and that is not replaced until then."""
     for pod in facts.run.pods.values():
         overdue = 0 < pod.terminating_at_s <= facts.now_s - STUCK_DELETION_S and not pod.finished
         node, job = facts.nodes.get(pod.node), facts.run.jobs.get(pod.job_uid)
         lost = pod.node and (node is None or not node.ready)
         if overdue and lost and not (pod.job_uid and (job is None or job.replaces_lost)):
             return (
-                f"pod {pod.name} cannot end because node {pod.node} is lost, and is not replaced before "
+                f"pod {pod.name} cannot end because node {pod.node} is lost, and is not replaced until then "
                 f"(podReplacementPolicy Failed). If the machine is off for good: `kubectl delete node {pod.node}`, or "
                 f"`kubectl taint node {pod.node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute`"
             )
@@ -233,16 +232,14 @@ def _stale(facts: Facts) -> str:
     progress, since_s = facts.run.progress, facts.run.training_since_s
     every_s = progress.policy.every_s
     if blocked := next((each.pod.save_blocked for each in facts.live.values() if each.pod.save_blocked), ""):
-        return f"a save is due and does not happen: {blocked}; the trainer's log and ckpt.doctor() have the remedy"
+        return f"a save is due and does not happen: {blocked}; see the trainer's log and ckpt.doctor()"
     training = any(each.pod.phase is report.SidecarPhase.TRAINING for each in facts.live.values())
     limit_s = max(STALE_INTERVALS * every_s + progress.durable_s, MIN_STALE_S)
     recent = facts.now_s - max(progress.last_commit_at_s, since_s) <= limit_s
-    if (
-        every_s <= 0 or not since_s or not training or not facts.has_reporter or recent
-    ):  # no timer promises any
+    if every_s <= 0 or not since_s or not training or not facts.has_reporter or recent:  # no timer is active
         return ""
     return (
-        f"training goes on, but the last checkpoint is older than {limit_s:.0f} s, with one due every "
+        f"training continues, but the last checkpoint is older than {limit_s:.0f} s, with one due every "
         f"{every_s:.0f} s; see the sidecar's log and the events of this run"
     )
 
@@ -260,20 +257,19 @@ PROBLEMS: Mapping[str, Callable[[Facts], str]] = {
     "SavesFailing": _saves_failing,
     "Stale": _stale,
 }
-"""Type of a condition -> its sentence, empty where it is not so."""
+"""Condition type -> function that returns its message, or an empty string if the condition is False."""
 UNSAFE = PROBLEMS.keys() - {"StuckOnLostNode", "CrashLooping", "GoalUnreachable", "FellBack"}
-"""Troubles that make a run that trains Degraded."""
+"""Problems that set the phase of a training run to Degraded."""
 STICKY_PROBLEMS = frozenset({"SavesFailing", "CredentialsMissing", "StoreUnavailable"})
-"""Told by every report; they stay as they are while those are not heard that could tell them."""
+"""Problems repeated in every report. They keep their state while no sidecar that could report them is live."""
 EVENT_REASONS = {
     "Stale": "CheckpointStale",
     **{each: each for each in ("StuckOnLostNode", "RunIdTaken", "CrashLooping", "GoalUnreachable")},
 }
-"""Event of a trouble that begins; of the others the incident itself is told."""
+"""Event reasons of problems that begin. The other problems have the event of their incident."""
 
 
 def _problems(facts: Facts) -> list[Condition]:
-    """Troubles of a run that is not finished."""
     before = {each.type: each for each in facts.run.conditions if each.status == "True"}
     found = []
     for type_, sentence in PROBLEMS.items():
@@ -285,14 +281,14 @@ def _problems(facts: Facts) -> list[Condition]:
 
 
 def _is_sticky(type_: str, facts: Facts) -> bool:
-    """Whether nobody who is heard could say that this trouble is over."""
+    """Return whether no live sidecar could report that this problem has ended."""
     if type_ == "Stale":
         return not facts.has_reporter and facts.run.phase in phases.TRAINING_PHASES
     return type_ in STICKY_PROBLEMS and (not facts.live or not facts.known)
 
 
 def _ready(run: WatchedRun, facts: Facts, problems: Iterable[Condition]) -> Condition:
-    """Whether newer checkpoints keep coming, by the first of these that holds."""
+    """Return the Ready condition. The first matching reason applies."""
     unsafe = next((each for each in problems if each.type in UNSAFE), None)
     progress, status = run.progress, "False"
     before = next((each for each in run.conditions if each.type == condition.READY), None)
@@ -305,18 +301,18 @@ def _ready(run: WatchedRun, facts: Facts, problems: Iterable[Condition]) -> Cond
         elif run.losses:
             text += f"; {run.losses[-1].message}"
         if progress.world_size > 1:
-            text += f"; {progress.ranks_present} of {progress.world_size} ranks are there"
+            text += f"; {progress.ranks_present} of {progress.world_size} ranks are present"
     elif unsafe is not None:
         reason, text = unsafe.type, unsafe.message
     elif not facts.live:
         if before is not None and facts.now_s - run.watched_since_s <= REPORTER_TIMEOUT_S:
-            return before  # a controller that starts has not waited for a beat yet
+            return before  # a new controller has not waited for one report interval yet
         status, reason = "Unknown", "NoReports"
-        text = "no sidecar reports to the controller; training and its checkpoints need none"
+        text = "no sidecar reports to the controller; training and checkpoints continue without it"
     elif not progress.last_commit_at_s:
-        reason, text = "NoCheckpointYet", "training began; its first checkpoint is to come"
+        reason, text = "NoCheckpointYet", "training began; no checkpoint is committed yet"
     else:
-        status, reason, text = "True", "Checkpointing", "training goes on and its checkpoints are fresh"
+        status, reason, text = "True", "Checkpointing", "training continues and its checkpoints are recent"
     return Condition(type=condition.READY, status=status, reason=reason, message=text[:32768])
 
 

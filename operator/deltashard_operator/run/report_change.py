@@ -1,6 +1,6 @@
-"""What a sidecar's report changes of a run. Pure.
+"""Changes of a run by a sidecar's report. Pure.
 
-A report that is late or doubled changes nothing; each incident in it is counted once, by its natural key (`ledger`).
+A late or duplicate report changes nothing. Each incident is counted once, by its natural key (`ledger`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from deltashard_operator.run import failure, watched_run
 from deltashard_operator.run.failure import Loss
 from deltashard_operator.run.ledger import incident_key
 from deltashard_operator.run.observed_object import timestamp
-from deltashard_operator.run.watched_run import NO_PART, LastReport, RunEvent, RunPart, WatchedRun, without
+from deltashard_operator.run.watched_run import NO_PART, LastReport, WatchedRun, RunEvent, RunPart, without
 
 _state_key = attrgetter("phase", "attempt", "store_ok", "credentials_ok")
-"""What a change of a pod's state is."""
+"""Fields whose change counts as a change of the pod's state."""
 
 
 def with_report(
     run: WatchedRun, report: Report, now_s: float, *, report_interval_s: float = 0.0
 ) -> tuple[WatchedRun, tuple[RunEvent, ...]]:
-    """The run after a report, and the incidents in it that people should hear of.
+    """Return the run after a report, and the events of its incidents.
 
-    A report that is late (an older one of the same process, or one of an older process) changes nothing. `report_interval_s`: the
-    least between two reports of a sidecar, where there are too many of them.
+    A late report (older sequence of the same process, or from an older process) changes nothing. `report_interval_s` is
+    the minimum time between two reports of a sidecar under load.
     """
     uid = report.who.pod_uid
     known = run.last_reports.get(uid)
@@ -70,7 +70,7 @@ def _is_late(known: LastReport, report: Report) -> bool:
 
 
 def _changed_s(known: LastReport | None, report: Report, now_s: float) -> float:
-    """When the sidecar's state changed last; one that this controller hears first may be at it for long."""
+    """Return the time of the sidecar's last state change; for its first report, the start of the process."""
     if known is None:
         return min(report.who.started_at_s, now_s)
     return known.changed_s if _state_key(known.pod) == _state_key(report.pod) else now_s
@@ -81,7 +81,7 @@ def _has_rank_0(pod: PodState) -> bool:
 
 
 def _should_report_run(run: WatchedRun, report: Report, part: str, now_s: float) -> bool:
-    """Whether the sidecar that reports is the one to speak for its part of the run."""
+    """Return whether the reporting sidecar is the reporter of its part of the run."""
     uid = report.who.pod_uid
     if part or not any(each.alive for key, each in run.pods.items() if key != uid):
         return True
@@ -96,37 +96,36 @@ def _should_report_run(run: WatchedRun, report: Report, part: str, now_s: float)
 
 
 def event_reason(kind: IncidentKind) -> str:
-    """Reason of the Event that an incident is told by."""
     return kind.value.title().replace("_", "")
 
 
 def _with_incident(
     run: WatchedRun, report: Report, incident: Incident, part: str, *, is_new: bool, now_s: float
 ) -> tuple[WatchedRun, tuple[RunEvent, ...]]:
-    """The run after an incident, and what people should hear of it; `is_new`: it was not told before."""
+    """Return the run after an incident, and its events. `is_new`: no earlier report contained the incident."""
     key, who = incident_key(report, incident, part), report.who
     if incident.kind is IncidentKind.UNKNOWN:
         return run, ()
     if incident.kind is IncidentKind.TRAINER_LOST:
         if not run.ledger.has(key, incident.at_s):
             message = incident.message[: failure.MAX_MESSAGE]
-            # The pod's clock is not ours, and its sidecar tells this at once.
+            # The pod's clock is not trusted, and the sidecar reports this incident immediately.
             cause = failure.TRAINER_LOST
             lost = Loss(at_s=now_s, cause=cause, message=message, pod=who.pod, node=who.node)
             run = watched_run.with_loss(run, lost, part, key)
         return run, ()
     restored = incident.kind is IncidentKind.RESTORED
-    # A trainer that was replaced is fenced when its node comes back: that is no trouble.
+    # Fencing a replaced trainer when its node returns is expected and not a problem.
     older = report.pod.attempt < run.parts.get(part, NO_PART).attempt or not run.pods[who.pod_uid].alive
     replaced = incident.kind is IncidentKind.FENCED and incident.cause != Cause.TAKEN_OVER and older
     pod = f"pod {who.pod}, which was replaced" if replaced else f"pod {who.pod}"
-    reason, text = event_reason(incident.kind), f"{pod}: {incident.message or 'no more is known'}"
+    reason, text = event_reason(incident.kind), f"{pod}: {incident.message or 'no details'}"
     if incident.count > 1:
         text += f" ({incident.count} times)"
     if restored and not run.ledger.has_restored(part, incident.attempt):
         ledger = run.ledger.with_restored(part, incident.attempt, incident.lost_steps)
         run = replace(run, ledger=ledger)
-        # Not by the restore that fell back.
+        # The restore that fell back itself does not clear FellBack.
         if run.fell_back is None or (run.fell_back[0] == part and run.fell_back[1] < incident.attempt):
             run = replace(run, incident_messages=without(run.incident_messages, "FellBack"))
     if is_new and not restored and not replaced:
@@ -137,7 +136,6 @@ def _with_incident(
 
 
 def _with_part(run: WatchedRun, report: Report, part: str, *, is_reporter: bool, now_s: float) -> WatchedRun:
-    """The run with what a report tells of its part."""
     before = run.parts.get(part, NO_PART)
     after = replace(before, attempt=max(before.attempt, report.pod.attempt))
     if is_reporter and report.run is not None:
@@ -145,7 +143,7 @@ def _with_part(run: WatchedRun, report: Report, part: str, *, is_reporter: bool,
         after = replace(after, kept=() if part else _newest_checkpoints(after, report.run, now_s))
         run = replace(run, ledger=run.ledger.with_openings(part, report.run.openings))
     commit = after.state.newest if after.state is not None else None
-    # A trainer of this workload commits again; another workload's commits stand in the same log.
+    # Only a newer commit by this workload clears Fenced: another workload's commits may be in the same log.
     newer = part in run.parts and after.seq > before.seq
     if newer and commit is not None and commit.attempt <= after.attempt:
         run = replace(run, incident_messages=without(run.incident_messages, "Fenced"))
@@ -155,13 +153,13 @@ def _with_part(run: WatchedRun, report: Report, part: str, *, is_reporter: bool,
 
 
 def _with_state(part: RunPart, state: RunReport, new_attempt: bool, now_s: float) -> RunPart:
-    """The part after who speaks for it told its state; `new_attempt`: another attempt does.
+    """Return the part with the state its reporter sent. `new_attempt`: the reporter has a newer attempt.
 
-    The clock that counts is ours: that of a node may be wrong, and would hide that checkpoints are old or raise it for
-    nothing. The commit's age is taken only where it was there before anything was known of the part.
+    Times are on the controller's clock: a wrong node clock would hide stale checkpoints or report fresh ones as stale.
+    The reported age is used only for a commit that is older than the controller's knowledge of the part.
     """
     seq = state.newest.seq if state.newest is not None else 0
-    # After a rewind the newest commit is an older one: by the word of the attempt that resumed it.
+    # After a rewind the newest commit is an older one. Only the attempt that resumed from it can report that.
     if part.state is not None and seq < part.seq and not new_attempt:
         return part
     at_s = part.committed_at_s
@@ -173,7 +171,7 @@ def _with_state(part: RunPart, state: RunReport, new_attempt: bool, now_s: float
 
 
 def _newest_checkpoints(part: RunPart, state: RunReport, now_s: float) -> tuple[Mapping[str, Any], ...]:
-    """The newest checkpoints; a time that was told once stays, as ages are told anew with each report."""
+    """Return the newest checkpoints. Their first known times are kept, because reports contain ages."""
     times = {each["seq"]: each["time"] for each in part.kept} | {part.seq: timestamp(part.committed_at_s)}
     found = []
     for each in sorted(state.checkpoints, key=lambda each: -each.seq):

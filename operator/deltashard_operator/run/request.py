@@ -1,8 +1,7 @@
-"""The life of a CheckpointRequest: what it is now, and what follows from what is known. Pure.
+"""Lifecycle of a CheckpointRequest. Pure.
 
-Pending becomes Ordered when the run is there, and both become Failed at the deadline at the latest. Completed and
-Failed are for good. Nothing is remembered but what the status says: the order's id is the request's UID, so a
-controller that starts anew orders the same save again, not another one.
+Pending becomes Ordered when the run exists. Both become Failed after the deadline. Completed and Failed are final. The
+status is the only state: the order's id is the request's UID, so a new controller repeats the same order.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from deltashard_operator.fleet.report import Outcome, SaveOrder, SaveOver
 from deltashard_operator.run.observed_object import seconds_of, timestamp
 
 COMPLETE = "Complete"
-"""Type of its one condition."""
+"""Type of the only condition."""
 RESULT_GRACE_S = 15.0
-"""After the deadline a sidecar may still report the save that it has just made."""
+"""Time after the deadline in which a sidecar may report a save that has just finished."""
 MAX_MESSAGE = 1024
 Document = dict[str, Any]
 
@@ -38,7 +37,7 @@ PENDING, ORDERED, COMPLETED, FAILED = RequestPhase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRequest:
-    """A CheckpointRequest."""
+    """CheckpointRequest as the controller uses it."""
 
     namespace: str
     name: str
@@ -72,26 +71,22 @@ class CheckpointRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFacts:
-    """What is known besides the request."""
+    """Input of `reconcile` other than the request."""
 
     now_s: float
     run: str = ""
-    """Name of its CheckpointRun; empty: there is none."""
+    """Name of its CheckpointRun; empty if it does not exist."""
     finished: str = ""
-    """How the run ended; empty: it has not."""
     per_pod: bool = False
-    """Whether the workload's pods train a run each."""
     room: bool = True
-    """Whether the run takes another order."""
     save_result: SaveOver | None = None
-    """What a sidecar of the run reports of this order."""
 
 
 _LATE = "DeadlineExceeded"
 
 
 def _next_phase(request: CheckpointRequest, facts: RequestFacts) -> tuple[RequestPhase, str, str] | None:
-    """The phase that an open request comes to, why in one word, and in a sentence; None: nothing changes."""
+    """Return the next phase of an open request with its reason and message, or None if nothing changes."""
     run, deadline, ordered = facts.run, request.deadline, request.phase is ORDERED
     late = facts.now_s - request.until_s
     if ordered and facts.save_result is not None:
@@ -109,23 +104,23 @@ def _next_phase(request: CheckpointRequest, facts: RequestFacts) -> tuple[Reques
             return FAILED, _LATE, f"no sidecar of the run reported a save in {deadline}"
         return None if run else (FAILED, "RunGone", f"run {request.run} is gone")
     if facts.per_pod:
-        return FAILED, "RunPerPod", f"each pod of {run} trains a run of its own"
+        return FAILED, "RunPerPod", f"each pod of {run} trains its own run"
     if late >= 0:
-        why = f"run {run} took no order" if run else f"there was no run {request.run} in this namespace"
+        why = f"run {run} accepted no order" if run else f"there was no run {request.run} in this namespace"
         return FAILED, _LATE, f"in {deadline} {why}"
     if not run:
         return (
             PENDING,
             "RunNotFound",
-            f"no CheckpointRun and no run id is {request.run} in this namespace yet",
+            f"no CheckpointRun has the name or run id {request.run} in this namespace yet",
         )
     if facts.room:
-        return ORDERED, "Ordered", f"the sidecars of {run} are told to save"
+        return ORDERED, "Ordered", f"the sidecars of {run} are ordered to save"
     return PENDING, "TooManyOrders", f"run {run} has too many open orders"
 
 
 def reconcile(request: CheckpointRequest, facts: RequestFacts) -> CheckpointRequest:
-    """The request, with what follows from what is known now."""
+    """Return the request in the phase that follows from the facts."""
     found = _next_phase(request, facts) if request.open else None
     if found is None:
         return request
@@ -137,7 +132,7 @@ def reconcile(request: CheckpointRequest, facts: RequestFacts) -> CheckpointRequ
 
 
 def request_of(document: Mapping[str, Any]) -> CheckpointRequest:
-    """A CheckpointRequest as the API has it; one without a status is Pending."""
+    """Read a CheckpointRequest. Without a status it is Pending."""
     metadata, spec, status = document["metadata"], document["spec"], document.get("status") or {}
     condition: Mapping[str, Any] = next(iter(status.get("conditions") or ()), {})
     return CheckpointRequest(
@@ -160,7 +155,7 @@ def request_of(document: Mapping[str, Any]) -> CheckpointRequest:
 
 
 def status(request: CheckpointRequest) -> Document:
-    """The whole status; a field without a value is left out."""
+    """Return the complete status. Empty fields are omitted."""
     found: Document = {"observedGeneration": request.generation, "phase": request.phase.value}
     if request.finished_s:
         found["finishedAt"] = timestamp(request.finished_s)

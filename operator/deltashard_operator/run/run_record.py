@@ -1,7 +1,7 @@
-"""A run as the API keeps it: the CheckpointRun's spec and status, written from a `Run` and read back. Pure.
+"""Conversion between a `Run` and the spec and status of its CheckpointRun. Pure.
 
-The status is for people, and for the controller itself, which starts with nothing else: what is counted comes back from
-`ledger`, what the run is at from the fields that people read.
+The status is for users and is the only state with which a controller starts: counters are restored from `ledger`, the
+rest from the user-visible fields.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.failure import Loss
 from deltashard_operator.run.observed_object import RequestedSettings, Workload, seconds_of, timestamp
 from deltashard_operator.run.reclaim import Reclaim, ReclaimState
-from deltashard_operator.run.watched_run import NO_PART, Progress, RunPart, WatchedRun
+from deltashard_operator.run.watched_run import NO_PART, Progress, WatchedRun, RunPart
 
 GROUP, VERSION, PLURAL = "deltashard.io", "v1alpha1", "checkpointruns"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "CheckpointRun"
 MAX_PODS = 256
-"""Pods listed in a status at most."""
 COMMIT_FIELDS = frozenset(
     {"lastCommitSeq", "lastCommittedStep", "lastCommitTime", "ranks", "newestCheckpoints"}
 )
-"""Fields whose change is worth a write within half a minute."""
+"""Fields whose change is written within half a minute."""
 LOW_PRIORITY_FIELDS = frozenset(
     {
         "observedTime",
@@ -48,16 +47,16 @@ LOW_PRIORITY_FIELDS = frozenset(
         "decisions",
     }
 )
-"""... and those whose change is worth none of its own. Any other is written soon."""
+"""Fields whose change alone causes no write. Any other change is written soon."""
 Document = dict[str, Any]
 
 
 def _same_names(names: str) -> dict[str, str]:
-    """A table of fields that are called alike in the API, in its spelling."""
+    """Return a table of fields with equal names, mapped from the API's camelCase spelling."""
     return {re.sub("_(.)", lambda found: found[1].upper(), each): each.rstrip("?") for each in names.split()}
 
 
-# Field of the status -> of the value that has it: a time where that ends in `_s`. With `?` what is empty is left out.
+# Status field -> attribute. Attributes that end in `_s` are times. Empty values of fields with `?` are omitted.
 _RUN = {
     "trainingSince?": "training_since_s",
     "finishedAt?": "finished_at_s",
@@ -78,7 +77,7 @@ _LOSS = _same_names("cause message? pod? node?") | {"time": "at_s"}
 
 
 def _fields(value: object, names: Mapping[str, str]) -> Document:
-    """Fields of a value as the API has them, by such a table."""
+    """Return the attributes of a value in API form, by such a table."""
     found: Document = {}
     for key, name in names.items():
         each = getattr(value, name)
@@ -95,7 +94,7 @@ def _fields(value: object, names: Mapping[str, str]) -> Document:
 
 
 def _parse_fields(found: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of a value that `_fields` told; what is not there is left to its default."""
+    """Return constructor arguments parsed from API form, the inverse of `_fields`. Missing fields are omitted."""
     known = {name: found.get(key.removesuffix("?")) for key, name in names.items()}
     return {
         name: seconds_of(each) if name.endswith("_s") else tuple(each) if isinstance(each, list) else each
@@ -105,7 +104,7 @@ def _parse_fields(found: Mapping[str, Any], names: Mapping[str, str]) -> dict[st
 
 
 def run_label(run_id: str) -> str:
-    """A label's value for a run id: itself, or a part and a hash where it is too long for one."""
+    """Return the label value for a run id: the id, or a prefix and a hash if it exceeds 63 characters."""
     if len(run_id) <= 63:
         return run_id
     return f"{run_id[:42].rstrip('-.')}-{hashlib.sha256(run_id.encode()).hexdigest()[:20]}"
@@ -131,7 +130,7 @@ def document(run: WatchedRun) -> Document:
 
 
 def status(run: WatchedRun, now_s: float) -> Document:
-    """The whole status; a field without a value is left out."""
+    """Return the complete status. Empty fields are omitted."""
     progress, policy = run.progress, run.progress.policy
     interval = next((each for each in progress.decisions if each.subject == "interval"), Decision())
     pods = sorted(run.pods.values(), key=lambda each: (not each.alive, each.index, each.name))
@@ -167,7 +166,7 @@ def status(run: WatchedRun, now_s: float) -> Document:
 
 
 def patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Document:
-    """The merge patch of a status, objects in it merged; empty when nothing but the time of writing changed."""
+    """Return the merge patch between two statuses, empty if only `observedTime` changed."""
     changed: Document = {
         key: patch(before.get(key) or {}, value) if isinstance(value, dict) else value
         for key, value in after.items()
@@ -188,7 +187,7 @@ def run_of(found: Mapping[str, Any]) -> WatchedRun:
     conditions = tuple(
         Condition(**_parse_fields(each, _CONDITION)) for each in status_fields.get("conditions") or ()
     )
-    # Sentences of troubles that no report repeats.
+    # Messages of conditions that reports do not repeat.
     messages = {each.type: each.message or each.reason for each in conditions if each.status == "True"}
     progress, counted = _progress_of(status_fields), ledger.decoded(status_fields.get("ledger", ""))
     written_s = seconds_of(status_fields.get("observedTime"))
@@ -220,7 +219,7 @@ def run_of(found: Mapping[str, Any]) -> WatchedRun:
 
 
 def _reclaim_of(found: Mapping[str, Any]) -> Reclaim:
-    # A state of a newer controller's: nothing is removed for it.
+    # An unknown state of a newer controller is treated as Kept, so nothing is removed.
     state = ReclaimState(found["state"]) if found["state"] in set(ReclaimState) else ReclaimState.KEPT
     return Reclaim(**_parse_fields(found, _RECLAIM) | {"state": state})
 

@@ -1,4 +1,4 @@
-"""Which sidecar speaks for its run, and when each reports again. Pure; the controller alone decides it."""
+"""Reporter selection and report intervals of sidecars, decided by the controller alone. Pure."""
 
 from __future__ import annotations
 
@@ -8,25 +8,22 @@ URGENT_INTERVAL_S = 5.0
 CHANGED_INTERVAL_S = 15.0
 CHANGED_FOR_S = 120.0
 REPORTS_PER_S = 300.0
-"""What the controller takes of all sidecars together, without a hurry."""
+"""Reports per second that the controller accepts from all sidecars together without delay."""
 
 
 def is_reporter(run: WatchedRun, pod_uid: str, now_s: float) -> bool:
-    """Whether this pod's sidecar is to send the run's state, too, by its newest report."""
+    """Return whether this pod's sidecar must include the run's state in its reports, by its newest report."""
     found = run.last_reports.get(pod_uid)
     return found is not None and found.is_reporter and found.is_fresh(now_s)
 
 
 def min_interval_s(live: int) -> float:
-    """The least time between two reports of a sidecar, of so many that are live."""
+    """Return the minimum time between two reports of a sidecar with `live` live sidecars."""
     return live / REPORTS_PER_S
 
 
 def next_s(run: WatchedRun, pod_uid: str, now_s: float, *, urgent: bool = False, live: int = 0) -> float:
-    """When a sidecar is to report again, in seconds from now.
-
-    `urgent`: an order is open for it; `live`: sidecars of all runs.
-    """
+    """Return the seconds until the next report. `urgent`: it has an open order. `live`: live sidecars of all runs."""
     found = run.last_reports.get(pod_uid)
     if urgent:
         wanted_s = URGENT_INTERVAL_S

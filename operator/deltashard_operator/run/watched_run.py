@@ -1,13 +1,13 @@
-"""One run as the controller knows it: the workload, its pods, what their sidecars say, and what has come of it. Pure.
+"""State of one run: workload, pods, their sidecars' reports and the conclusions. Pure.
 
-A `Run` is a value. Facts come in by three ways that know nothing of each other and may be late: the API's watches
-(`with_job`, `with_pod`), the sidecars' reports (`report_change`) and the CheckpointRun's own status, read back when the
-controller starts (`run_record`). `reconcile` then draws the conclusions.
+A `Run` is an immutable value. Facts arrive independently and possibly late from three sources: API watches (`with_job`,
+`with_pod`), sidecar reports (`report_change`) and, at controller start, the CheckpointRun's status (`run_record`).
+`reconcile` draws the conclusions.
 
-Where every pod of an Indexed Job is a run of its own in the store, each of these is a **part** of the run, by the pod's
-number, and the CheckpointRun of the Job shows the one whose newest checkpoint is the oldest. Else the run has the one
-part "". One sidecar speaks for a part: the one with rank 0, or the only one. Where that one is not heard, the next that
-reports is asked to, until rank 0 is heard again.
+If every pod of an Indexed Job is its own run in the store, each is a **part** of the run, keyed by the pod's index, and
+the Job's CheckpointRun shows the part whose newest checkpoint is oldest. Otherwise the only part is "". Each part has
+one reporter: the sidecar with rank 0, or the only sidecar. If the reporter is silent, the next sidecar that reports
+replaces it until rank 0 reports again.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ V = TypeVar("V")
 MAX_NAME = 63
 NO_NODES: Mapping[str, NodeView] = {}
 REPORTER_INTERVAL_S = 60.0
-"""Between the reports of a sidecar that speaks for its run, when nothing changes."""
+"""Interval of a reporter's reports while nothing changes."""
 PEER_INTERVAL_S = 300.0
 MAX_MISSED_INTERVALS = 2.5
-"""A sidecar is heard as long as its newest report is younger than so many beats."""
+"""A sidecar is live while its newest report is younger than this number of report intervals."""
 REPORTER_TIMEOUT_S = MAX_MISSED_INTERVALS * REPORTER_INTERVAL_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastReport:
-    """A sidecar's newest report."""
+    """Newest report of a sidecar."""
 
     report: Report
-    """Without the run's state and what happened, which are kept elsewhere."""
+    """Without the run's state and incidents, which are stored elsewhere."""
     at_s: float
     report_interval_s: float
-    """How soon it is to come again, when nothing changes."""
+    """Expected time to the next report while nothing changes."""
     is_reporter: bool = False
-    """Whether it is the one that speaks for its part of the run."""
+    """Whether the sidecar is the reporter of its part of the run."""
     changed_s: float = 0.0
     incident: int = 0
-    """The newest incident of the process that was seen."""
+    """Newest processed incident of the process."""
 
     @property
     def pod(self) -> PodState:
@@ -65,17 +65,16 @@ class LastReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPart:
-    """A run in the store, by the word of who speaks for it."""
+    """Run in the store, as its reporter describes it."""
 
     attempt: int = 0
     seq: int = 0
-    """Newest commit."""
     committed_at_s: float = 0.0
-    """When that was seen, by the controller's clock."""
+    """Time when the commit was first reported, on the controller's clock."""
     state: RunReport | None = None
-    """As it was told last, without the checkpoints; None: not by this controller's time."""
+    """Last reported state without checkpoints; None if this controller has received none."""
     kept: tuple[Mapping[str, Any], ...] = ()
-    """Newest checkpoints as the status has them, newest first; only of the one run of a workload."""
+    """Newest checkpoints in status form, newest first. Only for the single run of a workload."""
 
 
 NO_PART = RunPart()
@@ -83,7 +82,7 @@ NO_PART = RunPart()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far training and its checkpoints are, of all parts together. `reconcile` makes it."""
+    """Progress of training and its checkpoints, over all parts. Computed by `reconcile`."""
 
     step: int = 0
     last_step: int = 0
@@ -92,73 +91,71 @@ class Progress:
     durable_s: float = 0.0
     attempt: int = 0
     world_size: int = 0
-    """Ranks of the newest attempt of its one run; 0: not known."""
+    """Ranks of the newest attempt of the only part; 0 if unknown."""
     ranks_present: int = 0
     stall_s: float = 0.0
     lost_share: float = 0.0
-    """Of samples, by partial recoveries so far (PLS)."""
+    """Share of samples lost by partial recoveries so far (PLS)."""
     partial_recoveries: int = 0
     stored_bytes: int = 0
     checkpoints: int = 0
     policy: pb.Policy = field(default_factory=pb.Policy)
-    """In force, as the sidecars report it."""
     measured: Measured | None = None
     decisions: tuple[Decision, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
-    """Event to tell people of."""
+    """Kubernetes event to emit."""
 
     reason: str
     message: str
     warning: bool = True
     key: str = ""
-    """Natural key of an incident, which comes again with every report until its sidecar need not tell it any more."""
+    """Natural key of an incident. Every report repeats the incident until it is acknowledged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedRun:
-    """Everything known of a run. Mappings are never changed in place."""
+    """Known state of a run. Mappings are never changed in place."""
 
     workload: Workload
     requested: RequestedSettings = field(default_factory=RequestedSettings)
     jobs: Mapping[str, JobView] = field(default_factory=dict)
     pods: Mapping[str, PodView] = field(default_factory=dict)
     last_reports: Mapping[str, LastReport] = field(default_factory=dict)
-    """Newest reports, by pod UID, of pods that exist; see `last_reports`."""
+    """Newest reports by pod UID, for existing pods."""
     first_report_s: float = 0.0
-    """When this controller heard the first sidecar of it; 0: none."""
+    """When this controller received the first report of the run; 0: none yet."""
     watched_since_s: float = 0.0
-    """When this controller judged it first; 0: not yet."""
+    """When this controller first reconciled the run; 0: not yet."""
     parts: Mapping[str, RunPart] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     losses: tuple[Loss, ...] = ()
-    """The newest losses, oldest first."""
     progress: Progress = field(default_factory=Progress)
     incident_messages: Mapping[str, str] = field(default_factory=dict)
-    """Sentence of the newest incident of a kind, by the reason of its Event, until it is over."""
+    """Message of the newest incident by event reason, until the problem ends."""
     fell_back: tuple[str, int] | None = None
-    """Part and attempt that fell back last, since this controller began."""
+    """Part and attempt of the last fallback since this controller started."""
     run_id_conflict: str = ""
-    """Who holds the run id that this workload asks for, where it is refused."""
+    """Holder of the requested run id if the request is rejected."""
     phase: Phase = Phase.PENDING
     training_since_s: float = 0.0
-    """When it last began to train; 0: it does not."""
+    """When the current training period began; 0: not training."""
     trained_s: float = 0.0
     last_seen_s: float = 0.0
-    """Newest time a pod or Job of it was seen to come, change or go."""
+    """Last time a pod or Job of the run appeared, changed or disappeared."""
     reconciled_s: float = 0.0
     loaded_status_s: float = 0.0
-    """When the status was written that this controller began with; 0: with none."""
+    """Write time of the status with which this controller started; 0: none."""
     conditions: tuple[Condition, ...] = ()
     finished: str = ""
-    """How it ended: Completed, Failed or Deleted; empty before."""
+    """Completed, Failed or Deleted; empty until the run ends."""
     finished_at_s: float = 0.0
     store: str = ""
-    """Where its checkpoints are, by the word of the newest sidecar."""
+    """URL of the store, as the newest report gives it."""
     reclaim: Reclaim | None = None
-    """Where the removal of its bytes stands; None: they stay."""
+    """Removal of the run's bytes; None if they are kept."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -166,18 +163,18 @@ class WatchedRun:
 
     @property
     def run_id(self) -> str:
-        """The run's name in the store, below the namespace."""
+        """Name of the run in the store, below the namespace."""
         return self.requested.run_id or f"{self.workload.name}-{self.workload.uid}"
 
     @property
     def name(self) -> str:
-        """The CheckpointRun's: the workload's, clipped, and enough of its UID."""
+        """Name of the CheckpointRun: the truncated workload name and the start of its UID."""
         tail = self.workload.uid.replace("-", "")[:8].lower()
         return f"{self.workload.name[: MAX_NAME - 1 - len(tail)].rstrip('-.')}-{tail}"
 
     @property
     def per_pod(self) -> bool:
-        """Whether each of its pods is known to be a run of its own."""
+        """Whether each pod is known to be its own run."""
         return self.requested.runs == RUN_PER_POD or any(self.parts)
 
     @property
@@ -185,17 +182,13 @@ class WatchedRun:
         return bool(self.jobs) and all(each.suspended for each in self.jobs.values())
 
     def seq_of(self, part: str) -> int:
-        """Newest commit of a part of it."""
         return self.parts[part].seq if part in self.parts else self.progress.last_seq
 
 
 def live_reports(
     run: WatchedRun, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES
 ) -> Mapping[str, LastReport]:
-    """The sidecars that are heard now, by pod UID.
-
-    Of a pod that has ended none is; of one whose node is lost only what came after the node was lost.
-    """
+    """Return the live reports by pod UID, without ended pods and, for a lost node, those from before the loss."""
 
     def is_live(pod: PodView, each: LastReport) -> bool:
         node = nodes.get(pod.node)
@@ -206,7 +199,7 @@ def live_reports(
 
 
 def policy_in_force(run: WatchedRun, part: str) -> pb.Policy:
-    """The policy in force in a part of the run; an empty one while this controller was not told it."""
+    """Return the policy in force in a part of the run, empty until this controller receives it."""
     state = run.parts.get(part, NO_PART).state
     return state.policy if state is not None else pb.Policy()
 
@@ -229,7 +222,7 @@ def without_job(run: WatchedRun, uid: str, now_s: float) -> WatchedRun:
 
 
 def with_pod(run: WatchedRun, pod: PodView, *, node_ready: bool, now_s: float) -> WatchedRun:
-    """The run after a pod of it was seen; its loss or its container's restart is counted, once."""
+    """Return the run after an update of one of its pods. A loss or container restart is counted once."""
     before = run.pods.get(pod.uid)
     run = replace(
         run,
@@ -262,7 +255,7 @@ def without_pod(run: WatchedRun, uid: str, *, node_ready: bool, now_s: float) ->
 def with_persisted_counts(
     run: WatchedRun, written: WatchedRun, nodes: Mapping[str, NodeView], now_s: float
 ) -> WatchedRun:
-    """The run with what another controller counted and wrote: what the API tells of its pods is counted in that."""
+    """Return the run with the counters of an earlier controller, and count the current pods' ends that they lack."""
     last_seen_s, pods = run.last_seen_s, run.pods.values()
     run = replace(run, ledger=written.ledger, losses=written.losses, pods={})
     for each in pods:
@@ -285,7 +278,7 @@ def _with_pod_end(
 
 
 def _with_end(run: WatchedRun, pod: PodView, loss: Loss, what: str, *, first: bool) -> WatchedRun:
-    """The run with an end of a trainer; `first`: the pod was not seen before it, so an earlier controller may have."""
+    """Return the run with the end of a trainer. `first`: an earlier controller may have counted it already."""
     key = hashed(pod.uid, what)
     if run.finished or key in run.ledger.counted or (first and run.ledger.has(key, loss.at_s)):
         return run
@@ -293,7 +286,7 @@ def _with_end(run: WatchedRun, pod: PodView, loss: Loss, what: str, *, first: bo
 
 
 def part_of(run: WatchedRun, pod_uid: str, reported_run: str) -> str:
-    """Part of the run that a pod's report is of; `reported_run`: `PodState.run`, empty where it is not known yet."""
+    """Return the part of the run that a pod's report belongs to. `reported_run`: `PodState.run`, empty if unknown."""
     pod = run.pods.get(pod_uid)
     if pod is None or not pod.index:
         return ""
@@ -304,7 +297,6 @@ def part_of(run: WatchedRun, pod_uid: str, reported_run: str) -> str:
 
 
 def with_loss(run: WatchedRun, loss: Loss, part: str, key: str) -> WatchedRun:
-    """The run with a loss in a part of it, counted by this key."""
     ledger = run.ledger.with_loss(part, loss, key, run.seq_of(part))
     return replace(run, ledger=ledger, losses=failure.with_loss(run.losses, loss))
 

@@ -1,1 +1,1 @@
-"""Certificates: made, judged, renewed, read."""
+"""TLS certificates: issuance, validation, renewal, loading."""

@@ -1,8 +1,8 @@
-"""The built-in issuer of certificates: keeps a Secret, a ConfigMap and the webhook's caBundle as they should be.
+"""Built-in certificate issuer. Maintains a Secret, a ConfigMap and the webhook's caBundle.
 
-It runs as one task of the controller that leads. The chart makes these objects, empty; they are only ever replaced as
-they were read, and of the webhook's configuration the bundles alone are patched. Nothing is remembered from one check
-to the next: what a crash leaves is what the next check finds. Webhook and controller have the Secret as a volume.
+It runs as one task of the leading controller. The chart creates these objects empty. They are replaced with the
+resourceVersion that was read, and only the bundles of the webhook configuration are patched. Checks keep no state
+between them, so a check completes what a crash interrupted. Webhook and controller mount the Secret as a volume.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deltashard_operator.tls import issuance
 
 SECRET = "deltashard-tls"  # noqa: S105 - a name
 BUNDLE = "deltashard-fleet-ca"
-"""Name of the ConfigMap with the authority that is written into pods."""
+"""Name of the ConfigMap with the CA that is written into pods."""
 CHECK_S = 10.0
 HOOKS = f"/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/{CONFIGURATION}"
 STRATEGIC_MERGE = "application/strategic-merge-patch+json"
@@ -31,7 +31,7 @@ _log = structlog.get_logger("deltashard.authority")
 
 
 class Authority:
-    """The issuer. `run` it as a task, or `check` once."""
+    """Certificate issuer. `run` it as a task, or call `check` once."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Authority:
         *,
         unix: Callable[[], float] = time.time,
     ) -> None:
-        """`namespace`: where the Secret, the ConfigMap and both Services are."""
+        """`namespace`: namespace of the Secret, the ConfigMap and both Services."""
         self._request = call
         self._secret = f"/api/v1/namespaces/{namespace}/secrets/{SECRET}"
         self._config_map = f"/api/v1/namespaces/{namespace}/configmaps/{BUNDLE}"
@@ -54,26 +54,25 @@ class Authority:
         )
         self._failures = Counter("deltashard_authority_failures", "Checks that failed", registry=registry)
         self.checked = False
-        """Whether all was as it should be once: installing waits for it."""
 
     async def run(self) -> None:
-        """Check for ever; a fault is counted, logged, and met again at the next check."""
+        """Check forever. Errors are counted, logged and retried at the next check."""
         while True:
             try:
                 await self.check()
-            except Exception as error:  # noqa: BLE001 - a certificate must not run out because of one strange answer
+            except Exception as error:  # noqa: BLE001 - one unexpected response must not let a certificate expire
                 self._failures.inc()
                 _log.warning("authority.failed", error=f"{type(error).__name__}: {error}"[:500])
             await asyncio.sleep(CHECK_S)
 
     async def check(self) -> None:
-        """Renew what is due, and publish the authority; raises `ApiUnavailable`."""
+        """Renew expiring certificates and publish the CA. Raises `ApiUnavailable`."""
         secret = await self._call("GET", self._secret)
         before = {key: base64.b64decode(value) for key, value in (secret.get("data") or {}).items()}
         data = issuance.renewed(before, self._names, now_s=self._unix())
         if data != before:
             encoded = {key: base64.b64encode(value).decode() for key, value in data.items()}
-            # The resourceVersion that was read goes along: whoever wrote in between makes it a conflict.
+            # With the resourceVersion that was read, a concurrent write makes this one a conflict.
             await self._call("PUT", self._secret, {**secret, "data": encoded})
             _log.info("authority.issued", authority=data["ca.crt"] != before.get("ca.crt"))
         await self._publish(data["ca.crt"])
@@ -100,12 +99,11 @@ class Authority:
         answer = await self._request(method, path, *body, **more)
         if not answer.ok:
             raise ApiUnavailable(
-                f"{method}: {answer.sentence}", where=path, remedy="is the chart installed whole?"
+                f"{method}: {answer.sentence}", where=path, remedy="check that the chart is fully installed"
             )
         return answer.document
 
 
 def names_in(namespace: str) -> list[str]:
-    """Names of both Services."""
     ends = ("", ".svc", ".svc.cluster.local")
     return [f"deltashard-{each}.{namespace}{end}" for each in ("webhook", "fleet") for end in ends]

@@ -1,8 +1,8 @@
-"""A server's certificate: read from files, replaced while serving, never by halves.
+"""Server certificate, read from files and replaced atomically while serving.
 
-The server listens with one front context. At every handshake its server-name callback (which OpenSSL runs for clients
-without a server name, too) hands the connection to the newest *whole* certificate. A file that is half written, missing
-or does not fit its partner leaves the old one in service. Connections that exist keep what they began with.
+The server listens with one front context. In every handshake its server-name callback (which OpenSSL also runs for
+clients without a server name) switches the connection to the newest *complete* certificate. A missing, partly written
+or mismatched file keeps the previous certificate. Existing connections keep theirs.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from cryptography import x509
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 RELOAD_S = 1.0
-"""Seconds between looks at the files."""
+"""Interval in seconds at which the files are read."""
 _log = structlog.get_logger("deltashard.certificate")
 
 
 class Certificate:
-    """The certificate in a directory (`tls.crt`, `tls.key`), as a Secret volume holds it. `watch` it as a task."""
+    """Certificate in a directory (`tls.crt`, `tls.key`), as mounted from a Secret. `watch` it as a task."""
 
     def __init__(self, directory: Path, server: str, registry: CollectorRegistry) -> None:
-        """`server`: the word for it in the metrics' names."""
+        """`server`: name of the server in the metric names."""
         self._directory = directory
         self._not_after = Gauge(
             f"deltashard_{server}_certificate_not_after_timestamp_seconds",
@@ -46,7 +46,7 @@ class Certificate:
         self.front.sni_callback = self._serve
 
     def reload(self) -> None:
-        """Take changed files into service; bad ones are counted and logged, and what was in service stays."""
+        """Load changed files. Invalid files are counted and logged, and the previous certificate stays in use."""
         context = _context()
         try:
             content = [(self._directory / name).read_bytes() for name in ("tls.crt", "tls.key")]
@@ -55,7 +55,7 @@ class Certificate:
             with _in_memory(content[0]) as certificate, _in_memory(content[1]) as key:
                 context.load_cert_chain(certificate, key)
             not_after_s = x509.load_pem_x509_certificate(content[0]).not_valid_after_utc.timestamp()
-        except (OSError, ValueError) as error:  # of OpenSSL, too
+        except (OSError, ValueError) as error:  # includes OpenSSL's errors
             self._loads.labels("failed").inc()
             _log.warning("certificate.unusable", directory=str(self._directory), error=str(error))
             return
@@ -65,7 +65,6 @@ class Certificate:
         _log.info("certificate.loaded", not_after_s=not_after_s)
 
     async def watch(self) -> None:
-        """Reload for ever."""
         while True:
             self.reload()
             await asyncio.sleep(RELOAD_S)
@@ -87,7 +86,7 @@ def _context() -> ssl.SSLContext:
 
 @contextmanager
 def _in_memory(content: bytes) -> Iterator[str]:
-    """A path to these bytes: OpenSSL takes paths only, the key belongs on no disk, and the root may be read-only."""
+    """Yield a path to these bytes in memory: OpenSSL accepts only paths, and the key must not be written to a disk."""
     fd = os.memfd_create("deltashard-tls", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(fd), "wb") as out:

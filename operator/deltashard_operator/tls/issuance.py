@@ -1,9 +1,9 @@
-"""The certificates of mode builtin: one authority and one leaf for both Services, in one Secret. Pure, but for keys.
+"""Certificates of mode builtin: one CA and one leaf for both Services, in one Secret. Pure, except for key generation.
 
-The authority lives ten years, because a pod carries it for as long as it lives. The leaf is renewed at two thirds of
-its life, by the same authority, so whoever verifies one leaf verifies the next. An authority that is missing, damaged
-or expired is made anew when a leaf is to be signed; pods from before that do not believe its leaves. Those of before
-that are still valid stay behind it in ca.crt, because their leaf is served until the kubelets bring the new one.
+The CA is valid for ten years, because a pod keeps it for its whole life. The leaf is renewed after two thirds of its
+life by the same CA. A missing, damaged or expired CA is replaced when a leaf is signed; older pods do not trust its
+leaves. Older CAs that are still valid remain in ca.crt after the new one, because their leaf is served until the
+kubelets update the volume.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 LEAF_S, AUTHORITY_S = 90 * 86400.0, 3650 * 86400.0
-MAX_KEPT = 3  # authorities of before that stay in the bundle
-RENEW_AT = 2 / 3  # share of its life after which a leaf is issued anew
-BACKDATE_S = 600.0  # a clock may be wrong by so much and still believe a certificate of this moment
+MAX_KEPT = 3  # previous CAs that stay in the bundle
+RENEW_AT = 2 / 3  # fraction of its life after which a leaf is renewed
+BACKDATE_S = 600.0  # tolerated clock skew of clients for a new certificate
 
 
 class Issued(NamedTuple):
-    """A certificate and its key."""
+    """Certificate and its key."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
     def data(self, name: str) -> dict[str, bytes]:
-        """Both as PEM, as a Secret holds them."""
+        """Return both as PEM, in the form of Secret data."""
         pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
         key = self.key.private_bytes(pem, form, serialization.NoEncryption())
         return {f"{name}.crt": self.certificate.public_bytes(pem), f"{name}.key": key}
 
 
 def renewed(data: Mapping[str, bytes], names: Sequence[str], *, now_s: float) -> dict[str, bytes]:
-    """What the Secret should hold, of what it holds (ca.crt, ca.key, tls.crt, tls.key)."""
+    """Return the renewed Secret data (ca.crt, ca.key, tls.crt, tls.key)."""
     leaf = stored(data, "tls", now_s)
     if leaf is not None and _serves(leaf.certificate, data.get("ca.crt", b""), names, now_s):
         return dict(data)
@@ -51,7 +51,7 @@ def renewed(data: Mapping[str, bytes], names: Sequence[str], *, now_s: float) ->
 
 
 def stored(data: Mapping[str, bytes], name: str, now_s: float) -> Issued | None:
-    """A certificate and its key; None: there is none, they make no pair, or it is not valid now."""
+    """Return a stored certificate and its key, or None if they are missing, mismatched or not valid now."""
     try:
         certificate = x509.load_pem_x509_certificate(data.get(f"{name}.crt", b""))
         key = serialization.load_pem_private_key(data.get(f"{name}.key", b""), None)
@@ -64,7 +64,7 @@ def stored(data: Mapping[str, bytes], name: str, now_s: float) -> Issued | None:
 
 
 def _still_valid(bundle: bytes, now_s: float) -> bytes:
-    """The first few certificates of a bundle that are not over, as PEM."""
+    """Return the first unexpired certificates of a bundle, as PEM."""
     try:
         found = x509.load_pem_x509_certificates(bundle)
     except ValueError:
@@ -74,7 +74,7 @@ def _still_valid(bundle: bytes, now_s: float) -> bytes:
 
 
 def _serves(leaf: x509.Certificate, authority: bytes, names: Sequence[str], now_s: float) -> bool:
-    """Whether a leaf is of this authority (whose key may be lost), for these names, and not old."""
+    """Return whether a leaf is signed by this CA (whose key may be lost), for these names, and not due for renewal."""
     begins_s, ends_s = _life(leaf)
     try:
         leaf.verify_directly_issued_by(x509.load_pem_x509_certificate(authority))
@@ -90,7 +90,7 @@ def _life(certificate: x509.Certificate) -> tuple[float, float]:
 
 
 def issue(names: Sequence[str], signer: Issued | None, *, now_s: float, lasts_s: float) -> Issued:
-    """A leaf for these names, which never outlives its signer; without a signer, an authority."""
+    """Issue a leaf for these names that does not outlive its signer, or a CA if there is no signer."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name(
         [x509.NameAttribute(NameOID.COMMON_NAME, "deltashard" if signer else "deltashard CA")]

@@ -133,7 +133,7 @@ def test_programs_run_with_namespaced_rights(apiserver: ApiServer, http: Rest, t
         assert reply.status in {422, 500}, reply.document
         return str(reply.document["message"])
 
-    sentence = "namespace team-c is not watched by deltashard; have it added to watchNamespaces of the chart"
+    sentence = "namespace team-c is not watched by deltashard; add it to watchNamespaces of the chart"
     eventually(lambda: sentence in refusal("team-c"), what="the policy", timeout_s=WAIT_S)
     assert "jobs.deltashard.io" in refusal("team-a"), "is sent to the webhook, which is gone"
     assert http.create(annotated("before-2", **ours), "team-c", dry_run=True).status == 201

@@ -99,7 +99,7 @@ def test_unsupported_removal_is_refused() -> None:
 @pytest.mark.parametrize("component", ["webhook", "controller"])
 def test_external_service_account_requires_name(component: str) -> None:
     """Nobody is bound to an account that neither the chart makes nor anybody names."""
-    with pytest.raises(HelmError, match=f"{component}.serviceAccount.name must be that of an account"):
+    with pytest.raises(HelmError, match=f"{component}.serviceAccount.name must be the name of an existing account"):
         render({component: {"serviceAccount": {"create": False}}})
 
 
@@ -135,7 +135,7 @@ def test_budget_allowing_full_disruption_is_refused(replicas: int, away: int | s
     """A drain would then stop every annotated Job; the sentence says how to get on."""
     webhook = {"replicas": replicas, "podDisruptionBudget": {"maxUnavailable": away}}
     with pytest.raises(
-        HelmError, match=rf"maxUnavailable \({away}\) lets all {replicas} replicas.* must leave one"
+        HelmError, match=rf"maxUnavailable \({away}\) allows all {replicas} replicas.* keep one"
     ):
         render({"webhook": webhook})
     webhook["podDisruptionBudget"] = {"maxUnavailable": away, "enabled": False}
@@ -153,7 +153,7 @@ def test_budget_keeping_a_replica_is_accepted(replicas: int, away: int | str) ->
 def test_watched_and_excluded_namespace_is_refused(left: str) -> None:
     """The sentence names it, and both lists."""
     values = {"watchNamespaces": ["team-a", left], "webhook": {"exemptNamespaces": ["legacy"]}}
-    with pytest.raises(HelmError, match=f"watchNamespaces has {left}, which is left alone"):
+    with pytest.raises(HelmError, match=f"watchNamespaces has {left}, which is exempt"):
         render(values)
 
 

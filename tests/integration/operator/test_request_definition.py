@@ -69,7 +69,7 @@ def test_spec_is_immutable_and_status_is_stored_unchanged(http: Rest) -> None:
     path = f"{ROOT.format('asked')}/{made['metadata']['name']}"
     changed = http("PATCH", path, {"spec": {"pin": "other"}}, content=MERGE)
     assert changed.status == 422
-    assert "a CheckpointRequest's spec never changes; make another one" in changed.document["message"]
+    assert "a CheckpointRequest's spec never changes; create another one" in changed.document["message"]
     failed = requests.reconcile(requests.request_of(made), RequestFacts(now_s=2e9))
     status = requests.status(failed)
     reply = http("PATCH", f"{path}/status?fieldValidation=Strict", {"status": status}, content=MERGE)

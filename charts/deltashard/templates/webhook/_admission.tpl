@@ -1,4 +1,4 @@
-{{/* What the API server does by itself; the same as deltashard_operator/kube/webhook_configuration.py, which a test compares. */}}
+{{/* Admission by the API server. Must match deltashard_operator/kube/webhook_configuration.py; a test compares them. */}}
 
 {{- define "deltashard.admission.selector" -}}
 matchExpressions:
@@ -18,12 +18,12 @@ matchExpressions:
   {{- end }}
 {{- end }}
 
-{{/* Which namespaces' workloads are sent to the webhook. Where no policy refuses what is annotated elsewhere, it does. */}}
+{{/* Namespaces whose workloads are sent to the webhook. Without admission policies the webhook rejects workloads elsewhere. */}}
 {{- define "deltashard.admission.watched" -}}
 {{- $left := concat (list "kube-system" .Release.Namespace) .Values.webhook.exemptNamespaces }}
 {{- range .Values.watchNamespaces }}
 {{- if has . $left }}
-{{- fail (printf "watchNamespaces has %s, which is left alone (webhook.exemptNamespaces, kube-system and the release's own namespace): take it out of one of them" .) }}
+{{- fail (printf "watchNamespaces has %s, which is exempt (webhook.exemptNamespaces, kube-system and the release's namespace): remove it from one of them" .) }}
 {{- end }}
 {{- end }}
 {{- include "deltashard.admission.selector" . }}
@@ -37,8 +37,8 @@ matchExpressions:
 {{- define "deltashard.admission.webhook" -}}
 admissionReviewVersions: [v1]
 clientConfig:
-  # caBundle is the controller's or cert-manager's to write; a field that no version of the manifest has is left alone
-  # by every upgrade.
+  # caBundle is written by the controller or cert-manager; an upgrade does not touch a field that no version of the
+  # manifest has.
   {{- if eq .Values.certificates.mode "existing" }}
   caBundle: {{ required "certificates.existing.webhookCa is needed in mode existing" .Values.certificates.existing.webhookCa | b64enc }}
   {{- end }}

@@ -82,7 +82,7 @@ def test_refusals_and_warnings_reach_client(http: Rest, shared_webhook: WebhookP
         refused = http.create(job("wrong", opted(encoding="q7")), dry_run=True)
         assert refused.status == 422
         assert refused.document["reason"] == "BadAnnotation"
-        assert "deltashard.io/encoding: 'q7' is not possible" in refused.document["message"]
+        assert "deltashard.io/encoding: 'q7' is not valid" in refused.document["message"]
         warned = http.create(job("short", opted(), terminationGracePeriodSeconds=45), dry_run=True)
         assert warned.status == 201
         assert "terminationGracePeriodSeconds is 45 s" in warned.warnings[0]

@@ -171,7 +171,7 @@ def test_api_outage_does_not_end_controller(namespace: str) -> None:
         assert not lease.held
         guarded = Caller(access_to(server.port), may_write=lambda: lease.held)
         before = server.requests
-        with pytest.raises(ApiUnavailable, match="does not lead"):
+        with pytest.raises(ApiUnavailable, match="is not the leader"):
             await guarded("PATCH", "/api/v1/x", {})
         assert server.requests == before
         await world.call.close()

@@ -153,7 +153,7 @@ def test_copied_manifest_with_other_settings_is_refused(key: str, value: str | N
     refused = sample.parsed(document)
     assert isinstance(refused, review.ReviewResult)
     assert (refused.outcome, f"deltashard.io/{key}: " in refused.sentence) == ("CopiedManifest", True)
-    assert "take the container deltashard-sidecar" in refused.sentence
+    assert "remove the container deltashard-sidecar" in refused.sentence
 
 
 def test_pod_copied_from_a_workload_pod_is_refused() -> None:

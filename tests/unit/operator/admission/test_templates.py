@@ -122,7 +122,7 @@ def test_annotation_changes_after_create_are_refused(manifest: Document) -> None
     text = yaml.safe_dump(manifest).replace("policy: default", "policy: other")
     response = sample.answer(yaml.safe_load(text), operation="UPDATE", before=before)
     assert response["status"]["reason"] == "BadAnnotation"
-    assert "create it anew" in response["status"]["message"]
+    assert "create it again" in response["status"]["message"]
 
 
 def test_older_object_is_injected_through_its_jobs_and_pods(manifest: Document) -> None:

@@ -61,7 +61,7 @@ def test_invalid_value_is_refused_with_an_explanation(key: str, values: list[str
     for value in values:
         with pytest.raises(Refusal) as caught:
             annotation.read(OPT_IN | {PREFIX + "run-id": "own"} | {PREFIX + key: value})
-        sentence = f"deltashard.io/{key}: {value[:80]!r} is not possible; it takes {KEYS[PREFIX + key][2]}"
+        sentence = f"deltashard.io/{key}: {value[:80]!r} is not valid; it takes {KEYS[PREFIX + key][2]}"
         assert caught.value.sentence == f"{sentence} (BadAnnotation)"
 
 
@@ -75,5 +75,5 @@ def test_unknown_key_is_refused_with_the_known_keys() -> None:
 def test_job_and_template_may_agree_but_not_differ() -> None:
     template = OPT_IN | {PREFIX + "encoding": "q8"}
     assert annotation.read(OPT_IN, template).spec == {"precision": {"encoding": "q8"}}
-    with pytest.raises(Refusal, match="the workload says 'p' and its pod template says 'q'"):
+    with pytest.raises(Refusal, match="it is 'p' on the workload and 'q' on its pod template"):
         annotation.read(OPT_IN, {PREFIX + "policy": "q"})

@@ -16,7 +16,7 @@ def test_authority_is_reloaded_on_change(tmp_path: Path) -> None:
     ca, policy = tmp_path / "ca.crt", tmp_path / "policy.yaml"
     policy.write_text(yaml.safe_dump(sample.DEFAULTS))
     found = Defaults(policy, ca)
-    with pytest.raises(FleetAuthorityMissing, match="is the controller running"):
+    with pytest.raises(FleetAuthorityMissing, match="check that the controller runs"):
         found.spec()
     assert "cannot be read" in found.unready()[0]
     for text in ("first", "second"):

@@ -163,9 +163,9 @@ STAYS = {**GONE, "retained": 9, "kept": [{"run": "t/a", "why": "a pin"}]}
     ("output", "how", "state", "message"),
     [
         (json.dumps(GONE), "Complete", REMOVED, "5 objects, 50 bytes"),
-        (json.dumps(STAYS), "Complete", KEPT, "9 runs stay: t/a: a pin; removed: 1 runs"),
-        ("no JSON", "Complete", FAILED, "could not be read"),
-        ('{"runs": 5}', "Complete", FAILED, "could not be read"),
+        (json.dumps(STAYS), "Complete", KEPT, "9 runs are kept: t/a: a pin; removed: 1 runs"),
+        ("no JSON", "Complete", FAILED, "cannot be parsed"),
+        ('{"runs": 5}', "Complete", FAILED, "cannot be parsed"),
         ("no keys", "Failed", FAILED, "failed: no keys"),
         ("", "Failed", FAILED, "failed: BackoffLimitExceeded"),
     ],
@@ -288,7 +288,7 @@ async def test_live_job_without_our_label_is_not_finished(bench: ReclaimerBench)
     assert entry.run.finished == "Deleted", "so it seems"
     await bench.advance(900)
     assert entry.run.reclaim is not None
-    assert (bench.api.made, entry.run.reclaim.message) == ([], "Job train is there and has not ended")
+    assert (bench.api.made, entry.run.reclaim.message) == ([], "Job train still exists and has not ended")
     assert len(entry.events) == 1, "it does not change with each look"
     del bench.api.jobs[path]
     await bench.advance(400)

@@ -34,7 +34,7 @@ def test_every_form_is_parsed(text: str, value: Fraction) -> None:
 @pytest.mark.parametrize("text", ["", "Gi", "1 Gi", "1gi", "1Mi2", "0x10", "nan", "1e", "--1"])
 def test_malformed_quantity_is_refused(text: str) -> None:
     """Nothing is guessed."""
-    with pytest.raises(ValueError, match="is no quantity"):
+    with pytest.raises(ValueError, match="is not a quantity"):
         quantity.parse(text)
 
 

@@ -26,10 +26,10 @@ TOO_MANY = ",".join(f"n{n}" for n in range(watched_namespace.MAX_NAMESPACES + 1)
     ("text", "says"),
     [
         *(
-            (f"team-a,{bad}", "is no namespace")
+            (f"team-a,{bad}", "is not a namespace")
             for bad in ("Team", "team-*", "a.b", "-a", "a" * 64, "a b", "!a")
         ),
-        (TOO_MANY, "name none, which watches all"),
+        (TOO_MANY, "leave the list empty to watch all"),
     ],
 )
 def test_malformed_namespace_list_is_refused(text: str, says: str) -> None:
@@ -48,4 +48,4 @@ def test_both_programs_accept_the_option(program: Any, capsys: pytest.CaptureFix
     assert read("--watch-namespaces=a,b") == ("a", "b")
     with pytest.raises(SystemExit):
         read("--watch-namespaces=team-*")
-    assert "'team-*' is no namespace" in capsys.readouterr().err
+    assert "'team-*' is not a namespace" in capsys.readouterr().err

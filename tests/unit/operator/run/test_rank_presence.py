@@ -99,7 +99,7 @@ def test_ranks_of_an_ended_attempt_are_not_counted() -> None:
 def test_deleted_pod_leaves_three_of_four_ranks() -> None:
     run = reconciled(without(group(), 3))
     assert rank_status(run) == ("3/4", Phase.RECOVERING)
-    assert "3 of 4 ranks are there" in by_type(run)["Ready"].message
+    assert "3 of 4 ranks are present" in by_type(run)["Ready"].message
     for n in range(3):  # torchrun ends the others, and waits for the fourth
         run = apply_report(run, rank_report(n, phase=At.WAITING))
     assert rank_status(run) == ("0/4", Phase.RECOVERING)

@@ -66,7 +66,7 @@ def job(uid: str, outcome: str = "", at_s: float = 0.0, **more: Any) -> JobView:
 def test_bytes_are_removed_after_the_grace_period() -> None:
     run = reconciled(ended())
     assert run.reclaim == Reclaim(
-        state=WAITING, since_s=NOW_S, message="the bytes go when the grace is over", due_s=NOW_S + 60
+        state=WAITING, since_s=NOW_S, message="the bytes are removed when the grace period ends", due_s=NOW_S + 60
     )
     assert [state(reconciled(run, after_s=after_s)) for after_s in (59, 60)] == [
         (WAITING, False),
@@ -97,8 +97,8 @@ def test_live_or_retained_runs_are_not_removed(run: WatchedRun, used_policy: Pol
     [
         (ended(), policy(enabled=False), {}, "reclaim.enabled is false"),
         (ended(), DELETES, {"continued": True}, "another workload"),
-        (ended(JOBSET, "Deleted"), DELETES, {}, "cannot be seen"),
-        (ended(), policy(url="s3://elsewhere"), {}, "names another store"),
+        (ended(JOBSET, "Deleted"), DELETES, {}, "cannot determine"),
+        (ended(), policy(url="s3://elsewhere"), {}, "no longer names"),
         (ended(store=""), DELETES, {}, "no sidecar has reported"),
         (ended(jobs={"j": job("j")}), DELETES, {}, "not ended"),
         (reconciled(ended()), UNUSABLE, {}, "cannot be used"),

@@ -56,19 +56,19 @@ NONE = RequestFacts(now_s=BASE_TIME_S)
 @pytest.mark.parametrize(
     ("facts", "phase", "reason", "message"),
     [
-        ((NONE,), PENDING, "RunNotFound", "no CheckpointRun and no run id is train-1 in this namespace yet"),
-        ((NONE, RUN_EXISTS), ORDERED, "Ordered", "the sidecars of train-1 are told to save"),
+        ((NONE,), PENDING, "RunNotFound", "no CheckpointRun has the name or run id train-1 in this namespace yet"),
+        ((NONE, RUN_EXISTS), ORDERED, "Ordered", "the sidecars of train-1 are ordered to save"),
         ((replace(RUN_EXISTS, room=False),), PENDING, "TooManyOrders", "too many open orders"),
-        ((replace(RUN_EXISTS, room=False), RUN_EXISTS), ORDERED, "Ordered", "told to save"),
+        ((replace(RUN_EXISTS, room=False), RUN_EXISTS), ORDERED, "Ordered", "ordered to save"),
         ((after_seconds(NONE),), FAILED, "DeadlineExceeded", "in 5m there was no run train-1"),
         (
             (after_seconds(replace(RUN_EXISTS, room=False)),),
             FAILED,
             "DeadlineExceeded",
-            "in 5m run train-1 took no order",
+            "in 5m run train-1 accepted no order",
         ),
-        ((after_seconds(RUN_EXISTS),), FAILED, "DeadlineExceeded", "in 5m run train-1 took no order"),
-        ((RUN_EXISTS, after_seconds(RUN_EXISTS)), ORDERED, "Ordered", "told to save"),
+        ((after_seconds(RUN_EXISTS),), FAILED, "DeadlineExceeded", "in 5m run train-1 accepted no order"),
+        ((RUN_EXISTS, after_seconds(RUN_EXISTS)), ORDERED, "Ordered", "ordered to save"),
         (
             (RUN_EXISTS, after_seconds(RUN_EXISTS, 300 + RESULT_GRACE_S)),
             FAILED,
@@ -102,7 +102,7 @@ NONE = RequestFacts(now_s=BASE_TIME_S)
             (replace(RUN_EXISTS, per_pod=True),),
             FAILED,
             "RunPerPod",
-            "each pod of train-1 trains a run of its own",
+            "each pod of train-1 trains its own run",
         ),
     ],
 )
