@@ -29,7 +29,7 @@ from deltashard_operator.run import schedule
 from deltashard_operator.run.ledger import Ledger
 from deltashard_operator.run.observed_object import NodeView, timestamp
 from deltashard_operator.run.order import OpenOrders
-from deltashard_operator.run.watched_run import WatchedRun, RunEvent
+from deltashard_operator.run.watched_run import RunEvent, WatchedRun
 
 PolicyKey = tuple[str, str]
 """(namespace, name); see `workload_policy.key_of`. The namespace of cluster policies is empty."""

@@ -29,7 +29,7 @@ from deltashard_operator.kube import owner_reference
 from deltashard_operator.kube.cluster_name import RESTORE_FROM, RUN_ID
 from deltashard_operator.run import condition, run_record, watched_run
 from deltashard_operator.run.observed_object import timestamp
-from deltashard_operator.run.watched_run import WatchedRun, RunEvent
+from deltashard_operator.run.watched_run import RunEvent, WatchedRun
 
 EVENT_DEDUP_S = 600.0
 RUN_EVENT_BURST = 25

@@ -23,8 +23,8 @@ from deltashard_operator.run.watched_run import (
     REPORTER_TIMEOUT_S,
     LastReport,
     Progress,
-    WatchedRun,
     RunEvent,
+    WatchedRun,
     finished,
 )
 

@@ -17,7 +17,7 @@ from deltashard_operator.run import failure, watched_run
 from deltashard_operator.run.failure import Loss
 from deltashard_operator.run.ledger import incident_key
 from deltashard_operator.run.observed_object import timestamp
-from deltashard_operator.run.watched_run import NO_PART, LastReport, WatchedRun, RunEvent, RunPart, without
+from deltashard_operator.run.watched_run import NO_PART, LastReport, RunEvent, RunPart, WatchedRun, without
 
 _state_key = attrgetter("phase", "attempt", "store_ok", "credentials_ok")
 """Fields whose change counts as a change of the pod's state."""

@@ -24,7 +24,7 @@ from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.failure import Loss
 from deltashard_operator.run.observed_object import RequestedSettings, Workload, seconds_of, timestamp
 from deltashard_operator.run.reclaim import Reclaim, ReclaimState
-from deltashard_operator.run.watched_run import NO_PART, Progress, WatchedRun, RunPart
+from deltashard_operator.run.watched_run import NO_PART, Progress, RunPart, WatchedRun
 
 GROUP, VERSION, PLURAL = "deltashard.io", "v1alpha1", "checkpointruns"
 API_VERSION = f"{GROUP}/{VERSION}"

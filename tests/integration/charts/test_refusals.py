@@ -99,7 +99,9 @@ def test_unsupported_removal_is_refused() -> None:
 @pytest.mark.parametrize("component", ["webhook", "controller"])
 def test_external_service_account_requires_name(component: str) -> None:
     """Nobody is bound to an account that neither the chart makes nor anybody names."""
-    with pytest.raises(HelmError, match=f"{component}.serviceAccount.name must be the name of an existing account"):
+    with pytest.raises(
+        HelmError, match=f"{component}.serviceAccount.name must be the name of an existing account"
+    ):
         render({component: {"serviceAccount": {"create": False}}})
 
 

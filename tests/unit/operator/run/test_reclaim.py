@@ -66,7 +66,10 @@ def job(uid: str, outcome: str = "", at_s: float = 0.0, **more: Any) -> JobView:
 def test_bytes_are_removed_after_the_grace_period() -> None:
     run = reconciled(ended())
     assert run.reclaim == Reclaim(
-        state=WAITING, since_s=NOW_S, message="the bytes are removed when the grace period ends", due_s=NOW_S + 60
+        state=WAITING,
+        since_s=NOW_S,
+        message="the bytes are removed when the grace period ends",
+        due_s=NOW_S + 60,
     )
     assert [state(reconciled(run, after_s=after_s)) for after_s in (59, 60)] == [
         (WAITING, False),

@@ -56,7 +56,12 @@ NONE = RequestFacts(now_s=BASE_TIME_S)
 @pytest.mark.parametrize(
     ("facts", "phase", "reason", "message"),
     [
-        ((NONE,), PENDING, "RunNotFound", "no CheckpointRun has the name or run id train-1 in this namespace yet"),
+        (
+            (NONE,),
+            PENDING,
+            "RunNotFound",
+            "no CheckpointRun has the name or run id train-1 in this namespace yet",
+        ),
         ((NONE, RUN_EXISTS), ORDERED, "Ordered", "the sidecars of train-1 are ordered to save"),
         ((replace(RUN_EXISTS, room=False),), PENDING, "TooManyOrders", "too many open orders"),
         ((replace(RUN_EXISTS, room=False), RUN_EXISTS), ORDERED, "Ordered", "ordered to save"),
