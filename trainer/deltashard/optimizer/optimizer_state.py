@@ -173,9 +173,9 @@ class OptimizerView:
     def capture(self) -> dict[str, Any]:
         """Return everything but the row fields as one tree; its tensors are live, so encode it within the snapshot.
 
-        Keys: `class`, `groups` (with parameter names), `state` {name: {key: value}}, `fields` {name: {key: shape without
-        the rows}} of tables, `extra` (state under keys that are not parameters), `orphans`, `given` (see the attribute) and,
-        unless empty, `beside`: `Attributes.capture` of the optimizer and of its wrappers, in this order.
+        Keys: `class`, `groups` (with parameter names), `state` {name: {key: value}}, `fields` {name: {key: shape
+        without the rows}} of tables, `extra` (state under keys that are not parameters), `orphans`, `given` (see the
+        attribute) and, unless empty, `beside`: `Attributes.capture` of the optimizer and of its wrappers.
 
         Raises:
             StateError: The optimizer has stepped a sharded table that a kernel updates.
