@@ -211,7 +211,7 @@ def _decide(reports: Sequence[RecoveryReport], now: RecoveryInputs, terms: Recov
     apart = any(report.location != reports[donor].location for report in reports)
     if apart and reports[donor].shared_bytes > MAX_SHARED_BYTES:
         return RecoveryDecision(
-            full_reason=f"the data that all ranks take from rank {donor} (dense part, optimizers, tables on every rank) "
+            full_reason=f"the data that ranks take from rank {donor} (dense part, optimizers, tables on every rank) "
             f"is {reports[donor].shared_bytes >> 20} MiB, more than the limit of {MAX_SHARED_BYTES >> 20} MiB between "
             "machines or pods"
         )
