@@ -65,14 +65,12 @@ def apply(held: Generators, own: Mapping[str, Any]) -> None:
 
 
 def apply_each(held: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Restore own generators that still exist and are of the same kind."""
     for name, state in held.items():
         if name in own and capture_own(own[name])["kind"] == state["kind"]:
             apply_own(own[name], state)
 
 
 def seeds(own: Mapping[str, Any]) -> dict[str, int]:
-    """Return the initial seeds of the torch generators in `own`."""
     return {name: g.initial_seed() for name, g in own.items() if isinstance(g, torch.Generator)}
 
 

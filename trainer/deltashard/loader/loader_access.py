@@ -77,10 +77,7 @@ class LoaderAccess:
         self.workers_drew = False
 
     def identity(self) -> dict[str, Any]:
-        """Return what must not change within an epoch, by name.
-
-        `workers` may change if no batch depends on which worker fetches it.
-        """
+        """Return what must not change within an epoch, by name; `mismatch` decides which entries may."""
         loader = self.loader
         found: dict[str, Any] = {
             "kind": "its own state" if self.kind == "stateful" else "counted batches",
@@ -133,10 +130,7 @@ class LoaderAccess:
         ]
 
     def load_end_state(self, state: bytes, own: Mapping[str, Any]) -> None:
-        """Load `state`, saved at the end of the last pass, into a stateful loader; propagates the loader's exceptions.
-
-        Draws from generators (global ones and `own`) while loading are undone.
-        """
+        """Load the `state` of the end of the last pass into a stateful loader; draws from generators are undone."""
         before = capture(own)
         try:
             self.loader.load_state_dict(decode_value(state))
@@ -152,7 +146,6 @@ class LoaderAccess:
         return f"{self.kind}: {GUARANTEES[self.kind]}{drew * self.workers_drew}; {check}"
 
     def is_epoch_complete(self, loader_pass: LoaderPass, mark: DeliveryMark) -> bool:
-        """Whether no batch of the epoch is left after `mark`."""
         if self.kind == "sampler" and loader_pass.order is not None:
             rest: Any = batches_after(self.loader, loader_pass.order, mark.samples)
             return len(rest) == 0

@@ -29,7 +29,6 @@ class LoaderState:
         self._report = report
         self._due = 0.0
         self.at_end: bytes | None = None
-        """Encoded state at the end of the last pass."""
 
     def anchor(self, loader_pass: LoaderPass, number: int) -> None:
         """Save the state after batch `number` if a capture is due; a pass keeps three states."""

@@ -23,7 +23,6 @@ class LoopCheck:
         self._thread = threading.get_ident()
         self._max_count, self._count = 1, 0
         self._step = -1
-        """The step after which the `_count` batches were delivered."""
         self._before_first = 0
         """Batches before the first step of the pass, if more than one."""
         self.total: tuple[int, int] | None = None
@@ -90,7 +89,6 @@ class Nesting:
         self.inner: set[str] | None = None
         """Loaders that make one pass per batch of this loader; None: not known yet."""
         self._other_passes: dict[str, int] = {}
-        """Passes of other loaders since the last delivery."""
         self._delivered_event = 0
         self._delivered_at_start: dict[int, int] = {}
         """Batches that other open passes had delivered when this one began, by id of the pass."""
@@ -98,7 +96,6 @@ class Nesting:
         """Other passes that were interleaved with this loader's ended pass."""
 
     def pass_started(self, others: Iterable[LoaderPass]) -> None:
-        """Record that a pass over this loader begins while `others` are open."""
         self._delivered_at_start = {id(other): other.delivered_here for other in others}
         self._interleaved = []
 

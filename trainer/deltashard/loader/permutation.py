@@ -71,7 +71,6 @@ def _add_modulo(numbers: Numbers, hashes: Numbers, size: np.uint64) -> Numbers:
 
 
 def _mix64(word: int) -> int:
-    """Return the finalizer of splitmix64 for one number."""
     return int(_hash_words(np.array([word & _WORD], dtype=np.uint64), np.uint64(_GOLDEN))[0])
 
 

@@ -42,7 +42,6 @@ class Position:
     own: Mapping[str, Any] = field(default_factory=dict)
     """The loader's own generators at the snapshot, by location."""
     seeds: Mapping[str, int] = field(default_factory=dict)
-    """Initial seeds of the torch generators in `own`."""
     anchors: list[Anchor] = field(default_factory=list)
     end_state: bytes | None = None
     """Encoded state of a stateful loader when its last pass ended."""
@@ -116,7 +115,6 @@ class LoaderPass:
     """Batches delivered in this process."""
     start_event: int = 0
     ended_at: int = -1
-    """Steps taken when the pass ended."""
     was_epoch: bool = False
     """Whether a step was taken in this pass, once it is exhausted."""
     iterator: Iterator[Any] = field(default_factory=lambda: iter(()))
@@ -129,7 +127,6 @@ class LoaderPass:
 
     @classmethod
     def at(cls, position: Position, *, started_at: int, order: Mapping[str, Any] | None) -> LoaderPass:
-        """Return a pass that begins at a restored position."""
         mark = DeliveryMark(
             position.delivered,
             position.samples,
@@ -158,7 +155,7 @@ class SkippingSampler:
     """
 
     def __init__(self, entries: Any, *, skip: int, number: int) -> None:
-        """`number`: number of the batch that the last skipped entry belongs to."""
+        """`number`: the batch that the last skipped entry belongs to."""
         self._entries = entries
         self._skip = skip
         self._number = number
@@ -211,7 +208,6 @@ class DeliveryQueue:
     """The last used delivery, followed by deliveries that no step has used yet, oldest first. Each step uses one."""
 
     def __init__(self, epoch: int, *, step: int) -> None:
-        """Start at the beginning of `epoch`, after `step`."""
         self._places = deque([LoaderPlace(None, epoch)])
         self._step = step
 
@@ -225,10 +221,7 @@ class DeliveryQueue:
         return len(self._places) - 1 >= step - self._step
 
     def last_used(self, step: int) -> LoaderPlace:
-        """Return the place that was used last up to `step`.
-
-        If the next epoch has begun, return its first batch, to be delivered again.
-        """
+        """Return the place last used up to `step`; if the next epoch has begun, its first batch, delivered again."""
         self._advance(step)
         place = self._places[0]
         return (

@@ -28,7 +28,6 @@ OnChange = Literal["restart", "continue", "refuse"]
 """Action for an epoch whose loader has changed."""
 
 _MAX_STATE_BYTES = 1 << 20
-"""Larger entries of `state=` (such as a model's averages) are not part of a loader."""
 
 
 class LoaderRegistry:
@@ -49,11 +48,9 @@ class LoaderRegistry:
         self._sources = [each for each in sources if each.name in self.state]
         self.loaders: dict[str, WrappedLoader] = {}
         self.pending_positions: dict[str, Any] = {}
-        """Restored positions of loaders that are not wrapped yet."""
         self.events = 0
         """Number of passes begun plus batches delivered."""
         self.snapshot_rng: Mapping[str, Any] | None = None
-        """Global generators of the restored snapshot."""
         self.snapshot_step = -1
         self.rng_applied_by: str | None = None
         self._on_change: OnChange = "restart"
@@ -64,7 +61,6 @@ class LoaderRegistry:
         self._exhausted_loaders: dict[str, int] = {}
         """Exhausted interleaved loaders, by name: the step after which the other loader delivered a batch."""
         self._resumed: dict[str, Any] = {}
-        """Restored positions that were passed to loaders."""
         self.exhausted_at = -1
         """The step after which a pass was last exhausted."""
         self.iterations = 0
@@ -117,8 +113,6 @@ class LoaderRegistry:
             # A program that creates a loader per epoch wraps those of earlier epochs first, so none is reported yet.
             wrapped.resume(self._resumed[name], self._on_change, at_first_pass=True)
         return wrapped
-
-    # Snapshots
 
     def stepped(self) -> None:
         if not self.loaders:
@@ -178,8 +172,6 @@ class LoaderRegistry:
                 if not self.loaders[name].open:
                     self.report(name, "no batch")
 
-    # Restores
-
     def mismatches(self, positions: Mapping[str, Any]) -> dict[str, str]:
         """Return {name: reason} for wrapped loaders that differ from the saved ones."""
         found = {
@@ -223,7 +215,7 @@ class LoaderRegistry:
         return notes
 
     def capture_state(self) -> list[tuple[ValueSource, bytes]]:
-        """Return the current entries of `state=` up to 1 MiB."""
+        """Return the current entries of `state=` up to 1 MiB; larger ones are not part of a loader."""
         held = []
         for source in self._sources:
             if any(source.subject is loader.loader for loader in self.loaders.values()):
@@ -238,7 +230,6 @@ class LoaderRegistry:
 
     @staticmethod
     def restore_state(held: list[tuple[ValueSource, bytes]]) -> None:
-        """Restore the entries from `capture_state` that changed since."""
         for source, data in held:
             if encode_value(source.get()).to_bytes() != data:
                 source.set(decode_value(data))
@@ -258,8 +249,6 @@ class LoaderRegistry:
         return any(
             value is loader or value is getattr(loader, "dataset", self) for value in self.state.values()
         )
-
-    # Reports
 
     def report(self, name: str, kind: str, /, *, strict: bool = False, **facts: object) -> None:
         """Report a message of `MESSAGES`; with `strict`, raises `CheckpointMismatch` for messages marked strict."""
@@ -289,5 +278,4 @@ class LoaderRegistry:
         return [each.newest for each in self.open_others(loader) if each.newest is not None]
 
     def close(self) -> None:
-        """Drop all loaders: no further position is requested."""
         self.loaders.clear()

@@ -72,20 +72,15 @@ class ResumableSampler(Sampler[int]):
         world_size: int | None = None,
         drop_last: bool = False,
     ) -> None:
-        """All ranks pass the same arguments except `rank`.
+        """All ranks pass the same arguments except `rank`; raises `UserError` for an invalid one.
 
         Args:
             data: The dataset, or its number of samples. A dataset may grow between epochs.
             seed: Seed of the order, 0 <= seed < 2^63.
             shuffle: Whether each epoch has another order; False: dataset order.
-            rank: Index of this rank's share. Requires `world_size`; by default both are those of the default process
-                group, or one share without a group.
+            rank: This rank's share; with `world_size`. Default: the process group's, or one share without a group.
             world_size: Number of shares.
-            drop_last: Whether to drop the last samples if they do not divide evenly among ranks; otherwise the epoch's
-                first samples are repeated, so that all ranks get the same number.
-
-        Raises:
-            UserError: An argument has the wrong type or is out of range.
+            drop_last: If samples do not divide evenly, drop the last ones; otherwise the epoch's first ones repeat.
         """
         if not isinstance(data, Sized):
             _number("data", data, minimum=0, maximum=1 << 62)
@@ -140,7 +135,7 @@ class ResumableSampler(Sampler[int]):
         return len(self.share(self.epoch))
 
     def _rank_of_world(self) -> tuple[int, int]:
-        """Return (rank, world size); queries the process group lazily, since it may be created after the sampler."""
+        """Return (rank, world size); queries the process group lazily, since it may be created later."""
         if self._place is not None:
             return self._place
         if dist.is_available() and dist.is_initialized():

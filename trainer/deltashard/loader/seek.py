@@ -54,7 +54,6 @@ class Seek:
         own: Mapping[str, Any],
         report: Callable[..., None],
     ) -> None:
-        """`loader_pass` begins at `position`; `own`: generators by location; `report`: see `LoaderRegistry.report`."""
         self._name = name
         self._report = report
         self._access = access

@@ -96,7 +96,6 @@ class ResumePositions:
         self._saved_by: int | None = None
         """Number of ranks that saved, if it differs from the current one."""
         self._epochs: dict[str, int] = {}
-        """{name: epoch to restart}, equal on all ranks."""
 
     def reshard(
         self, name: str, trees: Mapping[int, Mapping[str, Any] | None], *, rank: int, saved: int, world: int
@@ -180,7 +179,6 @@ def _unknown_reason(trees: Mapping[int, Mapping[str, Any] | None], saved: int) -
 
 
 def _position_key(tree: Mapping[str, Any]) -> bytes:
-    """Return bytes that are equal on all ranks at the same position."""
     place: list[Any] = [tree["epoch"], tree["delivered"], tree["shared"]]
     place.append(tree["fingerprint"] if tree["shared"] else tree["order"])
     return encode_value(place).to_bytes()

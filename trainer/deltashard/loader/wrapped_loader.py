@@ -1,9 +1,8 @@
 """A loader whose position is that of the batch *delivered* to the loop, not of batches that workers fetched ahead.
 
-`Checkpointer.wrap` puts a `WrappedLoader` between loader and loop. It does nothing before the first `next()` of a pass,
-where order and seeds are drawn. Every delivery is marked. A snapshot takes the last mark of the step boundary (see
-`lifecycle`), so a batch fetched after the last `step()` belongs to the next step. A resumed pass seeks to that mark
-(`seek`).
+`Checkpointer.wrap` puts a `WrappedLoader` between loader and loop. Order and seeds are drawn at the first `next()` of a
+pass. Every delivery is marked. A snapshot takes the last mark of the step boundary (see `lifecycle`), so a batch
+fetched after the last `step()` belongs to the next step. A resumed pass seeks to that mark (`seek`).
 """
 
 from __future__ import annotations
@@ -44,12 +43,7 @@ class WrappedLoader:
         shared: bool,
         strict: bool,
     ) -> None:
-        """`registry` holds the other loaders; the other arguments are those of `Checkpointer.wrap`.
-
-        Raises:
-            StateError: The loader cannot be iterated, or only once.
-            UserError: An option does not fit the loader.
-        """
+        """Raises `StateError` if the loader cannot be iterated repeatedly, `UserError` for an unsuitable option."""
         self.loader = loader
         self.name = name
         self._registry = registry
@@ -63,15 +57,12 @@ class WrappedLoader:
         self._epoch = 0
         self.newest: LoaderPass | None = None
         self._first_iteration: int | None = None
-        """Number of the first iteration since the restore."""
         self._pending: Position | None = None
         """Restored position that is not used up yet."""
         self._seeds = generator.seeds(generator.own_generators(loader, {}))
         self._replaced = False
         self._change_report: Callable[[], None] | None = None
-        """Reports that the loader differs from the saved one."""
         self._delivered_was_read = True
-        """Whether the program read `delivered` since the restore."""
         # The step boundary: the loader's place when a batch was first requested after step `_requested_at`.
         self._requested_at = -1
         self._boundary: LoaderPlace | None = None
@@ -86,8 +77,6 @@ class WrappedLoader:
         self._own_state = LoaderState(self._access, self._report)
         if self._access.workers and not getattr(loader, "in_order", True):
             self._report("in_order")
-
-    # Interface for programs and the registry
 
     @property
     def epoch(self) -> int:
@@ -114,13 +103,11 @@ class WrappedLoader:
 
     @property
     def batch_requested(self) -> bool:
-        """Whether a batch was requested since the last `step()`."""
         now = self._registry.clock()
         return not self._pipelined and self._requested_at == now != self._ended_at
 
     @property
     def guarantee(self) -> str:
-        """Description of the loader's kind and of how a resumed run continues."""
         mark = DeliveryMark() if self.newest is None else self.newest.mark
         return self._access.guarantee(unchecked=mark.delivered > 0 and mark.fingerprint is None)
 
@@ -142,18 +129,12 @@ class WrappedLoader:
         """Whether the steps up to `now` used batches that a pipeline had fetched before."""
         return self._pipelined and self._queue.covers(now)
 
-    # Restores
-
     def mismatch(self, tree: Mapping[str, Any]) -> str:
         """Return how this loader differs from the one that saved `tree` inside an epoch; empty: it does not."""
         return self._access.mismatch(Position.of(tree, self.name))
 
     def resume(self, tree: Mapping[str, Any], on_change: OnChange, *, at_first_pass: bool = False) -> None:
-        """Make the next pass begin at `tree`; `at_first_pass`: report a changed loader when that pass begins.
-
-        Raises:
-            CheckpointMismatch: The loader has changed and `on_change` is "refuse", or the position has another version.
-        """
+        """Make the next pass begin at `tree`; raises `CheckpointMismatch` for "refuse" or an unknown version."""
         saved, access = Position.of(tree, self.name), self._access
         own = generator.own_generators(self.loader, {})
         self._epoch, self._own_state.at_end = saved.epoch, saved.end_state
@@ -200,8 +181,6 @@ class WrappedLoader:
         changed, self._change_report = self._change_report, None
         if changed is not None:
             changed()
-
-    # Snapshots
 
     def position(self) -> Position:
         self._expire_pending()
@@ -292,7 +271,6 @@ class WrappedLoader:
         return loader_pass.epoch + (position_to_save(state, **facts) is SavedPosition.NEXT_EPOCH)
 
     def _expire_pending(self) -> None:
-        """Drop the restored position after the first step of a pass that sought it."""
         loader_pass = self.newest
         used = (
             loader_pass is not None
@@ -301,8 +279,6 @@ class WrappedLoader:
         )
         if self._pending is not None and used:
             self._pending = None
-
-    # Passes
 
     def __iter__(self) -> Iterator[Any]:
         if self._replaced:

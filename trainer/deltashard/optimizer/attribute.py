@@ -30,7 +30,7 @@ from deltashard.state.value import encode_value, tensors_in
 _log = logging.getLogger("deltashard.tracking")
 
 LARGE_BYTES = 64 << 20
-"""Larger attributes are saved as well, but whole in every snapshot; a warning reports this once."""
+"""Larger attributes cause one warning."""
 _COMPARED_BYTES = 1 << 20
 """Larger values always count as changed, because comparing them would cost as much as saving them."""
 _TORCH_ATTRIBUTES = {"defaults", "state", "param_groups", "step", "grad_scale", "found_inf"}
@@ -124,7 +124,6 @@ class Attributes:
     def __init__(self, target: Any, params: Mapping[str, Tensor], state: Mapping[Any, Any]) -> None:
         self.target = target
         self.unsaved: list[str] = []
-        """Attributes whose values cannot be stored."""
         self._warned = False
         self._initial = {name: mark for name, _, mark in self._plain(_Names(params, state))}
 

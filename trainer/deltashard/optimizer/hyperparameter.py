@@ -29,10 +29,7 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tup
 
 
 def note(where: str, found: Mapping[str, tuple[Any, Any]], *, script: bool) -> list[str]:
-    """Return a sentence about the differences, if any; `script`: this script's values are in force.
-
-    Names that begin with "_" are omitted, because they follow from others.
-    """
+    """Return a sentence about the differences, except names with "_"; `script`: this script's values are in force."""
     changes = ", ".join(f"{name} {was!r} -> {now!r}" for name, (was, now) in found.items() if name[:1] != "_")
     if not changes:
         return []

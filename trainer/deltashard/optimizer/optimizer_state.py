@@ -40,10 +40,7 @@ _FIELD_DTYPES = {
 
 
 def field_kind(value: Any, rows: int, columns: int) -> FieldKind | None:
-    """Return the kind of row field for a state value of a [rows, columns] table.
-
-    None: the value is stored in the optimizer's blob.
-    """
+    """Return the kind of row field of a [rows, columns] table; None: the value is stored in the optimizer's blob."""
     if (
         not isinstance(value, Tensor)
         or value.layout != torch.strided
@@ -88,11 +85,9 @@ class OptimizerView:
         """Hyperparameters of each group as set by the script, before training changed them."""
         self._attributes: list[Attributes] = []
         self._allocated: set[Tensor] = set()
-        """Tables for which the current restore has requested row fields."""
 
     @staticmethod
     def merged(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return one tree of what the views of several ranks captured."""
         return dict(next(iter(trees)))
 
     def watch_attributes(self, earlier: Iterable[OptimizerView] = ()) -> None:
@@ -111,12 +106,10 @@ class OptimizerView:
         ]
 
     def record_given(self) -> None:
-        """Record the current hyperparameters as set by the script, before any training."""
         self.given = [hyperparameter.given(group) for group in self.target.param_groups]
 
     @property
     def unsaved(self) -> list[str]:
-        """Attributes of the optimizer and its wrappers whose values cannot be stored."""
         return [f"{type(a.target).__name__}.{name}" for a in self._attributes for name in a.unsaved]
 
     @property
@@ -142,7 +135,6 @@ class OptimizerView:
         return found
 
     def fields(self, param: Tensor) -> dict[str, tuple[FieldKind, Tensor]]:
-        """Return the live row fields of table `param`, by state key."""
         entry = self.state.get(param)
         if not entry:
             return {}

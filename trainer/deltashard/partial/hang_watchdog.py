@@ -38,7 +38,6 @@ class MainThreadHeartbeat:
 
     def __init__(self) -> None:
         self.beats = 0
-        """Number of pending calls that the main thread ran."""
         self._pending = False
         self._call = _Call(self._beat)  # kept: the interpreter holds no reference
 
@@ -66,10 +65,7 @@ class HangWatchdog:
         dead: Callable[[], bool],
         stage: Callable[[Callable[[], bool]], bool],
     ) -> None:
-        """`dead()`: whether a rank of this machine died.
-
-        `stage(is_current)`: stage this rank while `is_current()` is true; returns whether staging is finished.
-        """
+        """`dead()`: whether a local rank died; `stage(is_current)`: stage while that holds, return whether done."""
         self._term = term
         self._dead = dead
         self._stage = stage

@@ -38,7 +38,6 @@ class Peers:
             _left_marker(trainer_lock(runtime, local)).unlink(missing_ok=True)
 
     def register_peers(self) -> None:
-        """Record the current holders of locks as peers; all ranks must have joined."""
         if self._runtime is not None:
             mine = trainer_lock(self._runtime, self._local)
             self._seen = {

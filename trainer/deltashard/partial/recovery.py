@@ -53,7 +53,6 @@ from deltashard.tracking.snapshot_base import SnapshotBase
 
 log = logging.getLogger("deltashard")
 _DONOR = "donor"
-"""Name under which the donor sends its part."""
 
 
 class PartialRecovery(RecoveryPlan):

@@ -25,14 +25,11 @@ class RecoveryContext:
         self.world_size = rank.world_size
         self.staging_dir = staging_dir or Path()
         self.attempt: int | None = None
-        """The attempt that trains; None: none yet."""
         self.layout = ""
         self.lineage = ""
         """Lineage of the run, recorded in its commits under partial recovery."""
         self.pls = 0.0
-        """PLS of the run so far."""
         self.recoveries = 0
-        """Number of partial recoveries of the run."""
         self.disabled_reason = "" if terms is None else _disabled_reason(rank, staging_dir)
         """Why recovery is full although partial recovery is configured."""
         self.location = "" if terms is None or self.disabled_reason else _location_of(self.staging_dir)

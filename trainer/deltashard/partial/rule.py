@@ -23,7 +23,6 @@ class RecoveryTerms:
     pls_target: float
     """Upper bound of the run's PLS."""
     planned_steps: int
-    """Planned steps of the whole run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,6 @@ class StagedMetadata:
     rank: int
     world_size: int
     layout: str
-    """Digest of the attempt's layout."""
     lineage: str
     """Lineage of the run, in addition to its name, as recorded in its commits."""
     covers: int
@@ -93,7 +91,6 @@ class RecoveryInputs:
     """PLS of the run in the chosen checkpoint."""
     recoveries: int
     rows: float
-    """Rows of all tables."""
     unusual: str = ""
     """Why this is more than a restart (`which=`, a takeover, a fallback); empty: it is not."""
 
@@ -109,7 +106,6 @@ class RecoveryDecision:
     donor: int = 0
     """The rank whose dense part all ranks take."""
     steps: Sequence[int] = ()
-    """By rank: the step of its rows."""
     own: Sequence[bool] = ()
     """By rank: whether it continues with its own state, generators and loaders."""
     lost: Sequence[int] = ()
@@ -117,7 +113,6 @@ class RecoveryDecision:
     locations: Sequence[int] = ()
     """By rank: number of its staging location, equal for ranks that share one; set for full recovery, too."""
     added_pls: float = 0.0
-    """PLS of this recovery."""
     pls: float = 0.0
     """PLS of the run including this recovery."""
     recoveries: int = 0

@@ -41,7 +41,6 @@ def discard(staging_dir: Path, rank: int) -> None:
 
 
 def other_ranks(staging_dir: Path, rank: int) -> tuple[int, ...]:
-    """Return ranks other than `rank` with parts in `staging_dir`."""
     found = (path.stem.removeprefix("rank-") for path in staging_dir.glob("rank-*.part"))
     return tuple(sorted({int(each) for each in found if each.isdecimal()} - {rank}))
 
