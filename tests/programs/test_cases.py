@@ -43,8 +43,8 @@ REPORTED: dict[str, tuple[Spec, str]] = {
     "batches that are kept and given again": ({"loop": "cycle"}, "without a new batch"),
     "batches in a list": ({"loop": "kept"}, "without a new batch"),
     "another batch size in mid-epoch": ({"restart": "batch_size"}, "batch_size"),
-    "more samples in mid-epoch": ({"restart": "longer"}, "another loader now"),
-    "no shuffling any more, in mid-epoch": ({"restart": "unshuffled"}, "another loader now"),
+    "more samples in mid-epoch": ({"restart": "longer"}, "but it has changed"),
+    "no shuffling any more, in mid-epoch": ({"restart": "unshuffled"}, "but it has changed"),
     "other workers of a stateful loader": (
         {"loader": "stateful", "workers": 2, "restart": "workers"},
         "workers",

@@ -13,7 +13,7 @@ REPORTED = re.compile(r"note: |warning: |error: |event (nothing_saved|fell_back|
 NOISE = re.compile(r"tracked by row hashes|tracked by hashes|counts? as changed")
 """Words of interest; how tables are tracked is none."""
 UNRELATED = re.compile(
-    r"the model changed after the Checkpointer was built|the last step\(\) ended no step of an optimizer|gave other hyperparameters"
+    r"the model changed after the Checkpointer was built|the last step\(\) ended no step of an optimizer|set other hyperparameters"
 )
 """Words that do not explain why a run that was resumed differs: what they speak of comes back exactly, or is refused."""
 

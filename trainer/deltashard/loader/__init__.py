@@ -1,1 +1,1 @@
-"""Data loaders: where the batch stands that was delivered, and what belongs to it."""
+"""Data loaders: the position of the delivered batch and the state that belongs to it."""

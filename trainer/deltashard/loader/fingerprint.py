@@ -1,7 +1,8 @@
-"""Fingerprint of a batch, taken when it is delivered (training may write into it afterwards).
+"""Fingerprint of a batch, taken at delivery because training may modify the batch afterwards.
 
-A tensor or array up to 256 KiB is hashed whole, of a larger one 256 blocks of 1 KiB; at most 64 of them in a batch, and
-256 entries of a list. Tensors on a device count with shape and dtype only: reading them would wait for the device.
+Tensors and arrays up to 256 KiB are hashed whole. For larger ones, 256 blocks of 1 KiB are hashed. At most 64 tensors
+per batch and 256 entries per list are read. Device tensors contribute only shape and dtype, because reading them would
+synchronize with the device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MAX_DEPTH = 8
 
 
 def fingerprint(batch: Any) -> str | None:
-    """128 bits of the content, as hex digits; None: nothing in it can be hashed, so it cannot be compared."""
+    """Return 128 bits of the content as hex digits, or None if the batch contains no hashable value."""
     walk = _Walk()
     walk.visit(batch, 0)
     return walk.digest.hexdigest() if walk.leaves else None
@@ -58,7 +59,7 @@ class _Walk:
             self._object(value, depth)
 
     def _object(self, value: Any, depth: int) -> None:
-        """A KeyedJaggedTensor and the like: what the batch holds, nothing else is read."""
+        """Visit the attributes of an object such as a KeyedJaggedTensor."""
         self.digest.update(type(value).__name__.encode())
         if (dataclasses.is_dataclass(value) or hasattr(value, "__dict__")) and not callable(value):
             held = vars(value) if hasattr(value, "__dict__") else {}
@@ -98,6 +99,6 @@ class _Walk:
                 self.digest.update(flat.data)
 
     def _blocks(self, flat: torch.Tensor) -> None:
-        """`flat`: uint8[n], contiguous and large."""
+        """Hash evenly spaced blocks of `flat`, a contiguous uint8[n] with n > `_WHOLE_BYTES`."""
         step = (flat.numel() - _BLOCK_BYTES) // (_BLOCKS - 1)
         self.digest.update(flat.as_strided((_BLOCKS, _BLOCK_BYTES), (step, 1)).contiguous().numpy().data)

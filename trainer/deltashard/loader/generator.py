@@ -1,7 +1,8 @@
-"""The random number generators that a pass over a loader draws from.
+"""Random number generators that a pass over a loader may draw from.
 
-They are the global ones, those in `state=`, and direct attributes of the loader, its dataset (through `.dataset`), its
-samplers and its `collate_fn`. They are found by type; counters, closures and the globals of modules are not read.
+They are the global generators, generators in `state=`, and direct attributes of the loader, its dataset (through
+`.dataset`), its samplers and its `collate_fn`. Generators are found by type. Counters, closures and module globals are
+not captured.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import torch
 from deltashard.state.rng import apply_globals, apply_own, capture_globals, capture_own, is_generator
 
 _MAX_WRAPPERS = 4
-"""Datasets that wrap one another (Subset) are looked through so many times."""
+"""Maximum depth of nested datasets (such as Subset) that are searched."""
 
 Generators = Mapping[str, Any]
-"""{"globals": see `capture_globals`, "own": state of each other one by where it was found}."""
+"""{"globals": see `capture_globals`, "own": {location: state} of all other generators}."""
 
 
 def own_generators(loader: object, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Generators of a loader and in `state=`, each once, by where they were found."""
+    """Return {location: generator} for a loader and `state=`, each generator once."""
     found: dict[str, Any] = {}
 
     def look(place: str, values: Iterable[tuple[Any, Any]]) -> None:
@@ -58,20 +59,18 @@ def capture_each(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply(held: Generators, own: Mapping[str, Any]) -> None:
-    """Put back what `capture` took; own generators that are gone by now are left out."""
+    """Restore what `capture` returned, except own generators that no longer exist."""
     apply_globals(held["globals"])
     apply_each(held["own"], own)
 
 
 def apply_each(held: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Put own generators back, those that are still there and of the same kind."""
     for name, state in held.items():
         if name in own and capture_own(own[name])["kind"] == state["kind"]:
             apply_own(own[name], state)
 
 
 def seeds(own: Mapping[str, Any]) -> dict[str, int]:
-    """What torch's generators among `own` were seeded with."""
     return {name: g.initial_seed() for name, g in own.items() if isinstance(g, torch.Generator)}
 
 

@@ -1,17 +1,17 @@
-"""Life of a pass over a wrapped loader, as tables: which state follows an event, and what a cut saves in each state.
+"""Lifecycle of a pass over a wrapped loader, as tables: transitions, and what a snapshot saves in each state.
 
-A pass begins at the first `next()`; `iter()` does nothing. Everything that decides about states is in this file.
+A pass begins at the first `next()`. `iter()` has no effect. All decisions about states are in this module.
 
-| state     | a cut saves                                                                  |
+| state     | a snapshot saves                                                             |
 |-----------|------------------------------------------------------------------------------|
 | none      | the beginning of the epoch                                                   |
 | waiting   | the restored position, unchanged                                             |
 | open      | the position inside the pass                                                 |
 | exhausted | the beginning of the next epoch if the pass was an epoch, else of this one   |
-| left      | before a further step the position inside the pass, else the next epoch      |
+| left      | the position inside the pass until the next step, then the next epoch        |
 
-A restored position is used up by the first step, not by the first pass: until then the loader counts as waiting, and
-each pass seeks that position again (a peek at one batch, a sanity check).
+The first step uses up a restored position, not the first pass. Until then, each pass (a peek at one batch, a sanity
+check) seeks to that position again, and a snapshot saves it unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from enum import Enum
 
 
 class PassState(Enum):
-    """Where a loader's newest pass is."""
+    """State of a loader's newest pass."""
 
     NONE = "none"
     WAITING = "waiting"
@@ -30,7 +30,7 @@ class PassState(Enum):
 
 
 class PassEvent(Enum):
-    """What happens to it."""
+    """Event that changes the state of a pass."""
 
     RESTORED = "a position inside a pass was restored"
     STARTED = "the first batch of a pass is asked for"
@@ -43,10 +43,8 @@ TRANSITIONS = {
     (PassState.NONE, PassEvent.STARTED): PassState.OPEN,
     (PassState.WAITING, PassEvent.RESTORED): PassState.WAITING,
     (PassState.WAITING, PassEvent.STARTED): PassState.OPEN,
-    (
-        PassState.OPEN,
-        PassEvent.STARTED,
-    ): PassState.OPEN,  # the former iterator is kept somewhere, and not asked again
+    # The previous iterator still exists but is not used any more.
+    (PassState.OPEN, PassEvent.STARTED): PassState.OPEN,
     (PassState.OPEN, PassEvent.STOPPED): PassState.EXHAUSTED,
     (PassState.OPEN, PassEvent.DROPPED): PassState.ABANDONED,
     (PassState.EXHAUSTED, PassEvent.STARTED): PassState.OPEN,
@@ -55,7 +53,7 @@ TRANSITIONS = {
 
 
 class SavedPosition(Enum):
-    """What a cut saves."""
+    """Position that a snapshot saves."""
 
     RESTORED = "the restored position"
     INSIDE = "a position inside the pass"
@@ -64,17 +62,17 @@ class SavedPosition(Enum):
 
 
 def after(state: PassState, event: PassEvent) -> PassState:
-    """The state that follows; raises KeyError for an event that cannot happen in `state`."""
+    """Return the next state; raises KeyError for an event that cannot happen in `state`."""
     return TRANSITIONS[state, event]
 
 
 def position_to_save(state: PassState, *, was_epoch: bool, stepped_since: bool) -> SavedPosition:
-    """What a cut saves in `state`.
+    """Return which position a snapshot saves in `state`.
 
     Args:
-        state: of the loader's newest pass.
-        was_epoch: a step was taken in that pass.
-        stepped_since: a step was taken after the pass ended.
+        state: State of the loader's newest pass.
+        was_epoch: Whether a step was taken in that pass.
+        stepped_since: Whether a step was taken after the pass ended.
     """
     if state is PassState.WAITING:
         return SavedPosition.RESTORED

@@ -1,4 +1,4 @@
-"""What kind of loader it is, what identifies it, and how a pass over it begins at any batch."""
+"""Classifies and identifies a loader, and opens passes over it at any batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GUARANTEES: dict[Kind, str] = {
 
 
 class LoaderAccess:
-    """One loader; `kind` changes when a stateful one does not answer."""
+    """One loader and its kind; a stateful loader whose `state_dict()` fails falls back to `fallback`."""
 
     def __init__(self, loader: Any, *, skip: Skip, shared: bool) -> None:
         if isinstance(loader, Iterator):
@@ -62,7 +62,7 @@ class LoaderAccess:
                 where="wrap()",
                 remedy="leave shared=True out, or give the sampler rank=0, world_size=1 on all ranks",
             )
-        # A loader with an __iter__ of its own may count in it: it is replayed.
+        # A custom __iter__ may keep its own counter, so such a loader is replayed.
         self._plain = self.torch and type(loader).__iter__ is DataLoader.__iter__
         self._by_index = self._plain and not isinstance(loader.dataset, IterableDataset)
         self.fallback: Kind = "counted" if self._by_index and skip != "replay" else "replayed"
@@ -77,7 +77,7 @@ class LoaderAccess:
         self.workers_drew = False
 
     def identity(self) -> dict[str, Any]:
-        """What must not change within an epoch, by name; `workers` may, where no batch depends on who fetches it."""
+        """Return what must not change within an epoch, by name; `mismatch` decides which entries may."""
         loader = self.loader
         found: dict[str, Any] = {
             "kind": "its own state" if self.kind == "stateful" else "counted batches",
@@ -98,28 +98,30 @@ class LoaderAccess:
         return found
 
     def mismatch(self, saved: Position) -> str:
-        """How it is another loader than the one that saved a position inside an epoch; empty: it is not."""
+        """Return how this loader differs from the one that saved a position inside an epoch; empty: it does not."""
         if not saved.delivered or saved.over:
             return ""
         if saved.kind != "stateful" and self.kind == "stateful":
-            self.kind = self.fallback  # its state_dict() did not answer in the lost process
+            self.kind = self.fallback  # state_dict() failed in the lost process
         free = {"workers"} if self._by_index and self.kind != "stateful" and not saved.drew else set()
         same_order = saved.identity.get("order") == self.identity().get("order")
         if (saved.kind == self.kind == "sampler" and same_order) or "batch_size" not in saved.identity:
             free.add("batch_size")
         changed = self.changes(saved, ignore=free)
         if saved.base is not None and not changed and self.order(saved.epoch) is None:
-            changed = ['skip="replay" reads a whole epoch again, and another number of ranks began this one']
+            changed = [
+                'skip="replay" rereads a whole epoch, but this epoch began on a different number of ranks'
+            ]
         if not changed:
             return ""
         samples = f" ({saved.samples} samples)" if saved.samples else ""
         return (
-            f"it stood after batch {saved.delivered}{samples} of epoch {saved.epoch}, and is another loader now: "
-            f"{', '.join(changed)}. Which samples those batches had is unknown now"
+            f"its position is after batch {saved.delivered}{samples} of epoch {saved.epoch}, but it has changed: "
+            f"{', '.join(changed)}. It is unknown which samples those batches contained"
         )
 
     def changes(self, saved: Position, *, ignore: Container[str] = ()) -> list[str]:
-        """What of its identity is another than the saved one, in words; `ignore`: names that may be."""
+        """Return one phrase per changed entry of the identity, except entries in `ignore`."""
         live, was = self.identity(), saved.identity
         return [
             f"{key} was {was.get(key)} and is {live.get(key)}"
@@ -128,15 +130,12 @@ class LoaderAccess:
         ]
 
     def load_end_state(self, state: bytes, own: Mapping[str, Any]) -> None:
-        """Give a stateful loader `state`, with which its last pass ended. Raises what the loader raises.
-
-        What that draws from generators, global ones and `own`, is undone.
-        """
+        """Load the `state` of the end of the last pass into a stateful loader; draws from generators are undone."""
         before = capture(own)
         try:
             self.loader.load_state_dict(decode_value(state))
             if self.torch:
-                iter(self.loader)  # takes the state; the iterator of the pass itself begins a new epoch
+                iter(self.loader)  # consumes the state; the iterator of the pass itself begins a new epoch
         finally:
             apply(before, own)
 
@@ -147,7 +146,6 @@ class LoaderAccess:
         return f"{self.kind}: {GUARANTEES[self.kind]}{drew * self.workers_drew}; {check}"
 
     def is_epoch_complete(self, loader_pass: LoaderPass, mark: DeliveryMark) -> bool:
-        """Whether nothing of the epoch is left after `mark` for a further batch."""
         if self.kind == "sampler" and loader_pass.order is not None:
             rest: Any = batches_after(self.loader, loader_pass.order, mark.samples)
             return len(rest) == 0
@@ -161,21 +159,21 @@ class LoaderAccess:
             return None
 
     def order(self, epoch: int) -> dict[str, Any] | None:
-        """How the samples of an epoch are shared among ranks; None: unknown, or batches are read, not skipped."""
+        """Return how an epoch's samples are shared among ranks; None: unknown, or batches are read, not skipped."""
         found = order_of(self.loader) if self.kind in ("sampler", "counted") else None
         return {**found, "epoch": epoch} if found is not None and self.resumable is not None else found
 
     def workers_live(self) -> bool:
-        """Whether persistent workers live, so that a pass that begins now draws no seed."""
+        """Whether persistent workers are running, so that a new pass draws no seed."""
         return self.persistent and getattr(self.loader, "_iterator", None) is not None
 
     def open(
         self, loader_pass: LoaderPass, *, skip: int = 0, kind: Kind | None = None, last: int = 0
     ) -> None:
-        """Begin `loader_pass` behind `skip` batches; what that draws is drawn now, or at the first batch.
+        """Begin `loader_pass` after `skip` batches; random draws happen here or at the first batch.
 
-        `kind` is the loader's, or "replayed" to read all batches again. `last` is the number of samples that batch
-        `skip + 1` has, where the loader's order is known: with other batches than those before the restart.
+        `kind` defaults to the loader's; "replayed" reads all batches again. `last` is the number of samples in batch
+        `skip + 1`, used if the loader's order is known, because the batch size may have changed since the restart.
         """
         kind = kind or self.kind
         if self.resumable is not None:
@@ -212,19 +210,18 @@ class LoaderAccess:
     def _iterate_with(self, loader_pass: LoaderPass, sampler: SkippingSampler) -> Iterator[Any]:
         loader, live = self.loader, self.loader.__dict__.get("_iterator")
         if loader_pass.workers_lived and live is not None:
-            # Persistent workers take their indices from here; the pass after this one from the loader's own sampler.
+            # Persistent workers take this pass's indices from here, the next pass's from the loader's own sampler.
             live._index_sampler = sampler  # noqa: SLF001 - torch offers no other way
             iterator = iter(loader)
             live._index_sampler = loader.__dict__[self._sampler_attribute]  # noqa: SLF001
             return self._unwrap_batches(iterator)
-        # A shallow clone for this one pass: DataLoader guards its samplers against assignment.
+        # A shallow clone for this pass, because DataLoader forbids assigning its samplers.
         clone = copy.copy(loader)
         clone.__dict__.update({self._sampler_attribute: sampler, "_iterator": None})
         if self.workers:
             clone.__dict__["collate_fn"] = _WatchedCollate(loader.collate_fn)
-        if (
-            loader_pass.workers_lived
-        ):  # in the lost process the workers lived already, and no seed was drawn for them
+        if loader_pass.workers_lived:
+            # The workers of the lost process were already running, so no seed was drawn.
             clone.__dict__["generator"] = torch.Generator()
         iterator = iter(clone)
         if self.persistent:
@@ -239,7 +236,7 @@ class LoaderAccess:
 
 
 class _WatchedCollate:
-    """A `collate_fn` that returns with each batch whether generators of its worker moved since the last one."""
+    """A `collate_fn` that returns (batch, whether generators of its worker moved since the previous batch)."""
 
     def __init__(self, collate: Any) -> None:
         self._collate = collate
@@ -252,6 +249,6 @@ class _WatchedCollate:
 
 
 def indices_fingerprint(sampler: SkippingSampler | None, number: int) -> str | None:
-    """Fingerprint of the indices of batch `number` (from 1); None: unknown."""
+    """Return the fingerprint of the indices of batch `number` (from 1), or None if unknown."""
     entry = None if sampler is None else sampler.entry(number)
     return None if entry is None else fingerprint(entry)

@@ -1,7 +1,7 @@
-"""States of a stateful loader: asked for rarely, never before the first delivery.
+"""Saved states of a stateful loader, captured rarely and never before the first delivery.
 
-torchdata's `state_dict()` makes the iterator where there is none, starts workers and draws seeds. Where the state
-cannot be had, the loader's batches are counted instead.
+torchdata's `state_dict()` creates the iterator if there is none, starts workers and draws seeds. If the state cannot be
+captured, the loader's batches are counted instead.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ from deltashard.loader.position import LoaderPass
 from deltashard.state.value import encode_value
 
 _EVERY_S, _EVERY_COSTS = 1.0, 100.0
-"""It is asked once a second, or after so many times what asking costs."""
+"""Minimum interval between captures: in seconds, and as a multiple of the cost of one capture."""
 
 
 class LoaderState:
-    """Of one loader; does nothing for one of another kind."""
+    """State capture for one loader; no effect unless the loader is stateful."""
 
     def __init__(self, access: LoaderAccess, report: Callable[..., None]) -> None:
         self._access = access
         self._report = report
         self._due = 0.0
         self.at_end: bytes | None = None
-        """Encoded, when the last pass ended."""
 
     def anchor(self, loader_pass: LoaderPass, number: int) -> None:
-        """The state behind batch `number`, if it is due; three are kept of a pass."""
+        """Save the state after batch `number` if a capture is due; a pass keeps three states."""
         began = time.perf_counter()
         if self._access.kind != "stateful" or (began < self._due and number > 1):
             return
         try:
             state = encode_value(self._access.loader.state_dict()).to_bytes()
-        except Exception as error:  # noqa: BLE001 - the user's, or a library's that cannot
+        except Exception as error:  # noqa: BLE001 - user or library code
             if len(loader_pass.anchors) < 2:
                 self._access.kind = self._access.fallback
             self._report("no state", error=describe_error(error))
@@ -61,5 +60,5 @@ class LoaderState:
             return
         try:
             self._access.load_end_state(self.at_end, own)
-        except Exception as error:  # noqa: BLE001 - the library's
+        except Exception as error:  # noqa: BLE001 - library code
             self._report("refused", error=describe_error(error), epoch=epoch, batch=0)

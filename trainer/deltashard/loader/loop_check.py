@@ -1,8 +1,9 @@
-"""What deliveries and steps show of the loop: batches fetched ahead of it, epochs that it ends by its own count.
+"""Detects how the loop uses a loader: batches fetched ahead, epochs ended by the loop's own count, nested passes.
 
-And passes over several loaders at a time: within one batch of a loader, or in turns with it. Of nested ones it matters
-whether the batch of the outer one is still in use at a cut. Of those in turns (a `zip`), one may end before the other:
-where steps continue on batches that it delivered before (`zip(one, cycle(other))`), no checkpoint says which.
+Passes over several loaders are nested (within one batch of another loader) or interleaved (`zip`). For nested passes, a
+snapshot needs to know whether the outer batch is still in use. One of two interleaved passes may end before the other.
+If steps then continue on batches that it delivered earlier (`zip(one, cycle(other))`), no checkpoint records which
+batches.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from deltashard.loader.position import LoaderPass
 
 
 class LoopCheck:
-    """Of one loader; some comparisons of integers per batch."""
+    """Checks of one loader; costs a few integer comparisons per batch."""
 
     def __init__(self, report: Callable[..., None], *, pipelined: bool) -> None:
         self._report = report
@@ -22,11 +23,10 @@ class LoopCheck:
         self._thread = threading.get_ident()
         self._max_count, self._count = 1, 0
         self._step = -1
-        """The step after which the batches of `_count` were delivered."""
         self._before_first = 0
-        """Batches before the first step of the pass, where there were several."""
+        """Batches before the first step of the pass, if more than one."""
         self.total: tuple[int, int] | None = None
-        """Epochs that the loop ended itself: after so many batches, so many running."""
+        """(batches per epoch, consecutive epochs) of epochs that the loop ended itself."""
         self._resumed_length = 0
 
     def shorter_than_step(self, count: int) -> bool:
@@ -62,7 +62,7 @@ class LoopCheck:
             self._compare()
 
     def epoch_ended(self, loader_pass: LoaderPass, *, by_loop: bool) -> None:
-        """Another pass begins after `loader_pass`, in which steps were taken; `by_loop`: it was not exhausted."""
+        """Record the end of `loader_pass`, in which steps were taken; `by_loop`: it was not exhausted."""
         if loader_pass.resumed:
             self._resumed_length = loader_pass.mark.delivered
         elif by_loop:
@@ -79,30 +79,28 @@ class LoopCheck:
 
 
 class Nesting:
-    """Of one loader.
+    """Nested and interleaved passes of one loader.
 
-    A pass begun within a batch, still open, is nested if it delivered more than once, or if each earlier batch had one.
+    An open pass that began within a batch is nested if it delivered several batches, or if each earlier batch had one.
     """
 
     def __init__(self, report: Callable[..., None]) -> None:
         self._report = report
         self.inner: set[str] | None = None
-        """Loaders that make one pass for each batch of this one; None: not seen yet."""
+        """Loaders that make one pass per batch of this loader; None: not known yet."""
         self._other_passes: dict[str, int] = {}
-        """Passes of others since the last delivery."""
         self._delivered_event = 0
         self._delivered_at_start: dict[int, int] = {}
-        """Batches of other open passes when this one's began."""
+        """Batches that other open passes had delivered when this one began, by id of the pass."""
         self._interleaved: list[LoaderPass] = []
-        """Other passes that this one, which has ended, took turns with."""
+        """Other passes that were interleaved with this loader's ended pass."""
 
     def pass_started(self, others: Iterable[LoaderPass]) -> None:
-        """A pass over this loader begins; `others` are open."""
         self._delivered_at_start = {id(other): other.delivered_here for other in others}
         self._interleaved = []
 
     def pass_ended(self, loader_pass: LoaderPass, others: Iterable[LoaderPass]) -> None:
-        """`loader_pass` found its end, after steps were taken in it; `others` are open."""
+        """Record that `loader_pass` was exhausted after steps in it, while `others` are open."""
         self._interleaved = [
             other
             for other in others
@@ -111,14 +109,14 @@ class Nesting:
         ]
 
     def was_interleaved_with(self, other: LoaderPass) -> bool:
-        """Whether `other`, which took turns with a pass of this loader, delivers a batch after that pass ended."""
+        """Whether `other` was interleaved with a pass of this loader that has ended."""
         return any(other is each for each in self._interleaved)
 
     def other_pass_started(self, name: str) -> None:
         self._other_passes[name] = self._other_passes.get(name, 0) + 1
 
     def delivered(self, loader_pass: LoaderPass, event: int, open_names: set[str]) -> None:
-        """`loader_pass` delivered a batch; `open_names`: other loaders with a pass under way."""
+        """Record a batch of `loader_pass`; `open_names`: other loaders with an open pass."""
         if loader_pass.delivered_here > 1:
             all_ended = self._other_passes.keys() - open_names or not self._other_passes
             self.inner = (
@@ -127,7 +125,7 @@ class Nesting:
         self._other_passes, self._delivered_event = {}, event
 
     def in_use(self, loader_pass: LoaderPass, others: Iterable[tuple[str, LoaderPass | None]]) -> bool:
-        """Whether the last batch of `loader_pass` is still in use; `others`: the newest passes of open loaders, by name."""
+        """Whether the last batch of `loader_pass` is in use; `others`: newest passes of open loaders, by name."""
         for name, inner in others:
             if inner is None or inner.start_event < self._delivered_event or not inner.delivered_here:
                 continue

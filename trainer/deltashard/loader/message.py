@@ -1,79 +1,81 @@
-"""What is reported of wrapped loaders, as one table: by kind, what happened, the remedy, and how it is reported."""
+"""Messages about wrapped loaders by kind: text, remedy and log level."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-_DIFFERS = "batch {batch} of epoch {epoch} is not the one that was trained on before the restart"
-_SOME_TWICE = "some samples of this epoch may come twice, others not at all"
-_PIPELINED = "Use wrap(pipelined=True) where something fetches ahead of the loop"
-_AS_IT_WAS = "Give the loader as it was until the epoch ends, or choose restore(loaders="
+_DIFFERS = "batch {batch} of epoch {epoch} differs from the batch trained on before the restart"
+_SOME_TWICE = "some samples of this epoch may be repeated, others skipped"
+_PIPELINED = "Use wrap(pipelined=True) if something fetches ahead of the loop"
+_AS_IT_WAS = "Keep the loader unchanged until the epoch ends, or choose restore(loaders="
 
 
 class Message(NamedTuple):
-    """Texts with fields in braces; `report` fills them in."""
+    """Text templates that `LoaderRegistry.report` fills in."""
 
     what: str
     remedy: str = ""
     level: Literal["warning", "note", "info"] = "warning"
-    """A note is a line of `Restored.notes`, or of the log where the restore is over. A warning comes once a process."""
+    """Notes go to `Restored.notes`, or to the log after the restore. A warning is logged once per process."""
     lasting: bool = False
-    """It holds as long as the program is the same: a warning once in a run, and a note after each restart."""
+    """The message holds for the whole run: a warning once per run, then a note after each restart."""
     strict: bool = False
-    """An error with `wrap(strict=True)`."""
+    """Raised as an error with `wrap(strict=True)`."""
 
 
 MESSAGES = {
     "content": Message(
-        _DIFFERS + ": its samples are the same, their content is not. The position is right",
-        "Either the data changed, or the dataset draws random numbers that no checkpoint holds (own generators, "
-        "the time): draw them from the sample's index, or give them in state=",
+        _DIFFERS + ": it has the same samples with different content. The position is correct",
+        "Either the data changed, or the dataset draws random numbers that are not in the checkpoint (private "
+        "generators, the time): derive them from the sample index, or pass the generators in state=",
         lasting=True,
         strict=True,
     ),
     "order": Message(
-        f"{_DIFFERS}: the order of the loader is another one, {_SOME_TWICE}. Its data changed, or its sampler "
-        "draws random numbers elsewhere",
+        f"{_DIFFERS}: the order of the loader has changed; {_SOME_TWICE}. Its data changed, or its sampler "
+        "draws random numbers from elsewhere",
         "Give the sampler a generator, or use deltashard.ResumableSampler",
         strict=True,
     ),
     "other order": Message(
-        f"{_DIFFERS}, though the first one is: it draws from a generator that training draws from, too, or keeps a "
-        f"position of its own; {_SOME_TWICE}",
-        "Give it a generator of its own, or state_dict() and load_state_dict()",
+        f"{_DIFFERS}, although the first batch matches: the loader shares a generator with training, or keeps its own "
+        f"position; {_SOME_TWICE}",
+        "Give it a separate generator, or implement state_dict() and load_state_dict()",
         strict=True,
     ),
     "state": Message(
-        f"{_DIFFERS}: its state_dict() does not hold everything that decides order and content, or its data changed; "
-        f"{_SOME_TWICE}",
-        "Draw the order from generator= or a seed, or use a DataLoader with deltashard.ResumableSampler",
+        f"{_DIFFERS}: its state_dict() does not contain everything that determines order and content, or its data "
+        f"changed; {_SOME_TWICE}",
+        "Derive the order from generator= or a seed, or use a DataLoader with deltashard.ResumableSampler",
         strict=True,
     ),
     "stream": Message(
-        "it does not begin where epoch {epoch} began: its data is another one, or it is a stream that cannot go "
-        "back. Nothing is dropped: training continues with the batch that it gave",
+        "it does not begin where epoch {epoch} began: its data changed, or it is a stream that cannot be "
+        "rewound. No batch is skipped: training continues with the batch that it returned",
         "A stream needs state_dict() and load_state_dict(), or its offsets in state=",
         strict=True,
     ),
     "refused": Message(
-        "it does not accept its own state ({error}). Epoch {epoch} begins again, so that its first {batch} batches "
-        "come twice",
-        "Give the loader as it was until the epoch ends",
+        "its load_state_dict() rejected its saved state ({error}). Epoch {epoch} restarts, so its first {batch} "
+        "batches are repeated",
+        "Keep the loader unchanged until the epoch ends",
         strict=True,
     ),
     "identity": Message(
-        "{why}. The epoch begins again, so that its first {count} come twice",
+        "{why}. The epoch restarts, so its first {count} are repeated",
         _AS_IT_WAS + '"continue") or "refuse"',
         strict=True,
     ),
-    "continued": Message("{why}. As many batches are left out: " + _SOME_TWICE, _AS_IT_WAS + '"restart")'),
+    "continued": Message(
+        "{why}. The same number of batches is skipped: " + _SOME_TWICE, _AS_IT_WAS + '"restart")'
+    ),
     "first": Message(
-        "it was saved before it was known whether passes over {other!r} lie within one of its batches: a run that "
-        "is resumed from this checkpoint continues with its next batch",
-        "A later checkpoint knows",
+        "it is not known yet whether passes over {other!r} are nested in one of its batches: a run resumed from this "
+        "checkpoint continues with its next batch",
+        "Later checkpoints record it",
     ),
     "no batch": Message(
-        "a step was taken without a new batch. Batches that are kept and used again (itertools.cycle, a list, "
+        "a step was taken without a new batch. Batches that are reused (itertools.cycle, a list, "
         "several steps on one batch, another source) are not in the checkpoint: a resumed run continues with the "
         "next batch of the loader",
         "Iterate the loader itself. " + _PIPELINED,
@@ -81,63 +83,63 @@ MESSAGES = {
     ),
     "ahead": Message(
         "it delivered {batches} batches before the first step and one per step since: something fetches ahead, and "
-        "a resumed run leaves out batches that were not trained on",
+        "a resumed run skips batches that were not trained on",
         _PIPELINED,
         lasting=True,
     ),
     "thread": Message(
-        "another thread asks it for batches than the one that wrapped it: a resumed run may leave out batches that "
+        "it is iterated by another thread than the one that wrapped it: a resumed run may skip batches that "
         "were not trained on",
         _PIPELINED,
         lasting=True,
     ),
     "count": Message(
-        "the loop ends its epochs after {batches} batches, and the one that was resumed within had {resumed}: it "
-        "counts on its own",
+        "the loop ends its epochs after {batches} batches, but the resumed epoch had {resumed}: the loop "
+        "uses its own counter",
         "Count with loader.delivered",
         lasting=True,
     ),
     "in_order": Message(
-        "in_order=False delivers batches as workers finish: which ones a resumed run must leave out is unknown",
-        "Leave in_order=False out",
+        "in_order=False delivers batches as workers finish: it is unknown which ones a resumed run must skip",
+        "Remove in_order=False",
         lasting=True,
     ),
     "twice": Message(
         "two loops iterate it at once: only the position of the later one is saved",
-        "Wrap a loader of its own for each loop, with a name= of its own",
+        "Wrap a separate loader for each loop, each with its own name=",
         lasting=True,
     ),
     "no state": Message(
         "its state_dict() cannot be saved ({error}): its batches are counted instead",
-        "Nothing needs to be done, unless the loader must resume from its own state",
+        "No action is needed, unless the loader must resume from its own state",
         lasting=True,
     ),
-    "next epochs": Message("it is another one for the epochs that follow: {changes}", level="note"),
+    "next epochs": Message("it has changed for the following epochs: {changes}", level="note"),
     "seed": Message(
-        "{names} was seeded with another number than before the restart; the order of the checkpoint continues",
+        "the seed of {names} differs from the one before the restart; the order of the checkpoint is kept",
         level="note",
     ),
     "read again": Message(
-        "the first {batch} batches of epoch {epoch} are read again, so that what is drawn while samples are read is "
-        "as it was",
-        'wrap(skip="sampler") leaves that out (for datasets that draw by the sample)',
+        "the first {batch} batches of epoch {epoch} are read again, so that random draws while samples are read "
+        "are reproduced",
+        'wrap(skip="sampler") avoids this (for datasets whose draws depend only on the sample)',
         level="info",
     ),
     "no step": Message(
         "a pass after restore() took no step: it began where training continues, not at the beginning of the epoch",
-        "Make it before restore(), or over the loader that is not wrapped",
+        "Run such a pass before restore(), or over the unwrapped loader",
         level="info",
     ),
     "continues": Message(
-        "it continues after batch {batch} of epoch {epoch}. A counter of the loop itself (enumerate, range) begins "
+        "it continues after batch {batch} of epoch {epoch}. A counter of the loop itself (enumerate, range) starts "
         "at 0 again",
-        "Begin it at loader.delivered, and that of the epochs at loader.epoch",
+        "Start it at loader.delivered, and the epoch counter at loader.epoch",
         level="info",
     ),
     "drawn": Message(
-        "random numbers were drawn between restore() and the first batch. What they decide in this epoch (its order, "
-        "if it begins now; negative samples) is that of the lost process only if that drew them there, too",
-        "Seed by epoch what is drawn at the head of one",
+        "random numbers were drawn between restore() and the first batch. Their effect on this epoch (its order, "
+        "if it begins now; negative samples) matches the lost process only if that process drew them there, too",
+        "Seed random draws at the beginning of an epoch by its number",
         level="info",
     ),
 }

@@ -1,11 +1,10 @@
-"""A shuffle that is a pure function of (seed, epoch): any part of it at once, in no memory, on every machine the same.
+"""A shuffle that is a pure function of (seed, epoch): random access, constant memory, identical on every machine.
 
-A Feistel network over the numbers below `a * b >= samples`, written as (left below a, right below b), with additions
-modulo `a` and `b` in turns (Black and Rogaway 2002, the generalized Feistel cipher; its modular form as in FFX, Bellare
-et al. 2010). What leaves the range is sent through it again until it is back ("cycle walking"). So the sample at a
-position follows from (samples, seed, epoch, position) alone: nothing is drawn, kept, or gone through to get there. Its
-round function is the finalizer of splitmix64 (Steele et al. 2014), in 64-bit integers, so that no library's version
-decides about the order.
+A Feistel network over the numbers below `a * b >= samples`, written as (left below a, right below b), with alternating
+additions modulo `a` and `b` (Black and Rogaway 2002, the generalized Feistel cipher; its modular form as in FFX,
+Bellare et al. 2010). Values outside the range are sent through the network again ("cycle walking"). The sample at a
+position thus depends only on (samples, seed, epoch, position). The round function is the finalizer of splitmix64
+(Steele et al. 2014) in 64-bit integers, so the order does not depend on library versions.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.uint64]
 
 _ROUNDS = 16
-"""Up to 10 show where samples are few: some orders of 6 then come more often than others."""
+"""Up to 10 rounds are measurably biased for few samples: some orders of 6 samples occur more often than others."""
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -44,7 +43,7 @@ class Permutation:
         object.__setattr__(self, "_keys", tuple(_hash_words(rounds, np.uint64(key))))
 
     def at(self, positions: Numbers) -> Numbers:
-        """The samples at `positions`, each below `samples`; uint64[n] -> uint64[n]."""
+        """Return the samples at `positions`, each below `samples`; uint64[n] -> uint64[n]."""
         found = self._cycle_walk(positions)
         while (outside := np.flatnonzero(found >= self.samples)).size:
             found[outside] = self._cycle_walk(found[outside])
@@ -62,22 +61,21 @@ class Permutation:
 
 
 def _add_modulo(numbers: Numbers, hashes: Numbers, size: np.uint64) -> Numbers:
-    """`numbers` plus what `hashes` make below `size`, modulo `size` (at most 2^32); without a division."""
+    """Return `numbers` plus `hashes` scaled to below `size`, modulo `size` (at most 2^32), without a division."""
     hashes >>= np.uint64(32)
     hashes *= size
     hashes >>= np.uint64(32)
     hashes += numbers
-    wrapped: Numbers = np.minimum(hashes, hashes - size)  # the difference of what is smaller wraps around
+    wrapped: Numbers = np.minimum(hashes, hashes - size)  # a negative difference wraps around
     return wrapped
 
 
 def _mix64(word: int) -> int:
-    """The finalizer of splitmix64, of one number."""
     return int(_hash_words(np.array([word & _WORD], dtype=np.uint64), np.uint64(_GOLDEN))[0])
 
 
 def _hash_words(words: Numbers, key: np.uint64) -> Numbers:
-    """The same, of `words + key`, each modulo 2^64."""
+    """Return the finalizer of splitmix64 for `words + key`, modulo 2^64."""
     z = words + key
     z ^= z >> np.uint64(30)
     z *= np.uint64(0xBF58476D1CE4E5B9)

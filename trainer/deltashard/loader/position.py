@@ -1,6 +1,6 @@
-"""Position of a wrapped loader: the beginning of a pass, the number of deliveries, a fingerprint of the last one.
+"""Position of a wrapped loader: the start of a pass, the number of deliveries, a fingerprint of the last batch.
 
-Where a pipeline fetches ahead of the loop, its places wait in a queue for the steps that use them.
+If a pipeline fetches ahead of the loop, positions wait in a queue for the steps that use them.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from deltashard.loader.generator import Generators
 VERSION = 1
 
 Anchor = tuple[int, bytes | None, Generators | None]
-"""Of a stateful loader: batches delivered, its encoded state (None: none is loaded), generators after that batch."""
+"""(batches delivered, encoded loader state or None if none is loaded, generators after that batch)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where the training loop stands in one loader: `delivered` batches of epoch `epoch` were trained on."""
+    """Position of the training loop in one loader: `delivered` batches of epoch `epoch` were trained on."""
 
     epoch: int
     delivered: int = 0
     samples: int = 0
-    """Samples of the epoch in those batches, of all ranks that share its order; 0 where they cannot be counted."""
+    """Samples of the epoch in those batches, over all ranks that share its order; 0 if unknown."""
     last_samples: int = 0
-    """Samples of this rank's last batch."""
+    """Samples in this rank's last batch."""
     fingerprint: str | None = None
-    """Of the last batch; None: it cannot be compared."""
+    """Fingerprint of the last batch; None: it cannot be compared."""
     indices: str | None = None
     """Fingerprint of the last batch's indices."""
     first: str | None = None
@@ -38,44 +38,43 @@ class Position:
     start: Generators | None = None
     """Generators when the pass began; None at the beginning of an epoch."""
     before: Generators | None = None
-    """Generators before the last batch was fetched, where fetching draws in this process."""
+    """Generators before the last batch was fetched, if fetching draws in this process."""
     own: Mapping[str, Any] = field(default_factory=dict)
-    """The loader's own generators at the cut, by where they were found."""
+    """The loader's own generators at the snapshot, by location."""
     seeds: Mapping[str, int] = field(default_factory=dict)
-    """What torch's generators among them were seeded with."""
     anchors: list[Anchor] = field(default_factory=list)
     end_state: bytes | None = None
     """Encoded state of a stateful loader when its last pass ended."""
     workers_lived: bool = False
-    """Persistent workers lived when the pass began: then it drew no seed."""
+    """Persistent workers were running when the pass began, so it drew no seed."""
     drew: bool = False
-    """Generators move while batches are fetched, in workers or in this process, as far as is known."""
+    """Fetching batches is known to move generators, in workers or in this process."""
     kind: str = "counted"
     identity: Mapping[str, Any] = field(default_factory=dict)
     in_use: bool = False
-    """A pass over another loader goes on within the last batch: it is delivered once more."""
+    """A pass over another loader continues within the last batch, which is delivered once more."""
     nested: list[str] | None = None
-    """Loaders that make one pass for each batch of this one; None: not seen yet."""
+    """Loaders that make one pass per batch of this loader; None: not known yet."""
     per_step: int = 1
-    """Batches of one step, at most."""
+    """Maximum number of batches per step."""
     total: tuple[int, int] | None = None
-    """Epochs that the loop ended itself: after so many batches, in so many epochs running."""
+    """(batches per epoch, consecutive epochs) of epochs that the loop ended itself."""
     reported: Mapping[str, str] = field(default_factory=dict)
-    """Warnings that hold for the whole run, by kind: they are notes after the next restart."""
+    """Warnings that hold for the whole run, by kind; notes after the next restart."""
     over: bool = False
-    """Nothing is left of the epoch for a further batch."""
+    """No batch of the epoch is left."""
     order: Mapping[str, Any] | None = None
     """How samples are shared among ranks (`sharding.order_of`); None: unknown."""
     base: Mapping[str, int] | None = None
-    """Another number of ranks began this epoch: from batch `delivered` on it is what `samples` samples had left."""
+    """Set if a different number of ranks began the epoch: its rest after `samples` starts at batch `delivered`."""
     unchecked: bool = False
-    """The last batch was another world's: it is not drawn again."""
+    """The last batch came from a different number of ranks, so it is not drawn again."""
     shared: bool = False
     """All ranks iterate the same batches."""
 
     @classmethod
     def of(cls, tree: Mapping[str, Any], name: str) -> Position:
-        """From plain data; raises `CheckpointMismatch` for another version of the format."""
+        """Decode a position; raises `CheckpointMismatch` for another version of the format."""
         version = tree.get("version")
         if version != VERSION:
             raise CheckpointMismatch(
@@ -90,7 +89,7 @@ class Position:
 
 
 class DeliveryMark(NamedTuple):
-    """A pass after one delivery."""
+    """State of a pass after a delivery."""
 
     delivered: int = 0
     samples: int = 0
@@ -106,30 +105,28 @@ class LoaderPass:
 
     epoch: int
     started_at: int
-    """Steps taken before it."""
+    """Steps taken before the pass."""
     start: Generators | None
     workers_lived: bool = False
     resumed: bool = False
     mark: DeliveryMark = field(default_factory=DeliveryMark)
     first: str | None = None
     delivered_here: int = 0
-    """Batches that it delivered in this process."""
+    """Batches delivered in this process."""
     start_event: int = 0
     ended_at: int = -1
-    """Steps taken when it ended."""
     was_epoch: bool = False
-    """Of an exhausted one: a step was taken in it."""
+    """Whether a step was taken in this pass, once it is exhausted."""
     iterator: Iterator[Any] = field(default_factory=lambda: iter(()))
     sampler: SkippingSampler | None = None
     anchors: list[Anchor] = field(default_factory=list)
     order: Mapping[str, Any] | None = None
     base: Mapping[str, int] | None = None
     prefetched: list[Any] = field(default_factory=list)
-    """A batch that was fetched already, to be delivered next."""
+    """At most one batch, already fetched and delivered next."""
 
     @classmethod
     def at(cls, position: Position, *, started_at: int, order: Mapping[str, Any] | None) -> LoaderPass:
-        """One that begins at a restored position."""
         mark = DeliveryMark(
             position.delivered,
             position.samples,
@@ -151,14 +148,14 @@ class LoaderPass:
 
 
 class SkippingSampler:
-    """An index sampler without its first `skip` entries, which are drawn and dropped, so that its randomness agrees.
+    """An index sampler that draws and drops its first `skip` entries, so that its random state agrees.
 
-    Keeps each entry until its batch is delivered. The loader asks for the first entry when it likes: at once with
-    workers, at the first batch without; `advance` passes over the skipped ones now.
+    Each entry is kept until its batch is delivered. The loader requests the first entry immediately with workers, and
+    at the first batch without. `advance` draws and drops the skipped entries immediately.
     """
 
     def __init__(self, entries: Any, *, skip: int, number: int) -> None:
-        """`number` is that of the batch whose entry is the last one skipped."""
+        """`number`: the batch that the last skipped entry belongs to."""
         self._entries = entries
         self._skip = skip
         self._number = number
@@ -184,21 +181,21 @@ class SkippingSampler:
         return len(self._entries)
 
     def advance(self) -> None:
-        """Pass over the skipped entries, if that has not happened yet."""
+        """Draw and drop the skipped entries, unless already done."""
         while self._left:
             self._left -= 1
             if next(self._indices, self) is self:
                 self._left = 0
 
     def entry(self, number: int) -> Any:
-        """Indices of batch `number`, counted from 1; None: unknown. Those before it are forgotten."""
+        """Return the indices of batch `number`, counted from 1, or None if unknown; forgets earlier batches."""
         while self._kept and self._kept[0][0] < number:
             self._kept.popleft()
         return self._kept[0][1] if self._kept and self._kept[0][0] == number else None
 
 
 class LoaderPlace(NamedTuple):
-    """A mark inside a pass, or (`loader_pass` is None) the beginning of an epoch."""
+    """A mark inside a pass, or the beginning of an epoch (`loader_pass` is None)."""
 
     loader_pass: LoaderPass | None
     epoch: int
@@ -208,24 +205,23 @@ class LoaderPlace(NamedTuple):
 
 
 class DeliveryQueue:
-    """Deliveries that no step has used yet, oldest first, after the one that was used last. Each step uses one."""
+    """The last used delivery, followed by deliveries that no step has used yet, oldest first. Each step uses one."""
 
     def __init__(self, epoch: int, *, step: int) -> None:
-        """At the beginning of `epoch`, after `step`."""
         self._places = deque([LoaderPlace(None, epoch)])
         self._step = step
 
     def add(self, place: LoaderPlace, *, step: int) -> None:
-        """A batch was delivered, or (`place.made` is None) an epoch ended, after `step`."""
+        """Record a delivered batch, or the end of an epoch (`place.loader_pass` is None), after `step`."""
         self._advance(step)
         self._places.append(place)
 
     def covers(self, step: int) -> bool:
-        """Whether there were deliveries for all steps until `step`."""
+        """Whether there was a delivery for each step up to `step`."""
         return len(self._places) - 1 >= step - self._step
 
     def last_used(self, step: int) -> LoaderPlace:
-        """The last one used until `step`. Where the next epoch has begun, its first batch, to be delivered again."""
+        """Return the place last used up to `step`; if the next epoch has begun, its first batch, delivered again."""
         self._advance(step)
         place = self._places[0]
         return (
@@ -238,8 +234,7 @@ class DeliveryQueue:
         while self._step < step and len(self._places) > 1:
             self._places.popleft()
             self._step += 1
-            while (
-                len(self._places) > 1 and self._places[1].loader_pass is None
-            ):  # an epoch's end is used with its last batch
+            # The end of an epoch is used with its last batch.
+            while len(self._places) > 1 and self._places[1].loader_pass is None:
                 self._places.popleft()
         self._step = step

@@ -1,7 +1,7 @@
-"""The wrapped loaders of one Checkpointer: what they must know of one another, of the cut, and what was reported.
+"""The wrapped loaders of one Checkpointer: state shared between loaders, snapshots and reports.
 
-The global generators of a restored cut are put back at the end of the first seek after the restore. A loader that seeks
-later (the second one of a `zip`, an inner loop) leaves no trace in them.
+The first seek after a restore ends by restoring the global generators of the snapshot. Loaders that seek later (the
+second one of a `zip`, an inner loop) leave the global generators unchanged.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from deltashard.state.value import ValueSource, decode_value, encode_value
 log = logging.getLogger("deltashard")
 
 OnChange = Literal["restart", "continue", "refuse"]
-"""What becomes of an epoch whose loader is another one now."""
+"""Action for an epoch whose loader has changed."""
 
 _MAX_STATE_BYTES = 1 << 20
-"""Larger entries of `state=` (a model's averages) belong to no loader."""
 
 
 class LoaderRegistry:
-    """Loaders by name; on the training thread, but for the deliveries of one that another thread iterates."""
+    """Loaders by name. Used on the training thread, except for deliveries of a loader that another thread iterates."""
 
     def __init__(
         self,
@@ -44,39 +43,36 @@ class LoaderRegistry:
         """`clock` returns the number of `step()` calls so far; `state` and `sources` are the entries of `state=`."""
         self.clock = clock
         self.lock = threading.Lock()
-        """Held where a delivery and a cut may meet."""
+        """Held where a delivery and a snapshot may run concurrently."""
         self.state = dict(state or {})
         self._sources = [each for each in sources if each.name in self.state]
         self.loaders: dict[str, WrappedLoader] = {}
         self.pending_positions: dict[str, Any] = {}
-        """Restored positions of loaders that were not wrapped yet."""
         self.events = 0
-        """Passes begun and batches delivered."""
+        """Number of passes begun plus batches delivered."""
         self.snapshot_rng: Mapping[str, Any] | None = None
-        """Global generators of the restored cut."""
         self.snapshot_step = -1
         self.rng_applied_by: str | None = None
         self._on_change: OnChange = "restart"
-        # The step boundary: global generators when a batch was first asked for after step `requested_at`.
+        # The step boundary: global generators when a batch was first requested after step `requested_at`.
         self.requested_at = -1
         self._boundary: Mapping[str, Any] | None = None
         self._delivered_at = clock()
         self._exhausted_loaders: dict[str, int] = {}
-        """Loaders at their end whose turn it was, by name: the step after which a batch of the other one came."""
+        """Exhausted interleaved loaders, by name: the step after which the other loader delivered a batch."""
         self._resumed: dict[str, Any] = {}
-        """Restored positions that a loader was given."""
         self.exhausted_at = -1
-        """The step after which a pass was found at its end last."""
+        """The step after which a pass was last exhausted."""
         self.iterations = 0
-        """Iterators asked for, and restored passes found at their end."""
+        """Iterators created, plus restored passes found exhausted."""
         self.ended_iteration = 0
-        """Of the last restored pass that was found at its end."""
+        """`iterations` at the last restored pass that was found exhausted."""
         self._reported: dict[tuple[str, str], str] = {}
         self._notes: list[str] = []
 
     @property
     def pass_ended(self) -> bool:
-        """Whether a pass was found at its end since the last `step()`: what follows belongs to the end of an epoch."""
+        """Whether a pass was exhausted since the last `step()`, so that current calls belong to the end of an epoch."""
         return self.exhausted_at == self.clock()
 
     @property
@@ -114,11 +110,9 @@ class LoaderRegistry:
         if name in self.pending_positions:
             self._resumed[name] = self.pending_positions.pop(name)
         if name in self._resumed and (old is None or unused):
-            # A program that makes its loader for each epoch wraps those of earlier epochs first: none is reported yet.
+            # A program that creates a loader per epoch wraps those of earlier epochs first, so none is reported yet.
             wrapped.resume(self._resumed[name], self._on_change, at_first_pass=True)
         return wrapped
-
-    # Cuts
 
     def stepped(self) -> None:
         if not self.loaders:
@@ -129,7 +123,7 @@ class LoaderRegistry:
             self._check_exhausted_loaders()
 
     def record_request(self, *, draws: bool) -> None:
-        """A batch is asked for, after which generators may have moved: the step boundary ends here."""
+        """Record a request for a batch, which ends the step boundary; `draws`: fetching it may move generators."""
         now = self.clock()
         if self.requested_at != now:
             self.requested_at = now
@@ -150,19 +144,19 @@ class LoaderRegistry:
                 self._exhausted_loaders[name] = self._delivered_at
 
     def capture(self) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """(global generators, positions by name) of the last step boundary, as plain data."""
+        """Return (global generators, positions by name) of the last step boundary, as plain data."""
         now = self.clock()
         with self.lock:
             self.stepped()
             positions = {name: loader.position().tree() for name, loader in self.loaders.items()}
-        # A pass that was only found at its end took no batch: the generators of now are those of the boundary.
+        # An exhausted pass delivered no batch, so the current generators are those of the boundary.
         rng: Mapping[str, Any] | None = self._boundary if self.batch_requested else None
         if self.snapshot_rng is not None and now == self.snapshot_step:
             rng = self.snapshot_rng
         return rng or capture_globals(), positions | self.pending_positions
 
     def _check_steps_without_batch(self) -> None:
-        """Each step needs a batch since the last one, but for the first one after a restore, which may end an epoch."""
+        """Report a step without a new batch, except the first one after a restore, which may end an epoch."""
         now = self.clock()
         used = [loader for loader in self.loaders.values() if loader.newest is not None]
         if not used or any(loader.has_prefetched(now) for loader in used):
@@ -178,10 +172,8 @@ class LoaderRegistry:
                 if not self.loaders[name].open:
                     self.report(name, "no batch")
 
-    # Restores
-
     def mismatches(self, positions: Mapping[str, Any]) -> dict[str, str]:
-        """Of the wrapped ones, those that are other loaders than the saved ones, by name, and how."""
+        """Return {name: reason} for wrapped loaders that differ from the saved ones."""
         found = {
             name: loader.mismatch(positions[name])
             for name, loader in self.loaders.items()
@@ -197,13 +189,13 @@ class LoaderRegistry:
         step: int,
         on_change: OnChange = "restart",
     ) -> list[str]:
-        """Restored positions by name: taken now, or when such a loader is wrapped. Returns notes for `Restored`.
+        """Apply restored positions now, or when a loader of that name is wrapped; returns notes for `Restored`.
 
         Args:
-            positions: by name, as they were saved.
-            rng: the global generators of the cut; the caller puts them back.
-            step: of the cut.
-            on_change: see `Checkpointer.restore`.
+            positions: Saved positions by name.
+            rng: Global generators of the snapshot; the caller restores them.
+            step: Step of the snapshot.
+            on_change: See `Checkpointer.restore`.
         """
         self.snapshot_rng, self.snapshot_step, self.rng_applied_by = rng, step, None
         self._delivered_at = step
@@ -223,7 +215,7 @@ class LoaderRegistry:
         return notes
 
     def capture_state(self) -> list[tuple[ValueSource, bytes]]:
-        """Entries of `state=` up to 1 MiB, as they are now."""
+        """Return the current entries of `state=` up to 1 MiB; larger ones are not part of a loader."""
         held = []
         for source in self._sources:
             if any(source.subject is loader.loader for loader in self.loaders.values()):
@@ -231,20 +223,19 @@ class LoaderRegistry:
             try:
                 tree = encode_value(source.get())
             except (StateError, UnsupportedValue):
-                continue  # the next cut reports it
+                continue  # the next snapshot reports it
             if tree.total_bytes <= _MAX_STATE_BYTES:
                 held.append((source, tree.to_bytes()))
         return held
 
     @staticmethod
     def restore_state(held: list[tuple[ValueSource, bytes]]) -> None:
-        """Put back those of `capture_state` that moved since."""
         for source, data in held:
             if encode_value(source.get()).to_bytes() != data:
                 source.set(decode_value(data))
 
     def check_draws(self, name: str, entry: Mapping[str, Any]) -> None:
-        """`entry`: global generators when the first batch after the restore was asked for."""
+        """Report draws since the restore; `entry`: global generators when the first batch was requested."""
         first = (
             self.snapshot_rng is not None
             and self.clock() == self.snapshot_step
@@ -254,15 +245,13 @@ class LoaderRegistry:
             self.report(name, "drawn")
 
     def is_in_state(self, loader: Any) -> bool:
-        """Whether the loader's data, or the loader itself, is an entry of `state=`, which says where it stands."""
+        """Whether the loader or its dataset is an entry of `state=`, which then holds its position."""
         return any(
             value is loader or value is getattr(loader, "dataset", self) for value in self.state.values()
         )
 
-    # Reports
-
     def report(self, name: str, kind: str, /, *, strict: bool = False, **facts: object) -> None:
-        """See `message`; raises `CheckpointMismatch` for what is an error with `strict`."""
+        """Report a message of `MESSAGES`; with `strict`, raises `CheckpointMismatch` for messages marked strict."""
         message = MESSAGES[kind]
         what = message.what.format(**facts)
         if strict and message.strict:
@@ -277,7 +266,7 @@ class LoaderRegistry:
             log.warning("%s", text)
 
     def lasting_reports(self, name: str) -> dict[str, str]:
-        """What was reported of one loader and holds for the whole run."""
+        """Return the reports about one loader that hold for the whole run."""
         return {
             key: text for (owner, key), text in self._reported.items() if owner == name and key in LASTING
         }
@@ -289,5 +278,4 @@ class LoaderRegistry:
         return [each.newest for each in self.open_others(loader) if each.newest is not None]
 
     def close(self) -> None:
-        """No position is asked for any more: each loader is its program's alone, and ends with it."""
         self.loaders.clear()

@@ -1,9 +1,9 @@
-"""A sampler whose order is a pure function of seed and epoch, dealt out to ranks: CheckFreq's iterator, without replay.
+"""A sampler whose order is a pure function of seed and epoch, shared among ranks: CheckFreq's iterator without replay.
 
 CheckFreq (FAST 2021) keeps (epoch, iteration, start index) and shuffles a pristine list by seed + epoch. Here the state
-is (seed, epoch, samples used up), and the order is computed where it is needed (`permutation`): nothing is drawn from
-any generator, and a resumed pass begins at its position at once, whatever lies before it. The position is not the
-sampler's: workers have fetched ahead of it. It is the wrapped loader's, which counts what the loop was handed.
+is (seed, epoch, samples used), and `permutation` computes the order on demand. No generator is used, and a resumed pass
+starts at its position immediately. The position is kept by the wrapped loader, which counts deliveries to the loop,
+because workers fetch ahead.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from deltashard.errors import UserError
 from deltashard.loader.permutation import Permutation
 
 _BLOCK = 4096
-"""Indices computed at once: a millisecond of work."""
+"""Indices computed at once, in about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's indices of what an epoch's order has left after `used` samples. Iterable again and again.
+    """One rank's indices of an epoch after `used` samples; can be iterated repeatedly.
 
-    Ranks take turns in the order. Where they cannot all get as many, `drop_last` leaves the last ones out; else the
-    epoch's first samples are given once more, so that all do.
+    Ranks take turns in the order. If the samples do not divide evenly, `drop_last` drops the last ones; otherwise the
+    epoch's first samples are repeated, so that all ranks get the same number.
     """
 
     samples: int
     order: Permutation | None
-    """None: as they lie."""
+    """None: dataset order."""
     used: int
     rank: int
     world_size: int
@@ -55,11 +55,11 @@ class Share:
 
 
 class ResumableSampler(Sampler[int]):
-    """Indices of a map-style dataset in an order of (seed, epoch), each rank its share: `DataLoader(..., sampler=)`.
+    """Indices of a map-style dataset in an order of (seed, epoch), shared among ranks: `DataLoader(..., sampler=)`.
 
-    In a loader that is wrapped (`Checkpointer.wrap`) the epoch is told by that, and a resume goes on at the very next
-    sample: nothing before it is fetched or drawn again, with another batch size and, within an epoch, on another number
-    of ranks, too. In any other loader call `set_epoch` before each pass, as for torch's DistributedSampler.
+    In a wrapped loader (`Checkpointer.wrap`), the wrapper sets the epoch, and a resume continues at the very next
+    sample: earlier samples are not fetched or drawn again. The batch size may change, and within an epoch also the
+    number of ranks. In any other loader, call `set_epoch` before each pass, as for torch's DistributedSampler.
     """
 
     def __init__(
@@ -72,28 +72,23 @@ class ResumableSampler(Sampler[int]):
         world_size: int | None = None,
         drop_last: bool = False,
     ) -> None:
-        """All ranks give the same but for their `rank`.
+        """All ranks pass the same arguments except `rank`; raises `UserError` for an invalid one.
 
         Args:
-            data: the dataset, or how many samples it has. A dataset may grow between epochs.
-            seed: of the order, from 0 on, below 2^63.
-            shuffle: another order in each epoch; False: the order of the dataset.
-            rank: which share is this one's; with `world_size`, or both are the default process group's (without one,
-                all of it).
-            world_size: of how many shares.
-            drop_last: whether the last samples, fewer than there are ranks, are left out; else the epoch's first ones
-                are given once more, so that all ranks get as many. On one rank neither happens.
-
-        Raises:
-            UserError: what is none of these.
+            data: The dataset, or its number of samples. A dataset may grow between epochs.
+            seed: Seed of the order, 0 <= seed < 2^63.
+            shuffle: Whether each epoch has another order; False: dataset order.
+            rank: This rank's share; with `world_size`. Default: the process group's, or one share without a group.
+            world_size: Number of shares.
+            drop_last: If samples do not divide evenly, drop the last ones; otherwise the epoch's first ones repeat.
         """
         if not isinstance(data, Sized):
             _number("data", data, minimum=0, maximum=1 << 62)
         if (rank is None) != (world_size is None):
             raise UserError(
-                f"rank={rank} and world_size={world_size} go together",
+                f"rank={rank} and world_size={world_size} must be given together",
                 where="ResumableSampler()",
-                remedy="give both, or neither: then they are those of torch's process group",
+                remedy="give both, or neither to use those of torch's process group",
             )
         if rank is not None and world_size is not None:
             _number("world_size", world_size, minimum=1, maximum=1 << 31)
@@ -121,7 +116,7 @@ class ResumableSampler(Sampler[int]):
         self.epoch = _number("epoch", epoch, minimum=0, maximum=(1 << 63) - 1)
 
     def share(self, epoch: int, used: int = 0) -> Share:
-        """What this rank gets of that epoch after `used` samples of all ranks."""
+        """Return this rank's share of `epoch` after all ranks together used `used` samples."""
         samples = self.samples
         rank, world_size = self._rank_of_world()
         return Share(
@@ -140,7 +135,7 @@ class ResumableSampler(Sampler[int]):
         return len(self.share(self.epoch))
 
     def _rank_of_world(self) -> tuple[int, int]:
-        """Of the process group only when it is asked for: that may be made after the sampler."""
+        """Return (rank, world size); queries the process group lazily, since it may be created later."""
         if self._place is not None:
             return self._place
         if dist.is_available() and dist.is_initialized():
@@ -149,7 +144,7 @@ class ResumableSampler(Sampler[int]):
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """Those that a DataLoader may draw indices from, the one that decides first."""
+    """Return the samplers that a DataLoader may draw indices from, the deciding one first."""
     batches = loader.batch_sampler
     return [s for s in (getattr(batches, "sampler", None), loader.sampler, batches) if s is not None]
 

@@ -1,15 +1,15 @@
-"""How a pass gets back to a restored position: its last batch is drawn again, compared and dropped.
+"""Seeks a pass to a restored position: its last batch is drawn again, compared and dropped.
 
-| kind     | seek                                                  | when the batch differs                          |
+| kind     | seek                                                  | if the batch differs                            |
 |----------|-------------------------------------------------------|-------------------------------------------------|
-| sampler  | the last batch's samples as they were, then the rest  | warning                                         |
+| sampler  | the last batch's samples as before, then the rest     | warning                                         |
 | counted  | the index sampler without n - 1 entries               | all n are read again, compared at batch 1 and n |
-| replayed | from the beginning                                    | batch 1 differs: nothing is dropped             |
+| replayed | from the beginning                                    | if batch 1 differs, no batch is dropped         |
 | factory  | factory(epoch, n - 1)                                 | warning                                         |
-| stateful | the newest state before batch n, then further batches | warning; a refused state: an older one          |
+| stateful | the newest state before batch n, then further batches | warning; after a rejected state, an older one   |
 
-Where workers were seen to draw random numbers, or the last batch is one of each worker's first ones (which prove
-nothing), all n batches are read again at once, so that each worker's generators stand where they stood.
+If workers were seen to draw random numbers, or if the last batch is among the first ones of each worker (which prove
+nothing), all n batches are read again immediately, so that each worker's generators are restored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deltashard.loader.position import LoaderPass, Position
 from deltashard.state.value import decode_value
 
 END = object()
-"""Instead of a batch: there is no further one."""
+"""Returned instead of a batch at the end of a loader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,10 @@ class SeekResult:
 
     batch: Any
     key: str = ""
-    """What there is to report; empty: nothing."""
+    """Kind of the message to report; empty: none."""
     error: str = ""
     restart: bool = False
-    """The epoch begins again: `batch` is its first one, and nothing is dropped."""
+    """The epoch restarts: `batch` is its first one and is not dropped."""
 
 
 class Seek:
@@ -54,7 +54,6 @@ class Seek:
         own: Mapping[str, Any],
         report: Callable[..., None],
     ) -> None:
-        """`loader_pass` begins at `position`; `own`: generators by where they were found; `report`: see `message`."""
         self._name = name
         self._report = report
         self._access = access
@@ -63,7 +62,7 @@ class Seek:
         self._own = own
 
     def run(self) -> SeekResult:
-        """Leave the pass behind its last batch, which is returned; generators are where that batch left them."""
+        """Seek past the last batch and return it; generators end where that batch left them."""
         position, access = self._position, self._access
         assert position.start is not None
         generator.apply(position.start, self._own)
@@ -98,12 +97,12 @@ class Seek:
         kept = loader_pass.iterator, loader_pass.sampler
         if readable and not at_once:
             if (other := self._reread()) is not None:
-                return SeekResult(batch=other)  # what is drawn while samples are read is as it was, too
+                return SeekResult(batch=other)  # random draws while samples are read are reproduced, too
             loader_pass.iterator, loader_pass.sampler = kept
         return SeekResult(batch=batch, key="content")
 
     def _reread(self) -> Any | None:
-        """All n batches from the beginning; the last one, or None where the first or the last one differs."""
+        """Read all n batches from the beginning; returns the last one, or None if the first or the last one differs."""
         position = self._position
         assert position.start is not None
         self._report("read again", batch=position.delivered, epoch=position.epoch)
@@ -128,9 +127,9 @@ class Seek:
         return SeekResult(batch=batch, key="other order")
 
     def _resume_from_state(self) -> SeekResult:
-        """From the newest state before the last batch that it accepts: torchdata refuses some of a resumed loader.
+        """Resume from the newest accepted state before the last batch; torchdata rejects some states.
 
-        The state behind that batch is the last resort: nothing can be compared then.
+        The state after that batch is the last resort, because then no batch can be compared.
         """
         position, loader_pass = self._position, self._loader_pass
         assert position.start is not None
@@ -139,17 +138,16 @@ class Seek:
         for at, state, generators in sorted(anchors, key=lambda a: (a[0] < n, a[0]), reverse=True):
             try:
                 generator.apply(position.start, self._own)
-                if state is not None and at == 0:  # of the end of the epoch before
+                if state is not None and at == 0:  # saved at the end of the previous epoch
                     self._access.load_end_state(state, self._own)
                 elif state is not None:
                     self._access.loader.load_state_dict(decode_value(state))
-                self._access.open(
-                    loader_pass
-                )  # passes over what was sampled, as of the beginning of the pass
+                # Skips what was sampled, with the generators at the beginning of the pass.
+                self._access.open(loader_pass)
                 generator.apply(generators or position.start, self._own)
                 loader_pass.anchors = sorted(anchors, key=lambda a: a[0])
                 batch = END if at == n else self._draw(n - at)
-            except Exception as raised:  # noqa: BLE001 - the library's; an older state may do
+            except Exception as raised:  # noqa: BLE001 - library code; an older state may work
                 error = raised
                 continue
             if at == n or self._equal(position.fingerprint, batch):
@@ -166,14 +164,15 @@ class Seek:
             batch = next(loader_pass.iterator, END)
         except Exception as raised:
             raise CheckpointMismatch(
-                f"it does not accept its own state ({describe_error(error)}), and cannot begin epoch {position.epoch} again",
+                f"its load_state_dict() rejected its saved state ({describe_error(error)}), and epoch {position.epoch} "
+                "cannot be restarted",
                 where=f"loader {self._name!r}",
-                remedy="give the loader as it was until the epoch ends",
+                remedy="keep the loader unchanged until the epoch ends",
             ) from raised
         return SeekResult(batch=batch, key="refused", error=describe_error(error), restart=True)
 
     def _draw(self, count: int, *, first: str | None = None) -> Any:
-        """Draw `count` batches; the last one, or END. END, too, where the first one is not `first`."""
+        """Draw `count` batches; returns the last one, or END if there is none or if the first one is not `first`."""
         loader_pass, before = self._loader_pass, self._position.before
         batch: Any = END
         for k in range(count):

@@ -1,14 +1,15 @@
-"""An epoch that one number of ranks began and another one ends: which rank gets what is left of it.
+"""Shares the rest of an epoch among ranks if their number changed within the epoch.
 
-A position counts one rank's batches, which in another world are other samples. Two kinds of loader say more:
+A position counts one rank's batches, which are different samples on another number of ranks. Two kinds of loader
+provide more:
 
 - a DataLoader whose `ResumableSampler`, or torch's `DistributedSampler`, gives each rank a share of one order. Ranks
-  take batches in step, so the first `samples` samples of that order are used up, and the rest is shared among the
-  ranks that there are now, again when their number changes once more;
-- `wrap(shared=True)`: every rank iterates the same batches. Its position is that of all ranks, whichever their number.
+  take batches in step, so the first `samples` samples of that order are used up. The rest is shared among the current
+  ranks, again if their number changes once more;
+- `wrap(shared=True)`: every rank iterates the same batches, so its position holds for any number of ranks.
 
-For any other loader it is unknown which samples were used up: its epoch begins again. The positions of all ranks are
-compared: one that is not where rank 0's is counts as unknown.
+For any other loader it is unknown which samples were used up, so its epoch restarts. The positions of all ranks are
+compared: a position that differs from rank 0's counts as unknown.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from deltashard.state.value import encode_value
 
 
 def order_of(loader: object) -> dict[str, Any] | None:
-    """How samples are shared among ranks in the epoch that begins; None: in an order that is unknown here.
+    """Return how samples are shared among ranks in the epoch that begins, or None if the order is unknown.
 
-    {"samples", "shuffle", "seed", "epoch", "world"}: of the whole order, and the number of shares.
+    Keys: "samples", "shuffle", "seed", "epoch" of the whole order, and "world", the number of shares.
     """
     if not isinstance(loader, DataLoader):
         return None
@@ -52,9 +53,9 @@ def order_of(loader: object) -> dict[str, Any] | None:
 def batches_after(
     loader: DataLoader[Any], order: Mapping[str, Any], used: int, *, size: int = 0
 ) -> Iterable[Any]:
-    """This rank's entries (batches, or samples where the loader makes none) of an order after `used` samples.
+    """Return this rank's entries of an order after `used` samples; can be iterated repeatedly.
 
-    Iterable again and again; `size` is that of the batches, 0: the loader's.
+    Entries are batches, or samples if the loader makes no batches. `size` is the batch size; 0: the loader's.
     """
     live: Any = samplers_of(loader)[0]
     used = min(used, int(order["samples"])) if isinstance(live, DistributedSampler) else used
@@ -70,7 +71,7 @@ def batches_after(
 
 
 def _remaining_for_distributed(live: Any, order: Mapping[str, Any], used: int) -> list[int]:
-    """Torch's own rules: the order as one rank would get it, and the rest of it as if it were a dataset."""
+    """Apply torch's own rules: the order of a single rank, and the rest of it as if it were a dataset."""
     samples: Any = range(order["samples"])
     whole: DistributedSampler[int] = DistributedSampler(
         samples, 1, 0, shuffle=order["shuffle"], seed=order["seed"]
@@ -84,26 +85,25 @@ def _remaining_for_distributed(live: Any, order: Mapping[str, Any], used: int) -
 
 
 class ResumePositions:
-    """Where one rank's loaders resume, also when another number of ranks saved."""
+    """Resume positions of one rank's loaders, also after another number of ranks saved."""
 
     def __init__(self, positions: dict[str, Any]) -> None:
-        """`positions` by name, as this rank or, where it is new, rank 0 had them."""
+        """`positions`: by name, as saved by this rank or, if it is new, by rank 0."""
         self.positions = positions
         self.notes: list[str] = []
         self.refused: dict[str, str] = {}
-        """Loaders that cannot resume within their epoch, by name, and why."""
+        """{name: reason} of loaders that cannot resume within their epoch."""
         self._saved_by: int | None = None
-        """How many ranks saved, where it is another number."""
+        """Number of ranks that saved, if it differs from the current one."""
         self._epochs: dict[str, int] = {}
-        """The epoch that each would begin again, on all ranks alike."""
 
     def reshard(
         self, name: str, trees: Mapping[int, Mapping[str, Any] | None], *, rank: int, saved: int, world: int
     ) -> None:
-        """Loader `name` on `rank` of `world`, from the positions that `saved` ranks had.
+        """Compute the position of loader `name` on `rank` of `world` from the positions that `saved` ranks had.
 
-        `trees` are those by saved rank that this rank has read: rank 0's, its own, and some of ranks that are gone, so
-        that all ranks together see all.
+        `trees` are the positions that this rank has read, by saved rank: rank 0's, its own, and some of ranks that are
+        gone. All ranks together read all positions.
         """
         self._saved_by = saved
         known = [tree for tree in trees.values() if tree is not None]
@@ -116,10 +116,10 @@ class ResumePositions:
             why = f"the position of rank {missing[0]} was not read: the sidecar is older than this library"
         if first is None or why:
             self.refused[name] = (
-                f"it was within epoch {self._epochs[name]} when {saved} ranks saved, and there are {world} "
+                f"it was within epoch {self._epochs[name]} when {saved} ranks saved, but there are {world} "
                 f"now: {why}. "
                 "A DataLoader with a deltashard.ResumableSampler or torch's DistributedSampler, or one whose batches "
-                "are the same on all ranks (wrap(shared=True)), resumes in another world"
+                "are the same on all ranks (wrap(shared=True)), resumes on another number of ranks"
             )
             return
         mine = trees.get(rank)
@@ -141,26 +141,26 @@ class ResumePositions:
         self.notes.append(
             f"loader {name!r} was within epoch {first['epoch']} when {saved} ranks saved: the "
             f"{first['order']['samples'] - used} "
-            f"samples that are left of it are shared among {world}; its last batch is not compared"
+            f"remaining samples are shared among {world}; its last batch is not compared"
         )
 
     def restart_epochs(self, names: Iterable[str], why: Mapping[str, str]) -> None:
-        """These begin their epoch again, wherever they were: on every rank, if one rank cannot resume within it."""
+        """Restart the epoch of these loaders: on every rank, if one rank cannot resume within it."""
         for name in names:
             if self._saved_by is None and name not in self.positions:
-                continue  # another rank's
+                continue  # a loader of another rank
             tree = self.positions.get(name, {})
             epoch = self._epochs.get(name, tree.get("epoch", 0))
             self.positions[name] = {"version": VERSION, "epoch": epoch, "reported": tree.get("reported", {})}
             quoted = f"loader {name!r} "
-            reason = f": {why[name]}" if name in why else " on another rank"
+            reason = f": {why[name]}" if name in why else ": another rank cannot resume it"
             self.notes = [note for note in self.notes if not note.startswith(quoted)] + [
                 f"{quoted}cannot resume within epoch {epoch}, which begins again{reason}"
             ]
 
 
 def _unknown_reason(trees: Mapping[int, Mapping[str, Any] | None], saved: int) -> str:
-    """Why it is unknown which samples were used up; empty: it is known."""
+    """Return why it is unknown which samples were used up; empty: it is known."""
     first = trees.get(0)
     if first is None or any(tree is None for tree in trees.values()):
         return "it was not on every rank"
@@ -172,16 +172,13 @@ def _unknown_reason(trees: Mapping[int, Mapping[str, Any] | None], saved: int) -
         for rank, tree in trees.items()
         if tree is not None and _position_key(tree) != _position_key(first)
     ]:
-        return (
-            f"rank {apart[0]} was elsewhere than rank 0, or had other batches, and ranks take batches in step"
-        )
+        return f"rank {apart[0]} had another position or other batches than rank 0, but ranks take batches in step"
     if not first["shared"] and order["world"] != saved:
         return f"its sampler had {order['world']} shares for {saved} ranks"
     return ""
 
 
 def _position_key(tree: Mapping[str, Any]) -> bytes:
-    """What is the same on all ranks that stand at one position, as bytes."""
     place: list[Any] = [tree["epoch"], tree["delivered"], tree["shared"]]
     place.append(tree["fingerprint"] if tree["shared"] else tree["order"])
     return encode_value(place).to_bytes()

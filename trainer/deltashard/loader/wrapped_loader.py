@@ -1,9 +1,8 @@
-"""A loader whose position is that of the batch that was *delivered* to the loop, not of what workers fetched ahead.
+"""A loader whose position is that of the batch *delivered* to the loop, not of batches that workers fetched ahead.
 
-`Checkpointer.wrap` puts a `WrappedLoader` between loader and loop. Nothing happens before the first `next()` of a pass:
-there order and seeds are drawn, at one instant. Every delivery is marked; a cut takes the last mark of the step
-boundary (`lifecycle` says which), so a batch that was fetched after the last `step()` belongs to the next step. A
-resumed pass seeks that mark (`seek`).
+`Checkpointer.wrap` puts a `WrappedLoader` between loader and loop. Order and seeds are drawn at the first `next()` of a
+pass. Every delivery is marked. A snapshot takes the last mark of the step boundary (see `lifecycle`), so a batch
+fetched after the last `step()` belongs to the next step. A resumed pass seeks to that mark (`seek`).
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
     from deltashard.loader.registry import LoaderRegistry, OnChange
 
 _PROBE_BATCHES = 8
-"""So many first batches show whether fetching draws random numbers in this process."""
+"""Number of first batches that show whether fetching draws random numbers in this process."""
 
 
 class WrappedLoader:
-    """Iterates `loader` and knows what was delivered. Made by `Checkpointer.wrap`; attributes pass through."""
+    """Iterates `loader` and tracks deliveries. Created by `Checkpointer.wrap`; other attributes are forwarded."""
 
     def __init__(
         self,
@@ -44,50 +43,40 @@ class WrappedLoader:
         shared: bool,
         strict: bool,
     ) -> None:
-        """`registry` knows the other loaders; the rest is as in `Checkpointer.wrap`.
-
-        Raises:
-            StateError: it cannot be iterated, or only once.
-            UserError: an option that does not fit it.
-        """
+        """Raises `StateError` if the loader cannot be iterated repeatedly, `UserError` for an unsuitable option."""
         self.loader = loader
         self.name = name
         self._registry = registry
         self._access = LoaderAccess(loader, skip=skip, shared=shared)
         self._pipelined = pipelined
         self._shared = shared
-        # Not a method of this one: in a cycle, the collector would end its workers.
+        # Not a bound method: in a reference cycle, the garbage collector would end the workers.
         self._report = partial(registry.report, name, strict=strict)
         self._check = LoopCheck(self._report, pipelined=pipelined)
         self._state = PassState.NONE
         self._epoch = 0
         self.newest: LoaderPass | None = None
         self._first_iteration: int | None = None
-        """When it was iterated first since the restore."""
         self._pending: Position | None = None
-        """Restored, and not used up yet."""
+        """Restored position that is not used up yet."""
         self._seeds = generator.seeds(generator.own_generators(loader, {}))
         self._replaced = False
         self._change_report: Callable[[], None] | None = None
-        """Reports that the loader is another one than the saved one."""
         self._delivered_was_read = True
-        """Whether the program has asked for `delivered` since the restore."""
-        # The step boundary: where the loader stood when a batch was first asked for after step `_requested_at`.
+        # The step boundary: the loader's place when a batch was first requested after step `_requested_at`.
         self._requested_at = -1
         self._boundary: LoaderPlace | None = None
         self._boundary_own: Mapping[str, Any] | None = None
         self._ended_at = -1
-        """After this step the pass was found at its end, and nothing was delivered."""
+        """The step after which the pass was exhausted without a delivery."""
         self._ended_without_step: tuple[int, int] | None = None
-        """(steps, events) at the end of a pass without a step: one taken before any other event belongs to it."""
+        """(steps, events) at the end of a pass without a step; a step before any other event belongs to that pass."""
         self._draws_rng, self._probed_batches = False, 0
         self._queue = DeliveryQueue(0, step=registry.clock())
         self.nesting = Nesting(self._report)
         self._own_state = LoaderState(self._access, self._report)
         if self._access.workers and not getattr(loader, "in_order", True):
             self._report("in_order")
-
-    # What programs and the registry see
 
     @property
     def epoch(self) -> int:
@@ -114,13 +103,11 @@ class WrappedLoader:
 
     @property
     def batch_requested(self) -> bool:
-        """Whether a batch was asked for since the last `step()`."""
         now = self._registry.clock()
         return not self._pipelined and self._requested_at == now != self._ended_at
 
     @property
     def guarantee(self) -> str:
-        """Kind of the loader, and what a resumed run gets, in words."""
         mark = DeliveryMark() if self.newest is None else self.newest.mark
         return self._access.guarantee(unchecked=mark.delivered > 0 and mark.fingerprint is None)
 
@@ -133,27 +120,21 @@ class WrappedLoader:
         return getattr(self.loader, name)
 
     def continue_from(self, old: WrappedLoader) -> None:
-        """Continue where `old`, wrapped under this name before, has ended: the same data, made again."""
+        """Continue where `old`, previously wrapped under this name, ended: the same data in a new loader."""
         old._replaced = True
         self._epoch, self._check.total = old._next_epoch(ended=True), old._check.total
         self._queue = DeliveryQueue(self._epoch, step=self._registry.clock())
 
     def has_prefetched(self, now: int) -> bool:
-        """Whether steps until `now` were on batches that a pipeline fetched before."""
+        """Whether the steps up to `now` used batches that a pipeline had fetched before."""
         return self._pipelined and self._queue.covers(now)
 
-    # Restores
-
     def mismatch(self, tree: Mapping[str, Any]) -> str:
-        """How it is another loader than the one that saved `tree` inside an epoch; empty: it is not."""
+        """Return how this loader differs from the one that saved `tree` inside an epoch; empty: it does not."""
         return self._access.mismatch(Position.of(tree, self.name))
 
     def resume(self, tree: Mapping[str, Any], on_change: OnChange, *, at_first_pass: bool = False) -> None:
-        """Make the next pass begin at `tree`; `at_first_pass`: report a changed loader when that begins.
-
-        Raises:
-            CheckpointMismatch: with "refuse", it is another loader; another version's position.
-        """
+        """Make the next pass begin at `tree`; raises `CheckpointMismatch` for "refuse" or an unknown version."""
         saved, access = Position.of(tree, self.name), self._access
         own = generator.own_generators(self.loader, {})
         self._epoch, self._own_state.at_end = saved.epoch, saved.end_state
@@ -165,8 +146,8 @@ class WrappedLoader:
             raise CheckpointMismatch(
                 why,
                 where=f"loader {self.name!r}",
-                remedy="give the loader as it was until the epoch ends; "
-                'restore(loaders="restart") begins the epoch again, "continue" leaves out as many batches',
+                remedy="keep the loader unchanged until the epoch ends; "
+                'restore(loaders="restart") restarts the epoch, "continue" skips the same number of batches',
             )
         continues = on_change == "continue" and saved.base is None
         continues &= access.identity()["kind"] == saved.identity.get("kind")
@@ -200,8 +181,6 @@ class WrappedLoader:
         changed, self._change_report = self._change_report, None
         if changed is not None:
             changed()
-
-    # Cuts
 
     def position(self) -> Position:
         self._expire_pending()
@@ -258,7 +237,7 @@ class WrappedLoader:
         )
 
     def _place(self, *, ended: bool = False) -> LoaderPlace:
-        """Where it stands now; `ended`: another pass begins."""
+        """Return the current place; `ended`: another pass begins."""
         loader_pass = self.newest
         if (
             loader_pass is None
@@ -282,7 +261,7 @@ class WrappedLoader:
         return {"was_epoch": was_epoch, "stepped_since": now > loader_pass.ended_at}
 
     def _next_epoch(self, *, ended: bool = False) -> int:
-        """The epoch of the next batch; `ended`: another pass begins."""
+        """Return the epoch of the next batch; `ended`: another pass begins."""
         loader_pass = self.newest
         if loader_pass is None:
             return self._epoch
@@ -292,7 +271,6 @@ class WrappedLoader:
         return loader_pass.epoch + (position_to_save(state, **facts) is SavedPosition.NEXT_EPOCH)
 
     def _expire_pending(self) -> None:
-        """A restored position is used up by the first step of a pass that sought it."""
         loader_pass = self.newest
         used = (
             loader_pass is not None
@@ -302,15 +280,13 @@ class WrappedLoader:
         if self._pending is not None and used:
             self._pending = None
 
-    # Passes
-
     def __iter__(self) -> Iterator[Any]:
         if self._replaced:
             raise UserError(
-                f"another loader was wrapped as {self.name!r} since, and took this one's position over",
+                f"another loader was later wrapped as {self.name!r} and took over this one's position",
                 where="wrap()",
-                remedy="give each loader a name= of its own; wrap again under one name only what replaces "
-                "the other",
+                remedy="give each loader its own name=; reuse a name only for a loader that replaces the "
+                "previous one",
             )
         self._registry.iterations += 1
         if self._first_iteration is None:
@@ -358,19 +334,19 @@ class WrappedLoader:
             self._check.epoch_ended(loader_pass, by_loop=by_loop)
 
     def _abandon_restored(self) -> None:
-        """A `zip` over this loader ended at once, at the end of another one: it left this one's restored pass."""
+        """Drop the restored pass after a `zip` over this loader ended at once because another loader was exhausted."""
         if self._pending is not None:
             self._epoch, self._pending, self.newest = self._pending.epoch + 1, None, None
         self._first_iteration = None
 
     def _may_draw(self, loader_pass: LoaderPass) -> bool:
-        """Whether fetching may move generators of this process: learned from the first batches."""
+        """Whether fetching may move generators of this process, as observed on the first batches."""
         if not loader_pass.delivered_here:
             return True
         return not self._access.workers and (self._draws_rng or self._probed_batches < _PROBE_BATCHES)
 
     def _request_batch(self, own: Mapping[str, Any], *, begins: bool = False) -> Mapping[str, Any] | None:
-        """A batch is asked for: the step boundary ends here. Returns generators, where they were captured."""
+        """Record a request for a batch, which ends the step boundary; returns generators if they were captured."""
         registry, loader_pass = self._registry, self.newest
         now = registry.clock()
         draws = begins or loader_pass is None or self._may_draw(loader_pass)
@@ -393,7 +369,7 @@ class WrappedLoader:
         registry, old = self._registry, self.newest
         self._expire_pending()
         self._report_change()
-        if old is not None and self.open:  # its iterator is kept somewhere
+        if old is not None and self.open:  # its iterator still exists
             old.ended_at = registry.clock()
             self._epoch_ended(old, by_loop=True)
         loader_pass = (
@@ -427,7 +403,7 @@ class WrappedLoader:
         return loader_pass
 
     def _seek_restored(self, position: Position, own: Mapping[str, Any]) -> LoaderPass:
-        """A pass that begins at a restored position; what drawing its last batch again moves is put back."""
+        """Begin a pass at a restored position; side effects of drawing its last batch again are undone."""
         registry, access, old = self._registry, self._access, self.newest
         if old is not None and old.resumed and old.delivered_here:
             self._report("no step")
@@ -451,7 +427,7 @@ class WrappedLoader:
             loader_pass.mark = DeliveryMark(
                 position.delivered - 1, position.samples - position.last_samples * shares
             )
-        if not (found.restart and access.kind == "replayed"):  # a stream stands where it gave its batch
+        if not (found.restart and access.kind == "replayed"):  # a stream stays where it returned its batch
             registry.restore_state(held)
         if position.in_use:
             generator.apply_each(position.own, own)

@@ -1,1 +1,1 @@
-"""Optimizers: which leave untouched rows alone, and their state by canonical name."""
+"""Optimizers: which ones leave untouched rows unchanged, and their state by canonical name."""

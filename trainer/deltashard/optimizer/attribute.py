@@ -1,12 +1,13 @@
-"""What an optimizer keeps beside its `state`: plain attributes, and entries of its own `state_dict()`.
+"""Optimizer data outside `state`: plain attributes, and extra entries of a custom `state_dict()`.
 
-Many optimizers of users hold a flag or a counter as a plain attribute (`initialized`, `count`): restored without it,
-they make their state anew at the first step. So every attribute that changed since the Checkpointer was built is saved
-and set again; one that did not is left to the program, which may give another value on purpose. Entries that a class
-adds to its own `state_dict()` are always saved, and handed back through its own `load_state_dict()`.
+Many custom optimizers hold a flag or a counter in a plain attribute (`initialized`, `count`). If it is not restored,
+they recreate their state at the first step. Therefore every attribute that changed since the Checkpointer was built is
+saved and restored. An unchanged attribute is left to the program, which may set another value on purpose. Entries that
+a class adds to its own `state_dict()` are always saved, and restored through its own `load_state_dict()`.
 
-A parameter, or a tensor that is part of `state`, is stored by name wherever it appears: it is the same tensor again
-after the restore. What the tree codec cannot hold (objects, functions, modules) is left alone and listed in `unsaved`.
+A parameter, or a tensor that is part of `state`, is stored by name wherever it appears, so it is the same tensor again
+after the restore. Values that the tree codec cannot encode (objects, functions, modules) are left unchanged and listed
+in `unsaved`.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from deltashard.state.value import encode_value, tensors_in
 _log = logging.getLogger("deltashard.tracking")
 
 LARGE_BYTES = 64 << 20
-"""An attribute of more is saved, too, but whole at every cut: said once."""
+"""Larger attributes cause one warning."""
 _COMPARED_BYTES = 1 << 20
-"""Larger values always count as changed: comparing them would cost as much as saving them."""
+"""Larger values always count as changed, because comparing them would cost as much as saving them."""
 _TORCH_ATTRIBUTES = {"defaults", "state", "param_groups", "step", "grad_scale", "found_inf"}
-"""Attributes of torch's base class, schedulers and GradScaler; further ones begin as `_TORCH_PREFIXES`."""
+"""Attributes of torch's base class, schedulers and GradScaler; see also `_TORCH_PREFIXES`."""
 _TORCH_PREFIXES = (
     "_optimizer_", "_zero_grad_profile_name", "_warned_capturable", "_step_supports_amp", "_need_device_dtype",
     "_opt_called", "_step_count", "_hook_for_profile", "_patch_step",
@@ -43,7 +44,7 @@ _KEYED, _GENERATOR = "deltashard.keyed", "deltashard.generator"
 
 
 class _Names:
-    """Which tensors are stored by name, and the way back."""
+    """Replaces tensors that are stored by name with their names, and vice versa."""
 
     def __init__(self, params: Mapping[str, Tensor], state: Mapping[Any, Any]) -> None:
         self._params = params
@@ -55,7 +56,7 @@ class _Names:
                     self._known[id(value)] = {_STATE: [name, key]}
 
     def pack(self, value: Any) -> Any:
-        """`value` with names instead of parameters and state; raises `UserError` for a parameter of nobody."""
+        """Return `value` with names for parameters and state; raises `UserError` for a parameter in no group."""
         known = self._known.get(id(value))
         if known is not None:
             return known
@@ -74,7 +75,7 @@ class _Names:
         return value
 
     def unpack(self, live: Any, saved: Any) -> Any:
-        """What the attribute becomes: tensors in place where they fit, so that whoever shares them sees it."""
+        """Return the restored value of an attribute; tensors that fit are written in place, so sharing is kept."""
         if isinstance(saved, dict) and len(saved) == 1:
             ((marker, held),) = saved.items()
             if marker == _PARAM:
@@ -92,7 +93,7 @@ class _Names:
                     live.copy_(saved)
                 return live
             near = saved if saved.dim() == 0 else next(iter(self._params.values()), saved)
-            # One that is made at the first step lies where the parameters are.
+            # A tensor created at the first step is on the device of the parameters.
             device = live.device if isinstance(live, Tensor) else near.device
             return saved.detach().to(device, copy=True)
         if type(saved) in (list, tuple):
@@ -118,17 +119,16 @@ class _Names:
 
 
 class Attributes:
-    """Those of one optimizer or wrapper, against what they were when this was made."""
+    """Attributes of one optimizer or wrapper, compared with their values at construction of this object."""
 
     def __init__(self, target: Any, params: Mapping[str, Tensor], state: Mapping[Any, Any]) -> None:
         self.target = target
         self.unsaved: list[str] = []
-        """Attributes that hold something which cannot be stored."""
         self._warned = False
         self._initial = {name: mark for name, _, mark in self._plain(_Names(params, state))}
 
     def capture(self, params: Mapping[str, Tensor], state: Mapping[Any, Any]) -> dict[str, Any]:
-        """`{}`, or `plain` {name: [value]} ([] for one that was deleted) and `entries` of the own `state_dict()`."""
+        """Return `{}`, or `plain` {name: [value], or [] if deleted} and `entries` of the custom `state_dict()`."""
         names = _Names(params, state)
         now = list(self._plain(names))
         plain = {n: [value] for n, value, mark in now if mark is None or mark != self._initial.get(n)}
@@ -139,7 +139,7 @@ class Attributes:
     def restore(
         self, saved: Mapping[str, Any], params: Mapping[str, Tensor], state: Mapping[Any, Any]
     ) -> list[str]:
-        """Put back what `capture` gave, after state and groups; returns notes."""
+        """Restore what `capture` returned, after state and groups; returns notes."""
         notes = []
         names = _Names(params, state)
         kind = type(self.target).__name__
@@ -150,9 +150,9 @@ class Attributes:
                     for key, value in saved["entries"].items():
                         whole[key] = names.unpack(None, value)
                     self.target.load_state_dict(whole)
-            except Exception as error:  # noqa: BLE001 - the user's code: what it does not take is said
+            except Exception as error:  # noqa: BLE001 - user code: a note reports what it rejects
                 notes.append(
-                    f"{kind}.load_state_dict refused its own entries {list(saved['entries'])}: {error}"
+                    f"{kind}.load_state_dict rejected its own entries {list(saved['entries'])}: {error}"
                 )
         for name, value in saved.get("plain", {}).items():
             try:
@@ -165,7 +165,7 @@ class Attributes:
         return notes
 
     def _plain(self, names: _Names) -> Iterator[tuple[str, Any, bytes | None]]:
-        """(name, packed value, fingerprint or None: too large to compare) of what can be stored."""
+        """Yield (name, packed value, fingerprint or None if too large to compare) of storable attributes."""
         unsaved = []
         for name, value in vars(self.target).items() if hasattr(self.target, "__dict__") else ():
             if (
@@ -212,8 +212,8 @@ class Attributes:
         if size > LARGE_BYTES and not self._warned:
             self._warned = True
             _log.warning(
-                "%s.%s holds %d MiB beside the optimizer's state: it is saved whole at every cut. "
-                "In state[param] it would travel with the rows",
+                "%s.%s holds %d MiB outside the optimizer's state: it is saved whole in every snapshot. "
+                "Move it to state[param] to save it with the rows",
                 type(self.target).__name__,
                 name,
                 size >> 20,
@@ -221,7 +221,7 @@ class Attributes:
 
 
 def _is_redundant(entry: Any, target: Any) -> bool:
-    """Whether an entry of a wrapper's state_dict only repeats what is saved as state of it or of what it wraps."""
+    """Whether an entry of a wrapper's state_dict only repeats saved state of the wrapper or of what it wraps."""
     if not isinstance(entry, Mapping | list | tuple):
         return False
     saved = set()
@@ -232,13 +232,13 @@ def _is_redundant(entry: Any, target: Any) -> bool:
     held = [t for t in tensors_in(entry) if t.numel()]
     if held:
         return all(t.data_ptr() in saved for t in held)
-    # Without a single tensor it may still be an inner optimizer's whole state_dict.
+    # An entry without tensors may still be an inner optimizer's whole state_dict.
     return isinstance(entry, Mapping) and {"state", "param_groups"} <= entry.keys()
 
 
 @contextmanager
 def _preserve_objects(target: Any) -> Iterator[None]:
-    """State and groups of `target` and what it wraps stay the very objects they are: torch would cast and re-bind."""
+    """Keep the state and group objects of `target` and of what it wraps: torch would cast and rebind them."""
     held = []
     for owner in dict.fromkeys((target, *wrapped_optimizers(target))):
         state, groups = getattr(owner, "state", None), getattr(owner, "param_groups", None)

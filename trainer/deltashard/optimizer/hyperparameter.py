@@ -1,8 +1,8 @@
-"""Hyperparameters that the script gives, and those of the script that saved.
+"""Hyperparameters set by this script, and those set by the script that saved.
 
-A restore puts the checkpoint's learning rates, weight decay, schedule length and the like in force, whatever this
-script gives. Most of the differences are training's work: a scheduler has lowered the rate. Those that a person made
-are found by comparing what both scripts *gave*, before training changed it: a checkpoint records that as well.
+A restore applies the checkpoint's learning rates, weight decay, schedule length and so on, whatever this script sets.
+Most differences come from training: a scheduler has lowered the rate. Changes made by a person are found by comparing
+what both scripts *set* before training changed it, which a checkpoint records as well.
 """
 
 from __future__ import annotations
@@ -16,32 +16,29 @@ _MISSING = object()
 
 
 def given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values among `values` by name: numbers, text, and lists, tuples and dicts of them."""
+    """Return the plain values among `values` by name: numbers, text, and lists, tuples and dicts of them."""
     found = {name: _plain(value) for name, value in values.items() if name != "params"}
     return {name: value for name, value in found.items() if value is not _MISSING}
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Name -> (what the script that saved gave, what this one gives), where both gave one and they differ."""
+    """Return {name: (value set by the script that saved, value set by this one)} where both exist and differ."""
     return {
         name: (value, now[name]) for name, value in was.items() if name in now and not _same(value, now[name])
     }
 
 
 def note(where: str, found: Mapping[str, tuple[Any, Any]], *, script: bool) -> list[str]:
-    """A sentence about the differences, if there are any; `script`: this script's values are in force.
-
-    Names that begin with "_" follow from others.
-    """
-    words = ", ".join(f"{name} {was!r} -> {now!r}" for name, (was, now) in found.items() if name[:1] != "_")
-    if not words:
+    """Return a sentence about the differences, except names with "_"; `script`: this script's values are in force."""
+    changes = ", ".join(f"{name} {was!r} -> {now!r}" for name, (was, now) in found.items() if name[:1] != "_")
+    if not changes:
         return []
     fate = (
         "this script's values are in force"
         if script
         else "the checkpoint's values are in force; restore(hyperparameters=\"script\") takes this script's"
     )
-    return [f"{where}: the script that saved gave other hyperparameters than this one ({words}): {fate}"]
+    return [f"{where}: the script that saved set other hyperparameters than this one ({changes}): {fate}"]
 
 
 def _plain(value: Any) -> Any:
@@ -58,4 +55,4 @@ def _plain(value: Any) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return bool(a == b or (a != a and b != b))  # noqa: PLR0124 - both are not a number
+    return bool(a == b or (a != a and b != b))  # noqa: PLR0124 - both are NaN

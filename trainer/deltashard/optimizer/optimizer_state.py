@@ -1,18 +1,18 @@
-"""Optimizer state by canonical name: read for a cut, written back at a restore.
+"""Optimizer state by canonical name: read for a snapshot, written back at a restore.
 
-Every torch optimizer that was handed over, or is wrapped by one that was (Lookahead and its like), gets one view. A
-state value of a table belongs to one of three kinds:
+Every torch optimizer that is passed in, or wrapped by one that is (Lookahead and similar), gets one view. A state value
+of a table is of one of three kinds:
 
-    row field   strided, [R] or [R, 1] (row-wise) or [R, D] (point-wise): travels with the rows, in the frames
+    row field   strided, [R] or [R, 1] (row-wise) or [R, D] (point-wise): stored with the rows, in the frames
     scalar      numbers, strings, 0-d tensors (`step`)                    } in the optimizer's blob
     other       tensors of any other shape, sparse buffers as they are    } in the optimizer's blob
 
-Names are torch's own state keys. Values live in `optimizer.state[param]` and are created lazily by many optimizers:
-a field that does not exist at a cut is not in the table's schema then, and when it appears the whole table counts as
-changed, so no chain of deltas ever lacks a field.
+Names are torch's own state keys. Values are in `optimizer.state[param]`, and many optimizers create them lazily. A
+field that does not exist at a snapshot is not in the table's schema. When it appears, the whole table counts as
+changed, so no chain of differentials lacks a field.
 
-Restore never goes through `load_state_dict`: that casts state to the parameter's type and keeps references to what it
-was given. Values are written to `optimizer.state[param]` with the type they were saved with, in memory of their own.
+Restore does not use `load_state_dict`, which casts state to the parameter's type and keeps references to its input.
+Values are written to `optimizer.state[param]` with their saved dtype, as separate copies.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from deltashard.optimizer.whitelist import wrapped_optimizers
 from deltashard.state.discovery import dtype_name
 
 SUM_ONLY = (torch.optim.Adagrad, RowWiseAdagrad)
-"""Optimizers whose state is `sum` alone, as long as rates do not decay by themselves."""
+"""Optimizers whose only state is `sum`, unless rates decay by themselves."""
 _FIELD_DTYPES = {
     "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
 }  # fmt: skip
 
 
 def field_kind(value: Any, rows: int, columns: int) -> FieldKind | None:
-    """How a state value of a [rows, columns] table travels: with the rows, or (None) in the optimizer's blob."""
+    """Return the kind of row field of a [rows, columns] table; None: the value is stored in the optimizer's blob."""
     if (
         not isinstance(value, Tensor)
         or value.layout != torch.strided
@@ -59,7 +59,7 @@ class OptimizerView:
     """One optimizer's groups and state, under canonical parameter names."""
 
     is_partitioned = False
-    """Whether each rank of a group holds another part of it, so that each says its own; else all hold the same."""
+    """Whether each rank of a group holds another part and reports it itself; otherwise all hold the same."""
 
     def __init__(
         self,
@@ -69,31 +69,29 @@ class OptimizerView:
         tables: Iterable[str],
         fused: Collection[Tensor] = (),
     ) -> None:
-        """`fused` are parameters that kernels update: TorchRec's scripts give all of a model's to one optimizer."""
+        """`fused`: parameters updated by kernels. TorchRec scripts pass all parameters of a model to one optimizer."""
         self._fused = fused
         self.index = index
         self.target = target
         self._names = names
         self._tables = frozenset(tables)
         self.orphans: dict[str, Tensor] = {}
-        """Parameters that the model does not hold (a temperature, say): saved and restored with this optimizer."""
+        """Parameters that the model does not hold (such as a temperature), saved and restored with this optimizer."""
         self.wrappers: list[Any] = []
-        """Wrappers without a state of their own: their attributes travel with this view."""
+        """Wrappers without separate state; their attributes are saved with this view."""
         self.restoring = False
-        """Whether what happens to its state is a restore's work."""
+        """Whether changes of its state come from a restore."""
         self.given: list[dict[str, Any]] = []
-        """Hyperparameters of each group as the script gave them, before training changed them."""
+        """Hyperparameters of each group as set by the script, before training changed them."""
         self._attributes: list[Attributes] = []
         self._allocated: set[Tensor] = set()
-        """Tables for which a restore under way has asked for memory of row fields."""
 
     @staticmethod
     def merged(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """One tree of what the views of several ranks captured."""
         return dict(next(iter(trees)))
 
     def watch_attributes(self, earlier: Iterable[OptimizerView] = ()) -> None:
-        """From now on an attribute that changes is saved; a view that `earlier` held the same optimizer goes on."""
+        """Save attributes that change from now on; a view in `earlier` of the same optimizer keeps its baseline."""
         earlier = list(earlier)
         known = {id(a.target): a for view in earlier for a in view._attributes}  # noqa: SLF001 - same class
         given = next((view.given for view in earlier if view.target is self.target), None)
@@ -108,12 +106,10 @@ class OptimizerView:
         ]
 
     def record_given(self) -> None:
-        """The hyperparameters as they are now are the script's own: nothing was trained yet."""
         self.given = [hyperparameter.given(group) for group in self.target.param_groups]
 
     @property
     def unsaved(self) -> list[str]:
-        """Attributes of it, and of wrappers around it, whose values cannot be stored."""
         return [f"{type(a.target).__name__}.{name}" for a in self._attributes for name in a.unsaved]
 
     @property
@@ -125,7 +121,7 @@ class OptimizerView:
         return cast("MutableMapping[Any, Any]", self.target.state)
 
     def params(self) -> dict[str, Tensor]:
-        """Name -> parameter, in the order of the groups; without those that a kernel updates."""
+        """Return {name: parameter} in the order of the groups, without parameters updated by kernels."""
         found: dict[str, Tensor] = {}
         for g, group in enumerate(self.target.param_groups):
             for j, param in enumerate(group["params"]):
@@ -139,7 +135,6 @@ class OptimizerView:
         return found
 
     def fields(self, param: Tensor) -> dict[str, tuple[FieldKind, Tensor]]:
-        """The live row fields of table `param`, by state key."""
         entry = self.state.get(param)
         if not entry:
             return {}
@@ -152,7 +147,7 @@ class OptimizerView:
         return found
 
     def allocate(self, param: Tensor, spec: FieldSpec, key: str) -> Tensor:
-        """The live tensor of a row field about to be restored: the optimizer's own if it fits, else fresh zeros."""
+        """Return the tensor to restore a row field into: the optimizer's own if it fits, else new zeros."""
         self._allocated.add(param)
         rows, columns = param.shape
         entry = self.state.get(param)
@@ -168,22 +163,21 @@ class OptimizerView:
         return cast("Tensor", entry[key])
 
     def capture(self) -> dict[str, Any]:
-        """Everything but the row fields as one tree; tensors in it are live, so encode it within the cut.
+        """Return everything but the row fields as one tree; its tensors are live, so encode it within the snapshot.
 
-        Keys: `class`, `groups` (with names for parameters), `state` {name: {key: value}}, `fields`
-        {name: {key: shape behind the rows}} of the tables, `extra` (state under keys that are no parameters),
-        `orphans`, `given` (see there); `beside`, if there is anything: see `Attributes.capture`, of the optimizer and
-        its sharers in turn.
+        Keys: `class`, `groups` (with parameter names), `state` {name: {key: value}}, `fields` {name: {key: shape
+        without the rows}} of tables, `extra` (state under keys that are not parameters), `orphans`, `given` (see the
+        attribute) and, unless empty, `beside`: `Attributes.capture` of the optimizer and of its wrappers.
 
         Raises:
-            StateError: it has stepped a sharded table that a kernel updates.
+            StateError: The optimizer has stepped a sharded table that a kernel updates.
         """
         if any(self.state.get(param) for param in self._fused):
             raise StateError(
-                f"{type(self.target).__name__} has stepped a sharded table, which its kernel updates already: that "
-                "state is of one rank's shard, and cannot be restored",
+                f"{type(self.target).__name__} has stepped a sharded table, which its kernel already updates: that "
+                "state belongs to one rank's shard and cannot be restored",
                 where=f"optimizer {self.index}",
-                remedy="leave the parameters of sharded tables out of this optimizer",
+                remedy="remove the parameters of sharded tables from this optimizer",
             )
         params = self.params()
         state: dict[str, dict[Any, Any]] = {}
@@ -216,24 +210,24 @@ class OptimizerView:
         }
 
     def capture_local(self) -> dict[str, Any]:
-        """As `capture`, with what other ranks would say of parts that are here, too."""
+        """As `capture`, including what other ranks would report about parts that are on this rank."""
         return self.capture()
 
     def adopt_remote(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-        """`now`, of another rank, as this one's, where the checkpoint before says `then` (of all ranks)."""
+        """Return `now`, of another rank, as this rank's; `then`: what the previous checkpoint has of all ranks."""
         del then
         return dict(now)
 
     def restore(
         self, tree: Mapping[str, Any], *, skip: Collection[str] = (), script: bool = False
     ) -> list[str]:
-        """Write a captured tree back; returns notes on what did not match. Row fields were written before.
+        """Write a captured tree back, after the row fields; returns notes on what did not match.
 
-        State of the parameters in `skip`, which have another shape now, is not. `script`: hyperparameters that this
-        script gives otherwise than the one that saved stay as this script gives them.
+        State of the parameters in `skip`, whose shape has changed, is not restored. With `script`, hyperparameters that
+        this script sets differently from the one that saved keep this script's values.
 
         Raises:
-            UserError: the groups do not fit those that were saved.
+            UserError: The groups do not match the saved ones.
         """
         self.restoring = True
         try:
@@ -254,7 +248,7 @@ class OptimizerView:
                 continue
             saved, shapes = tree["state"].get(name), tree["fields"].get(name, {})
             if saved is None:
-                # Another optimizer's rows (a fused one's, which says no more of them) may be all that this one needs.
+                # Rows of another optimizer (a fused one, which stores no other state) may be all that this one needs.
                 if param not in self._allocated or type(self.target) not in SUM_ONLY:
                     self.state.pop(param, None)
                 continue
@@ -280,7 +274,9 @@ class OptimizerView:
                     self.orphans[name].copy_(value)
         beside = tree.get("beside", ())
         if len(beside) > len(self._attributes):
-            notes.append(f"optimizer {self.index} was wrapped, attributes of its wrapper are left out")
+            notes.append(
+                f"optimizer {self.index} is not wrapped any more: attributes of its wrapper are not restored"
+            )
         for attributes, saved in zip(self._attributes, beside, strict=False):
             notes += attributes.restore(saved, params, self.state)
         return notes
@@ -342,7 +338,7 @@ def views_of(
     tables: Iterable[str],
     fused: Collection[Tensor] = (),
 ) -> list[OptimizerView]:
-    """One view per distinct state found in `optimizers` and what they wrap, outermost first."""
+    """Return one view per distinct state in `optimizers` and what they wrap, outermost first."""
     tables = tuple(tables)
     views: list[OptimizerView] = []
     by_state: dict[int, OptimizerView] = {}

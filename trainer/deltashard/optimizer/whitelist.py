@@ -1,17 +1,17 @@
-"""The whitelist: under which optimizers a step changes only the rows that its sparse gradient lists, bit for bit.
+"""Whitelist of optimizers whose steps change only the rows in the sparse gradient, bit for bit.
 
-Only the exact type counts (a subclass may do anything) and the parameter groups as they stand at the step, since a
-scheduler may switch momentum or weight decay on. `inexact_reason` is called before every step of every optimizer, so it
-compares a few values per group and nothing else.
+Only the exact type counts (a subclass may do anything), with the parameter groups at the step, since a scheduler may
+enable momentum or weight decay. `inexact_reason` is called before every step of every optimizer, so it only compares a
+few values per group.
 
     SGD             without momentum and weight decay
     Adagrad         without weight decay; `lr_decay` scales
-    SparseAdam      always: it refuses dense gradients
-    RowWiseAdagrad  always (ours; no weight decay exists)
+    SparseAdam      always: it rejects dense gradients
+    RowWiseAdagrad  always (part of deltashard; it has no weight decay)
 
-Not on the list, with reasons: dense Adam, AdamW, RMSprop and Adafactor decay the state of rows without a gradient;
-momentum and Lookahead move rows without a gradient; weight decay and max_norm as well. `differentiable` rebinds
-tensors, which is rare, and so not worth a proof.
+Not on the list: dense Adam, AdamW, RMSprop and Adafactor decay the state of rows without a gradient; momentum,
+Lookahead, weight decay and max_norm change rows without a gradient. `differentiable` rebinds tensors and is too rare to
+justify a proof.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ WHITELIST: dict[type, Callable[[Group], str | None]] = {
 
 
 def inexact_reason(optimizer: Any) -> str | None:
-    """Why rows that the gradient does not list may change at this optimizer's next step; None: they cannot."""
+    """Return why rows without a gradient may change at this optimizer's next step; None: they cannot."""
     rule = WHITELIST.get(type(optimizer))
     if rule is None:
-        return f"{type(optimizer).__name__} is not an optimizer known to leave rows without a gradient alone"
+        return f"{type(optimizer).__name__} is not known to leave rows without a gradient unchanged"
     # LR schedulers wrap `step` on the instance and mark the wrapper; any other replacement is the user's.
     step = optimizer.__dict__.get("step")
     if step is not None and not getattr(step, "_wrapped_by_lr_sched", False):
@@ -67,7 +67,7 @@ def inexact_reason(optimizer: Any) -> str | None:
 
 
 def replaced_step_reason(optimizer: Any) -> str | None:
-    """Whether `step` was replaced on the class, where no look at the instance tells."""
+    """Return whether `step` was replaced on the class, which the instance does not show, as text; None: no."""
     kind = type(optimizer)
     if getattr(inspect.unwrap(kind.step), "__module__", None) == kind.__module__:
         return None
@@ -75,16 +75,16 @@ def replaced_step_reason(optimizer: Any) -> str | None:
 
 
 def hookable(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Those of `wrapped_optimizers` that take hooks: a wrapper that never called torch's constructor does not.
+    """Return the `wrapped_optimizers` that take hooks; a wrapper that never called torch's constructor does not.
 
     Raises:
-        UserError: there are torch optimizers, and none takes hooks: nothing would tell of its steps.
+        UserError: There are torch optimizers but none takes hooks, so their steps could not be observed.
     """
     inner = wrapped_optimizers(optimizer)
     found = [each for each in inner if hasattr(each, "_optimizer_step_pre_hooks")]
     if inner and not found:
         raise UserError(
-            f"{type(inner[0]).__name__} never called super().__init__(): torch has no place for hooks in it",
+            f"{type(inner[0]).__name__} never called super().__init__(): torch cannot install hooks in it",
             where="Checkpointer(optimizer=)",
             remedy="call super().__init__(params, defaults) in its constructor",
         )
@@ -92,19 +92,19 @@ def hookable(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def wrapped_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """`optimizer` and every torch optimizer it wraps, outermost first; also for wrappers that are no Optimizer."""
+    """Return `optimizer` and every torch optimizer it wraps, outermost first; the wrapper may be any object."""
     found: list[torch.optim.Optimizer] = []
     seen: set[int] = set()
 
-    def visit(thing: Any, depth: int) -> None:
-        if id(thing) in seen or depth > 4:
+    def visit(candidate: Any, depth: int) -> None:
+        if id(candidate) in seen or depth > 4:
             return
-        seen.add(id(thing))
-        if isinstance(thing, torch.optim.Optimizer):
-            found.append(thing)
-        elif depth > 0 and not hasattr(thing, "param_groups"):
+        seen.add(id(candidate))
+        if isinstance(candidate, torch.optim.Optimizer):
+            found.append(candidate)
+        elif depth > 0 and not hasattr(candidate, "param_groups"):
             return
-        for value in vars(thing).values() if hasattr(thing, "__dict__") else ():
+        for value in vars(candidate).values() if hasattr(candidate, "__dict__") else ():
             if isinstance(value, list | tuple):
                 for item in value:
                     if isinstance(item, torch.optim.Optimizer):

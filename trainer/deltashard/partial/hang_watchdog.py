@@ -1,14 +1,14 @@
-"""SIGTERM while the training thread is inside of a collective that will never end.
+"""Handles SIGTERM while the training thread is inside a collective that never returns.
 
-Python runs a signal's handler on the main thread, between two instructions of its own: not before the collective
-returns. But the C half of it writes the signal's number into `signal.set_wakeup_fd` at once, and a thread reads it.
+Python runs signal handlers on the main thread between two instructions, so not before the collective returns. The C
+part of the handler, however, writes the signal number to `signal.set_wakeup_fd` immediately, and a thread reads it.
 
-That thread does nothing as long as the main thread executes Python: the handler runs then (`term_signal`), with all its
-grace. Whether it does is asked with a call that the interpreter makes on the main thread as soon as it can. Only when
-that is not made for a while, and a rank of this machine is dead (or the grace that the handler gave is over), is the
-main thread taken to be lost: the survivor's state is staged, if that was agreed to, and what SIGTERM does by default is
-done. Nothing can be saved any more then: every cut needs all ranks. If the main thread comes back meanwhile, what was
-staged is dropped.
+That thread does nothing while the main thread executes Python, since the handler (`term_signal`) then runs with its
+full grace period. The thread checks this with a pending call, which the interpreter runs on the main thread as soon as
+possible. The main thread counts as lost if the call does not run for a while and a rank of this machine is dead (or the
+handler's grace period is over). The survivor's state is then staged, if partial recovery is enabled, and the default
+action of SIGTERM follows. Nothing can be saved at that point, because every snapshot needs all ranks. If the main
+thread continues meanwhile, the staged part is dropped.
 """
 
 from __future__ import annotations
@@ -28,28 +28,25 @@ from deltashard.attach.term_signal import TermHandler
 log = logging.getLogger("deltashard")
 
 HANG_S = 1.0
-"""Without an instruction on the main thread for so long, and with a dead rank, it is in a dead collective."""
+"""With a dead rank, the main thread is in a dead collective after so many seconds without an instruction."""
 POLL_S = 0.05
 _Call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 class MainThreadHeartbeat:
-    """Whether the main thread executes Python."""
+    """Detects whether the main thread executes Python."""
 
     def __init__(self) -> None:
         self.beats = 0
-        """How often it has answered."""
         self._pending = False
         self._call = _Call(self._beat)  # kept: the interpreter holds no reference
 
     def ping(self) -> int:
-        """Have the main thread answer, unless it was asked already; returns `beats`."""
+        """Schedule a call on the main thread, unless one is pending; returns `beats`."""
         if not self._pending:
             self._pending = True
-            if (
-                ctypes.pythonapi.Py_AddPendingCall(self._call, None) != 0
-            ):  # the queue is full: it is not answering
-                self._pending = False
+            if ctypes.pythonapi.Py_AddPendingCall(self._call, None) != 0:
+                self._pending = False  # the queue is full, so the main thread does not execute Python
         return self.beats
 
     def _beat(self, _argument: object) -> int:
@@ -59,7 +56,7 @@ class MainThreadHeartbeat:
 
 
 class HangWatchdog:
-    """The thread of one Checkpointer; made on the main thread."""
+    """Watchdog thread of one Checkpointer; must be created on the main thread."""
 
     def __init__(
         self,
@@ -68,7 +65,7 @@ class HangWatchdog:
         dead: Callable[[], bool],
         stage: Callable[[Callable[[], bool]], bool],
     ) -> None:
-        """`dead`: whether a rank of this machine died; `stage(is_current)`: stage what is to be, while `is_current()` holds."""
+        """`dead()`: whether a local rank died; `stage(is_current)`: stage while that holds, return whether done."""
         self._term = term
         self._dead = dead
         self._stage = stage
@@ -78,19 +75,19 @@ class HangWatchdog:
         os.set_blocking(self._read_fd, True)
         before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self.has_wakeup_fd = before == -1
-        """False: another part of the program is woken by signals, and stays so."""
+        """False: another part of the program uses `signal.set_wakeup_fd` and keeps it."""
         if not self.has_wakeup_fd:
             signal.set_wakeup_fd(before)
             self._close_fds()
             log.info(
-                "another part of this program has signal.set_wakeup_fd: a dead collective ends as it ends"
+                "another part of this program uses signal.set_wakeup_fd: a dead collective is not interrupted"
             )
             return
         _live.add(self)
         threading.Thread(target=self._run, name="deltashard-watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Give the descriptor back; on the main thread, or it stays."""
+        """Reset the wakeup descriptor; has no effect on other threads than the main thread."""
         if not self.has_wakeup_fd or self._stop.is_set():
             return
         if threading.current_thread() is not threading.main_thread():
@@ -114,7 +111,7 @@ class HangWatchdog:
                 try:
                     self._on_sigterm()
                 except Exception:
-                    log.exception("after SIGTERM: please report this")
+                    log.exception("the watchdog failed after SIGTERM: please report this bug")
         self._close_fds()
 
     def _close_fds(self) -> None:
@@ -122,7 +119,7 @@ class HangWatchdog:
         os.close(self._write_fd)
 
     def _on_sigterm(self) -> None:
-        """SIGTERM came: wait until the handler has ended the process, or it is known that it never will."""
+        """Wait until the SIGTERM handler has ended the process, or until the main thread counts as lost."""
         alive_s = time.monotonic()
         beats = self._heartbeat.ping()
         while not self._stop.is_set() and self._term.is_active:

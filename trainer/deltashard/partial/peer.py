@@ -1,8 +1,8 @@
-"""Which ranks died. On this machine each holds a lock that goes with its process, and who leaves in order says so.
+"""Detects dead ranks. On this machine each rank holds a lock that ends with its process, and marks a regular exit.
 
-Of a rank elsewhere (another machine, another pod) no kernel tells. It *beats* in the store of the process group, from
-a thread of its own, so also while its training thread stands in a collective; and a collective that it leaves by dying
-says so itself. A store that does not answer went with the rank that had it.
+Ranks elsewhere (another machine, another pod) send heartbeats to the store of the process group. They do so from a
+separate thread, hence also while the training thread is inside a collective. A collective that loses such a rank raises
+an error. An unreachable store was lost with the rank that hosted it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from deltashard.errors import GroupLost
 from deltashard.group.group_store import GroupStore
 
 BEAT_INTERVAL_S, BEAT_INTERVAL_PER_RANK_S = 1.0, 0.005
-"""How often a rank beats: the longer of these, the second by world size."""
+"""Seconds between heartbeats: the larger of the first and of the second times the world size."""
 BEAT_TIMEOUT_S = 5.0
-"""Without a beat for so long, a rank elsewhere is dead."""
+"""A rank elsewhere is dead after so many seconds without a heartbeat."""
 _LEFT = b"left"
 
 
 class Peers:
-    """The other ranks: of this machine by the files in a directory of theirs, of others by their beats."""
+    """The other ranks: those of this machine by lock files, others by heartbeats."""
 
     def __init__(self, runtime: Path | None, local: int) -> None:
-        """`runtime` has the locks of this machine's ranks; None: no rank is seen there, as in a pod."""
+        """`runtime`: directory with the locks of this machine's ranks; None: no rank is visible there, as in a pod."""
         self._runtime = runtime
         self._local = local
         self._seen: set[Path] = set()
@@ -38,7 +38,6 @@ class Peers:
             _left_marker(trainer_lock(runtime, local)).unlink(missing_ok=True)
 
     def register_peers(self) -> None:
-        """All ranks are here: who holds a lock now is one of them."""
         if self._runtime is not None:
             mine = trainer_lock(self._runtime, self._local)
             self._seen = {
@@ -46,7 +45,7 @@ class Peers:
             }
 
     def start_heartbeat(self, prefix: str, rank: int, world_size: int) -> None:
-        """Beat, and hear of the ranks that are elsewhere, if there are any, by keys under `prefix`."""
+        """Send heartbeats, and poll those of ranks elsewhere, under keys with `prefix`, if there are such ranks."""
         if self._beats is not None:
             self._beats.close()
         has_remote_ranks = len(self._seen) + 1 < world_size
@@ -58,13 +57,13 @@ class Peers:
 
     @property
     def dead(self) -> bool:
-        """Whether one of them is gone that did not leave in order."""
+        """Whether a rank is gone without a regular exit."""
         here = any(not _left_marker(path).exists() and _is_free(path) for path in self._seen)
         return here or (self._beats is not None and self._beats.dead)
 
     def is_peer_failure(self, error: BaseException) -> bool:
-        """Whether `error` is a collective's that says by itself that it lost a rank elsewhere."""
-        # gloo raises plain RuntimeErrors, which begin with the file of its own that met the end of a connection.
+        """Whether `error` comes from a collective that lost a rank elsewhere."""
+        # gloo raises plain RuntimeErrors that begin with the gloo source file where the connection ended.
         return self.has_remote_ranks and (isinstance(error, DistError) or "gloo/transport/" in str(error))
 
     def leave(self) -> None:
@@ -79,7 +78,7 @@ class Peers:
 
 
 class _HeartbeatThread:
-    """One rank's thread; it looks at the others only once somebody asks."""
+    """Heartbeat thread of one rank; it polls the others only after `dead` was first read."""
 
     def __init__(self, prefix: str, rank: int, world_size: int) -> None:
         self._prefix, self._rank, self._world_size = prefix, rank, world_size
@@ -93,7 +92,7 @@ class _HeartbeatThread:
 
     @property
     def dead(self) -> bool:
-        """Whether a rank was silent for long enough; the first time that this is asked begins to count."""
+        """Whether a rank was silent for too long, counted from the first read of this property."""
         self._poll_enabled.set()
         return self._dead
 
@@ -113,17 +112,17 @@ class _HeartbeatThread:
             if self._leaving:
                 store.put(f"beat/{self._rank}", _LEFT)
         except GroupLost:
-            self._dead = True  # it went with the rank, or the agent, that had it
+            self._dead = True  # the store was lost with the rank or agent that hosted it
 
     def _poll_peers(self, store: GroupStore) -> None:
-        said = store.get_all([f"beat/{rank}" for rank in range(self._world_size)])
+        beats = store.get_all([f"beat/{rank}" for rank in range(self._world_size)])
         now_s = time.monotonic()
-        for rank, word in enumerate(said or ()):
-            if self._last_beats.get(rank, (b"", 0.0))[0] != word:
-                self._last_beats[rank] = word, now_s
+        for rank, beat in enumerate(beats or ()):
+            if self._last_beats.get(rank, (b"", 0.0))[0] != beat:
+                self._last_beats[rank] = beat, now_s
         silent_s = max(BEAT_TIMEOUT_S, 3 * self._interval_s)
         self._dead = any(
-            word != _LEFT and now_s - at_s > silent_s for word, at_s in self._last_beats.values()
+            beat != _LEFT and now_s - at_s > silent_s for beat, at_s in self._last_beats.values()
         )
 
 
@@ -135,4 +134,4 @@ def _is_free(path: Path) -> bool:
     try:
         return is_free(path)
     except OSError:
-        return False  # nothing is known
+        return False  # unknown

@@ -1,11 +1,11 @@
-"""Partial recovery as a plan of core's (`restore.recovery_plan`): whether a restore is partial, and what it takes then.
+"""Partial recovery as a `restore.recovery_plan`: whether a restore is partial, and what each rank restores then.
 
-    agree     each rank says what it found, rank 0 judges (`rule`), all take that road
-    overlay   blobs: dense part and optimizers of the donor, each rank's own state where it was at the donor's step
-    frames    rows: the rank's own part, and the donor's of tables that every rank has, newer than all of the checkpoint
+    agree     each rank reports its staged part, rank 0 decides (`rule`), all ranks follow
+    overlay   blobs: dense part and optimizers of the donor, each rank's own state if it was at the donor's step
+    frames    rows: the rank's own part, and the donor's of tables on every rank, newer than the whole checkpoint
 
-Ranks that cannot read the donor's part where it lies (another pod's, another machine's) are sent what they take of it.
-A part that was agreed upon and cannot be read after all makes all ranks ask anew: in the next attempt it is stale.
+Ranks that cannot read the donor's part (in another pod or machine) receive what they need of it. If an agreed part
+cannot be read after all, all ranks retry: the part is stale in the next attempt.
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ from deltashard.tracking.snapshot_base import SnapshotBase
 
 log = logging.getLogger("deltashard")
 _DONOR = "donor"
-"""What the donor sends."""
 
 
 class PartialRecovery(RecoveryPlan):
-    """Of one Checkpointer among several ranks; where recovery is full, it only ends ranks in a dead collective."""
+    """Recovery plan of one Checkpointer among several ranks; full recovery only ends ranks in a dead collective."""
 
     def __init__(self, plan_context: PlanContext) -> None:
         config, url, run = (
@@ -81,15 +80,17 @@ class PartialRecovery(RecoveryPlan):
         )
         self.terms = str(self._context.terms or "full")
         self.pls_target = self._context.pls_target
-        # In a pod there is nobody else to ask, and what a rank would stage for partial recovery alone.
-        heard = not self._rank.alone and (child is not None or self.pls_target > 0)
-        self._peers = Peers(None if child is None else child.runtime, self._rank.local) if heard else None
+        # In a pod, other ranks are not visible locally, and staging serves partial recovery only.
+        has_peers = not self._rank.alone and (child is not None or self.pls_target > 0)
+        self._peers = Peers(None if child is None else child.runtime, self._rank.local) if has_peers else None
         self._misplaced_ranks: tuple[int, ...] = ()
-        """Ranks that are elsewhere now, and have staged here."""
+        """Ranks that run elsewhere now but have staged parts here."""
         self._stager: Stager | None = None
         self._watchdog: HangWatchdog | None = None
         if self._context.disabled_reason:
-            log.warning('recovery="partial" is full here: %s', self._context.disabled_reason)
+            log.warning(
+                'recovery="partial" is not available, recovery is full: %s', self._context.disabled_reason
+            )
 
     @property
     def pls(self) -> float:
@@ -133,7 +134,7 @@ class PartialRecovery(RecoveryPlan):
         )
         if mine is not None and mine.boxes != tuple(t.box for t in self._program.tracking.tables):
             why = "its boxes are not those of this rank"
-        word = RecoveryReport(
+        report = RecoveryReport(
             staged=None if mine is None else mine.staged,
             unusable=why,
             disabled_reason=context.disabled_reason,
@@ -145,63 +146,63 @@ class PartialRecovery(RecoveryPlan):
             rows=self._rows(),
         )
         terms = context.terms
-        told = ranks.resolve(
+        answer = ranks.resolve(
             "recovery",
-            _to_json(word),
-            lambda words: _to_json(
-                decide([_report_from_json(w) for w in words], self._recovery_inputs(reply, unusual), terms)
+            _to_json(report),
+            lambda reports: _to_json(
+                decide([_report_from_json(r) for r in reports], self._recovery_inputs(reply, unusual), terms)
             ),
         )
-        said = RecoveryDecision(**json.loads(told))
+        decision = RecoveryDecision(**json.loads(answer))
         if not context.disabled_reason:
             self._misplaced_ranks = tuple(
                 set(staged_part.other_ranks(context.staging_dir, context.rank))
-                & set(said.remote_ranks(context.rank))
+                & set(decision.remote_ranks(context.rank))
             )
-        return self._build_plan(said, mine, ranks)
+        return self._build_plan(decision, mine, ranks)
 
     @property
     def _replicated(self) -> frozenset[str]:
         return frozenset(t.fqn for t in self._program.tracking.tables if t.found.replicated)
 
     def _build_plan(
-        self, verdict: RecoveryDecision, mine: StagedPart | None, ranks: CollectiveRestore
+        self, decision: RecoveryDecision, mine: StagedPart | None, ranks: CollectiveRestore
     ) -> PartialRestorePlan | None:
         context = self._context
-        if not verdict.partial:
+        if not decision.partial:
             if context.rank == 0:
-                log.warning("recovery is full, all ranks go back to the checkpoint: %s", verdict.full_reason)
+                log.warning("recovery is full, all ranks return to the checkpoint: %s", decision.full_reason)
             return None
         if context.rank == 0:
             log.warning(
-                "recovery is PARTIAL, which is not exact: training goes on after step %d; rows are of steps %s, "
-                "ranks %s were lost; PLS %.3g, of the run %.3g",
-                verdict.step,
-                list(verdict.steps),
-                list(verdict.lost),
-                verdict.added_pls,
-                verdict.pls,
+                "recovery is PARTIAL, which is not exact: training continues after step %d; rows are of steps %s, "
+                "ranks %s were lost; PLS %.3g, whole run %.3g",
+                decision.step,
+                list(decision.steps),
+                list(decision.lost),
+                decision.added_pls,
+                decision.pls,
             )
         donor: PartFrames | None = None
         try:
-            donor = self._donor(verdict, mine, ranks)
+            donor = self._donor(decision, mine, ranks)
         except (DeltashardError, OSError, ValueError) as error:
-            log.warning("rank %d's staged part cannot be read any more: %s", verdict.donor, error)
-        return PartialRestorePlan(verdict, self._program, context, mine=mine, donor=donor)
+            log.warning("rank %d's staged part cannot be read any more: %s", decision.donor, error)
+        return PartialRestorePlan(decision, self._program, context, mine=mine, donor=donor)
 
     def _donor(
-        self, verdict: RecoveryDecision, mine: StagedPart | None, ranks: CollectiveRestore
+        self, decision: RecoveryDecision, mine: StagedPart | None, ranks: CollectiveRestore
     ) -> PartFrames | None:
-        """The donor's part, or what this rank is sent of it; None: the donor cannot send it."""
+        """Return the donor's part, or what this rank receives of it; None: the donor cannot send it."""
         rank = self._context.rank
-        if verdict.donor == rank:
-            if verdict.remote_ranks(rank):
+        if decision.donor == rank:
+            if decision.remote_ranks(rank):
                 ranks.send(_DONOR, None if mine is None else b"".join(mine.shared_frames(self._replicated)))
             return mine
-        if rank in verdict.remote_ranks(verdict.donor):
+        if rank in decision.remote_ranks(decision.donor):
             data = ranks.receive(_DONOR)
             return None if data is None else PartFrames(memoryview(data))
-        return StagedPart(staged_part.path_of(self._context.staging_dir, verdict.donor))
+        return StagedPart(staged_part.path_of(self._context.staging_dir, decision.donor))
 
     def _rows(self) -> float:
         found = 0.0
@@ -234,7 +235,7 @@ class PartialRecovery(RecoveryPlan):
         )
 
     def training_started(self, reply: pb.OpenReply, group_name: str) -> None:
-        # All that was to be restored is: what was staged before is of no use any more.
+        # The restore is complete, so parts staged before it are obsolete.
         context = self._context
         if context.terms is not None and not context.disabled_reason:
             staged_part.discard(context.staging_dir, context.rank)
@@ -263,31 +264,33 @@ class PartialRecovery(RecoveryPlan):
 
 
 class PartialRestorePlan:
-    """What one rank takes from where, on a partial recovery."""
+    """What one rank restores from which source in a partial recovery."""
 
     def __init__(
         self,
-        verdict: RecoveryDecision,
+        decision: RecoveryDecision,
         program: Program,
         context: RecoveryContext,
         *,
         mine: StagedPart | None,
         donor: PartFrames | None,
     ) -> None:
-        """`donor` None: it cannot be read after all, which `overlay` says to all."""
-        self._decision = verdict
+        """`donor` None: it cannot be read after all, so `overlay` raises on this rank."""
+        self._decision = decision
         self._program = program
         self._context = context
         self._rank = context.rank
-        self.step = verdict.step
-        self.rank_steps = tuple(verdict.steps)
+        self.step = decision.step
+        self.rank_steps = tuple(decision.steps)
         self._mine = mine
         self._donor = donor
-        said = f"PLS {verdict.added_pls:.3g}, of the run {verdict.pls:.3g}; lost ranks: {list(verdict.lost)}"
-        self.notes = [f"recovery was partial, which is not exact: {said}"]
+        summary = (
+            f"PLS {decision.added_pls:.3g}, whole run {decision.pls:.3g}; lost ranks: {list(decision.lost)}"
+        )
+        self.notes = [f"recovery was partial, which is not exact: {summary}"]
 
     def overlay(self, raw: Mapping[str, memoryview]) -> dict[str, memoryview]:
-        """The checkpoint's blobs `raw` with what survivors held; raises `CheckpointRetired` when that cannot be read."""
+        """Return the checkpoint's blobs `raw` with those of survivors; raises `CheckpointRetired` if unreadable."""
         try:
             return self._overlay(raw)
         except (DeltashardError, OSError, ValueError, KeyError) as error:
@@ -313,7 +316,7 @@ class PartialRestorePlan:
 
     def _overlay(self, raw: Mapping[str, memoryview]) -> dict[str, memoryview]:
         if self._donor is None:
-            raise OSError("it is gone")
+            raise OSError("the donor's part is gone")
         donor = self._donor.blobs()
         mine = donor if self._mine is self._donor else None if self._mine is None else self._mine.blobs()
         found = {name: data for name, data in raw.items() if not name.startswith("optim/")}
@@ -324,18 +327,18 @@ class PartialRestorePlan:
             if not view.is_partitioned:
                 found[name] = donor[name]
                 continue
-            spoke = decode_value((mine or donor)[name])
-            tree = view.adopt_remote(view.merged(decode_value(data) for data in then[view.index]), spoke)
+            staged = decode_value((mine or donor)[name])
+            tree = view.adopt_remote(view.merged(decode_value(data) for data in then[view.index]), staged)
             found[name] = memoryview(encode_value(tree).to_bytes())
         own = self._decision.own[self._rank]
         held = own_blobs(self._rank, raw)
-        said = mine if own and mine is not None else donor
-        for name, data in said.items():
+        source = mine if own and mine is not None else donor
+        for name, data in source.items():
             if name.startswith("state/"):
                 found[blob_name(self._rank, name)] = data
         if not own:
-            self._note_lost(any(name.startswith("state/") for name in said))
-        # Whoever has no generators of its own goes on with those that the checkpoint has of it.
+            self._note_lost(any(name.startswith("state/") for name in source))
+        # A rank without staged generators continues with its generators in the checkpoint.
         if mine is not None:
             found[blob_name(self._rank, "rng")] = mine["rng"]
         here = mine if mine is not None else held
@@ -347,20 +350,22 @@ class PartialRestorePlan:
         return found
 
     def _note_lost(self, states: bool) -> None:
-        rank, verdict = self._rank, self._decision
+        rank, decision = self._rank, self._decision
         if states:
-            self.notes.append(f"rank {rank} has rank {verdict.donor}'s state=, since it was not at its step")
+            self.notes.append(
+                f"rank {rank} has the state= of rank {decision.donor}, because it was at another step"
+            )
         if self._mine is None:
             self.notes.append(
-                f"rank {rank} was lost: its rows and its random numbers are those of step {verdict.steps[rank]}"
+                f"rank {rank} was lost: its rows and its random numbers are those of step {decision.steps[rank]}"
             )
 
 
-def _to_json(said: RecoveryReport | RecoveryDecision) -> str:
-    return json.dumps(dataclasses.asdict(said))
+def _to_json(message: RecoveryReport | RecoveryDecision) -> str:
+    return json.dumps(dataclasses.asdict(message))
 
 
 def _report_from_json(text: str) -> RecoveryReport:
-    said = json.loads(text)
-    staged = said.pop("staged")
-    return RecoveryReport(staged=None if staged is None else StagedMetadata(**staged), **said)
+    fields = json.loads(text)
+    staged = fields.pop("staged")
+    return RecoveryReport(staged=None if staged is None else StagedMetadata(**staged), **fields)

@@ -1,4 +1,4 @@
-"""What partial recovery stands on in one process: terms, whose run it is, where parts are staged, the PLS so far."""
+"""State of partial recovery in one process: terms, run, staging directory, and PLS so far."""
 
 from __future__ import annotations
 
@@ -13,30 +13,27 @@ from deltashard.partial.rule import RecoveryTerms
 
 
 class RecoveryContext:
-    """Of one Checkpointer; the training thread writes, that of `HangWatchdog` reads."""
+    """Context of one Checkpointer; the training thread writes, the thread of `HangWatchdog` reads."""
 
     def __init__(
         self, terms: RecoveryTerms | None, rank: Rank, *, run: str, staging_dir: Path | None
     ) -> None:
-        """`terms` None: recovery is full. `staging_dir`: where parts of this machine, or pod, are staged; None: nowhere."""
+        """`terms` None: recovery is full. `staging_dir`: where ranks of this machine or pod stage; None: nowhere."""
         self.terms = terms
         self.run = run
         self.rank = rank.number
         self.world_size = rank.world_size
         self.staging_dir = staging_dir or Path()
         self.attempt: int | None = None
-        """The attempt that trains; None: none does yet."""
         self.layout = ""
         self.lineage = ""
-        """Of the run: what its commits say of themselves under partial recovery."""
+        """Lineage of the run, recorded in its commits under partial recovery."""
         self.pls = 0.0
-        """Of the run, up to here."""
         self.recoveries = 0
-        """How many were partial."""
         self.disabled_reason = "" if terms is None else _disabled_reason(rank, staging_dir)
-        """Why recovery is full all the same."""
+        """Why recovery is full although partial recovery is configured."""
         self.location = "" if terms is None or self.disabled_reason else _location_of(self.staging_dir)
-        """Tells where parts are staged from every other such place: ranks of one place can read each other's."""
+        """Identifies the staging directory: ranks with equal locations can read each other's parts."""
 
     @property
     def pls_target(self) -> float:
@@ -47,19 +44,19 @@ class RecoveryContext:
         return self.terms is not None and not self.disabled_reason and self.attempt is not None
 
     def begin(self, attempt: int, layout: str, group_name: str) -> None:
-        """An attempt trains from here on; `group_name` names the ranks' meeting, and nobody else's."""
+        """Record that `attempt` trains from now on; `group_name` is unique to this rendezvous of the ranks."""
         self.attempt, self.layout = attempt, layout
         self.lineage = self.lineage or group_name
 
     @property
     def metadata(self) -> dict[str, str]:
-        said = {LINEAGE_KEY: self.lineage} if self.pls_target and self.lineage else {}
+        found = {LINEAGE_KEY: self.lineage} if self.pls_target and self.lineage else {}
         if self.recoveries:
-            said |= {PLS_KEY: f"{self.pls:.9g}", RECOVERIES_KEY: str(self.recoveries)}
-        return said
+            found |= {PLS_KEY: f"{self.pls:.9g}", RECOVERIES_KEY: str(self.recoveries)}
+        return found
 
     def load_metadata(self, metadata: Mapping[str, str]) -> None:
-        """The checkpoint of this run that is resumed has `metadata`; of another run's, or none: nothing."""
+        """Load `metadata` of the resumed checkpoint; empty if it is another run's or there is none."""
         self.pls, self.recoveries = pls_from_metadata(metadata)
         self.lineage = metadata.get(LINEAGE_KEY, "")
 
@@ -68,7 +65,7 @@ class RecoveryContext:
 
 
 def pls_from_metadata(metadata: Mapping[str, str]) -> tuple[float, int]:
-    """(PLS, partial recoveries) that a commit says; of one that says nothing, or nonsense, (0, 0)."""
+    """Return (PLS, partial recoveries) of a commit's metadata; (0, 0) if missing or invalid."""
     try:
         return max(0.0, float(metadata.get(PLS_KEY, 0))), max(0, int(metadata.get(RECOVERIES_KEY, 0)))
     except ValueError:
@@ -77,12 +74,12 @@ def pls_from_metadata(metadata: Mapping[str, str]) -> tuple[float, int]:
 
 def _disabled_reason(rank: Rank, staging_dir: Path | None) -> str:
     if rank.alone:
-        return "there is one process only: nobody survives it"
+        return "there is only one process, so no rank survives its loss"
     if torch.cuda.is_available():
-        return "there are CUDA devices: waiting behind a dead collective of theirs is not proven safe"
+        return "there are CUDA devices: waiting behind a dead CUDA collective is not proven safe"
     if staging_dir is None:
         return (
-            "this pod names no place where survivors' rows would outlive its containers: mount a volume of the pod, "
+            "this pod has no directory where survivors' rows outlive its containers: mount a volume of the pod, "
             "and name it in DELTASHARD_STAGED_DIR"
         )
     try:
@@ -93,7 +90,7 @@ def _disabled_reason(rank: Rank, staging_dir: Path | None) -> str:
 
 
 def _location_of(staging_dir: Path) -> str:
-    # Pods of one machine have volumes of their own at one path: the folder's inode tells them apart.
+    # Pods of one machine mount separate volumes at the same path; the inode distinguishes them.
     try:
         machine, folder = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), staging_dir.stat()
     except OSError:

@@ -1,11 +1,11 @@
-"""A staged part: what a survivor held, as one file on this machine, written at once and never read as a commit.
+"""A staged part: a survivor's data in one file on this machine, written at once and never read as a commit.
 
-    frames    rows, each with its tail behind it, and blobs (`format.frame`), each with its hash
+    frames    rows, each followed by its tail, and blobs (`format.frame`), each with its hash
     facts     JSON of `rule.StagedMetadata`, of the boxes, and of the bytes of all frames
     trailer   bytes of the facts (u64 little-endian), their xxh3-128, magic
 
-It is written beside, synced, and renamed: a file of this name is whole, or a hash says that it is not. No store and
-no log knows of it.
+The file is written under a temporary name, synced, and renamed, so a file of the final name is complete or fails its
+hash. No store and no log refers to it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ def discard(staging_dir: Path, rank: int) -> None:
 
 
 def other_ranks(staging_dir: Path, rank: int) -> tuple[int, ...]:
-    """Ranks other than `rank` whose parts lie there."""
     found = (path.stem.removeprefix("rank-") for path in staging_dir.glob("rank-*.part"))
     return tuple(sorted({int(each) for each in found if each.isdecimal()} - {rank}))
 
@@ -49,7 +48,7 @@ def other_ranks(staging_dir: Path, rank: int) -> tuple[int, ...]:
 def write(
     staging_dir: Path, staged: StagedMetadata, frames: Iterable[EncodedFrame], *, boxes: Iterable[Box]
 ) -> Path:
-    """Write the part of a rank, synced, under a name of its own; `publish` gives it the one that is read."""
+    """Write and sync the part of a rank under a temporary name, which `publish` replaces by the final one."""
     staging_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     place = path_of(staging_dir, staged.rank).with_suffix(".new")
     place.unlink(missing_ok=True)
@@ -72,7 +71,7 @@ def write(
 
 
 def publish(staging_dir: Path, rank: int) -> None:
-    """What `write` wrote is the rank's staged part from now on, whatever dies."""
+    """Make the output of `write` the rank's staged part, durably."""
     path = path_of(staging_dir, rank)
     path.with_suffix(".new").replace(path)
     fd = os.open(staging_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -83,10 +82,10 @@ def publish(staging_dir: Path, rank: int) -> None:
 
 
 class PartFrames:
-    """Frames of a staged part: all of them, or those that a donor sent."""
+    """Frames of a staged part: all of them, or those that the donor sent."""
 
     def __init__(self, data: memoryview) -> None:
-        """Raises `CorruptObject` for bytes that are no whole frames."""
+        """Raises `CorruptObject` if `data` is not a sequence of whole frames."""
         self._frames: list[tuple[FrameInfo, memoryview]] = []
         expected: TailInfo | None = None
         for at, each in scan_pack(data):
@@ -106,7 +105,7 @@ class PartFrames:
                 yield data[: info.length], None if info.tail is None else data[info.length :]
 
     def shared_frames(self, tables: frozenset[str]) -> list[memoryview]:
-        """Frames with their tails that are of use to other ranks: all blobs, and rows of `tables`, which each has."""
+        """Return frames with tails that other ranks use: all blobs, and rows of `tables`, which every rank has."""
         return [data for info, data in self._frames if info.name or info.table in tables]
 
     def blobs(self) -> dict[str, memoryview]:
@@ -119,35 +118,35 @@ class PartFrames:
 
 
 class StagedPart(PartFrames):
-    """One that was read and is whole."""
+    """A staged part that was read and verified."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `FileNotFoundError` when there is none, `DeltashardError` or `OSError` for one that cannot be used."""
+        """Raises `FileNotFoundError` if there is none, `DeltashardError` or `OSError` if it cannot be used."""
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < _TRAILER.size:
-                raise CorruptObject(f"{size} bytes are no staged part", where=str(path))
+                raise CorruptObject(f"{size} bytes are too few for a staged part", where=str(path))
             view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         facts_bytes, digest, magic = _TRAILER.unpack(view[-_TRAILER.size :])
         if magic != MAGIC:
-            raise CorruptObject("it does not end as a staged part does", where=str(path))
+            raise CorruptObject("it does not end with the magic of a staged part", where=str(path))
         facts_at = max(0, size - _TRAILER.size - facts_bytes)
         facts = bytes(view[facts_at : size - _TRAILER.size])
         if xxhash.xxh3_128_digest(facts) != digest:
-            raise CorruptObject("its facts do not have their hash", where=str(path))
+            raise CorruptObject("its facts do not match their hash", where=str(path))
         try:
             held = json.loads(facts)
             self.staged = StagedMetadata(**held["staged"])
             self.boxes = tuple(Box(**box) for box in held["boxes"])
             if held["frame_bytes"] != facts_at:
-                raise CorruptObject("its frames are not all there", where=str(path))
-        except (ValueError, TypeError, KeyError) as error:  # another version's
-            raise CorruptObject(f"it says what no part says: {error}", where=str(path)) from None
+                raise CorruptObject("its frames are incomplete", where=str(path))
+        except (ValueError, TypeError, KeyError) as error:  # another version
+            raise CorruptObject(f"its facts are invalid: {error}", where=str(path)) from None
         super().__init__(view[:facts_at])
 
 
 def read_part(staging_dir: Path, rank: int) -> tuple[StagedPart | None, str]:
-    """The rank's staged part, or (None, why what is there cannot be used); (None, "") where there is none."""
+    """Return (the rank's staged part, ""), (None, why it cannot be used), or (None, "") if there is none."""
     try:
         return StagedPart(path_of(staging_dir, rank)), ""
     except FileNotFoundError:

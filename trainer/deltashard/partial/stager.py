@@ -1,8 +1,8 @@
-"""What a survivor stages: rows changed since the last commit, as they are, and all else that it holds.
+"""Stages a survivor's data: the current values of rows changed since the last commit, and all other state.
 
-On the training thread when a collective has raised, or on the watchdog's while the training thread is inside of one
-that will not end. Tables that are on every rank are staged whole, but by the rank that saves them, which knows what
-changed.
+Staging runs on the training thread after a collective has raised, or on the watchdog's while the training thread is
+inside one that never returns. Tables on every rank are staged whole, except on the rank that saves them, which knows
+which rows changed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from deltashard.tracking.tracking import TrackedTable
 log = logging.getLogger("deltashard")
 
 PEER_DEATH_WAIT_S = 2.0
-"""A collective that raised did so because a rank died, if one is found dead within so long: its locks go last."""
+"""A collective failed because a rank died if one is found dead within so long: locks are released last."""
 POLL_S = 0.02
 UPDATE_TIMEOUT_S = 10.0
-"""A fused update that takes longer was left by an exception: nothing is staged."""
+"""A fused update that takes longer was interrupted by an exception, so the rank is not staged."""
 
 
 class Stager:
-    """One rank's; `stage` is done once."""
+    """Stages one rank, at most once."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Stager:
         peers: Peers,
         blobs: Callable[[int], Iterable[tuple[str, EncodedTree]]],
     ) -> None:
-        """`blobs` gives all that this rank has at a step beside rows, by plain names."""
+        """`blobs(step)` returns all data of this rank at that step except rows, by plain names."""
         self._context = context
         self._program = program
         self._tracking = program.tracking
@@ -69,9 +69,9 @@ class Stager:
                 table.found.kernel.batch.watch(lambda begins: self._tracking.steps.update(begins=begins))
 
     def handle_error(self, error: BaseException) -> bool:
-        """`error` came out of the training loop: stage, if it says that a rank died; returns whether it does."""
-        # torch raises what a collective met as RuntimeError, of which its own errors are a kind. Any other error is
-        # this rank's own: whatever led to it is better not kept.
+        """Stage if `error`, raised in the training loop, means that a rank died; returns whether it does."""
+        # torch raises failures of collectives as RuntimeError or its subclasses. Any other error is this rank's own,
+        # and the state that caused it is not worth keeping.
         if not self._context.ready or not isinstance(error, RuntimeError):
             return False
         until_s = time.monotonic() + PEER_DEATH_WAIT_S
@@ -82,14 +82,14 @@ class Stager:
             idle.wait(POLL_S)
         if self._tracking.steps.updating:
             log.warning(
-                "a rank died, and a fused update of this one was left halfway: nothing of it is staged"
+                "a rank died, and a fused update of this rank was interrupted: this rank is not staged"
             )
         else:
             self.stage(lambda: True)
         return True
 
     def stage(self, is_current: Callable[[], bool]) -> bool:
-        """Stage what this rank holds, while `is_current()`; returns whether there is nothing more to be done."""
+        """Stage this rank's data while `is_current()`; returns whether staging is finished."""
         with self._lock:
             if self._done or not self._context.ready:
                 return True
@@ -97,8 +97,7 @@ class Stager:
                 done = self._stage(is_current)
             except Exception as error:  # noqa: BLE001 - a user's getter, a full disk: this rank counts as lost
                 log.warning(
-                    "a rank died, and nothing of this one could be staged (%s: %s): its rows go back to the last "
-                    "checkpoint",
+                    "a rank died, and this rank could not be staged (%s: %s): its rows return to the last checkpoint",
                     type(error).__name__,
                     error,
                 )
@@ -111,10 +110,12 @@ class Stager:
         context, tracking, steps = self._context, self._tracking, self._tracking.steps
         covers = self._base.commit
         if covers is None or context.attempt is None or self._clock.step == 0:
-            log.warning("a rank died before the first checkpoint of this run: there is nothing to stage upon")
+            log.warning(
+                "a rank died before the first checkpoint of this run: there is no checkpoint to stage upon"
+            )
             return True
         if steps.updating:
-            # On the watchdog's thread: the training thread is in a kernel, and will come out of it.
+            # On the watchdog's thread: the training thread is in a kernel, which will return.
             self._updating_since_s = self._updating_since_s or time.monotonic()
             return time.monotonic() - self._updating_since_s > UPDATE_TIMEOUT_S
         began_s, where = time.monotonic(), self._step_state()
@@ -141,7 +142,7 @@ class Stager:
             boxes=(table.box for table in tracking.tables),
         )
         if not is_current() or self._step_state() != where:
-            path.unlink()  # the training thread went on meanwhile: this is of no one instant
+            path.unlink()  # the training thread continued meanwhile, so the data is not of one instant
             return False
         staged_part.publish(context.staging_dir, context.rank)
         log.warning(
@@ -170,7 +171,7 @@ ROWS_PER_BLOCK = 1 << 16
 
 
 def _blocks(table: TrackedTable) -> Iterator[RowBlock]:
-    """The rows of one shard that are staged, some at a time."""
+    """Yield the rows of one shard to stage, in blocks of `ROWS_PER_BLOCK`."""
     ids = table.select_rows("since_commit").ids if table.saver is None else None
     weights, fields = array_of(table.param), {k: array_of(v) for k, v in table.state_tensors().items()}
     chosen = np.arange(weights.shape[0], dtype=np.int64) if ids is None else ids.numpy()

@@ -351,9 +351,9 @@ INEXACT: dict[str, tuple[LoaderProgram, str]] = {
     "a list of batches": (loop(shuffled, "a list of batches"), "without a new batch"),
     "pipelined, not declared": (loop(lambda: shuffled(60), "pipelined"), "pipelined=True"),
     "walk sampler": (loop(lambda: DataLoader(Numbers(noisy=True), batch_size=4, sampler=Walk())), "order"),
-    "buffered": (loop(lambda: DataLoader(Buffered(), batch_size=2)), "a generator of its own"),
-    "counting": (loop(make_loader(ReadCounter, shuffle=True)), "their content is not"),
-    "closure": (loop(lambda: ModuleGenerator().loader()), "their content is not"),
+    "buffered": (loop(lambda: DataLoader(Buffered(), batch_size=2)), "shares a generator with training"),
+    "counting": (loop(make_loader(ReadCounter, shuffle=True)), "the same samples with different content"),
+    "closure": (loop(lambda: ModuleGenerator().loader()), "the same samples with different content"),
 }
 """Resume bit-exactly, or with a warning that has these words."""
 

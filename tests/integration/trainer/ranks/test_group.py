@@ -92,7 +92,7 @@ def test_epoch_continues_with_other_world_size(run: RunRanks, tmp_path: Path, da
         goes_on = (
             f"loader 'loader' resumes at batch {20 - rest // 12}, as on {before} ranks"
             if data == "shared"
-            else f"loader 'loader' was within epoch 0 when {before} ranks saved: the {rest} samples that are left of it are "
+            else f"loader 'loader' was within epoch 0 when {before} ranks saved: the {rest} remaining samples are "
             f"shared among {number}; its last batch is not compared"
         )
         assert all(goes_on in rank["restored"]["notes"] for rank in ranks)
@@ -110,7 +110,7 @@ def test_epoch_with_unknown_rest_restarts_or_is_refused(run: RunRanks, tmp_path:
     run(tmp_path, 2, "resumed", until=8, data="own")
     for said in run(tmp_path, 3, "resumed", until=10, loaders="refuse", data="own"):
         assert said["error"] in ("CheckpointMismatch", "RestoreFailed")
-        assert "when 2 ranks saved, and there are 3 now" in said["what"]
+        assert "when 2 ranks saved, but there are 3 now" in said["what"]
         assert 'restore(loaders="restart")' in said["remedy"]
     zero, _, two = run(tmp_path, 3, "resumed", until=10, data="own")
     assert zero["restored"]["step"] == two["restored"]["step"] == 8

@@ -92,7 +92,7 @@ def test_survivors_keep_rows_and_lost_rank_rolls_back(run: RunRanks, tmp_path: P
     assert third[1]["state"] == second[0]["held"]
     notes = "; ".join(third[1]["notes"])
     assert "rank 1 was lost: its rows and its random numbers are those of step 3" in notes
-    assert "rank 1 has rank 0's state=" in notes
+    assert "rank 1 has the state= of rank 0" in notes
     entry = newest(tmp_path)
     assert entry.step == 11
     assert float(entry.metadata["deltashard/pls"]) == pytest.approx(sums)
@@ -150,11 +150,11 @@ def _foreign(home: Path) -> None:
 @pytest.mark.parametrize(
     ("tamper", "options", "why"),
     [
-        (_torn, {}, "rank 1's staged part: it does not end as a staged part does"),
+        (_torn, {}, "rank 1's staged part: it does not end with the magic of a staged part"),
         (_corrupt, {}, "rank 1's staged part: a frame's bytes do not match its hash"),
-        (_shorter, {}, "rank 1's staged part: its frames are not all there"),
-        (_foreign, {}, "rank 2's staged part: it is rank 0's"),
-        (None, {"pls_target": 1e-4}, "beyond its target of 0.0001"),
+        (_shorter, {}, "rank 1's staged part: its frames are incomplete"),
+        (_foreign, {}, "rank 2's staged part: it belongs to rank 0"),
+        (None, {"pls_target": 1e-4}, "above its target of 0.0001"),
         (None, {"which": "'step:3'"}, "restore(which='step:3') was called"),
         (None, {"recovery": "'full'", "pls_target": None, "planned_steps": None}, ""),
     ],
@@ -182,5 +182,5 @@ def check_full(messages: list[Any], workdir: Path, why: str) -> None:
         assert (each["mode"], each["step"], each["pls"], each["rank_steps"]) == ("full", 3, 0.0, [])
         check_same(arrays(workdir, "begun", rank), arrays(workdir, "saved", rank))
     log = (workdir / "log-0").read_text().rpartition("begins anew")[2]
-    assert why in log.replace("recovery is full, all ranks go back to the checkpoint: ", "")
+    assert why in log.replace("recovery is full, all ranks return to the checkpoint: ", "")
     assert "PARTIAL" not in log

@@ -115,7 +115,7 @@ def test_restored_sharded_training_continues_exactly(tmp_path: Path, sharding: s
     restored = ckpt.restore()
     assert restored.step == 5
     assert restored.notes, "this script gives another learning rate"
-    assert all("gave other hyperparameters than this one (lr " in note for note in restored.notes)
+    assert all("set other hyperparameters than this one (lr " in note for note in restored.notes)
     _equal(_whole(ckpt), saved)
     for step in range(5, 8):
         first.train(case.batch(step, 0))

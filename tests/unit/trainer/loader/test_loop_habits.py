@@ -83,4 +83,4 @@ def test_loader_change_between_epochs_is_noted() -> None:
     later, _ = registry_at(registry.clock())
     later.wrap(DataLoader(list(range(8)), 2))
     notes = later.resume(positions, rng, step=registry.clock())
-    assert notes == ["loader 'loader': it is another one for the epochs that follow: samples was 6 and is 8"]
+    assert notes == ["loader 'loader': it has changed for the following epochs: samples was 6 and is 8"]

@@ -178,7 +178,7 @@ def test_changed_order_is_refused_within_an_epoch(what: str, live: Data) -> None
         ({"seed": -1}, "seed="),
         ({"seed": None}, "seed="),
         ({"seed": True}, "seed="),
-        ({"rank": 0}, "go together"),
+        ({"rank": 0}, "must be given together"),
         ({"rank": 2, "world_size": 2}, "rank="),
         ({"rank": 0, "world_size": 0}, "world_size="),
     ],

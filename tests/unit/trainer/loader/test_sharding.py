@@ -41,18 +41,18 @@ def test_unshareable_position_is_refused() -> None:
         assert "ResumableSampler" in str(caught.value)
 
     ranks[1].take(1)
-    refused("rank 1 was elsewhere than rank 0", {0: trees[0], 1: ranks[1].tree()})
+    refused("rank 1 had another position or other batches than rank 0", {0: trees[0], 1: ranks[1].tree()})
     refused("the position of rank 1 was not read", {0: trees[0]})
     refused("it was not on every rank", {0: trees[0], 1: None})
     refused("it is unknown which samples were used up", {0: {**trees[0], "order": None}, 1: trees[1]})
     refused("its sampler had 2 shares for 4 ranks", dict(enumerate(trees * 2)), saved=4)
     tree, note = taken_over(dict(enumerate(trees)))
-    assert "was within epoch 0 when 2 ranks saved: the 36 samples that are left of it" in note
+    assert "was within epoch 0 when 2 ranks saved: the 36 remaining samples" in note
     for what, other in {
         "samples was 48 and is 50": rank_of(0, 1, replace(DATA, samples=50)),
         "seed=3, .* and is .*seed=4": rank_of(0, 1, replace(DATA, seed=4)),
         "shares was 1 and is 2": rank_of(0, 2),
-        'skip="replay" reads a whole epoch again': rank_of(0, 1, skip="replay"),
+        'skip="replay" rereads a whole epoch': rank_of(0, 1, skip="replay"),
     }.items():
         with pytest.raises(CheckpointMismatch, match=what):
             other.resume(tree)

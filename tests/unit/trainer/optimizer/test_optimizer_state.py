@@ -440,5 +440,5 @@ def test_kernel_updated_parameters_are_not_optimizer_state():
     shard.grad = torch.ones(4, 2)
     optimizer.step()
     (view,) = views_of([optimizer], {dense: "top"}, (), {shard})
-    with pytest.raises(StateError, match="sharded table, which its kernel updates already"):
+    with pytest.raises(StateError, match="sharded table, which its kernel already updates"):
         view.capture()

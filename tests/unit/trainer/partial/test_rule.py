@@ -57,25 +57,25 @@ def test_remote_ranks_are_sent_the_part_within_a_size_limit() -> None:
 
 
 UNUSABLE_PARTS = [
-    ({"run": "another"}, "another run's"),
-    ({"rank": 1}, "it is rank 1's"),
+    ({"run": "another"}, "belongs to another run"),
+    ({"rank": 1}, "it belongs to rank 1"),
     ({"attempt": 4}, "of attempt 4"),
     ({"attempt": 6}, "of attempt 6"),
     ({"world_size": 3}, "of 3 ranks"),
-    ({"layout": "other"}, "sharded otherwise"),
+    ({"layout": "other"}, "sharded differently"),
     ({"lineage": "wiped"}, "another run of this name"),
     ({"covers": 10}, "builds on checkpoint 10"),
     ({"step": 29}, "of step 29"),
 ]
 OTHER_RESUME_POINT = [
     ({"unusual": "restore(which='seq:3') was called"}, "seq:3"),
-    ({"previous_attempt": None}, "does not say which attempt"),
-    ({"previous_attempt": 7}, "and 7 was the one before"),
+    ({"previous_attempt": None}, "does not report the previous attempt"),
+    ({"previous_attempt": 7}, "but the previous attempt was 7"),
     ({"world_size": 5}, "there are 5"),
     ({"lineage": ""}, "not made under partial recovery"),
-    ({"seq": 8}, "builds on checkpoint 9, and 8 is resumed"),
-    ({"attempt": 3, "seq": 10}, "not of its attempt"),
-    ({"step": 41}, "the checkpoint of 41"),
+    ({"seq": 8}, "builds on checkpoint 9, but 8 is resumed"),
+    ({"attempt": 3, "seq": 10}, "not committed by its attempt"),
+    ({"step": 41}, "the checkpoint is of step 41"),
 ]
 OTHERS = [vote(r) for r in (1, 2, 3)]
 UNCLEAR = {
@@ -88,7 +88,7 @@ UNCLEAR = {
     "the first is torn": ([vote(0, step=41, clean=False), *OTHERS], "was ahead"),
     "another's": (
         [dataclasses.replace(vote(r, lost=True), misplaced_ranks=(3,) if r == 1 else ()) for r in range(4)],
-        "rank 1 finds what rank 3 staged",
+        "rank 1 finds the part of rank 3",
     ),
     "off": (
         [vote(0), dataclasses.replace(vote(1), disabled_reason="there are CUDA devices")],
@@ -177,5 +177,5 @@ def test_loaders_move_to_the_position_of_the_others() -> None:
     stateful = mine | {"kind": "stateful"}
     found, notes = advance_positions({"a": stateful}, {"a": theirs | {"kind": "stateful", "epoch": 2}})
     assert found["a"] == stateful
-    assert "once more" in notes[0]
+    assert "repeats the batches" in notes[0]
     assert advance_positions({"a": theirs, "b": mine}, {"a": mine}) == ({"a": theirs, "b": mine}, [])
