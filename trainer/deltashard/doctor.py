@@ -1,8 +1,9 @@
-"""What a Checkpointer makes of a program: how each table is tracked and why, what is saved, what is not.
+"""Report of `Checkpointer.doctor()`: how each table is tracked and why, and what is and is not saved.
 
-`ckpt.doctor()` is for people: print it. It reads the program as it stands and changes nothing; one line of it is
-logged when the Checkpointer attaches. What it finds missing is a guess from the outside, so it is a hint, never an
-error: a plain attribute that holds a tensor may be a cache, and a loader may be resumed by the program itself.
+`ckpt.doctor()` is meant to be printed. It inspects the program and changes nothing. The Checkpointer logs one line of
+it
+when it attaches. Entries under `missing` are hints, not errors: a plain attribute with a tensor may be a cache, and the
+program may resume a loader itself.
 """
 
 from __future__ import annotations
@@ -26,56 +27,56 @@ from deltashard.tracking.tracking import TrackedTable
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _MAX_NAMES = 8
 _MAX_EXAMINED = 1_000
-"""Values of a list or dict: one that holds tensors mostly begins with one, and a vocabulary may have millions."""
+"""Examined values per list or dict. A collection of tensors usually starts with one; a vocabulary may have millions."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""What torch itself keeps of a module."""
+"""Attributes that torch itself sets on a module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableReport:
-    """One table."""
+    """Shape, optimizer and tracker of one table."""
 
     name: str
     rows: int
     columns: int
     dtype: str
     bytes: int
-    """Of its weights and its optimizer state, as they are in memory."""
+    """Size in memory of weights and optimizer state."""
     fields: tuple[str, ...]
-    """Optimizer state that travels with its rows, as far as it exists by now."""
+    """Names of the row-wise optimizer state that exists so far."""
     optimizer: str
-    """The class of the one that owns it, or what is the matter."""
+    """Class of the optimizer that steps the table, or a note that none does."""
     tracker: str
     """"gradients", "lookups" or "hashes"."""
     why: str
-    """Why it is tracked so."""
+    """Reason for the choice of tracker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """Something that is not in the checkpoint."""
+    """State that is not in the checkpoint."""
 
     what: str
     meaning: str
-    """What that means for a resumed run, and the remedy."""
+    """Consequence for a resumed run, and the remedy."""
     later: bool = False
-    """The program may still give it, after the Checkpointer was built."""
+    """Whether the program may still register it after the Checkpointer was built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What `doctor()` returns; `print` it."""
+    """Printable result of `Checkpointer.doctor()`."""
 
     tables: tuple[TableReport, ...]
     saved: tuple[str, ...]
-    """What is in the checkpoint beside the tables, a line for each kind."""
+    """Contents of the checkpoint other than tables, one line per kind."""
     missing: tuple[Missing, ...]
     timer: str = ""
-    """How often the sidecar saves, and whether that was chosen."""
+    """Current save interval, and the goal from which it was chosen."""
     blocked: str = ""
-    """Why a save that is due did not happen yet; empty: none is due."""
+    """Reason why a due save is blocked; empty if no save is due."""
     kernels: str = ""
-    """That rows are read and hashed slowly, and the remedy; empty: they are not."""
+    """Warning that slow kernels read and hash rows, with the remedy; empty otherwise."""
 
     @property
     def line(self) -> str:
@@ -122,13 +123,13 @@ def diagnose(
     *,
     blocked: BlockedSave | None = None,
 ) -> Diagnosis:
-    """Look at everything that a cut would take now, and at what it would not.
+    """Inspect what a snapshot taken now would and would not contain.
 
     Args:
-        program: what trains.
-        loaders: the wrapped ones by name.
-        policy: the sidecar's, as it last told.
-        blocked: the save that is due and did not happen yet.
+        program: Program being trained.
+        loaders: Wrapped loaders by name.
+        policy: Last known policy of the sidecar.
+        blocked: Due save that has not been taken yet.
     """
     tracking, contracts = program.tracking, program.contracts
     dense = tracking.dense()
@@ -175,7 +176,7 @@ def timer_of(policy: pb.Policy) -> str:
 
 
 def _held(value: object) -> Iterator[Tensor]:
-    """The tensors of an attribute: itself, or what a list, tuple or dict holds."""
+    """Yield the tensors of an attribute value, or the tensors in it if it is a list, tuple or dict."""
     values = (
         value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
     )
@@ -211,7 +212,7 @@ def _missing(program: Program, loaders: Mapping[str, WrappedLoader]) -> Iterator
     known = {id(tensor) for tensor in tracking.inventory.names}
     theirs = {id(each) for module in tracking.inventory.sharded for each in module.modules()}
     for path, module in canonical_prefixes(tracking.model):
-        # What a sharded module keeps beside its tables is made from its plan; a history of collisions is saved.
+        # A sharded module rebuilds other state from its plan; the history of managed collisions is saved.
         if id(module) in theirs or is_managed(module):
             continue
         inside = f"{path}." if path else ""
