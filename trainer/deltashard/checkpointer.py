@@ -43,23 +43,23 @@ DRAIN_DEADLINE_S = 30.0
 
 
 class Checkpointer:
-        """Saves and restores crash-consistent checkpoints of a training loop.
+    """Saves and restores crash-consistent checkpoints of a training loop.
 
-        Attributes:
-            url: Store of the run, without credentials.
-            run: Name of the run.
-            stats: Counters of snapshots, commits, skips and failures of this process.
+    Attributes:
+        url: Store of the run, without credentials.
+        run: Name of the run.
+        stats: Counters of snapshots, commits, skips and failures of this process.
 
-        Example:
-            ```python
-            ckpt = deltashard.Checkpointer(model, optimizer, url="file:///data/ckpt", run="dlrm", every_s=30)
-            ckpt.restore()
-            for batch in ckpt.wrap(loader):
-                train(batch)
-                ckpt.step()
-            ckpt.close()
-            ```
-        """
+    Example:
+        ```python
+        ckpt = deltashard.Checkpointer(model, optimizer, url="file:///data/ckpt", run="dlrm", every_s=30)
+        ckpt.restore()
+        for batch in ckpt.wrap(loader):
+            train(batch)
+            ckpt.step()
+        ckpt.close()
+        ```
+    """
 
     def __init__(  # noqa: PLR0913
         self,
@@ -197,8 +197,7 @@ class Checkpointer:
         return None if link is None else str(link.reply.arena_path)
 
     def step(self) -> None:
-        """Mark the end of a training step. Call it as the last statement of the loop body, after optimizer and
-        scheduler.
+        """Mark the end of a training step; the last statement of the loop body, after optimizer and scheduler.
 
         Takes a snapshot if one is due and possible.
 

@@ -91,7 +91,7 @@ class Diagnosis:
         known = [each.what for each in self.missing if not each.later]
         if known:
             parts.append(f"not saved: {_join_names(known)}")
-        return "; ".join(parts) + " (ckpt.doctor() says more)"
+        return "; ".join(parts) + " (ckpt.doctor() prints details)"
 
     def __str__(self) -> str:
         lines = [f"Tables: {len(self.tables)}"]
@@ -104,8 +104,8 @@ class Diagnosis:
         for each in self.missing:
             lines += [f"  {each.what}", f"    {each.meaning}"]
         lines += [
-            "  what only variables of the script hold: loaders that are not wrapped, generators, counters",
-            "    It cannot be seen from here: wrap() such a loader, give the others in state=.",
+            "  state held only by variables of the script: unwrapped loaders, generators, counters",
+            "    doctor() cannot see it: wrap() loaders, pass other state in state=.",
         ]
         if self.timer:
             lines.append(f"Saved {self.timer}.")
@@ -144,7 +144,7 @@ def diagnose(
             f"optimizers: {_join_names(view.class_name.rpartition('.')[2] for view in tracking.optimizers)}"
         )
     if contracts:
-        saved.append(f"what modules say themselves: {_join_names(each.name for each in contracts)}")
+        saved.append(f"extra state of modules: {_join_names(each.name for each in contracts)}")
     if histories:
         saved.append(
             f"histories of managed collisions: {_join_names(n.removeprefix(COLLISIONS_PREFIX) for n in histories)}"
@@ -171,7 +171,7 @@ def timer_of(policy: pb.Policy) -> str:
     if not policy.goal or policy.goal == "fixed":
         return timer
     if not said:  # no attempt is open yet
-        timer = "at an interval that is chosen when training begins"
+        timer = "at an interval that is chosen when training starts"
     return f"{timer} (goal {policy.goal})"
 
 
@@ -202,7 +202,7 @@ def _table(table: TrackedTable) -> TableReport:
 
 def _why(table: TrackedTable, owner: str) -> str:
     if table.tracker == "lookups":
-        return "its kernel changes only rows that were looked up, and tells them at each update"
+        return "its kernel changes only rows that were looked up, and reports them at each update"
     return f"{owner} changes only rows that have a gradient"
 
 
@@ -230,34 +230,35 @@ def _missing(program: Program, loaders: Mapping[str, WrappedLoader]) -> Iterator
     if transient:
         yield Missing(
             what=f"buffers with persistent=False: {_join_names(transient)}",
-            meaning="they are as constructed after a restore; right if they never change",
+            meaning="they have their constructed values after a restore, which is right if they never change",
         )
     if plain:
         yield Missing(
             what=f"tensors in plain attributes: {_join_names(plain)}",
-            meaning="they are as constructed after a restore: register_buffer() them, or say them in get_extra_state()",
+            meaning="they have their constructed values after a restore: register_buffer() them, or return them from "
+            "get_extra_state()",
         )
     left_out = sorted(itertools.chain.from_iterable(contract.left_out for contract in contracts))
     if left_out:
         yield Missing(
-            what=f"what modules leave out of their state_dict(): {_join_names(left_out)}",
-            meaning="by the module's own word; as constructed after a restore",
+            what=f"tensors that modules exclude from state_dict(): {_join_names(left_out)}",
+            meaning="excluded by the module itself; constructed values after a restore",
         )
     if attributes := [name for view in tracking.optimizers for name in view.unsaved]:
         yield Missing(
-            what=f"what optimizers keep in attributes that no checkpoint can hold: {_join_names(attributes)}",
-            meaning="as constructed after a restore: keep plain values or tensors, or say them in state_dict()",
+            what=f"attributes of optimizers that a checkpoint cannot store: {_join_names(attributes)}",
+            meaning="constructed values after a restore: use plain values or tensors, or state_dict()",
         )
     if not loaders:
         yield Missing(
             what="the position in the data",
-            meaning="no loader is wrapped: a resumed run begins its data anew; loader = ckpt.wrap(loader)",
+            meaning="no loader is wrapped: a resumed run reads its data from the beginning; loader = ckpt.wrap(loader)",
             later=True,
         )
     if (owner := program.unsaved_scheduler()) is not None:
         yield Missing(
             what=f"the learning-rate scheduler of {owner}",
-            meaning='it begins anew after a restore, and overwrites the rate: state={"scheduler": scheduler}',
+            meaning='it starts from the beginning after a restore and overwrites the rate: state={"scheduler": scheduler}',
         )
     if not tracking.optimizers:
         yield Missing(

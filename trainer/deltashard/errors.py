@@ -1,5 +1,4 @@
-"""Errors of the trainer. Each has `what`, `where` and `remedy`; its family tells whether user or environment must
-act."""
+"""Errors of the trainer, with `what`, `where` and `remedy`; the family tells whether user or environment must act."""
 
 from __future__ import annotations
 
