@@ -50,8 +50,7 @@ class CoordinatorThread:
     def __init__(
         self, rank: int, world_size: int, *, clock: StepClock, not_ready_reason: Callable[[bool], str]
     ) -> None:
-        """`not_ready_reason(urgent)` returns why this rank cannot take a snapshot now; called on the thread of the
-        rounds."""
+        """`not_ready_reason(urgent)` returns why this rank cannot take a snapshot; called on the rounds' thread."""
         self._rank = rank
         self._world_size = world_size
         self._clock = clock

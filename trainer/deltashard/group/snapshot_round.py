@@ -33,7 +33,9 @@ from deltashard.state.replica import format_ranks
 AHEAD_S = 0.15
 """Typical seconds from the proposal until every rank has the verdict, by which limits are ahead."""
 MAX_AHEAD_STEPS = 1 << 10
-"""Longest limit in steps. A loop with microsecond steps waits for the verdict instead, because its steps may become
+"""Longest limit in steps.
+
+A loop with microsecond steps waits for the verdict instead, because its steps may become
 longer and that many would then pass until the snapshot."""
 
 

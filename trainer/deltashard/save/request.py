@@ -76,7 +76,8 @@ class Requests:
                     handle,
                     SaveFailed(
                         f"step {handle.requested_step} was not captured, because "
-                        f"{handle.not_taken_reason or 'another save was'}, and training has continued: this pin and metadata were not meant for a later step",
+                        f"{handle.not_taken_reason or 'another save was'}, and training has continued: this pin "
+                        "and metadata were not meant for a later step",
                         where=f"save({handle.reason!r})",
                         remedy="wait() for it before the next step, or save() again",
                     ),
