@@ -174,7 +174,6 @@ class Checkpointer:
         except Exception:
             log.debug("doctor() failed", exc_info=True)
 
-
     @property
     def steps(self) -> int:
         """Number of `step()` calls of this run, including those before the restore."""

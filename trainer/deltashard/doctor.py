@@ -258,7 +258,7 @@ def _missing(program: Program, loaders: Mapping[str, WrappedLoader]) -> Iterator
     if (owner := program.unsaved_scheduler()) is not None:
         yield Missing(
             what=f"the learning-rate scheduler of {owner}",
-            meaning='it starts from the beginning after a restore and overwrites the rate: state={"scheduler": scheduler}',
+            meaning='it restarts after a restore and overwrites the rate: pass state={"scheduler": scheduler}',
         )
     if not tracking.optimizers:
         yield Missing(

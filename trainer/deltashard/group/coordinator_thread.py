@@ -92,7 +92,6 @@ class CoordinatorThread:
         self._thread.start()
         _live.add(self)
 
-
     def request(self, proposal: Proposal) -> None:
         """Have `proposal` proposed, unless a snapshot that this rank will reach is already pending."""
         held = self._request
@@ -175,7 +174,10 @@ class CoordinatorThread:
         finally:
             self._held_step = before
             if before is None:
-                self._not_before_s, self._again_s = 0.0, FIRST_AGAIN_S  # rounds cancelled for it may succeed now
+                self._not_before_s, self._again_s = (
+                    0.0,
+                    FIRST_AGAIN_S,
+                )  # rounds cancelled for it may succeed now
                 # Answers given meanwhile promised that this is the last step before the verdict.
                 self.wait_for_verdict(self._clock.step)
 
@@ -189,7 +191,6 @@ class CoordinatorThread:
         self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout=ANSWER_S)
-
 
     def _run(self) -> None:
         try:

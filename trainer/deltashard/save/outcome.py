@@ -96,7 +96,6 @@ class SnapshotOutcomes:
     def _in_flight_save(self) -> InFlightSave | None:
         return self._last if self.in_flight else None
 
-
     def apply(self) -> None:
         """Apply the events received by the session thread; raises `FencedError`."""
         while (event := self._session.next_event()) is not None:
@@ -166,7 +165,6 @@ class SnapshotOutcomes:
                 return False
             self._clock.pause(min(remaining_s, 0.2))
         return True
-
 
     def begin(self, flight: InFlightSave) -> None:
         """Record the start of a snapshot, before rows are copied."""
@@ -243,7 +241,6 @@ class SnapshotOutcomes:
     def _add_step_save(self, flight: InFlightSave) -> None:
         self._step_saves = [each for each in self._step_saves if each.step == flight.step] + [flight]
 
-
     @property
     def inconsistent(self) -> list[str]:
         """Commits to name in the metadata of the next commit."""
@@ -299,7 +296,6 @@ class SnapshotOutcomes:
         own, _ = match_tables(parse_encodings(policy.tables, where="tables"), tables)
         chosen = (begun.encodings.get(table, begun.encoding) for table in tables if table not in own)
         return last if any((bits_of(encoding) or 0) < SAFE_BITS for encoding in chosen) else None
-
 
     def join(self, handle: SaveHandle) -> bool:
         """Let `handle` share the snapshot that all ranks took at the current step; return False if there is none.

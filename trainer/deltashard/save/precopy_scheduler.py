@@ -104,7 +104,6 @@ class PrecopyScheduler:
         """Seconds for which the start of the current copy held training."""
         return 0.0 if self._now is None else self._began_s
 
-
     def begin_for_step(self, link: Link, step: int) -> None:
         """Begin copying for a snapshot due at the future `step`, once per step."""
         if step != self._scheduled_step:
@@ -159,7 +158,6 @@ class PrecopyScheduler:
         step, at_s = self._last_snapshot
         steps = self._clock.step - step
         return (time.monotonic() - at_s) / steps if steps > 0 else 0.0
-
 
     def stop(self) -> None:
         """Stop copying, because a snapshot begins or the memory being read may go away."""

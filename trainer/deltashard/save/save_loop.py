@@ -192,7 +192,8 @@ class SaveLoop:
         failure = self._failure_tracker.last
         if reason is BlockReason.SIDECAR_DISCONNECTED:
             return BlockedBy(
-                reason=reason, message=f"the sidecar has been disconnected for {self._session.disconnected_s:.0f} s"
+                reason=reason,
+                message=f"the sidecar has been disconnected for {self._session.disconnected_s:.0f} s",
             )
         if reason is not None and reason is not BlockReason.BACK_OFF:
             return BlockedBy(reason=reason, message=MESSAGE[reason])
@@ -210,7 +211,6 @@ class SaveLoop:
                 rank=self._ranks.coordinator_thread.cancelled_by,
             )
         return BlockedBy(reason=BlockReason.NOT_REQUESTED, message=MESSAGE[BlockReason.NOT_REQUESTED])
-
 
     def _finish_term(self, term: TermHandler, *, at_step: bool) -> None:
         """After SIGTERM's urgent snapshot, make it durable and let the signal act."""
@@ -247,7 +247,6 @@ class SaveLoop:
         else:
             self._requests.request_urgent(self._requests.urgent or "sigterm", fresh=False)
             self._clock.request_boundary()
-
 
     def wait(self, handle: SaveHandle, timeout_s: float | None) -> None:
         """Implement `SaveHandle.wait`."""
@@ -286,8 +285,7 @@ class SaveLoop:
             if handle.cut is None:
                 if (gone := self._taker.gate().not_at_boundary) is not None:
                     raise WaitError(
-                        "the snapshot is not taken yet, and only this thread can take it: "
-                        + MESSAGE[gone],
+                        "the snapshot is not taken yet, and only this thread can take it: " + MESSAGE[gone],
                         where=f"wait() for {handle.reason!r}",
                         remedy="call save() right after step(), or wait() after the next step()",
                     )
@@ -332,7 +330,9 @@ class SaveLoop:
             return SaveFailed(
                 f"the sidecar has been disconnected for {MAX_DISCONNECTED_S:.0f} s: "
                 + (
-                    "no snapshot was taken" if handle.cut is None else "it is unknown whether this save became durable"
+                    "no snapshot was taken"
+                    if handle.cut is None
+                    else "it is unknown whether this save became durable"
                 ),
                 where=f"wait() for {handle.reason!r}",
                 remedy="check the sidecar's log; saves continue when it is attached again",

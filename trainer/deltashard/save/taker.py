@@ -115,7 +115,6 @@ class SnapshotTaker:
     def close(self) -> None:
         self._order.close()
 
-
     def gate(self, *, at_step: bool = False) -> SnapshotGate:
         """Return the current blocking reasons; `at_step`: within `step()`, to which the last optimizer step belongs."""
         return SnapshotGate.of(
@@ -192,7 +191,9 @@ class SnapshotTaker:
         except SnapshotFailed as failure:
             if failure.cause in (Cause.FENCED, Cause.TAKEN_OVER):
                 kind = TakenOver if failure.cause == Cause.TAKEN_OVER else FencedError
-                self._session.fence(kind(str(failure), remedy="end this process; the newer one continues training"))
+                self._session.fence(
+                    kind(str(failure), remedy="end this process; the newer one continues training")
+                )
                 self._outcomes.apply()  # fails pending saves, and raises
             if failure.cause == "silent" and (silent := self._session.link) is not None:
                 self._session.suspect(silent, str(failure))
@@ -271,7 +272,6 @@ class SnapshotTaker:
             raise SnapshotFailed("gone", "the sidecar disconnected while tables were described again")
         self._outcomes.adopt(link)
         return link
-
 
     def _send(
         self,

@@ -87,7 +87,6 @@ class Watchdog:
         self._block: BlockedBy | None = None
         """Blocking reason at the last check."""
 
-
     def begin(self, *, restored: bool) -> None:
         """Start watching an attempt; `restored`: it began from a checkpoint."""
         now_s = self._now_s()
@@ -108,7 +107,6 @@ class Watchdog:
         self._due_s = self._block = None
         self._limit_s = 0.0
         self._clock.show_blocked(0.0, 0)
-
 
     def check(self, block: Callable[[], BlockedBy], *, asked: bool, timed: bool = True) -> None:
         """Check at the end of a boundary. `block` returns what blocks a save; `asked`: a request is pending."""

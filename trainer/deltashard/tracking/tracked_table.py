@@ -113,7 +113,6 @@ class TrackedTable:  # noqa: PLR0904
         self._stride = found.param.stride()
         self._schema = self._read_schema()
 
-
     @property
     def schema(self) -> TableSchema:
         """Schema of the whole table at the last `refresh`; `schema_version` counts its changes."""
@@ -156,7 +155,6 @@ class TrackedTable:  # noqa: PLR0904
     def select_rows(self, mode: Mode) -> RowSelection:
         """Return the rows that a snapshot of this mode takes, as of the last `Tracking.refresh`."""
         return self.marks.select(mode)
-
 
     def attach(self, owners: Iterable[Any], views: Iterable[OptimizerView]) -> None:
         """Set the user's optimizers that own this table, and the views that hold its state."""
