@@ -134,7 +134,7 @@ class CheckpointReader:
         parts = optimizer_parts(
             {f"optim/{key}": value for key, value in self._values_under("optim/").items()}
         )
-        return tuple(said[0] for said in parts.values())
+        return tuple(part[0] for part in parts.values())
 
     def close(self) -> None:
         """Close the store."""
@@ -183,7 +183,7 @@ class CheckpointReader:
             raise CheckpointNotFound(
                 f"checkpoint {self.seq} was retired while it was read",
                 where=f"run {self.run}",
-                remedy="open a newer one; save(pin=) keeps one whatever retention says",
+                remedy="open a newer one; save(pin=) keeps one regardless of retention",
             ) from error
 
 

@@ -164,13 +164,13 @@ def diagnose(
 
 
 def timer_of(policy: pb.Policy) -> str:
-    said = [f"every {policy.every_s:.4g} s"] if policy.every_s else []
+    intervals = [f"every {policy.every_s:.4g} s"] if policy.every_s else []
     if policy.every_steps:
-        said.append(f"every {policy.every_steps} steps")
-    timer = " and ".join(said) or "on demand only"
+        intervals.append(f"every {policy.every_steps} steps")
+    timer = " and ".join(intervals) or "on demand only"
     if not policy.goal or policy.goal == "fixed":
         return timer
-    if not said:  # no attempt is open yet
+    if not intervals:  # no attempt is open yet
         timer = "at an interval that is chosen when training starts"
     return f"{timer} (goal {policy.goal})"
 

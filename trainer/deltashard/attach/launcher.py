@@ -163,7 +163,6 @@ def cache_dir(url: str, run: str, node: int = 0) -> Path:
 
 
 def _cache_base() -> Path:
-    """Return the user's cache directory, or a private temporary one if that does not exist or is not writable."""
     with contextlib.suppress(RuntimeError):  # no HOME, and no entry in the password database
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         there = base

@@ -301,7 +301,6 @@ class SidecarSession:
         self.link = None
 
     def _attach(self) -> Link:
-        """Try to attach once; raises `SidecarGone` if another try may succeed."""
         return self._attach_at(self._launcher.ensure(), until_s=time.monotonic() + ATTACH_DEADLINE_S)
 
     def _attach_at(self, path: Path, *, until_s: float) -> Link:

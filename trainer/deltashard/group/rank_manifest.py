@@ -68,7 +68,7 @@ def agreed_layout(manifests: Sequence[RankManifest]) -> Layout:
     """
     first = manifests[0]
     for rank, manifest in enumerate(manifests):
-        _check_same("says", first.facts, manifest.facts, rank)
+        _check_same("has fact", first.facts, manifest.facts, rank)
         _check_same("has table", first.tables, manifest.tables, rank)
         _check_same("has dense tensor", first.dense, manifest.dense, rank)
     layout = Layout.of(

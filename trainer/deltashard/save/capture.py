@@ -80,7 +80,6 @@ class Capture:
         return blob_name(self._rank.number, name)
 
     def _warn_unsaved_scheduler(self) -> None:
-        """Warn once, at the first snapshot, about a scheduler that a resumed run would miss."""
         if self._checked_scheduler:
             return
         self._checked_scheduler = True

@@ -135,7 +135,6 @@ class LastSnapshot:
 
     @property
     def _is_backing_off(self) -> bool:
-        """Whether the last snapshot must wait for the back-off; snapshots ordered by other ranks do not."""
         return self._failure_tracker.backing_off and not (self._ranks is not None and self._ranks.is_due)
 
     def _take(self, link: Link, until_s: float) -> Exception | None:

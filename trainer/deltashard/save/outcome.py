@@ -226,7 +226,6 @@ class SnapshotOutcomes:
         self._failure_tracker.failed(failure.cause, failure)
 
     def _fail_in_flight(self, error: Exception) -> None:
-        """Fail the save in flight, if any."""
         if (flight := self._in_flight_save) is not None:
             self._state.transition(SnapshotEvent.FAIL)
             flight.failed(error)

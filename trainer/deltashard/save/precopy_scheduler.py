@@ -154,7 +154,6 @@ class PrecopyScheduler:
         self._began_s = time.perf_counter() - began_s
 
     def _seconds_per_step(self) -> float:
-        """Seconds per step since the last snapshot; 0 without a step."""
         step, at_s = self._last_snapshot
         steps = self._clock.step - step
         return (time.monotonic() - at_s) / steps if steps > 0 else 0.0

@@ -187,7 +187,6 @@ class SaveLoop:
         self._taker.take(link, self._requests.reason, urgent=urgent)
 
     def _block(self, *, at_step: bool) -> BlockedBy:
-        """Return why a due save was not taken at this boundary."""
         reason = self._taker.gate(at_step=at_step).block_reason(Asker.TIMER)
         failure = self._failure_tracker.last
         if reason is BlockReason.SIDECAR_DISCONNECTED:
@@ -310,7 +309,6 @@ class SaveLoop:
             self._clock.pause(min(remaining_s, 0.2))
 
     def _wait_elsewhere(self, handle: SaveHandle, until_s: float | None) -> None:
-        """Wait on a thread other than the training thread, which finishes the handles."""
         probe_s = time.monotonic() + PROBE_S
         while not handle.finished.wait(
             1.0 if until_s is None else min(1.0, max(0.0, until_s - time.monotonic()))

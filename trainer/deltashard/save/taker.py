@@ -266,7 +266,6 @@ class SnapshotTaker:
         return counts
 
     def _reattach_with_schemas(self, until_s: float) -> Link:
-        """Attach with the current tables, because optimizer state was created."""
         link = self._session.reattach(until_s=until_s)
         if link is None:
             raise SnapshotFailed("gone", "the sidecar disconnected while tables were described again")

@@ -41,7 +41,7 @@ def register(extension: ModuleExtension) -> None:
 
 
 def find(path: str, module: nn.Module) -> ModuleShards | None:
-    return next((said for each in _extensions if (said := each.find(path, module)) is not None), None)
+    return next((found for each in _extensions if (found := each.find(path, module)) is not None), None)
 
 
 def parts(optimizer: Any) -> list[Any]:

@@ -100,7 +100,6 @@ class TensorVersionSet:
         return True
 
     def _in_place(self) -> bool:
-        """Whether all tensors are the same objects, in the same memory."""
         for target, state, entries in self._states:
             if (
                 target.state is not state

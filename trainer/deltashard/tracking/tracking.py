@@ -309,7 +309,6 @@ class Tracking:  # noqa: PLR0904
             table.close()
 
     def _views(self, inventory: Inventory) -> list[OptimizerView]:
-        """Return views of the user's optimizers, in order, then of the fused ones."""
         return views(
             views_of(self._user_optimizers.now, inventory.names, self.by_key, inventory.fused), inventory
         )
@@ -426,7 +425,6 @@ class Tracking:  # noqa: PLR0904
         self._named = now
 
     def _rebuild_views(self) -> None:
-        """Rebuild the views after a change of optimizers or of their parameters."""
         earlier = self.optimizers
         self.optimizers = self._views(self.inventory)
         for view in self.optimizers:
