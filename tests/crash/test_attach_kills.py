@@ -49,7 +49,7 @@ def test_deadline_stops_retries_with_reasons(started_store, tmp_path, monkeypatc
     monkeypatch.setenv("DELTASHARD_CRASH_AT", "restore.planned")
     with ToyRun(started_store[0], restore=False) as run:
         with pytest.raises(
-            RestoreFailed, match=r"no sidecar that stays, within 0 s: UNAVAILABLE: .*restore\(\)"
+            RestoreFailed, match=r"no sidecar stayed attached within 0 s: UNAVAILABLE: .*restore\(\)"
         ):
             run.ckpt.restore(deadline_s=0)
         restored = run.ckpt.restore()

@@ -95,7 +95,7 @@ def test_reattach_to_stopped_sidecar_fails_the_save(tmp_path: Path) -> None:
     ckpt.restore()
     train()
     with stopped(ckpt.sidecar_pid):
-        with pytest.raises(SaveFailed, match="described anew"):
+        with pytest.raises(SaveFailed, match="described again"):
             ckpt.save().wait()
         train()
     assert_saves_resume(ckpt, train)
@@ -169,7 +169,7 @@ def test_wait_without_timeout_ends_when_sidecar_is_gone(
         eventually(lambda: run.ckpt._session.link is None, what="the loss is noticed")
         run.train(1)
         monkeypatch.setattr(save_loop, "MAX_DISCONNECTED_S", 0.0)
-        with pytest.raises(SaveFailed, match="has been away"):
+        with pytest.raises(SaveFailed, match="has been disconnected"):
             run.ckpt.save().wait()
         other = run.ckpt.save()
         raised: list[BaseException] = []
@@ -183,7 +183,7 @@ def test_wait_without_timeout_ends_when_sidecar_is_gone(
         thread = threading.Thread(target=wait)
         thread.start()
         thread.join(60)
-        assert ["has been away" in str(error) for error in raised] == [True]
+        assert ["has been disconnected" in str(error) for error in raised] == [True]
         run.ckpt._session.fence(FencedError("somebody else trains", where="test"))
         with pytest.raises(FencedError):
             run.train(1)

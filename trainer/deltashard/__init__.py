@@ -1,10 +1,11 @@
-"""deltashard in a training script: `Checkpointer`, what `restore()` returns, the errors, and an exact optimizer.
+"""Crash-consistent checkpoints for embedding models: the API of a training script.
 
-`open_checkpoint` reads a checkpoint without training, `ResumableSampler` shuffles a dataset by seed and epoch.
+`Checkpointer` saves and restores, `open_checkpoint` reads a checkpoint without training, `ResumableSampler` shuffles a
+dataset by seed and epoch, and `optim` has an exact row-wise optimizer.
 
 ```python
 ckpt = deltashard.Checkpointer(model, optimizer, url="file:///data/ckpt", run="dlrm", every_s=30)
-resumed = ckpt.restore()        # None: nothing was ever committed
+resumed = ckpt.restore()        # None: the run has no commit
 loader = ckpt.wrap(loader)
 for batch in loader:
     ...
@@ -18,8 +19,8 @@ from __future__ import annotations
 
 import os
 
-# The library's channel is never used in a forked DataLoader worker: gRPC's own fork handlers would only complain, on
-# stderr, at every fork.
+# Forked DataLoader workers never use the library's gRPC channel. gRPC's fork handlers would only log to stderr at every
+# fork.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 try:
@@ -46,7 +47,7 @@ from deltashard.sharded import extension as _extension  # noqa: F401 - tracking 
 from deltashard.state.discovery import TableSettings
 from deltashard.tracking.tracking import TrackingSettings
 
-# Core imports no extra: they are registered here.
+# The core does not import extras; extras are registered here.
 _recovery_plan.FACTORIES.append(_PartialRecovery)
 
 __all__ = [

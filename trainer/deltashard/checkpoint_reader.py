@@ -1,4 +1,4 @@
-"""A checkpoint to look at: `open_checkpoint(url, run)` opens no attempt, starts no sidecar and writes nothing.
+"""Read-only access to a checkpoint: `open_checkpoint(url, run)` opens no attempt, starts no sidecar and writes nothing.
 
 ```python
 with deltashard.open_checkpoint("s3://bucket/prefix", "dlrm", which="pin:best") as checkpoint:
@@ -7,8 +7,8 @@ with deltashard.open_checkpoint("s3://bucket/prefix", "dlrm", which="pin:best") 
     head = checkpoint.dense["top.weight"]
 ```
 
-Weights come as the encoding of the run left them (q8 and less are approximations), in the type of the table; state of
-the optimizers, dense tensors and everything else are exact.
+Weights are decoded from the run's encoding into the table's dtype; q8 and fewer bits are approximations. Optimizer
+state, dense tensors and all other state are exact.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from deltashard.errors import UserError
 from deltashard.state.value import decode_value
 
 DEADLINE_S = 60.0
-"""How long a store that is down is asked for the log, before the error comes through."""
+"""Seconds for which reads of the log from an unavailable store are retried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRows:
-    """Rows of a table, on the CPU, in memory of their own; `.numpy()` makes arrays of them (of bfloat16 it cannot)."""
+    """Rows of a table as CPU tensors that own their memory."""
 
     weights: Tensor
-    """[n, columns]"""
+    """Weights, [n, columns] in the table's dtype."""
     state: Mapping[str, Tensor]
-    """Optimizer state that travels with the rows, by its key: [n] or [n, columns]."""
+    """Row-wise optimizer state by key, [n] or [n, columns]."""
 
 
 class Decoded(Mapping[str, Any]):
-    """Stored values by name, each decoded when it is asked for, anew every time."""
+    """Stored values by name; every access decodes the value again."""
 
     def __init__(self, encoded: Mapping[str, memoryview]) -> None:
         self._encoded = encoded
@@ -69,7 +69,7 @@ class Decoded(Mapping[str, Any]):
 
 
 class CheckpointReader:
-    """One checkpoint; what is asked for is read then, and nothing is kept but the dense half."""
+    """One checkpoint. Tables are read from the store on every access; dense state is read once and cached."""
 
     def __init__(self, opened: OpenCheckpoint) -> None:
         self._opened = opened
@@ -77,32 +77,38 @@ class CheckpointReader:
         self.run = opened.state.run
         """Name of the run."""
         self.seq = entry.seq
-        """Its number in the run's log."""
+        """Sequence number in the run's commit log."""
         self.step = entry.step
-        """Training step that it holds."""
+        """Training step of the checkpoint."""
         self.metadata: Mapping[str, str] = dict(entry.metadata)
-        """What `save(metadata=)` was given, as text, and what deltashard added."""
+        """Metadata given to `save(metadata=)`, as text, and entries that deltashard adds."""
         self.pins = opened.state.pins_of(entry.seq)
-        """Names under which it is kept."""
+        """Pins that retain the checkpoint."""
         self.tables: Mapping[str, TableSchema] = {schema.fqn: schema for schema in entry.tables}
-        """Tables by name: rows, columns, dtype, fields."""
+        """Table schemas by name: rows, columns, dtype and fields."""
 
     def table(self, name: str) -> StoredRows:
-        """A whole table with its optimizer state.
+        """Return all rows of a table with their optimizer state.
 
         Raises:
-            UserError: there is no such table.
-            InvalidCheckpoint: its bytes are wrong or gone; CheckpointNotFound: it was retired meanwhile.
-            StoreUnavailable: the store cannot be read.
+            UserError: The table does not exist.
+            InvalidCheckpoint: The stored bytes are damaged or missing.
+            CheckpointNotFound: Retention removed the checkpoint meanwhile.
+            StoreUnavailable: The store cannot be read.
         """
         schema = self._schema(name)
         with self._translate_errors():
             return _stored(next(self._opened.tables([schema])))
 
     def rows(self, name: str, ids: Any) -> StoredRows:
-        """Rows `ids` (integers [n], a list, array or tensor; any order, repeats allowed) of one table, in that order.
+        """Return the rows `ids` of a table, in the order of `ids`.
 
-        Raises as `table` does, and `UserError` for ids beyond the table.
+        Args:
+            name: Name of the table.
+            ids: Row numbers, integers [n] as a list, array or tensor, in any order; repeats are allowed.
+
+        Raises:
+            UserError: The table does not exist, or an id is out of range. Other errors as for `table`.
         """
         schema = self._schema(name)
         wanted = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids
@@ -111,27 +117,27 @@ class CheckpointReader:
 
     @property
     def dense(self) -> Mapping[str, Tensor]:
-        """Parameters and buffers that are no tables, by name, on the CPU. Raises as `table` does."""
+        """Parameters and buffers other than tables, by name, on the CPU. Raises the errors of `table`."""
         return self._values_under("dense/")
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Entries of `state=`, by name, as their `state_dict()` or getter said. Raises as `table` does."""
+        """Saved entries of `state=` by name. Raises the errors of `table`."""
         return self._values_under("state/")
 
     @property
     def optimizers(self) -> tuple[Mapping[str, Any], ...]:
-        """Groups and dense state of the optimizers, in their order; of one that is spread over ranks, rank 0's part.
+        """Parameter groups and dense state of each optimizer; rank 0's part if an optimizer is spread over ranks.
 
-        Raises as `table` does.
+        Raises the errors of `table`.
         """
         parts = optimizer_parts(
             {f"optim/{key}": value for key, value in self._values_under("optim/").items()}
         )
-        return tuple(said[0] for said in parts.values())
+        return tuple(part[0] for part in parts.values())
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the store."""
         self._opened.store.close()
 
     def __enter__(self) -> Self:
@@ -167,7 +173,7 @@ class CheckpointReader:
 
     @contextlib.contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Bytes that are gone because retention took the checkpoint are nobody's damage."""
+        """Raise `CheckpointNotFound` if bytes are missing because retention removed the checkpoint."""
         try:
             yield
         except InvalidCheckpoint as error:
@@ -177,23 +183,23 @@ class CheckpointReader:
             raise CheckpointNotFound(
                 f"checkpoint {self.seq} was retired while it was read",
                 where=f"run {self.run}",
-                remedy="open a newer one; save(pin=) keeps one whatever retention says",
+                remedy="open a newer one; save(pin=) keeps one regardless of retention",
             ) from error
 
 
 def open_checkpoint(url: str | os.PathLike[str], run: str, which: str | int = "latest") -> CheckpointReader:
-    """Open a checkpoint of a run to read it, whether or not the run trains at the moment.
+    """Open a checkpoint of a run for reading, whether or not the run is training.
 
     Args:
-        url: store of the run, as `Checkpointer` takes it; credentials come from the environment.
-        run: its name.
-        which: "latest", a seq number, "seq:N", "step:N" or "pin:NAME".
+        url: Store of the run, as for `Checkpointer`. Credentials come from the environment.
+        run: Name of the run.
+        which: "latest" (default), a sequence number, "seq:N", "step:N" or "pin:NAME".
 
     Raises:
-        CheckpointNotFound: there is no such checkpoint.
-        InvalidCheckpoint: its indexes are wrong or gone.
-        StoreUnavailable: the store cannot be read.
-        UserError: `url`, `run` or `which` means nothing.
+        CheckpointNotFound: The checkpoint does not exist.
+        InvalidCheckpoint: Its indexes are damaged or missing.
+        StoreUnavailable: The store cannot be read.
+        UserError: `url`, `run` or `which` is invalid.
     """
     store = open_store(normal_url(url), policy=RetryPolicy(deadline_s=DEADLINE_S), create=False)
     try:

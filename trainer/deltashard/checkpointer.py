@@ -1,15 +1,15 @@
-"""`Checkpointer`: the one object a training script talks to.
+"""`Checkpointer`: the API of a training script.
 
-Everything here runs on the training thread, at step boundaries:
+All calls run on the training thread:
 
-    step()      counts, writes two words of the control line, compares two words: nothing is due -> return
-    boundary    apply what the session thread heard (commits, failures, the sidecar gone or back); take a cut that is
-                due and possible; otherwise remember or skip it. Whatever goes wrong with a save is counted and logged
-                once per cause, the marks stay, and training goes on.
-    cut         audits -> Begin -> covers says which rows -> copy -> seal -> marks move to pending
+    step()      advances the step clock and checks two words of shared memory; returns if no boundary is requested
+    boundary    applies the events of the session thread (commits, failures, sidecar lost or attached), then takes,
+                defers or skips a due snapshot. A failed save is counted and logged once per cause. Its marks stay set
+                and training continues.
+    snapshot    audits -> Begin -> select rows -> copy -> finish -> marks become pending
 
-Only these raise into training: `FencedError` (another process trains this run now), `NotRestored` (a run with
-checkpoints was about to be continued from initial values), and what the user's own signal handler raises.
+Only three kinds of errors reach the training loop: `FencedError` (another process trains this run), `NotRestored`
+(training would start from initial values although the run has checkpoints), and errors of the user's signal handlers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,23 @@ DRAIN_DEADLINE_S = 30.0
 
 
 class Checkpointer:
-    """Crash-consistent checkpoints of a training loop; see the module and the README's example."""
+    """Saves and restores crash-consistent checkpoints of a training loop.
+
+    Attributes:
+        url: Store of the run, without credentials.
+        run: Name of the run.
+        stats: Counters of snapshots, commits, skips and failures of this process.
+
+    Example:
+        ```python
+        ckpt = deltashard.Checkpointer(model, optimizer, url="file:///data/ckpt", run="dlrm", every_s=30)
+        ckpt.restore()
+        for batch in ckpt.wrap(loader):
+            train(batch)
+            ckpt.step()
+        ckpt.close()
+        ```
+    """
 
     def __init__(  # noqa: PLR0913
         self,
@@ -76,55 +92,62 @@ class Checkpointer:
         tracking: TrackingSettings | None = None,
         on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
     ) -> None:
-        """Attach to the pod's sidecar, or start one for this run on this machine.
+        """Attach to the pod's sidecar, or start a sidecar for this run on this machine.
+
+        Settings left at None keep the sidecar's default (or, in a pod, the value of its policy).
 
         Args:
-            model: the module that trains; wrappers (torch.compile, DataParallel, AveragedModel) are looked through.
-            optimizer: one optimizer, or a list of them.
-            state: everything else that must come back, by name: objects with `state_dict`/`load_state_dict`
-                (schedulers, GradScaler, EMA, stateful loaders), generators, `(get, set)` pairs, tensors, arrays, dicts
-                and lists that are changed in place.
-            url: store of the run, `s3://bucket/prefix` (or `gs://`, `az://`), `file:///dir` or a path. In a pod it
-                comes from the sidecar.
-            run: name of the logical training job.
-            every_s: save every so many seconds.
-            every_steps: save every so many steps.
-            goal: what the interval is chosen for, from what saves are measured to cost and how often the run fails:
-                "auto", "overhead=1%", "lost-work=5m", "pls=0.02", or "fixed" (as every_s and every_steps
-                say, as without a goal); docs/deciding.md says which to take. `doctor()` shows the interval in force.
-            encoding: of embedding weights: fp32 fp16 bf16 q8 q4 q3 q2 (the sidecar's default is q8).
-            differential: full, one-shot, consecutive or intermittent (default).
-            state_encoding: of point-wise optimizer state: fp32 (default) or bf16.
-            bits: choose the encoding of each table by the restores to come: "budget" (what they may do to its rows
-                stays within a budget; small tables keep 8 bit) or "check-n-run" (the paper's). Default: `encoding`.
-            tables: encodings of single tables, before all else: {"emb.user": "q8"}.
-            keep_last: how many checkpoints are retained.
-            arena_bytes: shared memory between trainer and sidecar.
-            metrics_port: Prometheus endpoint of a sidecar started here; 0 picks a free port.
-            sidecar: further settings of a sidecar started here, by name; those above are refused.
-            fresh: begin anew although the run has checkpoints; without it that is refused at the first step.
-            validate: called before every cut; False vetoes it (a NaN guard).
-            content_hash: record what a restore must bring back, see `content_hash`; default: the variable
-                DELTASHARD_CONTENT_HASH.
-            precopy: copy rows ahead of a cut, on a thread of its own while training goes on, where that is worth it and
-                exact (`snapshot.precopy`). Default: yes, unless the variable DELTASHARD_PRECOPY is 0. `stats.precopy`
-                says what came of it.
-            grace_s: after SIGTERM an urgent save may take so many seconds. "auto" is the pod's grace period less 5 s
-                (in which its processes end), and 20 s without a pod. None leaves SIGTERM alone.
-            recovery: "full" (all ranks go back to the newest checkpoint, bit for bit), or "partial": when some ranks
-                die, the others keep their rows, which is not exact (docs/distributed.md says what it costs, and where).
-            pls_target: with "partial": the portion of lost samples (PLS) that the run may come to; beyond it: full.
-            planned_steps: steps of the whole run: PLS is counted by them, restores to come are expected until then, and
-                in their last tenth nothing is stored with chosen bits below 8.
-            tracking: how tables are found and tracked.
-            on_event: called on the training thread with (name, facts) for snapshot, committed, save_failed, skipped,
-                sidecar_lost, attached, restored, fell_back, log_damaged, optimizer_state_reset, nothing_saved,
-                snapshot_inconsistent, save_blocked.
+            model: Module to train. Wrappers (`torch.compile`, `DataParallel`, `AveragedModel`) are unwrapped.
+            optimizer: One optimizer or a list of them. Default: none.
+            state: Further state to save, by name. Takes objects with `state_dict`/`load_state_dict` (schedulers,
+                GradScaler, EMA, stateful loaders), generators, `(get, set)` pairs, tensors, arrays, and dicts and lists
+                that the script changes in place.
+            url: Store of the run: `s3://bucket/prefix`, `gs://...`, `az://...`, `file:///dir` or a path. Default: the
+                variable DELTASHARD_URL. Unused in a pod, where the sidecar knows the store.
+            run: Name of the logical training job. Default: the variable DELTASHARD_RUN.
+            every_s: Save interval in seconds.
+            every_steps: Save interval in steps.
+            goal: Objective from which the interval is chosen, given the measured cost of saves and the failure rate of
+                the run: "auto", "overhead=1%", "lost-work=5m" or "pls=0.02"; "fixed" or None use `every_s` and
+                `every_steps`. See docs/deciding.md. `doctor()` reports the interval in force.
+            encoding: Encoding of embedding weights: fp32, fp16, bf16, q8 (sidecar default), q4, q3 or q2.
+            differential: Rows of a save: full, one-shot, consecutive or intermittent (sidecar default).
+            state_encoding: Encoding of point-wise optimizer state: fp32 (sidecar default) or bf16.
+            keep_last: Number of retained checkpoints.
+            arena_bytes: Size in bytes of the memory shared by trainer and sidecar.
+            metrics_port: Prometheus port of a sidecar started here; 0 picks a free port.
+            sidecar: Further settings of a sidecar started here, by name. Settings that are arguments here are rejected.
+            fresh: Start from initial values although the run has checkpoints. With False (default) the first `step()`
+                raises `NotRestored` in that case.
+            validate: Called before every snapshot; False vetoes the snapshot, for example on NaN weights.
+            bits: Choose the encoding per table from the number of expected restores: "budget" (bounds the error that
+                restores add to the rows; small tables keep 8 bits) or "check-n-run" (the rule of the Check-N-Run
+                paper). Default: `encoding` for all tables.
+            tables: Encodings of single tables, for example `{"emb.user": "q8"}`. Takes precedence over `encoding` and
+                `bits`.
+            content_hash: Record content hashes that a restore verifies. Default: True if the variable
+                DELTASHARD_CONTENT_HASH is 1.
+            precopy: Copy rows ahead of a snapshot on a background thread, where that is exact and saves time. Default:
+                True unless the variable DELTASHARD_PRECOPY is 0. `stats.precopy` reports the effect.
+            grace_s: Seconds that an urgent save may take after SIGTERM. "auto" (default) is the pod's grace period
+                minus 5 s, or 20 s outside of a pod. None installs no SIGTERM handler.
+            recovery: "full" (default): all ranks restore the newest checkpoint, bit for bit. "partial": surviving ranks
+                keep their rows, which is not exact; see docs/distributed.md.
+            pls_target: Upper bound of the portion of lost samples (PLS) in (0, 1]. Required with `recovery="partial"`;
+                a recovery that would exceed it is full.
+            planned_steps: Number of steps of the whole run. Required with `recovery="partial"`, where it is the
+                denominator of PLS. With `bits`, restores are expected until then, and the last tenth is stored with at
+                least 8 bits.
+            tracking: Settings that select the tables and their trackers.
+            on_event: Called as `on_event(name, facts)` on the training thread for the events snapshot, committed,
+                save_failed, skipped, sidecar_lost, attached, restored, fell_back, log_damaged, optimizer_state_reset,
+                nothing_saved, snapshot_inconsistent and save_blocked.
 
         Raises:
-            StateError: something in `state=` or an optimizer cannot be saved; found out now, not at the first save.
-            UserError, SidecarUnavailable, AnotherTrainer: the run or the sidecar cannot be used; this process is one of
-                several ranks, and there is no process group.
+            StateError: An entry of `state` or an optimizer cannot be saved.
+            UserError: An argument is invalid, or this process is one of several ranks without a process group.
+            SidecarUnavailable: The sidecar cannot be started or reached.
+            AnotherTrainer: A live process or another Checkpointer already trains this run on this machine.
         """
         config = CheckpointConfig(
             model=model, optimizer=optimizer, state=state, url=url, run=run, every_s=every_s, every_steps=every_steps,
@@ -135,7 +158,6 @@ class Checkpointer:
             on_event=on_event,
         )  # fmt: skip
         self.stats = Stats()
-        """Counts of what happened to saves, for people and tests."""
         self._wiring = wiring = Wiring(config, self.stats)
         self._program, self._loaders, self._clock = wiring.program, wiring.loaders, wiring.clock
         self._attempt, self._listener, self._launcher = wiring.attempt, wiring.listener, wiring.launcher
@@ -143,9 +165,7 @@ class Checkpointer:
         self._outcomes, self._loop = wiring.outcomes, wiring.save_loop
         self._restorer = wiring.restorer
         self.url = self._attachment.url
-        """Where the run is stored (without credentials)."""
         self.run = self._attachment.run
-        """The run's name."""
         try:
             diagnosis = self.doctor()
             log.info("run %r: %s", self.run, diagnosis.line)
@@ -154,36 +174,37 @@ class Checkpointer:
         except Exception:
             log.debug("doctor() failed", exc_info=True)
 
-    # The loop's side
-
     @property
     def steps(self) -> int:
-        """How many `step()` calls this run has seen, those before the restore included."""
+        """Number of `step()` calls of this run, including those before the restore."""
         return self._clock.step
 
     @property
     def attempt(self) -> int | None:
-        """The attempt this process trains under; None before `restore()` or the first `step()`."""
+        """Number of the attempt that this process trains under; None before `restore()` or the first `step()`."""
         return self._attempt.number
 
     @property
     def sidecar_pid(self) -> int | None:
-        """Process id of the sidecar started for this run on this machine; None in a pod."""
+        """Process id of the sidecar started by this machine for the run; None in a pod."""
         return self._launcher.pid if isinstance(self._launcher, ChildLauncher) else None
 
     @property
     def arena_path(self) -> str | None:
-        """The shared-memory file, None while the sidecar is away."""
+        """Path of the shared-memory file; None while the sidecar is disconnected."""
         link = self._session.link
         return None if link is None else str(link.reply.arena_path)
 
     def step(self) -> None:
-        """One step is done: the last statement of the loop body, after optimizer and scheduler.
+        """Mark the end of a training step; the last statement of the loop body, after optimizer and scheduler.
+
+        Takes a snapshot if one is due and possible.
 
         Raises:
-            FencedError: a newer attempt has taken this run over; end this process. `TakenOver`: another workload's.
-            NotRestored: the run has checkpoints, and neither `restore()` nor `fresh=True` was said.
-            UserError: this Checkpointer is closed, or a CUDA graph is being captured.
+            FencedError: A newer attempt trains this run; end this process. `TakenOver` if it belongs to another
+                workload.
+            NotRestored: The run has checkpoints, and neither `restore()` was called nor `fresh=True` given.
+            UserError: This Checkpointer is closed, or a CUDA graph is being captured.
         """
         if self._program.tracking.on_cuda and torch.cuda.is_current_stream_capturing():
             raise UserError(
@@ -206,27 +227,31 @@ class Checkpointer:
         shared: bool = False,
         strict: bool = False,
     ) -> Any:
-        """`loader` with its position and randomness saved and resumed; see `wrapped_loader`.
+        """Return `loader` wrapped so that its position and randomness are saved and resumed.
 
-        After a restart the last batch is drawn again, compared with the one that was trained on, and dropped. One that
-        differs is a warning, and training continues. A loader that is made again for each epoch is wrapped again, under
-        the same name, when the last one was iterated.
+        After a restart the wrapper draws the last trained batch again, compares it with the recorded one and drops it.
+        A difference causes a warning, and training continues. A script that builds a new loader per epoch wraps each
+        one under the same name, after the previous loader was exhausted.
 
         Args:
-            loader: a DataLoader, any re-iterable, a stateful loader, or a callable factory(epoch, start).
-            name: tells several wrapped loaders apart.
-            skip: how a resumed map-style DataLoader passes over what was delivered: "auto" (in the index sampler; all
-                batches of the epoch are read again where the last one differs, or workers draw random numbers),
-                "sampler" (never read again: right for datasets that draw from the sample's index) or "replay" (always).
-            pipelined: the loop's batches come from a pipeline that fetches ahead; every `step()` consumes one.
-            shared: all ranks of a group iterate the same batches, and each takes its share of every one: then another
-                number of ranks resumes in the middle of an epoch, as it does with torch's DistributedSampler.
-            strict: raise where a resumed loader is another one or gives other batches, instead of a warning.
+            loader: A DataLoader, a re-iterable, a stateful loader, or a factory `f(epoch, start)`.
+            name: Key of the loader in the checkpoint; must be unique if a script wraps several.
+            skip: How a resumed map-style DataLoader skips delivered batches. "auto" (default) skips in the index
+                sampler, and reads the epoch's batches again if the last batch differs or if workers draw random
+                numbers. "sampler" never reads again: right for datasets whose randomness depends on the sample index
+                only. "replay" always reads again.
+            pipelined: Whether the batches pass through a pipeline that fetches ahead. Every `step()` then consumes one
+                batch. Default: False.
+            shared: Whether all ranks iterate the same batches and each takes its share of every batch. The run can then
+                resume in the middle of an epoch with a different number of ranks, as with torch's DistributedSampler.
+                Default: False.
+            strict: Raise instead of warning if the resumed loader or its batches differ. Default: False.
 
         Raises:
-            StateError: the loader cannot be iterated, or only once.
-            UserError: it is wrapped already, or an option does not fit it.
-            CheckpointMismatch: after `restore(loaders="refuse")`, or with `strict`: it is another loader.
+            StateError: The loader cannot be iterated, or only once.
+            UserError: The loader is already wrapped, or an option does not apply to it.
+            CheckpointMismatch: The loader differs from the saved one, with `strict` or after
+                `restore(loaders="refuse")`.
         """
         return self._loaders.wrap(
             loader, name=name, skip=skip, pipelined=pipelined, shared=shared, strict=strict
@@ -235,19 +260,25 @@ class Checkpointer:
     def save(
         self, reason: str = "user", *, pin: str | None = None, metadata: Mapping[str, Any] | None = None
     ) -> SaveHandle:
-        """Ask for a save. Right after `step()` it is cut at once, anywhere else by the next `step()`.
+        """Request a save. Directly after `step()` the snapshot is taken at once, otherwise by the next `step()`.
 
-        A pin and metadata belong to that very step: where it cannot be cut (the save before is not durable yet, the
-        sidecar is away) and training goes on, the handle fails and says so, and no other step gets them. Without them
-        the save stays asked for, until a cut is possible.
+        A save with a pin or metadata is bound to its step. If that step cannot be captured (the previous save is not
+        durable yet, or the sidecar is disconnected) and training continues, the handle fails. Other requests stay
+        pending until a snapshot is possible.
 
         Args:
-            reason: a word for logs and the log entry; one that means an end (close, sigterm) is said as the user's.
-            pin: keep this checkpoint under this name whatever retention says, `restore(which="pin:NAME")`.
-            metadata: metrics and the like, stored with it as text; names beginning with "deltashard/" are ours.
+            reason: Reason shown in logs and in the log entry. The reserved reasons "close" and "sigterm" are recorded
+                as "user".
+            pin: Retain this checkpoint under this name; restore it with `restore(which="pin:NAME")`. 1 to 200 printable
+                characters.
+            metadata: Values stored with the checkpoint as text, such as metrics; at most 60,000 characters in total.
+                Names must not begin with "deltashard/".
+
+        Returns:
+            A handle to wait for the commit.
 
         Raises:
-            UserError: a pin or metadata that cannot be stored (length, characters).
+            UserError: The pin or metadata cannot be stored, or this Checkpointer is closed.
         """
         self._attempt.check_open("save()")
         if self._wiring.forked:
@@ -276,32 +307,37 @@ class Checkpointer:
         hyperparameters: str = "checkpoint",
         loaders: OnChange = "restart",
     ) -> Restored | None:
-        """Open the attempt and bring the newest whole checkpoint back, in place. Call it before the first `step()`.
+        """Open the attempt and restore the newest complete checkpoint in place. Call it before the first `step()`.
 
-        A sidecar that dies meanwhile is started again (in a pod: waited for), and all of this begins again.
+        If the sidecar dies meanwhile, it is started again (in a pod: waited for) and the restore begins again.
 
         Args:
-            which: "latest", "none", a seq number, "seq:N", "step:N" or "pin:NAME".
-            from_run: read another run of the same store (warm start, evaluation); commits still go to ours.
-            strict: refuse any difference between checkpoint and program; False takes what fits and says the rest.
-            weights_only: tables, parameters and buffers only: no optimizer, loader, generators or state.
-            renames: stored table name by the model's name for it.
-            takeover: go on although the run belongs to another owner.
-            deadline_s: from the first time that the sidecar is gone, in seconds: when it is gone after that, restore()
-                raises RestoreFailed with the reasons so far.
-            hyperparameters: whose learning rates, weight decay, schedule lengths, `requires_grad` and the like are in
-                force where this script gives others than the script that saved: "checkpoint" or "script". Both values
-                are in `Restored.notes` and in the log. What training itself changed comes from the checkpoint.
-            loaders: what becomes of an epoch whose wrapped loader is another one now (batch size, length, order, number
-                of ranks): "restart" (its epoch begins again: some samples twice, none left out), "continue" (as many
-                batches are left out) or "refuse" (an error).
+            which: Checkpoint to restore: "latest" (default), "none", a sequence number, "seq:N", "step:N" or
+                "pin:NAME".
+            from_run: Read another run of the same store, for a warm start or evaluation. Commits still go to this run.
+            strict: Reject every difference between checkpoint and program. False restores what matches and reports the
+                rest.
+            weights_only: Restore tables, parameters and buffers only; skip optimizers, loaders, generators and `state`.
+            renames: Stored table names by the model's table names.
+            takeover: Take over a run that belongs to another owner.
+            deadline_s: Seconds, from the first loss of the sidecar, after which another loss raises `RestoreFailed`.
+                Default: 300.
+            hyperparameters: Which values to use where the script and the checkpoint differ in learning rates, weight
+                decay, schedule lengths, `requires_grad` and similar: "checkpoint" (default) or "script".
+                `Restored.notes` and the log list both values. Values that training changed always come from the
+                checkpoint.
+            loaders: Policy for an unfinished epoch whose loader has changed (batch size, length, order, number of
+                ranks): "restart" (default) begins the epoch again, so that some samples repeat; "continue" skips the
+                same number of batches; "refuse" raises.
 
         Returns:
-            None only if nothing was ever committed.
+            A summary of the restore, or None if the run has no commit.
 
         Raises:
-            CheckpointMismatch, RestoreFailed, FencedError, UserError: see `errors`; after RestoreFailed it may be
-                called again.
+            CheckpointMismatch: The checkpoint and the program differ.
+            RestoreFailed: The checkpoint could not be read. `restore()` may be called again.
+            FencedError: A newer attempt trains this run.
+            UserError: An argument is invalid, or this Checkpointer is closed.
         """
         self._attempt.check_open("restore()")
         request = RestoreRequest(
@@ -322,9 +358,9 @@ class Checkpointer:
                 self._outcomes.opened()
 
     def doctor(self) -> Diagnosis:
-        """How each table is tracked and why, what is in the checkpoint, what is not and what that means: print it.
+        """Return a printable report: how each table is tracked and why, and what is and is not in the checkpoint.
 
-        And how often the sidecar saves, as it last said, and why a save that is due did not happen yet.
+        The report includes the sidecar's current save interval and the reason why a due save is blocked.
         """
         return diagnose(
             self._program,
@@ -334,11 +370,14 @@ class Checkpointer:
         )
 
     def close(self, *, deadline_s: float = CLOSE_DEADLINE_S) -> None:
-        """Cut at the last step boundary if that step is not saved yet, wait until it is durable, detach.
+        """Save the last step boundary if it is not saved yet, wait until it is durable, and detach from the sidecar.
+
+        Args:
+            deadline_s: Seconds to wait for the commit. Default: 300.
 
         Raises:
-            SaveFailed: it is not durable after `deadline_s`; everything is released all the same.
-            FencedError: a newer attempt runs.
+            SaveFailed: The last step is not durable after `deadline_s`. All resources are released nevertheless.
+            FencedError: A newer attempt trains this run.
         """
         if self._attempt.closed or self._wiring.forked:
             return
@@ -354,7 +393,7 @@ class Checkpointer:
             self._wiring.close(until_s)
 
     def _warn_if_unsaved(self) -> None:
-        """A program that trained and never called `step()` has no checkpoint, and would not know."""
+        """Warn about a program that trained but never called `step()`, and therefore has no checkpoint."""
         if self._clock.step != (self._attempt.resumed_step or 0) or not self._program.tracking.steps.stepped:
             return
         log.warning(
@@ -373,8 +412,8 @@ class Checkpointer:
         if kind is None:
             self.close()
         elif not self._attempt.closed and not self._wiring.forked:
-            # A step torn by an exception must not become the newest checkpoint: only let what is in flight end. What
-            # waits for a dead rank's part will not, and what does not the sidecar ends alone.
+            # The exception may have interrupted a step, which must not become a checkpoint: only the save in flight may
+            # finish. A save that needs a dead rank's part cannot finish, and the sidecar completes any other alone.
             plan = self._wiring.plan
             dead = (error is not None and guarded(plan.handle_error, error)) or plan.dead
             try:

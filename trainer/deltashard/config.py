@@ -1,8 +1,8 @@
-"""What `Checkpointer(...)` was given, as one frozen record that is checked before anything is started.
+"""Arguments of `Checkpointer(...)` as a frozen record, checked before anything is started.
 
-Every refusal names the argument, what it takes, and what to do instead. Only what would otherwise be taken silently,
-or fail far from its cause, is checked here, with what `save()` takes. Values that the sidecar knows better (encodings,
-names of runs) are refused by the sidecar, whose words `launcher` hands on.
+Every rejection names the argument, the accepted values and the remedy. Only values that would otherwise be accepted
+silently, or fail far from their cause, are checked here, as are the arguments of `save()`. The sidecar checks the
+values that it knows better (encodings, run names); `launcher` forwards its messages.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from deltashard.tracking.tracking import TrackingSettings
 from deltashard.tracking.user_optimizer import unwrap_optimizers
 
 RESERVED = "deltashard/"
-"""What names of metadata may not begin with."""
+"""Reserved prefix of metadata names."""
 MAX_METADATA = 60_000
-"""Characters of one save's metadata: a log entry, which every reader reads, takes little more of one text."""
+"""Longest metadata of one save in characters, since every reader reads the log entries."""
 _NAME = "1 to 200 printable characters without a space at an end"
 
 
@@ -41,19 +41,20 @@ _SAME_ON_ALL_RANKS = (
     "every_s", "every_steps", "goal", "encoding", "differential", "state_encoding", "keep_last", "arena_bytes",
     "metrics_port", "tables",
 )  # fmt: skip
-"""Arguments that are settings of a sidecar under the same name."""
+"""Arguments that are sidecar settings of the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckpointConfig:
-    """The arguments of `Checkpointer`, which documents them; each has its name and its default there.
+    """Arguments of `Checkpointer`, documented there, with the same names and defaults.
 
-    Raises `UserError` for the first that cannot be meant.
+    Raises:
+        UserError: An argument is invalid.
     """
 
     model: nn.Module
     optimizer: Any = ()
-    """As it was given where that is a list or a mapping, in which the script may replace one; else a list."""
+    """The list or mapping that was given, in which the script may replace an optimizer; otherwise a list."""
     state: Mapping[str, Any] | None = None
     url: str | os.PathLike[str] | None = None
     run: str | None = None
@@ -90,7 +91,7 @@ class CheckpointConfig:
         _check_recovery(self)
         for name in (each for each in _SAME_ON_ALL_RANKS if each in (self.sidecar or {})):
             raise UserError(
-                f"{name} is an argument of its own", where="Checkpointer(sidecar=)", remedy=f"{name}="
+                f"{name} is a separate argument", where="Checkpointer(sidecar=)", remedy=f"pass {name}="
             )
         handed = optimizers_of(self.optimizer, self.model)
         if not isinstance(self.optimizer, list | Mapping):
@@ -112,13 +113,13 @@ class CheckpointConfig:
 
     @property
     def sidecar_settings(self) -> dict[str, object]:
-        """Settings of a sidecar that is started for this run, by name; None: its default."""
+        """Settings of a sidecar started for this run, by name; None keeps its default."""
         settings: dict[str, object] = {name: getattr(self, name) for name in _SAME_ON_ALL_RANKS}
         settings |= {"bits_goal": self.bits, "tables": format_encodings(self.tables) if self.tables else None}
         return settings | {"linger_s": 30.0} | dict(self.sidecar or {})
 
     def check_tables(self, known: Iterable[str]) -> None:
-        """Raises `UserError` if `tables=` names one that is not among `known`, all tables of the program."""
+        """Raise `UserError` if `tables=` names a table that is not in `known`, the tables of the program."""
         names = sorted(known)
         _, unknown = match_tables(self.tables or {}, names)
         if unknown:
@@ -138,7 +139,7 @@ def _invalid_argument(name: str, value: object, takes: str, remedy: str) -> User
 
 
 def check_model(model: object) -> None:
-    """Raises `UserError` for anything that is no module, has no memory yet, or cannot be stored."""
+    """Raise `UserError` unless `model` is a module whose tensors have memory and can be stored."""
     if not isinstance(model, nn.Module):
         raise _invalid_argument("model", model, "a torch.nn.Module", "give the module that is trained")
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
@@ -149,7 +150,7 @@ def check_model(model: object) -> None:
                 remedy="give the model memory first, model.to_empty(device=...), then build its optimizers",
             )
     for path, module in canonical_prefixes(model):
-        # The accessors would drop what is shared, and what does not persist is not saved.
+        # The accessors would omit shared tensors; non-persistent buffers are not saved.
         transient = module._non_persistent_buffers_set  # noqa: SLF001
         buffers = [(name, b) for name, b in module._buffers.items() if name not in transient]  # noqa: SLF001
         for name, held in [*module._parameters.items(), *buffers]:  # noqa: SLF001
@@ -163,12 +164,12 @@ def check_model(model: object) -> None:
                     where="Checkpointer(model=)",
                     remedy="train without sharding, or keep the sharded part outside of the model"
                     if "sharded" in why
-                    else "make it a plain dense tensor, or a buffer with persistent=False that is made anew",
+                    else "make it a plain dense tensor, or a buffer with persistent=False that is built again",
                 )
 
 
 def check_seconds(name: str, value: object, *, off: str) -> None:
-    """Raises `UserError` unless `value` is None or a finite number of seconds, 0 or more."""
+    """Raise `UserError` unless `value` is None or a finite number of seconds, 0 or more."""
     if value is not None and not _is_seconds(value):
         raise _invalid_argument(name, value, _SECONDS, off)
 
@@ -261,16 +262,16 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
         f'{{"emb.user": "q8"}}, with one of {", ".join(ENCODING_CHOICES)}',
     ),
 }
-"""By argument, unless it is None: whether a value can be meant, what it takes, and what to do instead."""
+"""By argument: check of a value other than None, accepted values, and remedy."""
 
 
 def _check_goal(goal: object) -> None:
     if goal is None:
         return
-    takes = "what the interval is chosen for"
+    takes = "an objective for the save interval"
     if not isinstance(goal, str):
         raise _invalid_argument(
-            "goal", goal, takes, 'goal="auto" if in doubt; leave goal= out to save as every_s= says'
+            "goal", goal, takes, 'use goal="auto" if in doubt; leave goal= out to use every_s='
         )
     try:
         goal_of(goal)
@@ -286,19 +287,19 @@ def _check_recovery(config: CheckpointConfig) -> None:
             "recovery",
             recovery,
             '"full" or "partial"',
-            'recovery="full" brings all ranks back to one checkpoint, bit for bit; leave it out if in doubt',
+            'recovery="full" restores all ranks to one checkpoint, bit for bit; leave it out if in doubt',
         )
     if recovery == "full":
         if pls_target is not None:
             raise UserError(
-                "pls_target= means nothing without partial recovery",
+                "pls_target= has no effect without partial recovery",
                 where="Checkpointer()",
-                remedy='leave pls_target= out, or say recovery="partial", which is not exact',
+                remedy='leave pls_target= out, or pass recovery="partial", which is not exact',
             )
         return
     if pls_target is None or planned_steps is None:
         raise UserError(
-            'recovery="partial" needs to be told how much may be lost, and of how many steps',
+            'recovery="partial" needs the share of samples that may be lost, and the number of steps',
             where="Checkpointer()",
             remedy="pls_target=0.02, planned_steps=100_000: at most 2 % of the samples of all rows",
         )
@@ -312,14 +313,14 @@ def _check_recovery(config: CheckpointConfig) -> None:
         )
     if config.grace_s is None:
         raise UserError(
-            'recovery="partial" needs to hear of SIGTERM, which grace_s=None leaves alone',
+            'recovery="partial" needs a SIGTERM handler, which grace_s=None disables',
             where="Checkpointer()",
             remedy="leave grace_s= out",
         )
 
 
 def check_pin(pin: object) -> None:
-    """Raises `UserError` for what cannot name a checkpoint, in `restore(which="pin:NAME")` or on a command line."""
+    """Raise `UserError` for a pin that `restore(which="pin:NAME")` or a command line cannot name."""
     if pin is not None and not _is_name(pin):
         raise UserError(
             f"pin= takes {_NAME}, not {_short_repr(pin)}", where="save()", remedy="choose another name"
@@ -327,7 +328,7 @@ def check_pin(pin: object) -> None:
 
 
 def stored_metadata(metadata: Mapping[Any, object] | None) -> dict[str, str]:
-    """Metadata as it is stored; raises `UserError` for a name that is ours or none, and for too much text."""
+    """Return metadata as stored; raises `UserError` for reserved or invalid names, and for too much text."""
     if metadata is not None and not isinstance(metadata, Mapping):
         raise UserError(
             f"metadata= takes a dict of texts by name, not a {type(metadata).__name__}",
@@ -348,15 +349,15 @@ def stored_metadata(metadata: Mapping[Any, object] | None) -> dict[str, str]:
             )
         if len(text) > MAX_METADATA or not _is_text(text):
             raise UserError(
-                f"metadata {name!r} has {len(text)} characters, or some that are no UTF-8",
+                f"metadata {name!r} has {len(text)} characters, or is not valid UTF-8",
                 where="save()",
-                remedy=f"at most {MAX_METADATA} characters together: put larger things into state=, or next to the run",
+                remedy=f"store at most {MAX_METADATA} characters in total; put larger values into state=",
             )
     if (total := sum(len(name) + len(text) for name, text in found.items())) > MAX_METADATA:
         raise UserError(
-            f"metadata has {total} characters in all",
+            f"metadata has {total} characters in total",
             where="save()",
-            remedy=f"at most {MAX_METADATA}: it is read with every look at the run; put larger things into state=",
+            remedy=f"at most {MAX_METADATA}: every reader of the log reads it; put larger values into state=",
         )
     return found
 
@@ -382,12 +383,12 @@ def _short_repr(value: object) -> str:
 
 
 def optimizers_of(optimizer: Any, model: nn.Module) -> list[Any]:
-    """The optimizers that were handed over: one, several, or none; wrappers count, fused ones do not.
+    """Return the user's optimizers: one, several or none; wrappers are included, fused optimizers are not.
 
     Raises:
-        UserError: something is no optimizer, steps nothing of `model`, or was given twice.
+        UserError: A value is not an optimizer, steps no parameter of `model`, or was given twice.
     """
-    remedy = "give the optimizer that steps the model, or a list of them; schedulers belong in state="
+    remedy = "pass the optimizer that steps the model, or a list of them; schedulers belong in state="
     if optimizer is None:
         return []
     if isinstance(optimizer, Mapping):
@@ -401,9 +402,9 @@ def optimizers_of(optimizer: Any, model: nn.Module) -> list[Any]:
     for n, each in enumerate(handed):
         if any(each is earlier for earlier in handed[:n]):
             raise UserError(
-                f"the {type(each).__name__} at {n} was given before",
+                f"the {type(each).__name__} at position {n} was given before",
                 where="Checkpointer(optimizer=)",
-                remedy="give each optimizer once",
+                remedy="pass each optimizer once",
             )
         views = views_of([each], {}, ())
         if not views or isinstance(each, torch.optim.lr_scheduler.LRScheduler):
@@ -413,7 +414,7 @@ def optimizers_of(optimizer: Any, model: nn.Module) -> list[Any]:
             raise UserError(
                 f"none of the {len(params)} parameters of {type(each).__name__} belongs to the model",
                 where="Checkpointer(optimizer=)",
-                remedy="build the optimizer from this very model's parameters, after the model was copied, converted "
-                "or built anew; parameters of another module need that module inside the model",
+                remedy="build the optimizer from this model's parameters, after the model was copied, converted or "
+                "built again; parameters of another module need that module inside the model",
             )
     return handed

@@ -1,8 +1,9 @@
-"""What a Checkpointer makes of a program: how each table is tracked and why, what is saved, what is not.
+"""Report of `Checkpointer.doctor()`: how each table is tracked and why, and what is and is not saved.
 
-`ckpt.doctor()` is for people: print it. It reads the program as it stands and changes nothing; one line of it is
-logged when the Checkpointer attaches. What it finds missing is a guess from the outside, so it is a hint, never an
-error: a plain attribute that holds a tensor may be a cache, and a loader may be resumed by the program itself.
+`ckpt.doctor()` is meant to be printed. It inspects the program and changes nothing. The Checkpointer logs one line of
+it
+when it attaches. Entries under `missing` are hints, not errors: a plain attribute with a tensor may be a cache, and the
+program may resume a loader itself.
 """
 
 from __future__ import annotations
@@ -26,56 +27,56 @@ from deltashard.tracking.tracking import TrackedTable
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _MAX_NAMES = 8
 _MAX_EXAMINED = 1_000
-"""Values of a list or dict: one that holds tensors mostly begins with one, and a vocabulary may have millions."""
+"""Examined values per list or dict. A collection of tensors usually starts with one; a vocabulary may have millions."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""What torch itself keeps of a module."""
+"""Attributes that torch itself sets on a module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableReport:
-    """One table."""
+    """Shape, optimizer and tracker of one table."""
 
     name: str
     rows: int
     columns: int
     dtype: str
     bytes: int
-    """Of its weights and its optimizer state, as they are in memory."""
+    """Size in memory of weights and optimizer state."""
     fields: tuple[str, ...]
-    """Optimizer state that travels with its rows, as far as it exists by now."""
+    """Names of the row-wise optimizer state that exists so far."""
     optimizer: str
-    """The class of the one that owns it, or what is the matter."""
+    """Class of the optimizer that steps the table, or a note that none does."""
     tracker: str
     """"gradients", "lookups" or "hashes"."""
     why: str
-    """Why it is tracked so."""
+    """Reason for the choice of tracker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """Something that is not in the checkpoint."""
+    """State that is not in the checkpoint."""
 
     what: str
     meaning: str
-    """What that means for a resumed run, and the remedy."""
+    """Consequence for a resumed run, and the remedy."""
     later: bool = False
-    """The program may still give it, after the Checkpointer was built."""
+    """Whether the program may still register it after the Checkpointer was built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What `doctor()` returns; `print` it."""
+    """Printable result of `Checkpointer.doctor()`."""
 
     tables: tuple[TableReport, ...]
     saved: tuple[str, ...]
-    """What is in the checkpoint beside the tables, a line for each kind."""
+    """Contents of the checkpoint other than tables, one line per kind."""
     missing: tuple[Missing, ...]
     timer: str = ""
-    """How often the sidecar saves, and whether that was chosen."""
+    """Current save interval, and the goal from which it was chosen."""
     blocked: str = ""
-    """Why a save that is due did not happen yet; empty: none is due."""
+    """Reason why a due save is blocked; empty if no save is due."""
     kernels: str = ""
-    """That rows are read and hashed slowly, and the remedy; empty: they are not."""
+    """Warning that slow kernels read and hash rows, with the remedy; empty otherwise."""
 
     @property
     def line(self) -> str:
@@ -90,7 +91,7 @@ class Diagnosis:
         known = [each.what for each in self.missing if not each.later]
         if known:
             parts.append(f"not saved: {_join_names(known)}")
-        return "; ".join(parts) + " (ckpt.doctor() says more)"
+        return "; ".join(parts) + " (ckpt.doctor() prints details)"
 
     def __str__(self) -> str:
         lines = [f"Tables: {len(self.tables)}"]
@@ -103,8 +104,8 @@ class Diagnosis:
         for each in self.missing:
             lines += [f"  {each.what}", f"    {each.meaning}"]
         lines += [
-            "  what only variables of the script hold: loaders that are not wrapped, generators, counters",
-            "    It cannot be seen from here: wrap() such a loader, give the others in state=.",
+            "  state held only by variables of the script: unwrapped loaders, generators, counters",
+            "    doctor() cannot see it: wrap() loaders, pass other state in state=.",
         ]
         if self.timer:
             lines.append(f"Saved {self.timer}.")
@@ -122,13 +123,13 @@ def diagnose(
     *,
     blocked: BlockedSave | None = None,
 ) -> Diagnosis:
-    """Look at everything that a cut would take now, and at what it would not.
+    """Inspect what a snapshot taken now would and would not contain.
 
     Args:
-        program: what trains.
-        loaders: the wrapped ones by name.
-        policy: the sidecar's, as it last told.
-        blocked: the save that is due and did not happen yet.
+        program: Program being trained.
+        loaders: Wrapped loaders by name.
+        policy: Last known policy of the sidecar.
+        blocked: Due save that has not been taken yet.
     """
     tracking, contracts = program.tracking, program.contracts
     dense = tracking.dense()
@@ -143,7 +144,7 @@ def diagnose(
             f"optimizers: {_join_names(view.class_name.rpartition('.')[2] for view in tracking.optimizers)}"
         )
     if contracts:
-        saved.append(f"what modules say themselves: {_join_names(each.name for each in contracts)}")
+        saved.append(f"extra state of modules: {_join_names(each.name for each in contracts)}")
     if histories:
         saved.append(
             f"histories of managed collisions: {_join_names(n.removeprefix(COLLISIONS_PREFIX) for n in histories)}"
@@ -163,19 +164,19 @@ def diagnose(
 
 
 def timer_of(policy: pb.Policy) -> str:
-    said = [f"every {policy.every_s:.4g} s"] if policy.every_s else []
+    intervals = [f"every {policy.every_s:.4g} s"] if policy.every_s else []
     if policy.every_steps:
-        said.append(f"every {policy.every_steps} steps")
-    timer = " and ".join(said) or "on demand only"
+        intervals.append(f"every {policy.every_steps} steps")
+    timer = " and ".join(intervals) or "on demand only"
     if not policy.goal or policy.goal == "fixed":
         return timer
-    if not said:  # no attempt is open yet
-        timer = "at an interval that is chosen when training begins"
+    if not intervals:  # no attempt is open yet
+        timer = "at an interval that is chosen when training starts"
     return f"{timer} (goal {policy.goal})"
 
 
 def _held(value: object) -> Iterator[Tensor]:
-    """The tensors of an attribute: itself, or what a list, tuple or dict holds."""
+    """Yield the tensors of an attribute value, or the tensors in it if it is a list, tuple or dict."""
     values = (
         value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
     )
@@ -201,7 +202,7 @@ def _table(table: TrackedTable) -> TableReport:
 
 def _why(table: TrackedTable, owner: str) -> str:
     if table.tracker == "lookups":
-        return "its kernel changes only rows that were looked up, and tells them at each update"
+        return "its kernel changes only rows that were looked up, and reports them at each update"
     return f"{owner} changes only rows that have a gradient"
 
 
@@ -211,7 +212,7 @@ def _missing(program: Program, loaders: Mapping[str, WrappedLoader]) -> Iterator
     known = {id(tensor) for tensor in tracking.inventory.names}
     theirs = {id(each) for module in tracking.inventory.sharded for each in module.modules()}
     for path, module in canonical_prefixes(tracking.model):
-        # What a sharded module keeps beside its tables is made from its plan; a history of collisions is saved.
+        # A sharded module rebuilds other state from its plan; the history of managed collisions is saved.
         if id(module) in theirs or is_managed(module):
             continue
         inside = f"{path}." if path else ""
@@ -229,34 +230,35 @@ def _missing(program: Program, loaders: Mapping[str, WrappedLoader]) -> Iterator
     if transient:
         yield Missing(
             what=f"buffers with persistent=False: {_join_names(transient)}",
-            meaning="they are as constructed after a restore; right if they never change",
+            meaning="they have their constructed values after a restore, which is right if they never change",
         )
     if plain:
         yield Missing(
             what=f"tensors in plain attributes: {_join_names(plain)}",
-            meaning="they are as constructed after a restore: register_buffer() them, or say them in get_extra_state()",
+            meaning="they have their constructed values after a restore: register_buffer() them, or return them from "
+            "get_extra_state()",
         )
     left_out = sorted(itertools.chain.from_iterable(contract.left_out for contract in contracts))
     if left_out:
         yield Missing(
-            what=f"what modules leave out of their state_dict(): {_join_names(left_out)}",
-            meaning="by the module's own word; as constructed after a restore",
+            what=f"tensors that modules exclude from state_dict(): {_join_names(left_out)}",
+            meaning="excluded by the module itself; constructed values after a restore",
         )
     if attributes := [name for view in tracking.optimizers for name in view.unsaved]:
         yield Missing(
-            what=f"what optimizers keep in attributes that no checkpoint can hold: {_join_names(attributes)}",
-            meaning="as constructed after a restore: keep plain values or tensors, or say them in state_dict()",
+            what=f"attributes of optimizers that a checkpoint cannot store: {_join_names(attributes)}",
+            meaning="constructed values after a restore: use plain values or tensors, or state_dict()",
         )
     if not loaders:
         yield Missing(
             what="the position in the data",
-            meaning="no loader is wrapped: a resumed run begins its data anew; loader = ckpt.wrap(loader)",
+            meaning="no loader is wrapped: a resumed run reads its data from the beginning; loader = ckpt.wrap(loader)",
             later=True,
         )
     if (owner := program.unsaved_scheduler()) is not None:
         yield Missing(
             what=f"the learning-rate scheduler of {owner}",
-            meaning='it begins anew after a restore, and overwrites the rate: state={"scheduler": scheduler}',
+            meaning='it restarts after a restore and overwrites the rate: pass state={"scheduler": scheduler}',
         )
     if not tracking.optimizers:
         yield Missing(

@@ -1,4 +1,4 @@
-"""The trainer's errors. Each says what, where and the remedy; its family says who can act (user, surroundings, us)."""
+"""Errors of the trainer, with `what`, `where` and `remedy`; the family tells whether user or environment must act."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ __all__ = [
 
 
 class StateError(UserError):
-    """Something given in `state=`, or found in the optimizer, cannot be saved or restored exactly."""
+    """An entry of `state=` or a part of an optimizer cannot be saved or restored exactly."""
 
 
 class NotRestored(UserError):
-    """Training began on a run that has checkpoints, without `restore()` and without `fresh=True`.
+    """Training started on a run that has checkpoints, without `restore()` and without `fresh=True`.
 
-    Or after a `restore()` that failed when it had begun to write into the model.
+    Also raised after a `restore()` that failed after it had started to write into the model.
     """
 
 
 class CheckpointMismatch(UserError):
-    """The checkpoint and the model disagree about tables, fields, dense tensors or optimizers."""
+    """The checkpoint and the model differ in tables, fields, dense tensors or optimizers."""
 
 
 class WaitError(UserError):
-    """`wait()` on the training thread before the cut happened would wait for itself."""
+    """`wait()` was called on the training thread before the snapshot was taken, which would deadlock."""
 
 
 class AnotherTrainer(UserError):
@@ -49,39 +49,39 @@ class AnotherTrainer(UserError):
 
 
 class RanksDiffer(UserError):
-    """The ranks of a group do not say the same of the run, the model or the call, or some of them are missing."""
+    """The ranks of a group differ in the run, the model or the call, or a rank is missing."""
 
 
 class GroupLost(EnvironmentFault):
-    """The store of the process group is gone, or a rank stopped answering."""
+    """The store of the process group is unreachable, or a rank stopped answering."""
 
 
 class SidecarUnavailable(EnvironmentFault):
-    """The sidecar cannot be started or reached, or refuses this trainer."""
+    """The sidecar cannot be started or reached, or rejects this trainer."""
 
 
 class SidecarGone(SidecarUnavailable):
-    """The sidecar died, stops, or did not answer: the next one may. Attach, open and restore try again."""
+    """The sidecar died, is stopping, or did not answer. Attach, open and restore retry with the next sidecar."""
 
 
 class SaveFailed(EnvironmentFault):
-    """A save that was waited for did not become durable."""
+    """A save did not become durable."""
 
 
 class RestoreFailed(EnvironmentFault):
-    """The checkpoint could not be read: the store or the sidecar failed, or no whole checkpoint is left."""
+    """The checkpoint could not be read: the store or sidecar failed, or no complete checkpoint is left."""
 
 
 class CheckpointRetired(RestoreFailed):
-    """Another run's checkpoint was retired while it was read: ask for its newest anew."""
+    """Another run's checkpoint was retired while it was read; request the newest one again."""
 
 
 class FencedError(EnvironmentFault):
-    """A newer attempt has taken over this run: this process must not train on. Never re-opened from here."""
+    """A newer attempt has taken over this run. This process must stop training and cannot open the run again."""
 
 
 class TakenOver(FencedError):
-    """Another workload (Job, JobSet, ...) trains this run now: restarts of this one are refused, too.
+    """Another workload (Job, JobSet, ...) trains this run; restarts of this workload are rejected.
 
-    Uncaught, it ends the process with exit code 79 (`exit_code.EXIT_TAKEN_OVER`).
+    If uncaught, the process ends with exit code 79 (`exit_code.EXIT_TAKEN_OVER`).
     """

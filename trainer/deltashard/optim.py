@@ -1,13 +1,13 @@
-"""Exact row-wise Adagrad: one float32 accumulator per row, as embedding tables of recommendation models use it.
+"""Exact row-wise Adagrad with one float32 accumulator per row, as recommendation models use it for embedding tables.
 
-For every row r with a gradient in this step, with G the *sum* of all its gradients and D the row's width:
+For every row r with a gradient in this step, with G the *sum* of all its gradients and D the number of columns:
 
     sum[r]    += (1 / D) * sum_d G_d ** 2          one addition per row and step
     weight[r] -= lr / (sqrt(sum[r]) + eps) * G     eps outside of the root
 
-"Exact" means that duplicates of a row are sorted and summed before the accumulator sees them, so the result depends
-neither on their order nor on how a batch repeats them (Neo/ZionEX, ISCA 2022; FBGEMM's `EXACT_ROWWISE_ADAGRAD`).
-Rows without a gradient change neither weight nor state, which is what makes cheap tracking exact.
+"Exact" means that duplicates of a row are sorted and summed before the accumulator is updated, so that the result does
+not depend on their order or on how a batch repeats them (Neo/ZionEX, ISCA 2022; FBGEMM's `EXACT_ROWWISE_ADAGRAD`). Rows
+without a gradient change neither weight nor state, which makes cheap row tracking exact.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         eps: float = 1e-8,
         initial_accumulator_value: float = 0.0,
     ) -> None:
-        """Args as in torch.optim.Adagrad.
+        """Create the accumulators.
+
+        Args:
+            params: Parameters or groups of 2-D parameters, with sparse or dense gradients.
+            lr: Learning rate. Default: 0.01.
+            eps: Term added outside of the root. Default: 1e-8.
+            initial_accumulator_value: Initial value of `sum`. Default: 0.
 
         Raises:
             UserError: lr < 0, eps <= 0, a negative initial value, or a parameter that is not 2-D.
@@ -61,7 +67,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step on every parameter that has a gradient; returns the closure's loss."""
+        """Step every parameter that has a gradient; return the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -92,7 +98,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             raise UserError(
                 f"A parameter of shape {tuple(param.shape)} has no rows",
                 where="RowWiseAdagrad",
-                remedy="give it tables only, and the dense parameters to another optimizer",
+                remedy="pass only tables, and give the dense parameters to another optimizer",
             )
 
 

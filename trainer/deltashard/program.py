@@ -1,7 +1,7 @@
-"""What is saved of a program: tables and dense tensors, optimizers, what modules say themselves, entries of `state=`.
+"""The saved parts of a program: tables, dense tensors, optimizers, extra state of modules, and entries of `state=`.
 
-Everything is looked at, encoded and decoded once when the Checkpointer is built, so that what cannot be saved is found
-out then, and not at the first save.
+All of them are inspected, encoded and decoded once when the Checkpointer is built, to find state that cannot be saved
+before the first save.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from deltashard.tracking.tracking import Tracking
 
 
 class Program:
-    """The parts of a training program that a checkpoint holds; they stay the same, what they hold does not."""
+    """The parts of a training program that a checkpoint contains."""
 
     def __init__(self, tracking: Tracking, state: Mapping[str, Any]) -> None:
-        """`state` is what the user gave beside model and optimizers, by name.
+        """Inspect the program; `state` is the user's further state by name.
 
         Raises:
-            StateError: something in it, in a module or in an optimizer cannot be saved.
+            StateError: An entry of `state`, a module or an optimizer cannot be saved.
         """
         self.tracking = tracking
         self.state = dict(state)
@@ -43,24 +43,24 @@ class Program:
             {table.key: table.param for table in tracking.tables} | dict(tracking.inventory.dense)
         )
         self.contracts: list[Contract] = contracts_of(tracking.model, lambda: tracking.inventory)
-        """Modules with a state_dict of their own making."""
+        """Modules with a custom state_dict."""
         tracking.leave_out(frozenset().union(*(contract.left_out for contract in self.contracts)))
         self.sources: list[ValueSource] = sources(
             self.state, refuse=lambda name, held: refuse_model(name, held, tracking.inventory)
         )
-        """Entries of `state=`, then what the contracts say, then histories of managed collisions."""
+        """Entries of `state=`, then extra state of modules, then histories of managed collisions."""
         self.sources += [contract.source for contract in self.contracts]
         self.sources += managed_collision.histories(tracking.model)
         self.fingerprint = fingerprint()
-        """Versions and settings that decide bits."""
+        """Versions and settings that determine results bit for bit."""
         self.given: dict[str, dict[str, Any]] = {}
-        """What the script gave, before training changed it: `trained`, and hyperparameters of schedulers by name."""
+        """Values from before training changed them: trainable parameters, and hyperparameters of schedulers by name."""
         self.record_given()
         for view in tracking.optimizers:
             check_value(view.capture(), where=f"optimizer {view.index}")
 
     def record_given(self) -> None:
-        """What the program holds now is the script's own: nothing was trained yet."""
+        """Record the current values as the script's own, before training."""
         schedulers = {s.name: s for s in self.sources if isinstance(s.subject, LRScheduler)}
         self.given = {"trained": trained_parameter.trained(self.parameters)} | {
             f"state/{name}": hyperparameter.given(source.get()) for name, source in schedulers.items()
@@ -70,14 +70,14 @@ class Program:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those of the model that are saved, and of the optimizers beside it, by canonical name."""
+        """Saved parameters of the model, and of optimizers outside of it, by canonical name."""
         orphans = {tensor: n for view in self.tracking.optimizers for n, tensor in view.orphans.items()}
         found = trained_parameter.parameters_of(self.tracking.inventory.names | orphans)
         return {name: param for name, param in found.items() if name not in self.tracking.left_out}
 
     @property
     def schemas(self) -> tuple[TableSchema, ...]:
-        """Of the tables of which this process holds a shard, each once, as of the last look."""
+        """Schemas of the tables of which this process holds a shard, each once, as of the last refresh."""
         return tuple({table.fqn: table.schema for table in self.tracking.tables}.values())
 
     @property
@@ -86,7 +86,7 @@ class Program:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """(rows, columns) of every table of the model, wherever it lies."""
+        """(rows, columns) of every table of the model, including tables on other ranks."""
         held = self.tracking.inventory.elsewhere | {schema.fqn: schema for schema in self.schemas}
         return {fqn: (schema.rows, schema.columns) for fqn, schema in held.items()}
 
@@ -102,7 +102,7 @@ class Program:
         content: Mapping[str, str] | None,
         world_size: int = 1,
     ) -> dict[str, Any]:
-        """The `meta` blob of a cut at `step`; `dense` as it is saved, `content`: sums by table if recorded."""
+        """Return the `meta` blob of a snapshot at `step`; `dense` as saved, `content`: hashes by table if recorded."""
         many = {} if world_size == 1 else {"world_size": world_size}
         self._origin.warn_changes(dict(dense) | {table.key: table.param for table in self.tracking.tables})
         return {
@@ -118,7 +118,7 @@ class Program:
         }
 
     def unsaved_scheduler(self) -> str | None:
-        """The class of an optimizer that a scheduler was built for, while nothing in `state=` can be one."""
+        """Return the class of an optimizer with a scheduler, if no entry of `state=` can be that scheduler."""
         if any(_may_hold_scheduler(value) for value in self.state.values()):
             return None
         for view in self.tracking.optimizers:
@@ -130,7 +130,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLoop:
-    """The program in its loop: what trains, the loaders that feed it, and the step where it stands."""
+    """The program in its loop: model, loaders and step clock."""
 
     program: Program
     loaders: LoaderRegistry

@@ -1,9 +1,10 @@
-"""The object graph of one Checkpointer, built once, from its config: which part knows which.
+"""Object graph of one Checkpointer, built once from its configuration.
 
-Each part writes only its own fields. What the parts of one process have in common travels in two records: the
-program in its loop (`TrainingLoop`) and this process as a member of its run (`RunMember`).
+Each part writes only its own fields. Parts share two records: the program in its loop (`TrainingLoop`) and this process
+as a member of its run (`RunMember`).
 
-A process may have several graphs, of different runs. Its hooks (an uncaught error, a fork) reach all of them here.
+A process may have several graphs, of different runs. Process-wide hooks (uncaught errors, forks) reach all of them
+here.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from deltashard.tracking.tracking import Tracking
 log = logging.getLogger("deltashard")
 
 RELEASE_S = 10.0
-"""Detaching from the sidecar may take so long, within the deadline of `close()`."""
+"""Seconds that detaching from the sidecar may take, within the deadline of `close()`."""
 
 
 class Wiring:
@@ -81,7 +82,7 @@ class Wiring:
             ),
             config.state or {},
         )
-        if self.rank.alone:  # of several, each may have tables that the others have not
+        if self.rank.alone:  # with several ranks, each may have tables that the others do not have
             config.check_tables(schema.fqn for schema in self.program.schemas)
         self.clock = StepClock(self.program.tracking)
         self.step_boundary = StepBoundaryMonitor(self.program.tracking, self.clock)
@@ -95,9 +96,9 @@ class Wiring:
         self.attempt.transition(AttachEvent.ATTACH)
         self.attachment = SidecarAttachment(self.session, link, self.clock)
         self.forked = False
-        """In a child of the process that trains: everything of it is that process's."""
+        """Whether this is a forked child; all resources then belong to the parent."""
         self.term: TermHandler | None = None
-        """None: SIGTERM is left alone."""
+        """None if no SIGTERM handler is installed."""
         try:
             self._assemble(config)
         except BaseException:
@@ -106,13 +107,13 @@ class Wiring:
         _live.add(self)
 
     def _tracked(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Tracking found something within an optimizer's step: reported at the next boundary."""
+        """Queue an event that tracking found within an optimizer's step, for the next boundary."""
         if name == "optimizer_state_reset":
             self.stats.optimizer_state_resets += 1
         self.session.post(lambda: self.listener.emit(name, **facts))
 
     def _connect(self) -> tuple[SidecarSession, Link]:
-        """Attach; whatever goes wrong, nothing of ours is left in the program."""
+        """Attach; after an error, remove everything that was installed in the program."""
         try:
             self._check_single_instance()
             session = SidecarSession(
@@ -130,13 +131,13 @@ class Wiring:
             raise
 
     def _check_single_instance(self) -> None:
-        """Two of one run would take the sidecar's session from each other for ever; the lock only tells processes."""
+        """Reject a second Checkpointer of the run, which the lock between processes does not exclude."""
         for other in list(_live):
             if other.launcher.location == self.launcher.location and other.session.fenced is None:
                 raise AnotherTrainer(
                     "another Checkpointer of this process already trains this run",
                     where=str(self.launcher.location),
-                    remedy="close() it first; only what trains another model is another run",
+                    remedy="close() it first; use another run name only to train another model",
                 )
 
     def _assemble(self, config: CheckpointConfig) -> None:
@@ -231,9 +232,9 @@ class Wiring:
         return self.term
 
     def _block_message(self, urgent: bool) -> str:
-        """For the other ranks, and asked on another thread: why this one cannot cut now."""
+        """Return why this rank cannot take a snapshot now, for the other ranks; called on the rounds' thread."""
         if self.coordinator_thread is not None and self.coordinator_thread.sums:
-            return "what every rank holds whole is not the same on all"
+            return "tensors replicated on all ranks differ between ranks"
         if self.outcomes.in_flight:
             return MESSAGE[BlockReason.IN_FLIGHT]
         if self.attachment.link is None:
@@ -243,9 +244,9 @@ class Wiring:
         )
 
     def close(self, until_s: float) -> None:
-        """Release everything, whatever is in flight, by `until_s` (monotonic)."""
+        """Release everything by `until_s` (monotonic), whatever is in flight."""
         self.attempt.transition(AttachEvent.CLOSE)
-        # The line of the arena is given back; without it every step has a boundary, which refuses it.
+        # Returns the arena's line; from now on every step has a boundary, which rejects it.
         self.clock.detach()
         guarded(self.plan.close)
         if self.term is not None:
@@ -260,7 +261,7 @@ class Wiring:
             _live.discard(self)
 
     def _release(self, until_s: float) -> None:
-        """Leave the program and the sidecar, by `until_s` (monotonic), however much of this was built."""
+        """Leave the program and the sidecar by `until_s` (monotonic), however much was built."""
         if self.term is not None:
             self.term.remove()
         self.session.close(until_s=min(until_s, time.monotonic() + RELEASE_S))
@@ -280,15 +281,15 @@ def _launcher(config: CheckpointConfig, rank: Rank) -> Launcher:
         raise UserError(
             f"no {'url' if not url else 'run'} was given, and there is no sidecar in this pod",
             where="Checkpointer()",
-            remedy='give url="file:///some/dir" and run="name" (or DELTASHARD_URL and DELTASHARD_RUN); in Kubernetes, '
-            "look for the annotation deltashard.io/policy on the Job",
+            remedy='pass url="file:///some/dir" and run="name" (or set DELTASHARD_URL and DELTASHARD_RUN); in '
+            "Kubernetes, check the annotation deltashard.io/policy on the Job",
         )
     options = SidecarOptions(url=normal_url(url), run=run, flags=config.sidecar_settings)
     return ChildLauncher(options, rank)
 
 
 def guarded(call: Callable[..., object], *arguments: object) -> object:
-    """Call an extra; an error that it raises is logged, and neither hides the user's error nor stops what follows."""
+    """Call an extension and log its errors, so that they neither hide the user's error nor stop the caller."""
     try:
         return call(*arguments)
     except Exception:
@@ -300,7 +301,7 @@ _live: weakref.WeakSet[Wiring] = weakref.WeakSet()
 
 
 def _uncaught(error: BaseException) -> None:
-    """An error that ends the program may be of a collective."""
+    """Pass an error that ends the program to the recovery plans, as it may come from a collective."""
     for wiring in list(_live):
         guarded(wiring.plan.handle_error, error)
 

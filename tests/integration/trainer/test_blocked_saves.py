@@ -67,7 +67,7 @@ def test_replaced_optimizer_is_reported_within_a_minute(
         )
         assert not run.kinds("save_blocked")
         said = str(run.ckpt.doctor())
-        assert "no step of an optimizer that the Checkpointer was given" in said
+        assert "no step of an optimizer given to the Checkpointer" in said
         run.advance(MIN_BLOCKED_S + 1)
         (facts,) = run.kinds("save_blocked")
         assert facts["reason"] == BlockReason.ACCUMULATING

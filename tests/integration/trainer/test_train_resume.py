@@ -283,5 +283,5 @@ def test_setting_unsupported_by_sidecar(make: MakeCheckpointer) -> None:
     """It was said in an argument, of which the message speaks."""
     with pytest.raises(UserError, match=r"no setting 'nope' \[Checkpointer\(sidecar=\)\]"):
         make(ToyLoop(), sidecar={"nope": 1})
-    with pytest.raises(UserError, match="keep_last is an argument of its own"):
+    with pytest.raises(UserError, match="keep_last is a separate argument"):
         make(ToyLoop(), keep_last=5, sidecar={"keep_last": 1})

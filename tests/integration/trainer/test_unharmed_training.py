@@ -162,7 +162,7 @@ def test_nested_save_joins_outer_save(loop: HookedLoop, hooks: Hooks) -> None:
         asked.append(loop.ckpt.save("within"))
         with pytest.raises(WaitError, match="is being copied"):
             asked[0].wait()
-        with pytest.raises(SaveFailed, match="takes no pin"):
+        with pytest.raises(SaveFailed, match="takes no further pin"):
             loop.ckpt.save("pinned", pin="within").wait()
 
     loop.step()

@@ -65,7 +65,7 @@ FailedCall.__abstractmethods__ = frozenset()
         (Cause.TAKEN_OVER, grpc.StatusCode.ABORTED, "TakenOver: x", TakenOver, "x [open]"),
         (
             Cause.FENCED, grpc.StatusCode.ABORTED, "FencedError: x", FencedError,
-            "a newer attempt has taken over this run: FencedError: x [open] -- end this process; the newer one trains on",
+            "a newer attempt has taken over this run: FencedError: x [open] -- end this process; the newer one continues training",
         ),
         (Cause.LOST, grpc.StatusCode.NOT_FOUND, "UnknownSession: x", SidecarGone, "NOT_FOUND: UnknownSession: x [open]"),
         (Cause.STOPPING, grpc.StatusCode.UNAVAILABLE, "Stopping: x", SidecarGone, "UNAVAILABLE: Stopping: x [open]"),

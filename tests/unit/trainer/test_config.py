@@ -40,14 +40,14 @@ INVALID_ARGUMENTS: dict[str, list[Any]] = {
     "optimizer": ["adam", 3, ["adam"], nn.Linear(2, 2)],
 }
 TERMS: list[tuple[dict[str, Any], str]] = [
-    ({}, "how much may be lost"),
-    ({"pls_target": 0.1}, "how much may be lost"),
+    ({}, "share of samples that may be lost"),
+    ({"pls_target": 0.1}, "share of samples that may be lost"),
     ({"pls_target": 0.0, "planned_steps": 10}, "a share above 0"),
     ({"pls_target": 2, "planned_steps": 10}, "a share above 0"),
     ({"pls_target": math.nan, "planned_steps": 10}, "a share above 0"),
     ({"pls_target": 0.1, "planned_steps": 0}, "a whole number, 1 or more"),
-    ({"pls_target": 0.1, "planned_steps": 9, "grace_s": None}, "hear of SIGTERM"),
-    ({"recovery": "full", "pls_target": 0.1}, "means nothing without partial recovery"),
+    ({"pls_target": 0.1, "planned_steps": 9, "grace_s": None}, "needs a SIGTERM handler"),
+    ({"recovery": "full", "pls_target": 0.1}, "has no effect without partial recovery"),
     ({"recovery": "full", "planned_steps": 0}, "a whole number, 1 or more"),
 ]
 
@@ -100,7 +100,7 @@ def test_all_forms_of_the_optimizers_argument() -> None:
     assert optimizers_of(partly, net) == [partly]
     for refused, what in (
         (torch.optim.lr_scheduler.ConstantLR(adam), "schedulers belong in state="),
-        ([adam, sgd, adam], "the Adam at 2 was given before"),
+        ([adam, sgd, adam], "the Adam at position 2 was given before"),
         (torch.optim.Adam(model().parameters()), "none of the 4 parameters of Adam belongs to the model"),
     ):
         with pytest.raises(UserError, match=what):

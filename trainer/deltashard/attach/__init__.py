@@ -1,1 +1,1 @@
-"""The way to the sidecar: where it is, the session with it, locks, signals."""
+"""Connection to the sidecar: launcher, session, locks and signals."""

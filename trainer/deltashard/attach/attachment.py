@@ -1,7 +1,7 @@
-"""What the training thread knows of the sidecar: its own view of the session, as of the news it has applied.
+"""The training thread's view of the session with the sidecar, as of the events it has applied.
 
-The session thread may hold another link already, or none. A cut is only taken over the link whose news is applied:
-of a newer one it is not known yet what became of the save before.
+The session thread may already have another link, or none. A snapshot is only taken over the link whose events are
+applied; for a newer link the outcome of the previous save is not known yet.
 """
 
 from __future__ import annotations
@@ -22,35 +22,34 @@ from deltashard.tracking.step_clock import StepClock
 log = logging.getLogger("deltashard")
 
 OWN_GRACE_S = 20.0
-"""After SIGTERM an urgent save may take so long where there is no pod."""
+"""Seconds that an urgent save may take after SIGTERM outside of a pod."""
 
 
 class SidecarAttachment:
-    """The sidecar's epoch and policy, and the control line that the clock ticks on."""
+    """The sidecar's epoch and policy, and the control line of the step clock."""
 
     def __init__(self, session: SidecarSession, first: Link, clock: StepClock) -> None:
-        """`first` is the link that `session.connect()` gave."""
+        """`first` is the link returned by `session.connect()`."""
         self.session = session
         self.url = str(first.reply.url)
-        """Where the run is stored (without credentials)."""
+        """Store of the run, without credentials."""
         self.run = str(first.reply.run)
-        """The run's name."""
         self._clock = clock
         self._epoch = first.reply.epoch
         self.policy: pb.Policy = first.reply.policy
-        """The sidecar's, as it last reported it."""
+        """The sidecar's last known policy."""
         self.grace_s = first.reply.grace_s or OWN_GRACE_S
-        """The pod's: after SIGTERM an urgent save may take so long."""
+        """Seconds that an urgent save may take after SIGTERM."""
         clock.adopt(first.line)
 
     @property
     def link(self) -> Link | None:
-        """The link whose news is applied; None while the sidecar is away, or another link is to be heard of."""
+        """The link whose events are applied; None while the sidecar is disconnected or a newer link is pending."""
         link = self.session.link
         return link if link is not None and self._clock.uses_line(link.line) else None
 
     def adopt(self, link: Link) -> bool:
-        """A new attachment: its line and its policy; returns whether it is of a sidecar that was started since."""
+        """Adopt a link with its line and policy; return whether the sidecar was restarted since the previous link."""
         restarted = bool(link.reply.epoch != self._epoch)
         self._clock.adopt(link.line)
         self._clock.show()
@@ -63,17 +62,17 @@ class SidecarAttachment:
 
 
 class Listener:
-    """Calls `on_event=`, the program's own: whatever it raises never harms training. On the training thread only."""
+    """Calls the user's `on_event`; its exceptions never interrupt training. Used on the training thread only."""
 
     def __init__(
         self, on_event: Callable[[str, Mapping[str, Any]], None] | None, failed: Callable[[], int]
     ) -> None:
-        """`failed` counts what `on_event` raised, and returns the count."""
+        """`failed` counts an exception of `on_event` and returns the count."""
         self._on_event = on_event
         self._failed = failed
 
     def emit(self, name: str, **facts: Any) -> None:
-        """Tell of an event; only what the user's signal handler raises comes out."""
+        """Report an event; only exceptions of the user's signal handlers propagate."""
         if self._on_event is None:
             return
         try:
@@ -82,15 +81,15 @@ class Listener:
             if must_propagate(error):
                 raise
             if self._failed() == 1:
-                log.warning("on_event(%r, ...) raised, training goes on", name, exc_info=error)
+                log.warning("on_event(%r, ...) raised, training continues", name, exc_info=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMember:
-    """This process as a member of its run: which rank it is, under which attempt, over which sidecar."""
+    """This process as a member of its run: its rank, attempt and sidecar."""
 
     rank: Rank
     attempt: TrainingAttempt
     attachment: SidecarAttachment
     listener: Listener
-    """Hears what happens to the run."""
+    """Receives the events of the run."""

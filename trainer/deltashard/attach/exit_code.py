@@ -1,9 +1,9 @@
-"""How the process ends when its run belongs to another workload now: with an exit code of its own.
+"""Exit code of a process whose run was taken over by another workload.
 
-A container that is simply restarted would be refused again, and again, until the Job's patience is used up. So an
-uncaught `TakenOver` ends the process with `EXIT_TAKEN_OVER` instead of Python's 1, and a Job's podFailurePolicy can
-tell it (docs/training-scripts.md). Everything else about the end stays: the traceback, exit handlers, whatever hook
-was there before. A script that catches the error decides for itself.
+A restarted container would be rejected repeatedly until the Job's back-off limit is used up. An uncaught `TakenOver`
+therefore ends the process with `EXIT_TAKEN_OVER` instead of 1, which a Job's podFailurePolicy can match
+(docs/training-scripts.md). The traceback, exit handlers and earlier hooks run as usual. A script may catch the error
+instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import TracebackType
 from deltashard.errors import TakenOver
 
 EXIT_TAKEN_OVER = 79
-"""Exit code after an uncaught `TakenOver`: the first number after those of sysexits.h, and no signal's."""
+"""Exit code after an uncaught `TakenOver`: the first number after those of sysexits.h, unused by signals."""
 
 
 def caused_by_takeover(error: BaseException | None) -> bool:
@@ -32,7 +32,7 @@ _installed = False
 
 
 def install(on_error: Callable[[BaseException], object]) -> None:
-    """Have `on_error` get an uncaught error first, and `TakenOver` end the process with the code; once a process."""
+    """Install an exception hook, once per process: calls `on_error` first, and exits with the code on `TakenOver`."""
     global _installed  # noqa: PLW0603 - as global as the hook itself
     if _installed:
         return
@@ -43,6 +43,6 @@ def install(on_error: Callable[[BaseException], object]) -> None:
         on_error(error)
         before(kind, error, trace)
         if caused_by_takeover(error):
-            sys.exit(EXIT_TAKEN_OVER)  # Python takes it from here as the exit of the program
+            sys.exit(EXIT_TAKEN_OVER)  # becomes the exit code of the program
 
     sys.excepthook = hook

@@ -1,9 +1,9 @@
-"""Whose an exception is that comes out of a save: the training loop's, or only the save's.
+"""Decides whether an exception caught in a save belongs to the training loop or only to the save.
 
-What the user's code raises inside a save (a getter of `state=`, `validate=`, `on_event=`) fails that save and never
-training, whatever its class: an `AssertionError`, a `MemoryError`, a `sys.exit()`. What the user's *signal handler*
-raises while a save runs is the program's own way to leave and must go through. Python calls handlers between two
-instructions of whatever runs, so such an exception carries the handler's frame in its traceback.
+An exception of user code inside a save (a getter of `state=`, `validate=`, `on_event=`) fails that save and never
+training, whatever its class: an `AssertionError`, a `MemoryError`, a `sys.exit()`. An exception of the user's *signal
+handler* during a save is the program's way to stop and must propagate. Python calls handlers between two instructions
+of the running code, so such an exception has the handler's frame in its traceback.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from deltashard.attach.term_signal import TermHandler
 
 
 def must_propagate(error: BaseException) -> bool:
-    """Whether `error`, caught around user code in a save, must be raised on into the training loop."""
+    """Whether `error`, caught around user code in a save, must be raised into the training loop."""
     if isinstance(error, KeyboardInterrupt | GeneratorExit):
         return True
-    codes: set[CodeType] = {TermHandler._on_term.__code__}  # noqa: SLF001 - it calls the user's, which it replaced
+    codes: set[CodeType] = {TermHandler._on_term.__code__}  # noqa: SLF001 - it calls the user's handler that it replaced
     unknown = False
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
@@ -34,12 +34,12 @@ def must_propagate(error: BaseException) -> bool:
         if trace.tb_frame.f_code in codes:
             return True
         trace = trace.tb_next
-    # A handler without a Python frame of its own cannot be recognised: what only ends programs is taken for its.
+    # A handler without a Python frame is not recognisable: exceptions that only end programs are attributed to it.
     return unknown and not isinstance(error, Exception)
 
 
 def _code_of(handler: Any) -> CodeType | None:
-    """The code of a function, method, partial or callable object; None for what is written in C."""
+    """Return the code of a function, method, partial or callable object; None for C code."""
     for _ in range(8):
         if isinstance(handler, functools.partial):
             handler = handler.func
@@ -47,7 +47,7 @@ def _code_of(handler: Any) -> CodeType | None:
             handler = handler.__func__
         elif isinstance(code := getattr(handler, "__code__", None), CodeType):
             return code
-        elif hasattr(type(handler), "__call__"):  # noqa: B004 - its Python function is wanted, if it has one
+        elif hasattr(type(handler), "__call__"):  # noqa: B004 - looks up the Python function of `__call__`
             handler = type(handler).__call__
         else:
             break

@@ -1,18 +1,20 @@
-"""Where the sidecar is: in the pod (`DELTASHARD_SOCKET`), or a child process of our own on this machine.
+"""Finds the sidecar of a run: in the pod (`DELTASHARD_SOCKET`), or as a child process on this machine.
 
-A child runs in its own session, so Ctrl-C reaches the trainer only; it finishes what it has staged when the trainer
-dies, and exits by itself after `linger_s` without one. Its runtime directory (arena, socket, `ready.json`, log) is
-named by a hash of URL and run under /dev/shm; its pack cache by the same hash under the user's cache directory. So a
-trainer that is started again finds the living sidecar of its run, and one that finds none still finds the cache.
+A child runs in its own session, so that Ctrl-C reaches only the trainer. It finishes staged saves when the trainer
+dies,
+and exits after `linger_s` without a trainer. A hash of URL and run names its runtime directory (arena, socket,
+`ready.json`, log) under /dev/shm and its pack cache under the user's cache directory. A restarted trainer thus finds
+the
+running sidecar of its run, or at least the cache.
 
-A living sidecar that was started with other arguments (another interval, another encoding), or in another environment
-as far as it reads it (corrected credentials), is asked to finish and replaced: nobody else can be attached to it, since
-trainers of one run exclude one another by a lock. Of the environment only a salted hash is written down.
+A running sidecar is asked to finish and is replaced if it was started with other arguments (another interval, another
+encoding) or if environment variables that it reads have changed (corrected credentials). No other trainer can be
+attached to it, because a lock excludes a second trainer of the run. Only a salted hash of the environment is stored.
 
-The ranks of a group that run on one machine share a sidecar: local rank 0 starts it, the others wait for it, and
-whoever closes last has it stopped. Each of several torchrun agents on one machine has a sidecar of its own.
+The ranks of a group on one machine share a sidecar: local rank 0 starts it, the others wait for it, and the rank that
+closes last stops it. With several torchrun agents on one machine, each agent has its own sidecar.
 
-The child is spawned without forking this process: a trainer has threads of torch and gRPC.
+The child is spawned without a fork, since a trainer has threads of torch and gRPC.
 """
 
 from __future__ import annotations
@@ -53,13 +55,13 @@ log = logging.getLogger("deltashard")
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 40.0
 CACHE_TOTAL_BYTES = 20 << 30
-"""Pack caches of all runs on this machine together, those of living sidecars besides; twice what one may have."""
+"""Total size limit of the pack caches of stopped sidecars on this machine; twice the limit of a single one."""
 EXIT_USAGE = 2
-"""Exit code of a sidecar that refused its settings; its last line in the log says what, where and the remedy."""
+"""Exit code of a sidecar that rejected its settings; its last log line has what, where and remedy."""
 EXIT_ALREADY_RUNNING = 3
-"""Exit code of a sidecar that found its runtime directory owned by another one."""
+"""Exit code of a sidecar whose runtime directory is owned by another sidecar."""
 STAGED_DIR = "DELTASHARD_STAGED_DIR"
-"""Names, in a pod, the folder of a volume in which survivors of a lost rank stage what they held."""
+"""In a pod, names the folder of a volume in which survivors of a lost rank stage their rows."""
 _READ_PREFIXES = ("AWS_", "MINIO_", "GOOGLE_", "AZURE_", "DELTASHARD_")
 _PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY")
 _READ_NAMES = ("SSL_CERT_FILE", "HOME", *_PROXIES, *(name.lower() for name in _PROXIES))
@@ -71,11 +73,11 @@ _NOT_READ = (
     "DELTASHARD_RUN",
     "DELTASHARD_HOLD_S",
 )
-"""Ours, or said by the arguments, or a test's."""
+"""Variables that the sidecar does not read, receives as arguments, or that only tests set."""
 
 
 class PodLauncher:
-    """The sidecar is another container's: only look for its socket. Its log is that container's, too."""
+    """Finds the sidecar in another container by its socket. That container also has its log."""
 
     def __init__(self, socket_path: Path) -> None:
         self._socket = socket_path
@@ -86,11 +88,11 @@ class PodLauncher:
         return self._socket
 
     def ensure(self) -> Path:
-        """The socket of a sidecar that accepts connections.
+        """Return the socket of a sidecar that accepts connections.
 
         Raises:
-            SidecarGone: there is none now, and another try may find one.
-            SidecarUnavailable, UserError: it cannot be started.
+            SidecarGone: No sidecar listens now; a later try may find one.
+            SidecarUnavailable, UserError: The sidecar cannot be started.
         """
         if self._cancelled:
             raise SidecarUnavailable("the trainer closes", where=str(self._socket))
@@ -98,30 +100,30 @@ class PodLauncher:
             raise SidecarGone(
                 "the sidecar does not listen",
                 where=f"DELTASHARD_SOCKET={self._socket}",
-                remedy="look at the sidecar container's log; outside of a pod unset DELTASHARD_SOCKET",
+                remedy="check the sidecar container's log; outside of a pod unset DELTASHARD_SOCKET",
             )
         return self._socket
 
     def cancel(self) -> None:
-        """An `ensure` that waits, in whichever thread, ends soon, and so does every later one."""
+        """Let a running `ensure` of any thread, and every later one, end soon."""
         self._cancelled = True
 
     def last_log_error(self) -> str:
-        """What the sidecar's log says of trouble, at its end; empty: nothing, or it cannot be read from here."""
+        """Return the last error in the sidecar's log; empty without one or if the log is not readable."""
         return ""
 
     def close(self) -> None:
-        """Nothing of ours to stop."""
+        """Do nothing: the pod owns the sidecar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SidecarOptions:
-    """What a child sidecar is started with; None leaves its default."""
+    """Arguments of a child sidecar; None keeps a setting's default."""
 
     url: str
     run: str
     flags: Mapping[str, object] = field(default_factory=dict)
-    """Settings of the sidecar by name, e.g. {"every_s": 30, "encoding": "q8"}."""
+    """Settings of the sidecar by name, for example {"every_s": 30, "encoding": "q8"}."""
 
     def arguments(self, runtime: Path, cache: Path) -> list[str]:
         arguments = ["-m", "deltashard_sidecar.main", "serve", "--url", self.url, "--run", self.run]
@@ -137,7 +139,7 @@ def _flag(name: str) -> str:
 
 
 def normal_url(url: str | os.PathLike[str]) -> str:
-    """A store URL; a bare path means `file://` of its absolute path."""
+    """Return the URL of a store; a bare path becomes the `file://` URL of its absolute path."""
     text = os.fspath(url)
     if "://" in text:
         return text.rstrip("/") if not text.endswith(":///") else text
@@ -150,22 +152,21 @@ def _home(url: str, run: str, node: int) -> str:
 
 
 def runtime_dir(url: str, run: str, node: int = 0) -> Path:
-    """The private directory in memory for arena and socket of this run on this machine, or of one agent's share."""
+    """Return the private in-memory directory for arena and socket of this run on this machine, per torchrun agent."""
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())  # noqa: S108 - private below
     return base / f"deltashard-{os.getuid()}" / _home(url, run, node)
 
 
 def cache_dir(url: str, run: str, node: int = 0) -> Path:
-    """The directory of this run's pack cache on this machine, or of one agent's share."""
+    """Return the directory of this run's pack cache on this machine, per torchrun agent."""
     return _cache_base() / "deltashard" / "packs" / _home(url, run, node)
 
 
 def _cache_base() -> Path:
-    """The user's cache directory; a private temporary one where the user has none, or may not write it."""
     with contextlib.suppress(RuntimeError):  # no HOME, and no entry in the password database
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         there = base
-        while not os.path.exists(there):  # noqa: PTH110 - false, too, where it may not be looked at
+        while not os.path.exists(there):  # noqa: PTH110 - also False for paths without permission
             there = there.parent
         if os.access(there, os.W_OK | os.X_OK):
             return base
@@ -177,12 +178,12 @@ def _temporary_base() -> Path:
 
 
 def staged_dir(url: str, run: str, node: int = 0) -> Path:
-    """The directory of what survivors of a lost rank stage on this machine, beside the pack cache of the run."""
+    """Return the directory in which survivors of a lost rank stage their rows, next to the run's pack cache."""
     return cache_dir(url, run, node).parent.parent / "staged" / _home(url, run, node)
 
 
 def staged_in_pod(url: str, run: str) -> Path | None:
-    """The same in a pod, in the volume that its manifest names (`STAGED_DIR`); None: it names none."""
+    """Return the same directory in a pod, in the volume named by `STAGED_DIR`, if it is set."""
     named = os.environ.get(STAGED_DIR)
     return Path(named) / _home(url, run, 0) if named else None
 
@@ -198,11 +199,11 @@ def accepts_connections(path: Path) -> bool:
 
 
 _exit_codes: dict[int, int] = {}
-"""Of our own children that were reaped."""
+"""Exit codes of reaped children."""
 
 
 def _alive(pid: int) -> bool:
-    # Reap it if it is our own child, else a zombie would look alive.
+    # Reap a child of this process, since a zombie would appear alive.
     with contextlib.suppress(ChildProcessError):
         reaped, status = os.waitpid(pid, os.WNOHANG)
         if reaped == pid:
@@ -224,23 +225,23 @@ def _describe_exit(code: int | None) -> str:
 
 
 class ChildLauncher:
-    """A sidecar for this run on this machine: the living one, or a new child of local rank 0."""
+    """Finds the running sidecar of this run on this machine, or starts a child (local rank 0)."""
 
     def __init__(self, options: SidecarOptions, rank: Rank | None = None) -> None:
-        """`rank` is this process among those of its group; None: alone."""
+        """`rank` identifies this process in its group; None: no group."""
         self._options = options
         self._rank = rank or Rank()
         self.runtime = runtime_dir(options.url, options.run, self._rank.node)
         self.cache = cache_dir(options.url, options.run, self._rank.node)
         self.staged = staged_dir(options.url, options.run, self._rank.node)
-        """Where survivors of a lost rank stage what they held."""
+        """Directory in which survivors of a lost rank stage their rows."""
         self._arguments = options.arguments(self.runtime, self.cache)
         self._spawned = 0
         self._log_offset = 0
-        """Bytes of the log when the sidecar was started; older ones are of others."""
+        """Size of the log when the sidecar was started; earlier lines belong to others."""
         self._cancelled = threading.Event()
         self.pid: int | None = None
-        """The sidecar this trainer uses, once known."""
+        """Process id of the sidecar that this trainer uses, once known."""
         self._make_private()
         self._lock_path = trainer_lock(self.runtime, self._rank.local)
         hold_file(self._lock_path)
@@ -266,24 +267,26 @@ class ChildLauncher:
         private_dir(self.runtime)
         if self.cache.is_relative_to(base := _temporary_base()):
             private_dir(base)
-        with contextlib.suppress(FileExistsError):  # a sweep may take it just now: the sidecar makes it again
+        with contextlib.suppress(
+            FileExistsError
+        ):  # a concurrent clean-up may remove it: the sidecar creates it again
             self.cache.mkdir(mode=0o700, parents=True)
 
     def ensure(self) -> Path:
-        """As `PodLauncher.ensure`. A dead child is started again; a living one with other settings is replaced."""
+        """Like `PodLauncher.ensure`; restarts a dead child and replaces a running one with other settings."""
         self._pause()
         if self.pid is not None and _alive(self.pid) and accepts_connections(self.socket_path):
             return self.socket_path
-        if not holds_file(self._lock_path):  # the directory was removed, and the lock file went with it
+        if not holds_file(self._lock_path):  # the directory was removed together with the lock file
             log.warning(
-                "the runtime directory %s was removed: it is made again, and its sidecar is replaced. Leave it to "
-                "the trainer while that lives",
+                "the runtime directory %s was removed: it is created again, and its sidecar is replaced. Do not "
+                "remove it while the trainer runs",
                 self.runtime,
             )
             self._make_private()
             hold_file(self._lock_path)
             if self.pid is not None and self._rank.local == 0 and _alive(self.pid):
-                self._stop(self.pid)  # it stops by itself, and holds the pack cache until then
+                self._stop(self.pid)  # it stops by itself, but holds the pack cache until then
         if self._rank.local != 0:
             return self._await_started()
         until = time.monotonic() + START_DEADLINE_S
@@ -303,7 +306,7 @@ class ChildLauncher:
             if self._wait_ready(self.pid):
                 self._record_settings()
                 return self.socket_path
-            # Another one owns the directory: it is finishing its last save, or a trainer that died has just started it.
+            # Another sidecar owns the directory: it finishes its last save, or was just started by a trainer that died.
             if time.monotonic() >= until:
                 raise SidecarUnavailable(
                     f"an older sidecar of this run does not end{self._log_suffix()}",
@@ -319,7 +322,7 @@ class ChildLauncher:
                 raise SidecarGone(
                     f"local rank 0 has started no sidecar within {START_DEADLINE_S:.0f} s",
                     where=str(self.runtime),
-                    remedy="see its log. Without torchrun set LOCAL_RANK: the ranks of a machine count from 0",
+                    remedy="check its log. Without torchrun set LOCAL_RANK: the ranks of a machine count from 0",
                 )
             self._pause(0.05)
         self.pid = found
@@ -360,10 +363,10 @@ class ChildLauncher:
     def _spawn(self) -> int:
         environment = dict(os.environ)
         if self._spawned:
-            # A test that kills a sidecar at a crash point means the first one.
+            # A test that kills the sidecar at a crash point refers to the first one.
             environment.pop("DELTASHARD_CRASH_AT", None)
         elif freed_bytes := free_arenas(self.runtime.parent, keep=self.runtime):
-            log.info("freed %d MiB of memory that killed sidecars had left", freed_bytes >> 20)
+            log.info("freed %d MiB of memory left by killed sidecars", freed_bytes >> 20)
         environment.pop("DELTASHARD_SOCKET", None)
         self._spawned += 1
         self._log_offset = sidecar_log.size_of(self.log_path)
@@ -384,7 +387,7 @@ class ChildLauncher:
             raise SidecarUnavailable(
                 f"the sidecar cannot be started: {error.strerror}",
                 where=sys.executable,
-                remedy="is this interpreter readable and executable for this user?",
+                remedy="make this interpreter readable and executable for this user",
             ) from error
         finally:
             os.close(out)
@@ -392,7 +395,7 @@ class ChildLauncher:
         return pid
 
     def _wait_ready(self, pid: int) -> bool:
-        """Whether it serves; False when another process owns the runtime directory."""
+        """Return whether the sidecar is ready; False if another process owns the runtime directory."""
         until = time.monotonic() + START_DEADLINE_S
         while self._running_pid() != pid:
             dead = not _alive(pid)
@@ -402,7 +405,7 @@ class ChildLauncher:
             if code == EXIT_USAGE:
                 raise self._usage_error()
             if dead or time.monotonic() >= until:
-                # What was killed, or told to stop, or is slow, says nothing of the next one; an exit code does.
+                # An exit code also predicts the next start; a signal or a slow start does not.
                 answered = dead and code is not None and code > 0
                 kind = SidecarUnavailable if answered else SidecarGone
                 raise kind(
@@ -418,7 +421,7 @@ class ChildLauncher:
         for name in self._options.flags:
             if (
                 parts["what"] == f"unknown argument {_flag(name)!r}"
-            ):  # those with a place of their own are known
+            ):  # arguments of the Checkpointer are valid
                 return UserError(
                     f"the sidecar has no setting {name!r}",
                     where="Checkpointer(sidecar=)",
@@ -448,15 +451,15 @@ class ChildLauncher:
             self._pause(0.01)
 
     def close(self) -> None:
-        """Ask the sidecar to finish and go, unless other ranks use it; it needs no waiting for."""
+        """Ask the sidecar to finish and exit, unless other ranks use it; do not wait for it."""
         if not self._has_other_ranks() and self.pid is not None and self._running_pid() == self.pid:
-            self.ready_path.unlink(missing_ok=True)  # nobody shall attach to it any more
+            self.ready_path.unlink(missing_ok=True)  # prevents new attachments
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
         release_file(self._lock_path)
 
     def _has_other_ranks(self) -> bool:
-        """Whether another rank of this machine has its sidecar here. Two that close at once leave it to linger."""
+        """Whether another rank of this machine uses the sidecar. If two close at once, it exits after `linger_s`."""
         with contextlib.suppress(OSError):
             others = [path for path in trainer_locks(self.runtime) if path != self._lock_path]
             return not all(is_free(lock) for lock in others)
@@ -464,11 +467,11 @@ class ChildLauncher:
 
 
 Launcher = PodLauncher | ChildLauncher
-"""Finds a sidecar, and brings it back when it is gone."""
+"""Finds a sidecar, and restarts it if it is gone."""
 
 
 def environment_hash(environment: Mapping[str, str], salt: str) -> str:
-    """A hash of what a sidecar reads of its environment, to tell whether it changed; the values cannot be told."""
+    """Return a salted hash of the variables that a sidecar reads, to detect changes without storing the values."""
     read = {
         name: value
         for name, value in environment.items()

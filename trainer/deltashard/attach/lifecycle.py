@@ -1,18 +1,17 @@
-"""The life of a trainer's attachment and attempt, as data: NEW -> ATTACHED -> TRAINING -> CLOSED, and what goes wrong.
+"""Lifecycle of a trainer's attachment and attempt as a table: NEW -> ATTACHED -> TRAINING -> CLOSED, and failures.
 
-`TABLE` says for every state which events may happen and where they lead; there is no other place that knows. An event
-that a state does not list is a bug of ours (`IllegalEvent`). `TrainingAttempt` keeps the state of one Checkpointer,
-applies news on the training thread, and lets no bug of this kind out into training: it is logged, and the state
-stays.
+`TABLE` lists the events of each state and the resulting state. Any other event is a bug (`IllegalEvent`).
+`TrainingAttempt` holds the state of one Checkpointer and applies events on the training thread. It logs an illegal
+event and keeps the state, so that training continues.
 
-- NEW: nothing is started; arguments and the program are looked at.
-- ATTACHED: the sidecar is there; no attempt is open, so nothing may be saved under this run's name.
-- WAITING: as ATTACHED, and the sidecar is away: `restore()` and the first `step()` wait for it.
-- TRAINING: an attempt is open; every older trainer of the run is fenced, and saves are cut. Where the store was full
-  or read-only, `restore()` begins training all the same, and the attempt is opened late: no save is cut until then.
-- DEGRADED: as TRAINING, and the sidecar is away: training goes on, saves are skipped.
-- FENCED: a newer attempt runs: every boundary raises.
-- CLOSED: everything is released; late news changes nothing.
+- NEW: nothing is started; arguments and program are checked.
+- ATTACHED: the sidecar is attached; no attempt is open, so nothing can be saved in this run.
+- WAITING: as ATTACHED, with the sidecar disconnected; `restore()` and the first `step()` wait for it.
+- TRAINING: an attempt is open, older trainers of the run are fenced, and snapshots are taken. If the store was full or
+  read-only, `restore()` starts training without an attempt, which is opened later; no snapshot is taken until then.
+- DEGRADED: as TRAINING, with the sidecar disconnected; training continues and saves are skipped.
+- FENCED: a newer attempt runs; every boundary raises.
+- CLOSED: everything is released; later events have no effect.
 
 docs/reference/trainer-lifecycle.md is rendered from this table.
 """
@@ -31,7 +30,7 @@ log = logging.getLogger("deltashard")
 
 
 class AttachState(Enum):
-    """Where a Checkpointer is, as far as news was applied."""
+    """State of a Checkpointer, as of the applied events."""
 
     NEW = "NEW"
     ATTACHED = "ATTACHED"
@@ -43,7 +42,7 @@ class AttachState(Enum):
 
 
 class AttachEvent(Enum):
-    """What may happen to a Checkpointer."""
+    """Event of a Checkpointer's lifecycle."""
 
     ATTACH = "attach"
     LOSE = "lose"
@@ -95,39 +94,39 @@ TABLE: dict[AttachState, dict[AttachEvent, AttachState]] = {
 }
 
 MEANING: dict[AttachEvent, str] = {
-    AttachEvent.ATTACH: "the sidecar is there, for the first time or again, also after a table's description changed",
-    AttachEvent.LOSE: "the sidecar is gone, or did not answer; opening and `restore()` begin again with the next one",
-    AttachEvent.OPEN: "`restore()`, or the first `step()`, won a slot of the commit log",
-    AttachEvent.FENCE: "a newer attempt was opened, or another workload took the run over",
-    AttachEvent.CLOSE: "`close()`, or the context manager's end",
+    AttachEvent.ATTACH: "the sidecar is attached, for the first time or again, also after a table's schema changed",
+    AttachEvent.LOSE: "the sidecar is gone or does not answer; opening and `restore()` start again with the next one",
+    AttachEvent.OPEN: "`restore()` or the first `step()` won a slot of the commit log",
+    AttachEvent.FENCE: "a newer attempt was opened, or another workload took over the run",
+    AttachEvent.CLOSE: "`close()`, or the end of the context manager",
 }
 
 ENDED = frozenset({AttachState.CLOSED})
 
 
 def log_illegal_event(bug: IllegalEvent) -> None:
-    """Log an event that the state does not know; tests have it raised instead."""
-    log.error("%s: please report this; training goes on", bug)
+    """Log an event that the current state does not allow; tests raise it instead."""
+    log.error("%s: please report this; training continues", bug)
 
 
 class TrainingAttempt:
-    """State of one Checkpointer and, once it is open, its attempt: written here, on the training thread only."""
+    """State of one Checkpointer and its attempt; changed on the training thread only."""
 
     def __init__(self) -> None:
         self.state = AttachState.NEW
         self.number: int | None = None
-        """The attempt that is, or was, open; None before the first."""
+        """Number of the current or last attempt; None before the first."""
         self.resumed_step: int | None = None
-        """Step that `restore()` left the model at; None when nothing was resumed."""
+        """Step of the restored checkpoint; None if nothing was restored."""
         self.granted: tuple[int | None, str] = None, ""
-        """Attempt and digest of the layout that this rank attaches with; None: none is open."""
+        """Attempt and layout digest that this rank attaches with; (None, "") before an attempt."""
         self.late: pb.OpenRequest | None = None
-        """What to ask for until the attempt is open; None: it is, or none was asked for."""
+        """Request with which the attempt is opened later; None if it is open or was not requested."""
         self._snapshots = 0
 
     @property
     def opened(self) -> bool:
-        """Whether an attempt is, or was, open; or training began and it is to be opened late."""
+        """Whether an attempt was opened, or training began with an attempt that is opened later."""
         return self.number is not None or self.late is not None
 
     @property
@@ -135,7 +134,7 @@ class TrainingAttempt:
         return self.state in ENDED
 
     def transition(self, event: AttachEvent) -> AttachState:
-        """Apply `event`; returns the state after it."""
+        """Apply `event` and return the new state."""
         try:
             self.state = after(TABLE, self.state, event, where="trainer lifecycle")
         except IllegalEvent as bug:
@@ -143,13 +142,13 @@ class TrainingAttempt:
         return self.state
 
     def grant(self, number: int, layout: str) -> None:
-        """Rank 0 opened attempt `number` for all: attach with it, before anything is restored."""
+        """Record attempt `number`, which rank 0 opened for all ranks, before the restore."""
         self.granted = number, layout
 
     def begin(
         self, number: int | None, *, resumed_step: int | None, late: pb.OpenRequest | None = None
     ) -> None:
-        """Attempt `number` is open, or None and `late` will open it; its cuts are counted from 1."""
+        """Begin attempt `number` (None: opened later by `late`); its snapshots are counted from 1."""
         self.transition(AttachEvent.OPEN)
         if self.granted[0] != number:
             self.granted = number, ""
@@ -161,14 +160,16 @@ class TrainingAttempt:
         return self._snapshots + 1
 
     def begin_snapshot(self, cut: int) -> None:
-        """Cut `cut` is asked for: its number is used up, whatever becomes of it."""
+        """Use up the number of snapshot `cut`, whatever its outcome."""
         self._snapshots = cut
 
     def check_open(self, where: str) -> None:
-        """Raises `UserError` after `close()`."""
+        """Raise `UserError` after `close()`."""
         if self.closed:
             raise UserError(
-                "this Checkpointer is closed", where=where, remedy="make a new one, it resumes with restore()"
+                "this Checkpointer is closed",
+                where=where,
+                remedy="build a new one, which resumes with restore()",
             )
 
 

@@ -1,15 +1,16 @@
-"""POSIX record locks that a live trainer holds, and the one rule they impose: never close a locked file twice.
+"""POSIX record locks of a live trainer, and the registry that keeps them from being dropped by accident.
 
-The sidecar asks the kernel whether the writer of an arena line still lives by testing a record lock. Such locks belong
-to the process: forked DataLoader workers do not inherit them, and they vanish with the process whatever killed it. But
-closing *any* descriptor of the file drops them all. So every arena is opened once per process, kept in a registry by
-(device, inode), counted, and closed with its last user. A mapping has a descriptor of its own inside, which closes
-whenever it is collected: a mapping that something still looks at (a control line, a tensor) stays in the registry with
-its file, and is unmapped when the file is opened or given up the next time, while no lock is held.
+The sidecar tests a record lock to learn from the kernel whether the writer of an arena line is alive. Such locks belong
+to the process: forked DataLoader workers do not inherit them, and they vanish with the process. But closing *any*
+descriptor of the file drops all of them. Every arena is therefore opened once per process, kept in a registry by
+(device,
+inode), counted, and closed with its last user. A mapping contains its own descriptor, which closes when the mapping is
+collected. A mapping that is still referenced (by a control line, a tensor) stays in the registry with its file, and is
+unmapped when the file is next opened or released, while no lock is held.
 
-A second lock, on a file of its own in the runtime directory, is taken before a sidecar is even started: two trainers
-of one run on one machine would replace each other's session for ever. By that lock the next trainer of this user also
-tells which arenas killed sidecars left in memory, and removes them.
+A second lock, on a separate file in the runtime directory, is taken before a sidecar is started, because two trainers
+of one run on one machine would replace each other's session forever. The lock also lets the next trainer of this user
+find and remove the arenas of killed sidecars.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from deltashard_proto.arena_layout import Arena, ArenaError, ArenaShape
 from deltashard.errors import AnotherTrainer, SidecarUnavailable
 
 IDLE_S = 24 * 3600.0
-"""A runtime directory is left over when nothing in it was written for so long."""
+"""Seconds without a write after which a runtime directory counts as left over."""
 _PF_EXITING = 0x4
-"""A flag of /proc/PID/stat: the process is on its way out (linux/sched.h)."""
+"""Flag in /proc/PID/stat: the process is exiting (linux/sched.h)."""
 
 _REMEDY = (
     "stop the other process. Ranks of one training share a run: call torch.distributed.init_process_group() before "
-    "Checkpointer(). Only what trains another model is another run"
+    "Checkpointer(). Use another run name only to train another model"
 )
 
 _Key = tuple[int, int]
@@ -48,10 +49,10 @@ class _OpenArena:
     arena: Arena
     users: int = 0
     older: list[Arena] = field(default_factory=list)
-    """Earlier mappings of the same descriptor that could not be unmapped, or had become too small."""
+    """Earlier mappings of the same descriptor that are still referenced or had become too small."""
 
     def unmap(self) -> None:
-        """Unmap what nobody looks at any more. Drops the locks: only without users."""
+        """Unmap unreferenced mappings. Drops the locks, so it must only be called without users."""
         self.older = [arena for arena in self.older if not arena.unmap()]
 
 
@@ -61,7 +62,7 @@ _files: dict[_Key, tuple[int, int]] = {}
 
 
 def _after_fork_in_child() -> None:
-    # Record locks are not inherited: what the parent holds is not ours.
+    # Record locks are not inherited by a child.
     _arenas.clear()
     _files.clear()
 
@@ -75,7 +76,7 @@ def _key(path: Path) -> _Key:
 
 
 def _lock_range(fd: int, start: int, length: int, *, deadline_s: float) -> bool:
-    """Lock a range of an open file; retries until `deadline_s`: a killed process frees its locks as it is torn down."""
+    """Lock a range of a file; retries until `deadline_s`, since a killed process frees its locks late."""
     until = time.monotonic() + deadline_s
     while True:
         try:
@@ -91,18 +92,18 @@ def _lock_range(fd: int, start: int, length: int, *, deadline_s: float) -> bool:
 
 
 def open_arena(path: Path, shape: ArenaShape) -> Arena:
-    """This process's only mapping of the arena at `path`, of the shape that its sidecar has; pair with `release_arena`.
+    """Return this process's only mapping of the arena at `path`, with the sidecar's shape; pair with `release_arena`.
 
     Raises:
-        SidecarUnavailable: there is no arena, or the file is smaller.
-        NotPrivate: it is a link.
+        SidecarUnavailable: The arena does not exist, or the file is too small.
+        NotPrivate: The path is a link.
     """
     with _lock:
         try:
             key = _key(path)
             opened = _arenas.get(key)
             if opened is None:
-                # Its owner may be another user: the pod's sidecar.
+                # The owner may be another user: the pod's sidecar.
                 fd = open_private(path, os.O_RDWR, owned=False)
                 try:
                     opened = _arenas[key] = _OpenArena(arena=Arena.mapped(path, fd, shape))
@@ -127,7 +128,7 @@ def open_arena(path: Path, shape: ArenaShape) -> Arena:
 
 
 def release_arena(arena: Arena) -> None:
-    """Give up one use; the last one drops the lock, and closes the file if nothing looks at its memory any more."""
+    """Release one use; the last one drops the lock, and closes the file if its memory is no longer referenced."""
     with _lock:
         for key, opened in list(_arenas.items()):
             if opened.arena.fd == arena.fd:
@@ -146,7 +147,7 @@ def lock_line(arena: Arena, local_rank: int, *, deadline_s: float = 10.0) -> Non
     """Hold the writer lock of this rank's control line.
 
     Raises:
-        AnotherTrainer: a live process holds it.
+        AnotherTrainer: A live process holds it.
     """
     start, length = arena.line_lock_range(local_rank)
     if not _lock_range(arena.fd, start, length, deadline_s=deadline_s):
@@ -158,11 +159,11 @@ def lock_line(arena: Arena, local_rank: int, *, deadline_s: float = 10.0) -> Non
 
 
 def _is_exiting(pid: str) -> bool:
-    """Whether the process is being torn down: a killed one frees its memory first, which takes time, its locks last."""
+    """Whether the process is exiting: a killed process first frees its memory, which takes time, and last its locks."""
     try:
         stat = Path(f"/proc/{int(pid)}/stat").read_text()
     except (OSError, ValueError):
-        return True  # gone, or never said: its lock goes any moment
+        return True  # the process is gone or has not written its pid: the lock is about to be freed
     state, *rest = stat.rpartition(")")[2].split()
     return state in "ZX" or bool(int(rest[5]) & _PF_EXITING)
 
@@ -170,11 +171,11 @@ def _is_exiting(pid: str) -> bool:
 def hold_file(path: Path, *, deadline_s: float = 10.0, living_s: float = 2.0) -> None:
     """Create `path` and lock it for this process; counted, pair with `release_file`.
 
-    A holder that lives gets `living_s` to let go (it may be about to close), one that is ending `deadline_s`.
+    A live holder gets `living_s` seconds to release the lock (it may be about to close), an exiting one `deadline_s`.
 
     Raises:
-        AnotherTrainer: a live process holds it.
-        NotPrivate: it is a link, or another user's.
+        AnotherTrainer: A live process holds it.
+        NotPrivate: The path is a link, or belongs to another user.
     """
     with _lock:
         if path.exists() and (held := _files.get(_key(path))):
@@ -198,7 +199,7 @@ def hold_file(path: Path, *, deadline_s: float = 10.0, living_s: float = 2.0) ->
 
 
 def holds_file(path: Path) -> bool:
-    """Whether this process holds the file that is at `path` now."""
+    """Whether this process holds the file that is currently at `path`."""
     with _lock:
         try:
             return _key(path) in _files
@@ -207,7 +208,7 @@ def holds_file(path: Path) -> bool:
 
 
 def trainer_lock(runtime: Path, local: int) -> Path:
-    """The file that the trainer of local rank `local` holds in the run's runtime directory."""
+    """Return the file that the trainer of local rank `local` locks in the run's runtime directory."""
     return runtime / f"trainer-{local}.lock"
 
 
@@ -216,10 +217,10 @@ def trainer_locks(runtime: Path) -> list[Path]:
 
 
 def is_free(path: Path) -> bool:
-    """Whether no process, this one included, holds `path` by `hold_file`; raises `OSError` when it cannot be opened."""
+    """Whether no process, including this one, holds `path` by `hold_file`; raises `OSError` if it cannot be opened."""
     with _lock:
         if _key(path) in _files:
-            return False  # and it must not be opened: closing it again would drop our lock
+            return False  # opening and closing the file here would drop our lock
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             return _lock_range(fd, 0, 0, deadline_s=0.0)
@@ -228,11 +229,11 @@ def is_free(path: Path) -> bool:
 
 
 def release_file(path: Path) -> None:
-    """Give up one use of `hold_file`; the last one unlocks. The file stays: its name keeps meaning one inode."""
+    """Release one use of `hold_file`; the last one unlocks. The file is kept, so that its name keeps its inode."""
     with _lock:
         try:
             key = _key(path)
-        except OSError:  # somebody wiped the directory: the lock lives on the orphaned inode
+        except OSError:  # the directory was deleted: the lock is on the orphaned inode
             return
         fd, users = _files.get(key, (-1, 0))
         if users > 1:
@@ -243,13 +244,13 @@ def release_file(path: Path) -> None:
 
 
 def free_arenas(base: Path, *, keep: Path, idle_s: float = IDLE_S) -> int:
-    """Remove the left-over arenas of the runtime directories in `base`, but for `keep`'s; returns the bytes freed."""
+    """Remove the left-over arenas of the runtime directories in `base`, except `keep`'s; return the bytes freed."""
     freed_bytes = 0
     for arena in base.glob("*/arena"):
         home = arena.parent
         if home == keep or home.is_symlink():
             continue
-        # Somebody else clears up, or a file of another kind: not ours to judge.
+        # Another process cleans up concurrently, or the file is of another kind.
         with contextlib.suppress(OSError, NotPrivate):
             newest_s = max(path.lstat().st_mtime for path in (home, *home.iterdir()))
             if time.time() - newest_s < idle_s or not all(is_free(lock) for lock in trainer_locks(home)):
@@ -259,8 +260,8 @@ def free_arenas(base: Path, *, keep: Path, idle_s: float = IDLE_S) -> int:
 
 
 def _free_arena(arena: Path, lock: Path) -> int:
-    """Remove one arena under its sidecar's lock; raises `OSError` when that is held or was never there."""
-    # No trainer process ever holds this lock itself, so closing it here drops none.
+    """Remove one arena under its sidecar's lock; raises `OSError` if the lock is held or does not exist."""
+    # Trainer processes never hold this lock, so closing the file here drops none.
     fd = open_private(lock, os.O_RDWR)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,7 @@
-"""The arena's memory as a GPU sees it: registered with CUDA, it is written by the device itself, at the bus's speed.
+"""Registers the arena's memory with CUDA, so that the device writes into it directly, at bus speed.
 
-Otherwise rows go through small pinned buffers, and a processor copies them from there. Registering takes 50 ms a GiB,
-once an attachment: the pages behind the mapping are the arena's only as long as the attachment holds it, so that they
-are let go of before it does.
+Without registration, rows are copied through small pinned buffers by a CPU. Registration takes 50 ms per GiB, once per
+attachment. The pages belong to the arena only while the attachment exists, so they are unregistered before its end.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from deltashard_proto.arena_layout import Arena
 _log = logging.getLogger("deltashard")
 _lock = threading.Lock()
 _pinned: dict[int, tuple[Arena, int]] = {}
-"""By identity: the arena, and where its mapping begins; 0: CUDA does not take it."""
+"""By identity: the arena, and the address of its mapping (0 if CUDA rejected it)."""
 
 
 def pin(arena: Arena) -> bool:
-    """Whether the device may write into the arena; it is registered the first time."""
+    """Return whether the device can write into the arena; registers it at the first call."""
     with _lock:
         held = _pinned.get(id(arena))
         if held is None:
@@ -30,7 +29,7 @@ def pin(arena: Arena) -> bool:
 
 
 def unpin(arena: Arena) -> None:
-    """Before it is unmapped, and with no copy under way."""
+    """Unregister the arena, before it is unmapped and while no copy is running."""
     with _lock:
         _, address = _pinned.pop(id(arena), (arena, 0))
         if address:
@@ -44,7 +43,7 @@ def _register(arena: Arena) -> int:
         address = torch.frombuffer(arena.view, dtype=torch.uint8).data_ptr()
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch
         return address if _succeeded(cudart.cudaHostRegister(address, size, 0), "registered") else 0
-    except Exception as error:  # noqa: BLE001 - then rows go the other way
+    except Exception as error:  # noqa: BLE001 - rows are then copied through buffers
         _log.debug("the arena cannot be registered with CUDA", exc_info=error)
         return 0
 
@@ -53,7 +52,7 @@ def _succeeded(result: object, what: str) -> bool:
     if int(result) == 0:  # type: ignore[call-overload]  # torch's enum
         return True
     _log.debug("the arena was not %s with CUDA: %s", what, result)
-    # CUDA keeps the error for whoever launches a kernel next: that is to be nobody of the program's.
+    # CUDA keeps the error for the next kernel launch, which must not be one of the program.
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda").add_(1)
         torch.cuda.synchronize()

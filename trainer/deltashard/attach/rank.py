@@ -1,8 +1,8 @@
-"""Which rank this process is. Ranks of one training are the processes of its torch.distributed process group.
+"""The rank of this process. The ranks of one training are the processes of its torch.distributed process group.
 
-Several ranks that each save for themselves would become independent runs that drift apart, or fence each other for
-ever. So a process that was started as one of several (by torchrun and Kubeflow, mpirun of Open MPI, of MPICH and of
-MVAPICH, srun) is refused until it has made the process group, over which the ranks find one another.
+Ranks that each save separately would become independent runs that diverge, or would fence each other forever. A process
+that was started as one of several (by torchrun, Kubeflow, mpirun of Open MPI, MPICH or MVAPICH, or srun) is therefore
+rejected until it has created the process group through which the ranks find each other.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Rank:
 
     number: int = 0
     local: int = 0
-    """Among the ranks of this pod or machine."""
+    """Rank within this pod or machine."""
     world_size: int = 1
     node: int = 0
-    """Which of torchrun's agents started it: there may be several on one machine."""
+    """Index of the torchrun agent that started the process; a machine may have several."""
 
     @property
     def alone(self) -> bool:
@@ -44,11 +44,11 @@ class Rank:
 
 
 def multi_rank_variable(environment: Mapping[str, str]) -> str | None:
-    """What says that this process is one of several ranks, as `NAME=4`; None when nothing does."""
+    """Return the setting that shows that this process is one of several ranks, as `NAME=4`, if there is one."""
     names = list(_SIZES)
     if "SLURM_STEP_NUM_TASKS" in environment:
         names.append("SLURM_STEP_NUM_TASKS")
-    elif "SLURM_PROCID" in environment:  # without it this is the allocation's shell, which trains alone
+    elif "SLURM_PROCID" in environment:  # otherwise this is the shell of the allocation, which trains alone
         names.append("SLURM_NTASKS")
     for name in names:
         value = environment.get(name, "").strip()
@@ -59,17 +59,17 @@ def multi_rank_variable(environment: Mapping[str, str]) -> str | None:
 
 
 def rank_of_this_process(where: str) -> Rank:
-    """The rank that this process is, of one or of several.
+    """Return the rank of this process.
 
     Raises:
-        UserError: it was started as one of several, and there is no process group yet.
+        UserError: The process was started as one of several and has no process group yet.
     """
     if world_size() > 1:
         number = int(torch.distributed.get_rank())
         local = next((int(v) for name in _LOCAL if (v := os.environ.get(name, "")).isdecimal()), number)
         if local >= LINES:
             raise UserError(
-                f"local rank {local}: a sidecar serves {LINES} ranks at most",
+                f"local rank {local}: a sidecar serves at most {LINES} ranks",
                 where=where,
                 remedy="set LOCAL_RANK to the rank's number within its pod or machine, as torchrun does",
             )
@@ -80,24 +80,24 @@ def rank_of_this_process(where: str) -> Rank:
             world_size=world_size(),
             node=int(node) if node.isdecimal() else 0,
         )
-    if (said := multi_rank_variable(os.environ)) is not None:
+    if (setting := multi_rank_variable(os.environ)) is not None:
         raise UserError(
-            f"this process is one of several ranks ({said}), and there is no process group over which they could "
-            "agree: each would save a run of its own that holds only its share of the training",
+            f"this process is one of several ranks ({setting}), and there is no process group through which they can "
+            "agree: each rank would save a separate run that contains only its share of the training",
             where=where,
             remedy="call torch.distributed.init_process_group() before Checkpointer(). If this process does train "
-            f"alone, start it without the launcher, or unset {said.partition('=')[0]}",
+            f"alone, start it without the launcher, or unset {setting.partition('=')[0]}",
         )
     return Rank()
 
 
 def check_unchanged(rank: Rank, where: str) -> None:
-    """Raises `UserError` when the group is another than when the Checkpointer was made."""
+    """Raise `UserError` if the size of the group has changed since the Checkpointer was built."""
     size = world_size()
     if size != rank.world_size:
         raise UserError(
             f"there are {size} ranks now, and there {'was' if rank.alone else 'were'} {rank.world_size} when the "
-            "Checkpointer was made",
+            "Checkpointer was built",
             where=where,
             remedy="call torch.distributed.init_process_group() before Checkpointer(), and keep the group",
         )

@@ -1,17 +1,17 @@
-"""What a failed call to the sidecar means: the sidecar is gone, or this is its answer. One table for every call.
+"""Classifies failed calls of the sidecar as a lost sidecar or as its answer, by one table for all calls.
 
-The first line that fits:
+The first matching line applies:
 
     cause taken_over                                  `TakenOver`: the process ends
     cause fenced, or ABORTED                          `FencedError`: the process ends
-    cause stopping: SIGTERM came                      `SidecarGone`: tried again
-    cause lost: another sidecar, without the session  `SidecarGone`: tried again
-    no cause, and one of `UNANSWERED`                 `SidecarGone`: tried again
-    one of `_CALLER_ERRORS`                                 `UserError`: final
-    anything else, with the sidecar's own words       `SidecarUnavailable` or `RestoreFailed`: final
+    cause stopping: SIGTERM was received              `SidecarGone`: retried
+    cause lost: another sidecar, without the session  `SidecarGone`: retried
+    no cause, and one of `UNANSWERED`                 `SidecarGone`: retried
+    one of `_CALLER_ERRORS`                           `UserError`: final
+    anything else                                     `SidecarUnavailable` or `RestoreFailed`: final
 
-`attach.retry` tries again. A sidecar process that was killed or is not ready in time is gone, too; one that ended by
-itself with an exit code has given its answer (`attach.launcher`).
+`attach.retry` retries. A sidecar process that was killed or is not ready in time also counts as lost; an exit code of
+its own counts as an answer (`attach.launcher`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNANSWERED = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
 )
-"""Without a cause of the sidecar's: nobody answered."""
+"""Codes that mean, without a cause from the sidecar, that there was no answer."""
 _GONE = (Cause.STOPPING, Cause.LOST)
 _CALLER_ERRORS = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -52,14 +52,14 @@ def details(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
 
 
 def cause_of(error: grpc.RpcError) -> str:
-    """Why the sidecar refused a call; empty: no answer came."""
+    """Return the cause with which the sidecar rejected a call; empty without an answer."""
     return from_metadata(error.trailing_metadata()) if isinstance(error, grpc.Call) else ""
 
 
 def translate(
     error: grpc.RpcError, *, where: str, fallback: type[Exception] = SidecarUnavailable
 ) -> Exception:
-    """The trainer's error for a failed call, by the table."""
+    """Return the trainer's error for a failed call, according to the table."""
     code, message = details(error)
     cause = cause_of(error)
     if cause == Cause.TAKEN_OVER:
@@ -68,7 +68,7 @@ def translate(
         return FencedError(
             f"a newer attempt has taken over this run: {message}",
             where=where,
-            remedy="end this process; the newer one trains on",
+            remedy="end this process; the newer one continues training",
         )
     if cause in _GONE or (not cause and code in UNANSWERED):
         return SidecarGone(f"{code.name}: {message}", where=where)

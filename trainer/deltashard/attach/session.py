@@ -1,17 +1,18 @@
-"""The attachment to the sidecar: attach, watch, and come back after the sidecar went away. Training never waits for it.
+"""The session with the sidecar: attaches, watches, and attaches again after a loss, without blocking training.
 
     CONNECTED --(Watch stream ends)--> AWAY --(background: find or start a sidecar, Attach)--> CONNECTED
         |                                |
-        +---- fenced (by any answer) ----+---> FENCED: for good; the training thread raises, nothing re-opens
+        +---- fenced (by any answer) ----+---> FENCED: permanent; the training thread raises
 
 A `Link` is one attachment: channel, session id, mapped arena, control line. The training thread reads the attribute
-`link` and cuts only when there is one. One daemon thread watches; whatever it learns (commit, failure, policy, fenced,
-link lost or regained) is put on `events` and `wake` is called, and the training thread applies it at its next
-boundary: marks and handles are never touched from here.
+`link` and takes snapshots only while there is one. One daemon thread watches. It appends events (commit, failure,
+policy,
+fenced, link lost or attached) to `events` and calls `wake`. The training thread applies them at its next boundary; the
+daemon never changes marks or handles.
 
-Every call has a deadline. Watch is the exception: its end is the news that the sidecar is gone. A sidecar that is there
-and says nothing (stopped, swapped out) is found by the training thread, whose cut gets no answer: `suspect` lets go of
-the link, and only the session thread waits until it answers again.
+Every call has a deadline, except Watch, whose end signals the loss of the sidecar. A sidecar that exists but does not
+answer (stopped, swapped out) is detected by a snapshot of the training thread: `suspect` drops the link, and only the
+session thread waits until the sidecar answers again.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ log = logging.getLogger("deltashard")
 ATTACH_DEADLINE_S = 90.0
 OPEN_DEADLINE_S = 330.0
 MIN_DETACH_S = 1.0
-"""Saying goodbye may take so long even if the deadline of `close()` has passed."""
+"""Minimum time for Detach, even after the deadline of `close()`."""
 _ALIVE = "/deltashard.v1.Trainer/Alive"
-"""No call of the contract: a process that runs rejects it, and that is an answer."""
+"""A method that does not exist: its rejection proves that the process runs."""
 
 _OPTIONS = (
     *MESSAGE_OPTIONS,
-    # A restarted sidecar serves on the same path: never share a broken connection with the next channel.
+    # A restarted sidecar serves on the same path: the next channel must not share a broken connection.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -70,7 +71,7 @@ class Link:
     """One attachment."""
 
     path: Path
-    """The sidecar's socket."""
+    """Socket of the sidecar."""
     channel: grpc.Channel
     stub: TrainerStub
     reply: pb.AttachReply
@@ -78,33 +79,33 @@ class Link:
     line: memoryview
     """The control line: 8 words."""
     tables: tuple[Any, ...]
-    """The schemas this attachment was made with; a batch names them by position."""
+    """Schemas of this attachment; batches refer to them by position."""
     attempt: int | None
-    """The attempt that this attachment was made with."""
+    """Attempt of this attachment."""
 
     @property
     def session(self) -> str:
         return str(self.reply.session)
 
     def open(self, request: pb.OpenRequest, *, deadline_s: float = OPEN_DEADLINE_S) -> pb.OpenReply:
-        """Ask for an attempt; raises `SidecarGone`, `FencedError`, `UserError` or `RestoreFailed`."""
+        """Request an attempt; raises `SidecarGone`, `FencedError`, `UserError` or `RestoreFailed`."""
         if (size := len(request.layout)) > MAX_LAYOUT_BYTES:
             raise UserError(
-                f"the layout of all ranks has {size} bytes, of {MAX_LAYOUT_BYTES} at most",
+                f"the layout of all ranks has {size} bytes, more than {MAX_LAYOUT_BYTES}",
                 where="open attempt",
-                remedy="cut tables over fewer ranks: each box takes 32 bytes",
+                remedy="shard tables over fewer ranks: each box takes 32 bytes",
             )
         try:
             reply: pb.OpenReply = self.stub.Open(request, timeout=deadline_s)
-        except ValueError as error:  # closed: the session thread has seen that the sidecar is gone
+        except ValueError as error:  # the session thread has closed the channel of a lost sidecar
             raise SidecarGone(str(error), where="open attempt") from None
         except grpc.RpcError as error:
-            # What the sidecar said is all in it: gRPC's own trace would only bury it.
+            # The message is complete; gRPC's traceback would only hide it.
             raise translate(error, where="open attempt", fallback=RestoreFailed) from None
         return reply
 
     def is_alive(self, timeout_s: float) -> bool:
-        """Whether the process at the other end says anything at all within `timeout_s`."""
+        """Whether the process at the other end answers within `timeout_s`."""
         try:
             self.channel.unary_unary(_ALIVE, None, None)(b"", timeout=timeout_s)
         except grpc.RpcError as error:
@@ -116,7 +117,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Attached:
-    """Event: there is a (new) link."""
+    """Event: a new link exists."""
 
     link: Link
 
@@ -130,7 +131,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FencedOff:
-    """Event: a newer attempt runs; this one is over."""
+    """Event: a newer attempt runs, and this one has ended."""
 
     error: FencedError
 
@@ -139,7 +140,7 @@ Event = pb.Notice | Attached | Lost | FencedOff | Callable[[], None]
 
 
 class SidecarSession:
-    """Keeps this process attached. All methods but the daemon's own may be called from the training thread."""
+    """Keeps this process attached. The training thread may call all methods except those of the daemon."""
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class SidecarSession:
         wake: Callable[[], None],
         local_rank: int = 0,
     ) -> None:
-        """`request` builds the Attach message anew each time; `wake` is called after an event was queued."""
+        """`request` builds the message of each Attach; `wake` is called after an event was queued."""
         self._launcher = launcher
         self.last_log_error = launcher.last_log_error
         self._request = request
@@ -159,8 +160,7 @@ class SidecarSession:
         self._local_rank = local_rank
         self._lock = threading.RLock()
         self.busy = threading.Lock()
-        """Held by the training thread while it copies into, or decodes from, granted blocks: attaching again tells the
-        sidecar that these blocks are free."""
+        """Held by the training thread while it accesses granted blocks, which an Attach would free."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._watch: Any = None
@@ -169,19 +169,19 @@ class SidecarSession:
         self._last_request: int | None = None
         self._disconnected_since_s = time.monotonic()
         self.disconnect_reason = "it was not found yet"
-        """Why there is no link, or was none before this one."""
+        """Reason why there is, or last was, no link."""
         self.refused: tuple[int | None, Exception] | None = None
-        """What the last Attach met, other than a sidecar that is gone, and the attempt that it was made with."""
+        """Attempt and error of the last failed Attach, unless the sidecar was gone."""
         self.link: Link | None = None
         self.events: deque[Event] = deque()
         self.fenced: FencedError | None = None
         _live.add(self)
 
     def connect(self) -> Link:
-        """Find or start the sidecar, attach, and watch from now on; one that dies meanwhile is followed by the next.
+        """Find or start the sidecar, attach, and start to watch; retries if the sidecar dies meanwhile.
 
         Raises:
-            SidecarUnavailable, UserError, FencedError: as the sidecar or its absence has it.
+            SidecarUnavailable, UserError, FencedError: The sidecar cannot be reached, or rejects this trainer.
         """
         retry = Retry("attach", pause=self._stop.wait, last_log_error=self.last_log_error)
         with self._lock:
@@ -198,9 +198,10 @@ class SidecarSession:
         return link
 
     def reattach(self, *, until_s: float) -> Link | None:
-        """Attach anew on the living sidecar (the tables' schemas changed), by `until_s` (monotonic).
+        """Attach again to the running sidecar because table schemas changed, by `until_s` (monotonic).
 
-        None when it is away, or did not answer by then: then the session thread goes on trying.
+        Returns None if the sidecar is disconnected or does not answer in time; the session thread then continues to
+        try.
         """
         if not self._lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
             return None
@@ -211,7 +212,7 @@ class SidecarSession:
             try:
                 link = self._attach_at(old.path, until_s=until_s)
             except (SidecarUnavailable, OSError) as error:
-                self.suspect(old, f"it could not be attached to anew: {error}")
+                self.suspect(old, f"attaching again failed: {error}")
                 return None
             self.link = link
         finally:
@@ -221,16 +222,18 @@ class SidecarSession:
 
     @contextlib.contextmanager
     def hold_link(self, link: Link) -> Iterator[None]:
-        """Hold `link` for a cut. Never waits: whoever else holds it has seen that it is gone.
+        """Hold `link` during a snapshot. Does not wait: any other holder has found that the link is lost.
 
         Raises:
-            SidecarUnavailable: it is lost, or replaced.
+            SidecarUnavailable: The link is lost or replaced.
         """
         taken = self.busy.acquire(blocking=False)
         try:
             if not taken or self.link is not link:
-                raise SidecarUnavailable("the sidecar went away just now", where="save")
-            if not link.arena.whole:  # a copy into what was cut off would end this process with SIGBUS
+                raise SidecarUnavailable("the sidecar has just disconnected", where="save")
+            if (
+                not link.arena.whole
+            ):  # a copy beyond the end of a truncated arena would end this process with SIGBUS
                 raise SidecarUnavailable("the arena was truncated", where=str(link.arena.path))
             yield
         finally:
@@ -238,14 +241,14 @@ class SidecarSession:
                 self.busy.release()
 
     def suspect(self, link: Link, why: str) -> None:
-        """The sidecar did not answer over `link`: it counts as lost until it answers an Attach. From any thread."""
+        """Treat `link`, over which the sidecar did not answer, as lost until an Attach is answered. Thread-safe."""
         if self.link is link:
             self._suspected = why
         link.channel.close()  # ends the Watch
 
     @property
     def disconnected_s(self) -> float:
-        """Since when there is no link, in seconds; 0: there is one."""
+        """Seconds since the link was lost; 0 while there is one."""
         return 0.0 if self.link is not None else time.monotonic() - self._disconnected_since_s
 
     def post(self, event: Event) -> None:
@@ -253,7 +256,7 @@ class SidecarSession:
         self._wake_trainer()
 
     def next_event(self) -> Event | None:
-        """The oldest event that was not applied yet; None: there is none. For the training thread."""
+        """Return the oldest event that is not applied yet, if any; for the training thread."""
         return self.events.popleft() if self.events else None
 
     def fence(self, error: FencedError) -> None:
@@ -262,7 +265,7 @@ class SidecarSession:
             self.post(FencedOff(error=error))
 
     def close(self, *, until_s: float) -> None:
-        """Detach (the sidecar finishes what it has), stop watching, unlock; ends about `until_s` (monotonic)."""
+        """Detach, so that the sidecar finishes its saves, stop watching and unlock, by about `until_s` (monotonic)."""
         until_s = max(until_s, time.monotonic() + MIN_DETACH_S)
         self._stop.set()
         self._launcher.cancel()
@@ -284,7 +287,7 @@ class SidecarSession:
         _live.discard(self)
 
     def abandon(self) -> None:
-        """At interpreter exit: stop the thread and the streams; nothing is saved, nothing is waited for."""
+        """At interpreter exit, stop the thread and the streams without saving or waiting."""
         self._stop.set()
         watch, link = self._watch, self.link
         if watch is not None:
@@ -293,14 +296,11 @@ class SidecarSession:
             link.channel.close()
 
     def reset_after_fork(self) -> None:
-        """In a forked child: the mapping is not there, and nothing of this may be used."""
+        """Disable the session in a forked child, where the arena is not mapped."""
         self._stop.set()
         self.link = None
 
-    # The daemon's side
-
     def _attach(self) -> Link:
-        """One try; raises `SidecarGone` when another may do better."""
         return self._attach_at(self._launcher.ensure(), until_s=time.monotonic() + ATTACH_DEADLINE_S)
 
     def _attach_at(self, path: Path, *, until_s: float) -> Link:
@@ -316,7 +316,7 @@ class SidecarSession:
                     reply = stub.Attach(
                         request, timeout=max(0.0, until_s - time.monotonic()), wait_for_ready=False
                     )
-            except ValueError as error:  # closed under us
+            except ValueError as error:  # closed concurrently
                 raise SidecarGone(str(error), where=f"attach to {path}") from None
             except grpc.RpcError as error:
                 raise translate(error, where=f"attach to {path}") from None
@@ -345,12 +345,12 @@ class SidecarSession:
 
     @contextlib.contextmanager
     def _free_blocks(self, until_s: float) -> Iterator[None]:
-        """No cut and no restore is under way, and nobody closes."""
+        """Context in which no snapshot, restore or close is running."""
         if not self.busy.acquire(timeout=max(0.0, until_s - time.monotonic())):
-            raise SidecarGone("a cut or a restore is still under way", where="attach")
+            raise SidecarGone("a snapshot or a restore is still running", where="attach")
         try:
             if self._stop.is_set():
-                raise SidecarUnavailable("the trainer closes", where="attach")
+                raise SidecarUnavailable("the trainer is closing", where="attach")
             yield
         finally:
             self.busy.release()
@@ -361,7 +361,7 @@ class SidecarSession:
         release_arena(link.arena)
 
     def _run(self) -> None:
-        failures, said = 0, ""
+        failures, reported = 0, ""
         while not self._stop.is_set() and self.fenced is None:
             link = self.link
             if link is None:
@@ -377,17 +377,17 @@ class SidecarSession:
                 except FencedError as error:
                     self.fence(error)
                     return
-                except Exception as error:  # noqa: BLE001 - whatever is wrong with the sidecar, training goes on
+                except Exception as error:  # noqa: BLE001 - training continues despite any error of the sidecar
                     if not isinstance(error, SidecarGone):
                         self.refused = self._last_request, error
                     self.disconnect_reason = str(error)
-                    if self.disconnect_reason != said:
-                        said = self.disconnect_reason
+                    if self.disconnect_reason != reported:
+                        reported = self.disconnect_reason
                         log.warning("the sidecar cannot be reached, saves are skipped: %s", error)
                     failures += 1
                     self._stop.wait(BACKOFF.delay_s(failures))
                     continue
-                failures, said, self._suspected, self.refused = 0, "", "", None
+                failures, reported, self._suspected, self.refused = 0, "", "", None
                 log.info("attached to the sidecar again (session %s)", link.session)
                 self.post(Attached(link=link))
             why = self._watch_until_end(link)
@@ -400,7 +400,8 @@ class SidecarSession:
                 with self.busy:
                     self._drop(link)
                 log.warning(
-                    "the sidecar is gone (%s): training goes on, saves are skipped until it is back", why
+                    "the sidecar is gone (%s): training continues, saves are skipped until it is attached again",
+                    why,
                 )
                 self.post(Lost(why=why))
 
@@ -415,7 +416,7 @@ class SidecarSession:
                             f"attempt {notice.fenced.attempt} was taken over by {notice.fenced.by}: "
                             f"{notice.fenced.message}",
                             where="sidecar",
-                            remedy="end this process; the newer one trains on",
+                            remedy="end this process; the newer one continues training",
                         )
                     )
                 else:
@@ -423,7 +424,7 @@ class SidecarSession:
         except grpc.RpcError as error:
             code, message = details(error)
             return f"{code.name}: {message}"
-        except ValueError as error:  # the channel was closed under us: close() or reattach()
+        except ValueError as error:  # the channel was closed by close() or reattach()
             return str(error)
         finally:
             self._watch = None

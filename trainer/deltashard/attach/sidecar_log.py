@@ -1,4 +1,4 @@
-"""What a sidecar's log says of its end. The log is a file in memory, which goes with the container: errors quote it."""
+"""Reads the cause of a sidecar's end from its log, which is lost with the container, so that errors can quote it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 TAIL_BYTES = 64 << 10
 MAX_CHARS = 500
-"""Characters of a line that are quoted."""
+"""Longest quoted line in characters."""
 _ERROR_PATTERN = re.compile(r"(?P<what>.*?)(?: \[(?P<where>[^\]]*)\])?(?: -- (?P<remedy>.*))?")
-"""The text of our errors, see `DeltashardError`."""
+"""Text format of `DeltashardError`."""
 
 
 def size_of(path: Path) -> int:
-    """Bytes that the log has now; 0: there is none."""
+    """Return the size of the log in bytes; 0 if it does not exist."""
     try:
         return path.lstat().st_size
     except OSError:
@@ -24,7 +24,7 @@ def size_of(path: Path) -> int:
 
 
 def lines_after(path: Path, offset: int) -> list[str]:
-    """The last lines of the log that were written after `offset` bytes; of all of it, where a new file was begun."""
+    """Return the last lines that were written after `offset` bytes, or of the whole file if it is a new one."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -35,21 +35,21 @@ def lines_after(path: Path, offset: int) -> list[str]:
 
 
 def last_log_error(lines: list[str]) -> str:
-    """What, where and remedy of the last line that tells of trouble; empty: none does."""
+    """Return what, where and remedy of the last line that reports a problem; empty without one."""
     for line in reversed(lines):
-        said = _fields(line)
-        if said is None:
-            return line[-MAX_CHARS:]  # a traceback's end, or a crash's
-        if said.get("level") in ("warning", "error", "critical"):
-            told = [said[key] for key in ("what", "where", "remedy") if said.get(key)]
-            return " -- ".join(told or [said.get("event", line)])[-MAX_CHARS:]
+        entry = _fields(line)
+        if entry is None:
+            return line[-MAX_CHARS:]  # the end of a traceback or of a crash report
+        if entry.get("level") in ("warning", "error", "critical"):
+            parts = [entry[key] for key in ("what", "where", "remedy") if entry.get(key)]
+            return " -- ".join(parts or [entry.get("event", line)])[-MAX_CHARS:]
     return ""
 
 
 def parse_error(line: str) -> dict[str, str]:
-    """What, where and remedy of an error that a sidecar wrote, structured or as text."""
-    if (said := _fields(line)) is not None:
-        return {key: said.get(key, "") for key in ("what", "where", "remedy")}
+    """Return what, where and remedy of an error line, structured or plain text."""
+    if (entry := _fields(line)) is not None:
+        return {key: entry.get(key, "") for key in ("what", "where", "remedy")}
     match = _ERROR_PATTERN.fullmatch(line.removeprefix("deltashard-sidecar: "))
     return match.groupdict(default="") if match else {"what": line, "where": "", "remedy": ""}
 

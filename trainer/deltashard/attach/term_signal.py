@@ -1,16 +1,18 @@
-"""SIGTERM: save first, then do what would have been done.
+"""SIGTERM handling: save first, then run the previous handler.
 
-The handler only notes the signal. At the next `step()` an urgent cut is taken and waited for; then the previous handler
-runs (the default one ends the process). The grace budget bounds all of it: when no step comes, or the save is not
-durable in time, the previous handler runs anyway. A second SIGTERM does not wait any longer.
+The handler only records the signal. The next `step()` takes an urgent snapshot and waits for it; then the previous
+handler
+runs (the default one ends the process). The grace budget bounds all of this: if no step follows, or the save is not
+durable
+in time, the previous handler runs anyway. A second SIGTERM ends the wait.
 
-The first process of a container is another matter: the kernel withholds from process 1 every signal that has the
-default action, so it could not end itself that way and would train on until the pod's grace period kills it. It exits
-with `EXIT_SIGTERM`, the code that a shell gives a process ended by SIGTERM. Not 0: a Job would count as complete.
+The first process of a container needs special handling: the kernel does not deliver signals with the default action to
+process 1, which would continue to train until the pod's grace period kills it. It exits with `EXIT_SIGTERM`, the code
+that a shell gives a process ended by SIGTERM. With 0, a Job would count as complete.
 
-Python runs handlers on the main thread only, so a Checkpointer built elsewhere leaves signals alone. Several of them
-form a chain, which one leaves from wherever it stands. A forked child (a DataLoader worker) has nothing to save: it
-gets back what was there before all of them.
+Python runs handlers on the main thread only, so a Checkpointer built on another thread leaves signals unchanged.
+Several handlers form a chain, from which each can be removed at any position. A forked child (a DataLoader worker) has
+nothing to save and gets back the handler from before all of them.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ EXIT_SIGTERM = 128 + signal.SIGTERM
 
 
 class TermHandler:
-    """Installed for one Checkpointer; `notice` is called from the handler and must only set flags."""
+    """SIGTERM handler of one Checkpointer; it calls `notice`, which must only set flags."""
 
     def __init__(self, *, grace_s: Callable[[], float], notice: Callable[[], None]) -> None:
-        """`grace_s` is asked when the signal comes: a sidecar that was started again may have another."""
+        """`grace_s` is called at the signal, since a restarted sidecar may have another value."""
         self._grace_s = grace_s
         self._notice = notice
         self._previous: Any = None
@@ -48,7 +50,7 @@ class TermHandler:
         """Monotonic end of the grace budget; None before a SIGTERM."""
 
     def install(self) -> bool:
-        """Take SIGTERM over, if this is the main thread and nobody ignores the signal."""
+        """Install the handler on the main thread, unless the signal is ignored; return whether it was installed."""
         if threading.current_thread() is not threading.main_thread():
             return False
         if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
@@ -59,10 +61,10 @@ class TermHandler:
         return True
 
     def remove(self) -> None:
-        """Leave the chain: who came after us has our previous handler now.
+        """Leave the chain: the handler installed after this one gets this one's previous handler.
 
-        Where that cannot be (a handler that is not ours stands before us, or this is not the main thread), the signal
-        still reaches us, and passes through.
+        If that is impossible (a foreign handler was installed later, or this is not the main thread), this handler
+        still receives the signal and passes it on.
         """
         if self._timer is not None:
             self._timer.cancel()
@@ -71,7 +73,7 @@ class TermHandler:
         self._installed = False
         _chain.remove(self)
         for later in _chain:
-            # `==`: bound methods are made anew at each access.
+            # `==`, because each access creates a new bound method.
             if later._previous == self._on_term:  # noqa: SLF001 - one of us
                 later._previous = self._previous  # noqa: SLF001 - as above
         if (
@@ -82,7 +84,7 @@ class TermHandler:
 
     @property
     def is_active(self) -> bool:
-        """Whether SIGTERM is ours to answer, and would end the process after that; from any thread."""
+        """Whether this chain handles SIGTERM and would then end the process; callable on any thread."""
         if not self._installed or not _chain:
             return False
         first, newest = _chain[0], _chain[-1]
@@ -90,7 +92,7 @@ class TermHandler:
         return mine and not callable(first._previous)  # noqa: SLF001 - as above
 
     def terminate(self) -> None:
-        """Do what SIGTERM does by default, from another thread: the main one will execute no handler any more."""
+        """Do what SIGTERM does by default, from another thread, when the main thread no longer runs handlers."""
         if os.getpid() == 1:
             os._exit(EXIT_SIGTERM)
         # Python sets signals on the main thread only.
@@ -113,7 +115,7 @@ class TermHandler:
         self._notice()
 
     def _on_grace_expired(self) -> None:
-        # Wakes the main thread even out of a blocking call; the handler then sees a second signal.
+        # Interrupts even a blocking call of the main thread, whose handler then receives a second signal.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def chain(self, signum: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
@@ -134,11 +136,11 @@ class TermHandler:
 
 
 _chain: list[TermHandler] = []
-"""Those installed in this process, oldest first."""
+"""Handlers installed in this process, oldest first."""
 
 
 def _or_default(handler: Any) -> Any:
-    """What `signal.signal` takes: None stands for a handler that Python did not install."""
+    """Return a handler that `signal.signal` accepts; None means a handler not installed by Python."""
     return signal.SIG_DFL if handler is None else handler
 
 

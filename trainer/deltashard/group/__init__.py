@@ -1,1 +1,1 @@
-"""The ranks of one run, over a key-value store that they share: who is there, and which step they all cut at."""
+"""Coordination of the ranks of a run over a shared key-value store: membership, and the step of each snapshot."""

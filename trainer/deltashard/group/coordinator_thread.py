@@ -1,12 +1,12 @@
-"""One rank's thread among those that settle orders (`order`): it proposes, answers, settles and reads, over the store.
+"""The thread of one rank that agrees on snapshot rounds (`snapshot_round`) with the other ranks over the store.
 
-    wish       the training thread wants a cut; the thread proposes it, again after a while when the order was off
-    hold       a boundary waits for the verdict once it stands at the promised limit; the verdict normally came before
-    due_at     the cut that this boundary takes
-    stay       within it the training thread ends no step: it waits for a save, closes, or wants this very step
+    request            the training thread wants a snapshot; the thread proposes it, and again after a cancelled round
+    wait_for_verdict   a boundary at the promised limit waits for the verdict, which normally arrives earlier
+    due_at             the snapshot that this boundary takes
+    hold_step          the training thread ends no step: it waits for a save, closes, or needs exactly this step
 
-Rank 0 settles; others do when it does not answer. What cannot be settled in time is off, and training goes on: the
-longest that a boundary is held is HOLD_S. Without the store (`down_reason`) nothing is held and nothing is cut.
+Rank 0 decides rounds, or another rank if rank 0 does not answer. A round without a decision in time is cancelled and
+training continues; a boundary is held for at most HOLD_S. Without the store (`down_reason`) nothing is held or saved.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from deltashard.tracking.step_clock import StepClock
 log = logging.getLogger("deltashard")
 
 ANSWER_S = 5.0
-"""All ranks have answered an order by then, or it is off."""
+"""Seconds after which a round without the answers of all ranks is cancelled."""
 HOLD_S = 3 * ANSWER_S
-"""A boundary waits for a verdict so long at most. Who goes on without one takes no part in that cut."""
+"""Seconds for which a boundary waits for a verdict. A rank that continues without it takes no part in that snapshot."""
 LOOK_S, LOOK_LONG_S, LOOK_A_RANK_S = 0.002, 0.05, 50e-6
-"""How often the store is looked at: while an order is under way, at first and later; between orders, by world size."""
+"""Poll intervals in seconds: at first and later during a round; per rank between rounds."""
 FIRST_AGAIN_S, LAST_AGAIN_S = 0.1, 2.0
-"""After an order that was off, the next is proposed so much later."""
+"""First and longest delay in seconds of the next proposal after a cancelled round."""
 KEPT_VERDICTS = 1024
-"""So many verdicts stay in the store, for a rank whose thread lags behind."""
+"""Number of verdicts retained in the store for a rank whose thread lags behind."""
 _CLOSED = 1 << 62
-"""Number of the order that a rank answers when it closes: any."""
+"""Round number in the answer of a rank that closes, which is valid for every round."""
 _HAS_CLOSED = "it has closed"
 
 
 class CoordinatorThread:
-    """The orders of the attempt under way, as one rank sees them. On the training thread, but for `_run` and below."""
+    """The snapshot rounds of the current attempt on one rank; used on the training thread, except `_run` and below."""
 
     def __init__(
         self, rank: int, world_size: int, *, clock: StepClock, not_ready_reason: Callable[[bool], str]
     ) -> None:
-        """`not_ready_reason(urgent)` says why this rank cannot cut now, empty: it can; asked from the order thread."""
+        """`not_ready_reason(urgent)` returns why this rank cannot take a snapshot; called on the rounds' thread."""
         self._rank = rank
         self._world_size = world_size
         self._clock = clock
@@ -60,11 +60,11 @@ class CoordinatorThread:
         self._wake = threading.Event()
         self._lead_s = 0.0
         self.cancelled = 0
-        """How many orders were off."""
+        """Number of cancelled rounds."""
         self.held_s = 0.0
-        """How long boundaries were held, in all."""
+        """Total seconds for which boundaries were held."""
         self.sums: dict[int, str] = {}
-        """Sums over replicas by rank, for rank 0, when they were not the same at a cut; empty: they were."""
+        """Sums of replicated tensors by rank, set on rank 0 if they differed at a snapshot."""
         self._reset()
 
     def _reset(self) -> None:
@@ -76,14 +76,14 @@ class CoordinatorThread:
         self._again_s = FIRST_AGAIN_S
         self._replica_sums: tuple[int, str] | None = None
         self.cancel_reason = ""
-        """Why the newest order was off; empty after one that went."""
+        """Reason why the newest round was cancelled; empty after one that was not."""
         self.cancelled_by: int | None = None
-        """The rank because of which it was."""
+        """The rank that caused the cancellation."""
         self.down_reason = "no attempt is open"
-        """Why no order can be settled; empty: they can."""
+        """Reason why no round is possible; empty if rounds are possible."""
 
     def begin(self, prefix: str) -> None:
-        """An attempt is open, whose keys lie under `prefix`; raises `GroupLost`."""
+        """Start the rounds of an attempt, with keys under `prefix`; raises `GroupLost`."""
         self.close()
         self._reset()
         self._store = GroupStore(prefix)
@@ -92,10 +92,8 @@ class CoordinatorThread:
         self._thread.start()
         _live.add(self)
 
-    # The training thread's side
-
     def request(self, proposal: Proposal) -> None:
-        """Have this proposed, unless a cut is on its way anyway that this rank will come to."""
+        """Have `proposal` proposed, unless a snapshot that this rank will reach is already pending."""
         held = self._request
         if not self._pending_reason(self._held_step) and (
             held is None or proposal.exact or (proposal.urgent and not held.urgent)
@@ -104,8 +102,8 @@ class CoordinatorThread:
             self._wake.set()
 
     def withdraw_exact(self) -> None:
-        """The save of one very step was not ordered in time, and training goes on: it is not proposed again."""
-        held = self._request  # which the order thread may take away meanwhile
+        """Withdraw the proposal of an exact save that was not ordered in time."""
+        held = self._request  # may be cleared by the thread of the rounds meanwhile
         if held is not None and held.exact:
             self._request = None
 
@@ -115,12 +113,12 @@ class CoordinatorThread:
 
     @property
     def due_step(self) -> int | None:
-        """The step whose end an ordered cut is due at, or the first that it may be due at; None: none is on its way."""
+        """First step at which an ordered snapshot is, or may be, due."""
         due, limit = self._rounds.due, self._rounds.limit
         return due[1] if due is not None else limit
 
     def set_lead(self, seconds: float) -> None:
-        """Orders that can wait are to lie so much further ahead: this rank copies rows meanwhile."""
+        """Set the seconds by which this rank's limits are later, to copy rows ahead of the snapshot."""
         self._lead_s = seconds
 
     @property
@@ -129,11 +127,11 @@ class CoordinatorThread:
 
     @property
     def rank_closed(self) -> bool:
-        """Whether a rank has closed, so that no order will go any more."""
+        """Whether a rank has closed, so that no further round can succeed."""
         return self.cancel_reason.endswith(_HAS_CLOSED)
 
     def wait_for_verdict(self, step: int) -> None:
-        """Wait at the boundary of `step` for a verdict that was promised to be waited for; HOLD_S at most."""
+        """Wait at the boundary of `step` for a verdict that this rank promised to await, for at most HOLD_S."""
         if not self._rounds.must_wait(step):
             return
         began_s = time.monotonic()
@@ -144,31 +142,31 @@ class CoordinatorThread:
         self.held_s += time.monotonic() - began_s
 
     def due_at(self, step: int) -> int | None:
-        """Number of the cut to take at the boundary of `step`; None: none is due."""
+        """Return the number of the snapshot to take at the boundary of `step`, if one is due."""
         return self._rounds.due_at(step)
 
     def take_missed(self, *, last: bool = False) -> int | None:
-        """A cut that went and that this rank has not taken; said once. None: there is none.
+        """Return, once, the number of an ordered snapshot that this rank has not taken, if any.
 
-        `last`: this rank ends no step any more, so that one which is due later is missed, too.
+        `last`: this rank ends no further step, so that a snapshot due later is missed, too.
         """
         due = self._rounds.due
         if last and due is not None and due[1] > self._clock.step:
             self._rounds.mark_taken(due[0])
             return due[0]
         missed = self._rounds.missed
-        if missed is not None:  # what the order thread writes meanwhile is not wiped out
+        if missed is not None:  # keeps a value that the other thread writes meanwhile
             self._rounds.missed = None
         return missed
 
     def mark_taken(self, cut: int) -> None:
-        """The cut was taken, or could not be: neither it nor what was wished for before it is due any more."""
+        """Clear the due snapshot and the pending proposal, whether or not the snapshot succeeded."""
         self._rounds.mark_taken(cut)
         self._request = None
 
     @contextlib.contextmanager
     def hold_step(self) -> Iterator[None]:
-        """Within, no step ends: an order can only go at the step where the clock stands now."""
+        """Context in which no step ends, so that a round can only succeed at the current step."""
         before, self._held_step = self._held_step, self._clock.step
         self._wake.set()
         try:
@@ -176,12 +174,15 @@ class CoordinatorThread:
         finally:
             self._held_step = before
             if before is None:
-                self._not_before_s, self._again_s = 0.0, FIRST_AGAIN_S  # what was off for it may go now
-                # What was answered meanwhile said that this step is the last before the verdict.
+                self._not_before_s, self._again_s = (
+                    0.0,
+                    FIRST_AGAIN_S,
+                )  # rounds cancelled for it may succeed now
+                # Answers given meanwhile promised that this is the last step before the verdict.
                 self.wait_for_verdict(self._clock.step)
 
     def publish_sums(self, cut: int, sums: str) -> None:
-        """What replicas of this rank looked like at `cut`; rank 0 compares."""
+        """Publish the sums of this rank's replicas at snapshot `cut`; rank 0 compares them."""
         self._replica_sums = cut, sums
         self._wake.set()
 
@@ -190,8 +191,6 @@ class CoordinatorThread:
         self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout=ANSWER_S)
-
-    # The order thread
 
     def _run(self) -> None:
         try:
@@ -214,12 +213,12 @@ class CoordinatorThread:
         except GroupLost as error:
             self._disable(str(error))
         except Exception as error:
-            log.exception("the ranks cannot agree on saves any more: please report this")
+            log.exception("the ranks can no longer agree on saves: please report this")
             self._disable(f"{type(error).__name__}: {error}")
 
     def _disable(self, why: str) -> None:
         if not self._stop.is_set():
-            log.warning("no save is possible any more, training goes on: %s", why)
+            log.warning("saving has stopped, training continues: %s", why)
         self.down_reason = why
         self._clock.wake()
 
@@ -230,7 +229,7 @@ class CoordinatorThread:
             return self._request
         if self._rank != 0 or self._rounds.due is not None or self._not_ready_reason(False):
             return None
-        # The sidecar says the step ahead of time, if it counts steps: so it is that step, and nobody is held for it.
+        # A sidecar that counts steps names the step in advance: the snapshot takes that step, and no rank is held.
         at, step = self._clock.wanted_at, self._clock.step
         return Proposal(reason="timer", at=at) if at <= step + 3 * (self._limit() - step) else None
 
@@ -260,13 +259,13 @@ class CoordinatorThread:
             look_s = min(1.5 * look_s, LOOK_LONG_S)
 
     def _verdict(self, number: int, proposal: Proposal, since_s: float) -> RoundVerdict | None:
-        """The verdict, if it is this rank's to find; rank 0's at first."""
+        """Return the verdict if this rank must decide; at first that is rank 0."""
         if self._rank != 0 and since_s < 2 * ANSWER_S:
             return None
         acks: dict[int, Ack] = {}
         for rank, text in self._acks():
-            said, ack = json.loads(text)
-            if said >= number:
+            number_acked, ack = json.loads(text)
+            if number_acked >= number:
                 acks[rank] = Ack.of(json.dumps(ack).encode())
         return decide(proposal, acks, self._world_size, overdue=since_s >= ANSWER_S)
 
@@ -280,7 +279,7 @@ class CoordinatorThread:
                 yield rank, text
 
     def _make_ack(self, proposal: Proposal) -> Ack | None:
-        """This rank's answer, its promise published before; None: not yet."""
+        """Publish this rank's promise and return its answer, or None if it is too early."""
         step, holds_step = self._clock.step, self._held_step
         if not_ready_reason := self._not_ready_reason(proposal.urgent) or self._pending_reason(holds_step):
             return Ack(limit=step, not_ready_reason=not_ready_reason)
@@ -289,15 +288,15 @@ class CoordinatorThread:
             passed = step > proposal.at
             return Ack(limit=step, not_ready_reason=f"it is past step {proposal.at}") if passed else None
         if not proposal.exact and mine is not None and mine.exact:
-            # With any other order, a rank that has not come to its save() yet would cut this step without its pin.
-            return Ack(limit=step, not_ready_reason=f"a save of step {mine.at} and no other is asked for")
+            # With another round, a rank that has not reached its save() yet would take this step without its pin.
+            return Ack(limit=step, not_ready_reason=f"only a save of exactly step {mine.at} is requested")
         limit = (
             holds_step if holds_step is not None else max(proposal.at, self._limit(lead=not proposal.urgent))
         )
         self._rounds.promise(limit)
         self._clock.wake()
-        # IMPORTANT: looked at again after the promise was published. Whoever left its stay, or passed the limit, before
-        # it could see the promise made none.
+        # IMPORTANT: check again after the promise was published. A training thread that left `hold_step`, or passed the
+        # limit, before it could see the promise is not bound by it.
         if self._held_step == holds_step and (
             holds_step is not None or self._rounds.limit_holds(self._clock.step)
         ):
@@ -307,10 +306,10 @@ class CoordinatorThread:
         return None
 
     def _pending_reason(self, holds_step: int | None) -> str:
-        """What to say while the cut ordered before was not taken, and will be; empty: there is none."""
+        """Return the reason to give while the previous snapshot is ordered but not taken; empty if there is none."""
         due = self._rounds.due
         comes = due is not None and (holds_step is None or due[1] <= holds_step)
-        return "the cut ordered before is not taken yet" if comes else ""
+        return "the snapshot ordered before is not taken yet" if comes else ""
 
     def _apply_verdict(self, number: int, verdict: RoundVerdict) -> None:
         if verdict.at is None:
@@ -320,7 +319,7 @@ class CoordinatorThread:
             self._not_before_s = time.monotonic() + self._again_s
             self._again_s = min(2 * self._again_s, LAST_AGAIN_S)
         else:
-            # The wish is granted. Proposed again before the cut is taken, it would put another in that one's place.
+            # The request is granted. A second proposal before the snapshot is taken would replace it by another one.
             self._request, self.cancel_reason, self._again_s = None, "", FIRST_AGAIN_S
             self.cancelled_by = None
         self._rounds.apply_verdict(verdict)
@@ -330,7 +329,7 @@ class CoordinatorThread:
             self._store.delete(f"verdict/{number - KEPT_VERDICTS}")
 
     def _compare_replicas(self) -> None:
-        """Say what replicas looked like at the last cut; rank 0 compares when all have said."""
+        """Publish the replica sums of the last snapshot; rank 0 compares them once all ranks have published theirs."""
         if self._replica_sums is None:
             return
         cut, mine = self._replica_sums
@@ -342,11 +341,11 @@ class CoordinatorThread:
         if found is None:
             return
         sums = {rank: json.loads(text) for rank, text in enumerate(found)}
-        if any(said[0] < cut for said in sums.values()):
+        if any(entry[0] < cut for entry in sums.values()):
             return
         self._replica_sums = None
-        same = {rank: said[1] for rank, said in sums.items() if said[0] == cut}
-        if any(said != mine for said in same.values()):
+        same = {rank: entry[1] for rank, entry in sums.items() if entry[0] == cut}
+        if any(each != mine for each in same.values()):
             self.sums = same
             self._clock.wake()
 
@@ -355,7 +354,7 @@ _live: weakref.WeakSet[CoordinatorThread] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    # A thread within the store's own code, while the interpreter ends, ends the process by SIGABRT.
+    # A thread inside the store's native code at interpreter shutdown would abort the process (SIGABRT).
     for coordinator_thread in list(_live):
         coordinator_thread.close()
 
@@ -368,12 +367,12 @@ def _encode_ack(number: int, ack: Ack) -> bytes:
 
 
 class _StepTimer:
-    """Seconds a step, as the order thread sees the clock of one attempt go on."""
+    """Seconds per step, estimated from the step clock of one attempt."""
 
     def __init__(self, step: int) -> None:
-        """`step`: after which the attempt begins. The steps before it took no time in it."""
+        """`step` is the step at which the attempt begins; earlier steps are not counted."""
         self.step_s = 0.0
-        """0: not known."""
+        """0 while unknown."""
         self._step, self._seen_s = step, time.monotonic()
 
     def update(self, step: int) -> None:

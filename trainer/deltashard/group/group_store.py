@@ -1,8 +1,8 @@
-"""The key-value store that the process group was made with, as the ranks use it to agree: puts, looks, compare-and-set.
+"""The key-value store of the process group: set, poll and compare-and-set.
 
-Each thread has a connection of its own, since a store answers one call at a time. Nothing waits inside of it: torch
-warns on stderr of every wait that ends without a key, so whoever waits looks again. The store may live in torchrun's
-agent or in rank 0, and goes with it: then the group is about to end, and `GroupLost` is raised.
+Each thread has its own connection, because a store serves one call at a time per connection. Calls do not wait inside
+the store, since torch warns on stderr of every wait that times out; callers poll. The store lives in torchrun's agent
+or in rank 0. When that process ends the group is about to end, and `GroupLost` is raised.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _FAILURES: tuple[type[Exception], ...] = (
 
 @contextlib.contextmanager
 def _translate_errors() -> Iterator[None]:
-    """Raises `GroupLost` when the store, called within, does not answer."""
+    """Raise `GroupLost` if a call of the store within the context fails."""
     try:
         yield
     except _FAILURES as error:
         raise GroupLost(
             f"the store of the process group does not answer: {str(error).splitlines()[0]}",
             where="torch.distributed",
-            remedy="it ends with torchrun's agent, or with rank 0: start the group anew",
+            remedy="it ends with torchrun's agent, or with rank 0: restart all ranks",
         ) from None
 
 
@@ -40,7 +40,7 @@ class GroupStore:
 
     def __init__(self, prefix: str) -> None:
         with _translate_errors():
-            # torch has no other way to the store of a group that the user made.
+            # torch has no public access to the store of the user's process group.
             default: Any = distributed_c10d._get_default_store()  # noqa: SLF001
             self._store: Any = distributed_c10d.PrefixStore(prefix, default.clone())
 
@@ -49,12 +49,12 @@ class GroupStore:
             self._store.set(key, value)
 
     def get(self, key: str) -> bytes | None:
-        """What `key` was set to; None: nothing yet."""
+        """Return the value of `key`, or None if it is not set."""
         found = self.get_all([key])
         return None if found is None else found[0]
 
     def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """What all of `keys` were set to; None: not all of them were."""
+        """Return the values of all `keys`, or None if one of them is not set."""
         with _translate_errors():
             if not self._store.check(list(keys)):
                 return None
@@ -63,13 +63,13 @@ class GroupStore:
             return [self._store.get(key) for key in keys]
 
     def put_if_absent(self, key: str, value: bytes) -> bytes:
-        """What `key` was first set to, which is `value` if nobody did before."""
+        """Set `key` to `value` if it is absent, and return its value."""
         with _translate_errors():
-            # IMPORTANT: an expectation of "" means an absent key; with any other one an absent key is not set.
+            # IMPORTANT: the expectation "" matches an absent key; with any other expectation an absent key is not set.
             found: bytes = self._store.compare_set(key, "", value)
             return found
 
     def delete(self, key: str) -> None:
-        """Let `key` go; stores that cannot keep it."""
+        """Delete `key`, where the store supports that."""
         with _translate_errors(), contextlib.suppress(NotImplementedError):
             self._store.delete_key(key)

@@ -1,6 +1,6 @@
-"""What each rank says of itself at a meeting, and what rank 0 makes of it: one layout, or a sentence. Pure.
+"""The description that each rank sends at a rendezvous, and the layout that rank 0 derives from all of them. Pure.
 
-Everything but boxes must be the same on all ranks: the run, the call, the model.
+Everything except the boxes must be equal on all ranks: the run, the call, the model.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ _MAX_SHOWN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankManifest:
-    """What one rank says."""
+    """Description of one rank."""
 
     facts: Mapping[str, Any]
-    """Must be equal on all ranks: names and plain values."""
+    """Names and plain values that must be equal on all ranks."""
     tables: Mapping[str, tuple[int, int]]
-    """(rows, columns) of every table of the model, wherever it lies; equal on all ranks."""
+    """(rows, columns) of every table of the model, on whatever rank; equal on all ranks."""
     dense: Mapping[str, str]
     """Type and shape of every dense tensor; equal on all ranks."""
     boxes: Sequence[Box]
-    """What this rank saves."""
+    """Boxes that this rank saves."""
     took_part: int = 0
-    """The newest attempt in which trainers of its pod were, by the word of its sidecar."""
+    """Newest attempt in which trainers of this pod took part, as reported by its sidecar."""
 
     def text(self) -> bytes:
         boxes = [[b.table, b.row_start, b.row_stop, b.col_start, b.col_stop] for b in self.boxes]
-        said = [
+        values = [
             dict(self.facts),
             {k: list(v) for k, v in self.tables.items()},
             dict(self.dense),
             boxes,
             self.took_part,
         ]
-        return zlib.compress(json.dumps(said).encode(), 1)
+        return zlib.compress(json.dumps(values).encode(), 1)
 
     @classmethod
     def of(cls, text: bytes) -> RankManifest:
@@ -61,14 +61,14 @@ class RankManifest:
 
 
 def agreed_layout(manifests: Sequence[RankManifest]) -> Layout:
-    """The layout of all ranks.
+    """Return the layout of all ranks.
 
     Raises:
-        RanksDiffer: they are not ranks of one training, or their boxes leave a gap or overlap; with what and where.
+        RanksDiffer: The ranks do not train the same model in the same run, or their boxes leave a gap or overlap.
     """
     first = manifests[0]
     for rank, manifest in enumerate(manifests):
-        _check_same("says", first.facts, manifest.facts, rank)
+        _check_same("has fact", first.facts, manifest.facts, rank)
         _check_same("has table", first.tables, manifest.tables, rank)
         _check_same("has dense tensor", first.dense, manifest.dense, rank)
     layout = Layout.of(
@@ -97,7 +97,7 @@ def _check_same(what: str, zero: Mapping[str, Any], other: Mapping[str, Any], ra
     raise RanksDiffer(
         f"rank {rank} {what} otherwise than rank 0: {shown}{more}",
         where="restore()",
-        remedy="all ranks train one model, under one run, and call alike",
+        remedy="train the same model under the same run, with the same arguments, on all ranks",
     )
 
 

@@ -1,14 +1,14 @@
-"""All ranks of a group, gathered for one `restore()`: what each says goes to rank 0, what rank 0 tells goes to all.
+"""Gathers all ranks for one `restore()`: ranks submit to rank 0, and rank 0 broadcasts to all ranks.
 
-    hello      each rank: a token of its own, and what it says of itself
-    welcome    rank 0: the tokens of all, under a name for the meeting
-    here       each rank that found its token in there; rank 0 begins when all are
+    hello      each rank publishes a random token and its manifest
+    welcome    rank 0 publishes the tokens of all ranks, under a new name for the rendezvous
+    here       each rank that finds its token in the welcome confirms; rank 0 begins when all have confirmed
 
-The store outlives a restart by torchrun, and so do its keys. A hello of an earlier life is welcomed in vain: its rank
-says hello again, with another token, and rank 0 welcomes anew. What is told later lies under the meeting's name, which
-nobody knew before.
+The store and its keys survive a restart by torchrun. A hello of an earlier process is welcomed in vain: the new process
+sends another token, and rank 0 welcomes again. Later messages are stored under the random name of the rendezvous, which
+earlier processes do not know.
 
-No collective: one that misses its deadline would break the user's process group.
+Collectives are not used, because one that misses its deadline would break the user's process group.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from deltashard.group.group_store import GroupStore
 from deltashard.state.replica import format_ranks
 
 RENDEZVOUS_TIMEOUT_S = 600.0
-"""All ranks come to `restore()` within so long: one may be reading its data still."""
+"""Seconds within which all ranks must call `restore()`; a rank may still be loading its data."""
 FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.2
 _COMMON = "deltashard/"
 _CHUNK_BYTES = 4 << 20
-"""Bytes of one value: torch's store takes eight million at most."""
+"""Bytes per value; torch's store accepts at most eight million."""
 
 _numbers = itertools.count(1)
-"""Ranks make their Checkpointers in one order, so that the n-th meeting of each is the same."""
+"""Ranks build their Checkpointers in the same order, so that the n-th rendezvous is the same on all ranks."""
 
 T = TypeVar("T")
 
 
 def _wait(poll: Callable[[], T | None], until_s: float) -> T | None:
-    """What `poll` finds, by `until_s` (monotonic); None: nothing."""
+    """Return the result of `poll`, or None if there is none by `until_s` (monotonic)."""
     pause_s, idle = FIRST_LOOK_S, threading.Event()
     while (found := poll()) is None and time.monotonic() < until_s:
         idle.wait(pause_s)
@@ -50,14 +50,14 @@ def _wait(poll: Callable[[], T | None], until_s: float) -> T | None:
 
 
 class Rendezvous:
-    """One rank's side of a meeting; on the training thread only."""
+    """One rank's side of a rendezvous; used on the training thread only."""
 
     def __init__(self, rank: int, world_size: int, manifest: bytes) -> None:
-        """Come together; `manifest` is what this rank says of itself.
+        """Gather all ranks; `manifest` describes this rank.
 
         Raises:
-            RanksDiffer: somebody is missing after RENDEZVOUS_TIMEOUT_S.
-            GroupLost: the store does not answer.
+            RanksDiffer: A rank is missing after RENDEZVOUS_TIMEOUT_S.
+            GroupLost: The store does not answer.
         """
         self.rank = rank
         self.world_size = world_size
@@ -66,9 +66,9 @@ class Rendezvous:
         self._token = secrets.token_hex(8)
         self._until_s = time.monotonic() + RENDEZVOUS_TIMEOUT_S
         self.name = ""
-        """Of this meeting; nobody of another life knows it."""
+        """Random name of this rendezvous."""
         self.manifests: list[bytes] = []
-        """What each rank said, for rank 0."""
+        """Manifests of all ranks, on rank 0."""
         self._store.put(f"hello/{self._number}/{rank}", self._token.encode() + b"\n" + manifest)
         crash_point("rendezvous.hello")
         self._lead() if rank == 0 else self._join()
@@ -81,13 +81,13 @@ class Rendezvous:
         self._store.put(f"{self.name}/told/{what}", payload)
 
     def await_broadcast(self, what: str, within_s: float) -> bytes:
-        """What rank 0 tells; raises `RanksDiffer` when it does not."""
+        """Return rank 0's broadcast; raises `RanksDiffer` if there is none within `within_s` seconds."""
         found = _wait(lambda: self._store.get(f"{self.name}/told/{what}"), time.monotonic() + within_s)
         if found is None:
             raise RanksDiffer(
-                f"rank 0 said nothing for {within_s:.0f} s",
+                f"rank 0 sent nothing for {within_s:.0f} s",
                 where="restore()",
-                remedy="look at its log, then start all ranks again",
+                remedy="check its log, then restart all ranks",
             )
         return found
 
@@ -95,7 +95,7 @@ class Rendezvous:
         self._store.put(f"{self.name}/said/{what}/{self.rank}", payload)
 
     def gather(self, what: str, within_s: float) -> list[bytes]:
-        """What all ranks say, for rank 0; raises `RanksDiffer` naming those that do not."""
+        """Return the submissions of all ranks, on rank 0; raises `RanksDiffer` naming the missing ranks."""
         keys = [f"{self.name}/said/{what}/{rank}" for rank in range(self.world_size)]
         found = _wait(lambda: self._store.get_all(keys), time.monotonic() + within_s)
         if found is None:
@@ -103,21 +103,21 @@ class Rendezvous:
         return found
 
     def send(self, what: str, data: bytes | None) -> None:
-        """This rank gives the others so many bytes, for whoever wants them; None: it cannot, after all."""
+        """Send bytes to any rank that receives them, in chunks; None reports that this rank cannot send them."""
         for at in range(0, len(data or b""), _CHUNK_BYTES):
             self._store.put(f"{self.name}/sent/{what}/{at}", (data or b"")[at : at + _CHUNK_BYTES])
         self._store.put(f"{self.name}/sent/{what}", json.dumps(None if data is None else len(data)).encode())
 
     def receive(self, what: str, within_s: float) -> bytes | None:
-        """What another rank sends; None: it cannot. Raises `RanksDiffer` when it says nothing."""
-        said = _wait(lambda: self._store.get(f"{self.name}/sent/{what}"), time.monotonic() + within_s)
-        if said is None:
+        """Return the bytes that another rank sends, or None if it cannot; raises `RanksDiffer` on a timeout."""
+        header = _wait(lambda: self._store.get(f"{self.name}/sent/{what}"), time.monotonic() + within_s)
+        if header is None:
             raise RanksDiffer(
-                f"a rank was to give of what it has ({what}), and said nothing for {within_s:.0f} s",
+                f"a rank was to send {what}, and sent nothing for {within_s:.0f} s",
                 where="restore()",
-                remedy="look at the ranks' logs, then start all of them again",
+                remedy="check the ranks' logs, then restart all of them",
             )
-        size = json.loads(said)
+        size = json.loads(header)
         if size is None:
             return None
         parts = range(0, size, _CHUNK_BYTES)
@@ -133,14 +133,14 @@ class Rendezvous:
 
         def all_here() -> bool | None:
             nonlocal tokens
-            said = self._store.get_all(hellos)
-            if said is None:
+            found = self._store.get_all(hellos)
+            if found is None:
                 return None
-            now = [manifest.partition(b"\n")[0].decode() for manifest in said]
+            now = [manifest.partition(b"\n")[0].decode() for manifest in found]
             if now != tokens:
                 tokens = now
                 self.name = secrets.token_hex(8)
-                self.manifests = [manifest.partition(b"\n")[2] for manifest in said]
+                self.manifests = [manifest.partition(b"\n")[2] for manifest in found]
                 self._store.put(f"here/{self.name}/0", b"")
                 self._store.put(f"welcome/{self._number}", json.dumps([self.name, tokens]).encode())
                 crash_point("rendezvous.welcomed")
@@ -171,13 +171,13 @@ class Rendezvous:
             raise RanksDiffer(
                 f"rank {self.rank} waited for the other ranks for {RENDEZVOUS_TIMEOUT_S:.0f} s",
                 where="restore()",
-                remedy="call it on every rank, as often and in the same order; see rank 0's log",
+                remedy="call restore() on every rank, equally often and in the same order; see rank 0's log",
             )
 
     def _missing(self, awaited: list[str], waited_s: float) -> RanksDiffer:
         ranks = [rank for rank, key in enumerate(awaited) if self._store.get(key) is None]
         return RanksDiffer(
-            f"no word of ranks {format_ranks(ranks, 8)} for {waited_s:.0f} s",
+            f"no message of ranks {format_ranks(ranks, 8)} for {waited_s:.0f} s",
             where="restore()",
-            remedy="call it on every rank, as often and in the same order; see their logs",
+            remedy="call restore() on every rank, equally often and in the same order; see their logs",
         )

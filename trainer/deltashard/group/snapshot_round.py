@@ -1,19 +1,20 @@
-"""An order: all ranks of a group cut at one step, without a collective. Pure: a store and threads are others' business.
+"""A snapshot round: all ranks of a group agree on one step for a snapshot, without a collective. Pure logic.
 
-    proposal   some rank asks for a cut (its sidecar wants one, a person does, a pod ends); the first word counts
-    ack        each rank answers: ready or not, and a *limit*, the last step it ends before it has read the verdict
-    verdict    go S, where S is the greatest limit, once all ranks are ready; or off, because one is not, or is missing
-               past the deadline. It is one compare-and-set: whoever settles it, all read the same
+    proposal   a rank requests a snapshot (for its sidecar, a user, or a pod that ends); the first proposal counts
+    ack        each rank answers whether it is ready, and with a *limit*: the last step it ends before it has read the
+               verdict
+    verdict    the snapshot step S, the greatest limit, once all ranks are ready; or cancelled, because a rank is not
+               ready or is missing past the deadline. The verdict is one compare-and-set, so all ranks read the same
 
-Nobody has passed its limit, and S is no smaller than any limit, so every rank still reaches S: the cut is taken at the
-first boundary from S on. A limit lies so many steps ahead that the verdict is there, as a rule, before the step is:
-training waits for nothing then. Whoever proposed may die: any rank settles an order that is overdue.
+No rank has passed its limit, and S is not smaller than any limit, so every rank still reaches S and takes the snapshot
+at
+its first boundary from S on. Limits are far enough ahead that the verdict normally arrives before the step, so that
+training does not wait. If the proposer dies, any rank decides an overdue round.
 
-A rank that *stays* (it waits for a save, or closes) ends no step beyond its limit at all, so that an order which would
-go beyond is off. An *exact* proposal means one step and no other: a limit beyond it makes it off.
+A rank that *holds its step* (it waits for a save, or closes) ends no step beyond its limit, so that a round that would
+go beyond is cancelled. An *exact* proposal is bound to one step; a limit beyond it cancels the round.
 
-Order n is cut n of the attempt. An order that is off uses its number up; the rows are still marked, and the next cut
-holds them.
+Round n is snapshot n of the attempt. A cancelled round uses up its number; its rows stay marked for the next snapshot.
 """
 
 from __future__ import annotations
@@ -30,19 +31,21 @@ from deltashard_checkpoint.errors import InternalBug
 from deltashard.state.replica import format_ranks
 
 AHEAD_S = 0.15
-"""What an order takes, from the proposal to the verdict at every rank, if all goes well: so far ahead lies a limit."""
+"""Typical seconds from the proposal until every rank has the verdict, by which limits are ahead."""
 MAX_AHEAD_STEPS = 1 << 10
-"""Steps. A loop that takes microseconds a step waits for the verdict instead: its steps may become longer, and would be
-that many until the cut."""
+"""Longest limit in steps.
+
+A loop with microsecond steps waits for the verdict instead, because its steps may become
+longer and that many would then pass until the snapshot."""
 
 
 class JsonText:
-    """What lies in the store: the fields' values in their order, as JSON."""
+    """A dataclass stored as the JSON list of its field values."""
 
     __slots__ = ()
 
     def text(self) -> bytes:
-        return json.dumps(dataclasses.astuple(self)).encode()  # type: ignore[call-overload]  # of dataclasses only
+        return json.dumps(dataclasses.astuple(self)).encode()  # type: ignore[call-overload]  # dataclasses only
 
     @classmethod
     def of(cls, text: bytes) -> Self:
@@ -52,43 +55,46 @@ class JsonText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal(JsonText):
-    """A cut is wanted."""
+    """Request for a snapshot."""
 
     reason: str
     urgent: bool = False
     at: int = 0
-    """Not before the end of this step."""
+    """Earliest step for the snapshot."""
     exact: bool = False
-    """Of that step or of none."""
+    """Whether `at` is the only acceptable step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ack(JsonText):
-    """What a rank answers."""
+    """Answer of a rank."""
 
     limit: int
-    """It does not pass the end of this step before it has read the verdict."""
+    """Last step that the rank ends before it has read the verdict."""
     not_ready_reason: str = ""
-    """Why it cannot cut now, for people; empty: it is ready."""
+    """Reason why the rank cannot take a snapshot now, for people; empty if it is ready."""
     holds_step: bool = False
-    """It does not pass its limit whatever the verdict is."""
+    """Whether the rank ends no step beyond its limit, whatever the verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundVerdict(JsonText):
-    """What becomes of an order."""
+    """Decision of a round."""
 
     at: int | None
-    """All cut at the first boundary from this step on; None: nobody does."""
+    """All ranks take the snapshot at their first boundary from this step on; None if the round is cancelled."""
     cancel_reason: str = ""
     rank: int | None = None
-    """The one because of which it is off."""
+    """The rank that caused the cancellation."""
 
 
 def limit_after(step: int, step_time_s: float, lead_s: float = 0.0) -> int:
-    """The limit of a rank that has ended `step` and takes `step_time_s` a step, 0: not known; always beyond `step`.
+    """Return the limit of a rank that has ended `step`, always beyond `step`.
 
-    `lead_s`: it lies so much further ahead than it had to.
+    Args:
+        step: Last ended step.
+        step_time_s: Seconds per step; 0 if unknown.
+        lead_s: Seconds by which the limit is later than necessary.
     """
     ahead = 1 if step_time_s <= 0 else math.ceil(min((AHEAD_S + lead_s) / step_time_s, MAX_AHEAD_STEPS))
     return step + max(1, ahead)
@@ -97,7 +103,7 @@ def limit_after(step: int, step_time_s: float, lead_s: float = 0.0) -> int:
 def decide(
     proposal: Proposal, acks: Mapping[int, Ack], world_size: int, *, overdue: bool
 ) -> RoundVerdict | None:
-    """The verdict that these acks, by rank, allow; None: wait for more."""
+    """Return the verdict that these acks (by rank) allow, or None if more are needed."""
     for rank in sorted(acks):
         if acks[rank].not_ready_reason:
             return RoundVerdict(
@@ -111,7 +117,7 @@ def decide(
         )
     for rank in sorted(acks):
         if acks[rank].holds_step and acks[rank].limit < at:
-            stands = f"rank {rank} stands at step {acks[rank].limit}"
+            stands = f"rank {rank} is held at step {acks[rank].limit}"
             return RoundVerdict(
                 at=None, cancel_reason=f"{stands}, rank {furthest} continues to step {at}", rank=furthest
             )
@@ -125,34 +131,34 @@ def decide(
 
 
 class SnapshotRounds:
-    """One rank's place in the orders of an attempt. The order thread writes it; the training thread asks, and takes.
+    """One rank's state in the rounds of an attempt, written by the rounds' thread and read by the training thread.
 
-    What the other thread may change is read once in each question: read twice, it may be two different things.
+    Each method reads a field that the other thread may change only once, since a second read may differ.
 
-    `limit` is published before an ack says it: the training thread looks at it at every boundary, so from the moment
-    that a step below the limit was still seen afterwards, the limit holds.
+    `limit` is published before an ack contains it. The training thread checks it at every boundary, so the limit is
+    binding once a step below the limit was observed after the publication.
     """
 
     def __init__(self) -> None:
         self.number = 1
-        """Of the order that is awaited, or under way."""
+        """Number of the current or next round."""
         self.limit: int | None = None
-        """Promised for the order under way; None: there is none, or its verdict is known."""
+        """Limit promised in the current round, until its verdict is known."""
         self.due: tuple[int, int] | None = None
-        """(cut, step) of the newest order that goes; cut at the first boundary from that step on. None: taken."""
+        """(cut, step) of the newest ordered snapshot until it is taken, at the first boundary from that step on."""
         self.missed: int | None = None
-        """A cut that was due, and never taken: a newer one is."""
+        """An ordered snapshot that was never taken because a newer one became due."""
 
     def promise(self, limit: int) -> None:
-        """Publish a limit; a higher one may follow as long as no ack has said this one."""
+        """Publish a limit; a higher one may follow until an ack contains this one."""
         self.limit = limit
 
     def withdraw(self) -> None:
-        """No ack has said the published limit, and none will."""
+        """Withdraw a limit that no ack contains."""
         self.limit = None
 
     def limit_holds(self, step: int) -> bool:
-        """Whether the published limit holds, seen that the trainer stands at `step` now, after it was published."""
+        """Whether the published limit is binding, given that the trainer was at `step` after the publication."""
         limit = self.limit
         return limit is not None and step < limit
 
@@ -161,11 +167,11 @@ class SnapshotRounds:
         return limit is not None and step >= limit
 
     def apply_verdict(self, verdict: RoundVerdict) -> None:
-        """The verdict of the order under way is known: the promise ends, the next order is awaited."""
+        """Apply the verdict of the current round: end the promise and await the next round."""
         if verdict.at is not None:
             if self.limit is not None and verdict.at < self.limit:
                 raise InternalBug(
-                    f"order {self.number} goes at step {verdict.at}, before the limit {self.limit}"
+                    f"round {self.number} goes at step {verdict.at}, before the limit {self.limit}"
                 )
             before = self.due
             if before is not None:
@@ -175,7 +181,7 @@ class SnapshotRounds:
         self.number += 1
 
     def due_at(self, step: int) -> int | None:
-        """Number of the cut to take at the boundary of `step`; None: none is due."""
+        """Return the number of the snapshot to take at the boundary of `step`, if one is due."""
         due = self.due
         return due[0] if due is not None and step >= due[1] else None
 

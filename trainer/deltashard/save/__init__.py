@@ -1,1 +1,1 @@
-"""A cut: when it is taken, what it copies, how it is sent, what it becomes."""
+"""Snapshots of a training program: when they are taken, what they contain, how they are sent, how they end."""

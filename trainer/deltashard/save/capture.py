@@ -1,15 +1,16 @@
-"""Everything of a cut that is no table row, as blobs: a name and a typed tree each.
+"""The parts of a snapshot other than table rows, as blobs: pairs of a name and a typed tree.
 
     dense/<fqn>   one parameter or persistent buffer        loader   positions of the wrapped loaders
     optim/<i>     groups, dense state, scalars of tables    rng      the global generators
     state/<name>  an entry of the user's `state=`           meta     version, step, fingerprint, content hashes
 
-In a group each rank saves the dense tensors that are its to save, rank 0 the optimizers (of one that is spread over
-ranks, each its part), and each its own of the rest, under names of its own (`blob_name`): states and positions are a
-rank's, and may differ.
+In a group, each rank saves its share of the dense tensors, rank 0 saves the optimizers (for a partitioned optimizer,
+each
+rank saves its part), and each rank saves its own state, positions and generators under rank-specific names
+(`blob_name`).
 
-They are encoded one after the other and refer to living tensors until they have been written into the arena, which
-happens before the training thread goes on.
+Blobs are encoded one at a time. They refer to live tensors until they are written into the arena, before training
+continues.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ log = logging.getLogger("deltashard")
 
 
 class Capture:
-    """What every cut of one Checkpointer takes beside rows; on the training thread only."""
+    """Captures the blobs of a snapshot; used on the training thread only."""
 
     def __init__(self, program: Program, loaders: LoaderRegistry, *, rank: Rank) -> None:
-        """`loaders` has the wrapped ones; entries of `state=` that are wrapped are left to them."""
+        """Entries of `state=` that are wrapped in `loaders` are saved by the loaders."""
         self._rank = rank
         self._program = program
         self._loaders = loaders
@@ -43,10 +44,15 @@ class Capture:
     def blobs(
         self, step: int, content: Mapping[str, str] | None, *, all_here: bool = False
     ) -> Iterator[tuple[str, EncodedTree]]:
-        """(name, tree) of every blob of a cut at `step`; each must be written before the next is asked for.
+        """Yield (name, tree) for each blob of a snapshot at `step`; write each one before requesting the next.
 
-        `content` has content hashes by table, if they are recorded. `all_here`: all that this rank has, whoever would
-        save it, under plain names. Raises `StateError` or `SaveFailed` for an entry of `state=`.
+        Args:
+            step: Step of the snapshot.
+            content: Content hashes by table, if recorded.
+            all_here: Yield all state of this rank under plain names, regardless of which rank saves it.
+
+        Raises:
+            StateError, SaveFailed: An entry of `state=` cannot be read or stored.
         """
         program = self._program
         dense = program.tracking.dense(look=False)
@@ -74,20 +80,19 @@ class Capture:
         return blob_name(self._rank.number, name)
 
     def _warn_unsaved_scheduler(self) -> None:
-        """At the first cut: what every resumed run would miss, and nobody would see."""
         if self._checked_scheduler:
             return
         self._checked_scheduler = True
         if (owner := self._program.unsaved_scheduler()) is not None:
             log.warning(
-                "a learning-rate scheduler was built for %s and is not in state=: after a restore it begins anew. "
-                'Give state={"scheduler": scheduler}; ckpt.doctor() says what else is not saved',
+                "a learning-rate scheduler was built for %s and is not in state=: a restore resets it. "
+                'Pass state={"scheduler": scheduler}; ckpt.doctor() lists what else is not saved',
                 owner,
             )
 
 
 def _encoded(source: ValueSource) -> EncodedTree:
-    """One entry of `state=`; raises `StateError` or `SaveFailed`, by name, whatever its getter raises."""
+    """Encode one entry of `state=`; any error of its getter becomes a `StateError` or `SaveFailed` with its name."""
     where = f"state[{source.name!r}]"
     try:
         return encode_value(source.get())

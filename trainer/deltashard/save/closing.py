@@ -1,7 +1,8 @@
-"""The last snapshot: `close()` makes the last step boundary durable, or raises what kept it from that.
+"""The last snapshot: `close()` makes the last step boundary durable or raises the reason why it is not.
 
-It cannot wait for another step, so that it takes what a boundary before would have put off, and warns of what is not
-exact about it. Alone, it also takes a snapshot once more whose bits were chosen: what a run leaves behind has 8.
+No further step follows, so this snapshot is also taken in states in which an earlier boundary would wait, with a
+warning
+about what is inexact. Without other ranks, a last snapshot whose bits were chosen below 8 is taken again with 8 bits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ log = logging.getLogger("deltashard")
 
 
 class LastSnapshot:
-    """Of one Checkpointer; on the training thread only."""
+    """Takes the last snapshot of a Checkpointer; used on the training thread only."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class LastSnapshot:
         save_loop: SaveLoop,
         coordinator: SnapshotCoordinator | None,
     ) -> None:
-        """`coordinator`: when there are several ranks; None: this process is alone."""
+        """`coordinator` is None without other ranks."""
         self._tracking = loop.program.tracking
         self._clock = loop.clock
         self._step_boundary = loop.step_boundary
@@ -58,9 +59,9 @@ class LastSnapshot:
         """Make the last step boundary durable by `until_s` (monotonic), or raise."""
         if self._outcomes.copying is not None:
             raise SaveFailed(
-                "it is called in the middle of a snapshot, by a signal's handler or a getter of state=",
+                "close() was called during a snapshot, by a signal handler or a getter of state=",
                 where="close()",
-                remedy="have the handler set a flag, and close after step()",
+                remedy="set a flag in the handler, and close after step()",
             )
         self._outcomes.drain(until_s)
         self._outcomes.apply()
@@ -77,7 +78,7 @@ class LastSnapshot:
                 if self._outcomes.committed_step != step or self._requests.exact_at(step):
                     raise
                 self._requests.fail(error)
-                log.warning("step %d is durable, but the further save of it did not happen: %s", step, error)
+                log.warning("step %d is durable, but saving it again failed: %s", step, error)
 
     def _finish(self, until_s: float) -> None:
         last: Exception | None = None
@@ -97,7 +98,7 @@ class LastSnapshot:
                 if self._failure_tracker.last is not before and isinstance(
                     self._failure_tracker.last, UserError
                 ):
-                    raise self._not_durable(last)  # trying again does not help
+                    raise self._not_durable(last)  # retrying does not help
             if not self._outcomes.in_flight:
                 self._clock.clear_wake()
                 self._clock.pause(min(0.2, max(0.0, until_s - time.monotonic())))
@@ -109,13 +110,13 @@ class LastSnapshot:
         step = self._clock.step
         if self._requests.open or step not in {self._outcomes.committed_step, self._attempt.resumed_step}:
             return step > 0
-        # Several ranks do not agree on whether one of them was stored with fewer bits.
+        # Ranks do not agree on whether a snapshot was stored with fewer bits.
         return self._ranks is None and self._outcomes.coarse is not None
 
     def _raise_failure(
         self, wait: BlockReason | None, last: Exception | None, *, tried: bool, late: bool
     ) -> None:
-        """Raise what ends the tries: `last` is why the one before did not become durable."""
+        """Raise the error that ends the retries; `last` is the failure of the previous try."""
         step = self._clock.step
         if wait in (BlockReason.TORN, BlockReason.STEPPED):
             raise SaveFailed(
@@ -129,16 +130,15 @@ class LastSnapshot:
             raise SaveFailed(
                 f"step {step} is not durable: {self._failure_tracker.run_removed}",
                 where=self._attachment.url,
-                remedy="there is no run to wait for; another process begins it anew",
+                remedy="there is no run to wait for; start the run again with a new process",
             )
 
     @property
     def _is_backing_off(self) -> bool:
-        """Whether the last snapshot waits for the back-off; what other ranks have ordered does not."""
         return self._failure_tracker.backing_off and not (self._ranks is not None and self._ranks.is_due)
 
     def _take(self, link: Link, until_s: float) -> Exception | None:
-        """Returns why it failed, or could not be taken yet."""
+        """Take the last snapshot; return the error if it failed or cannot be taken yet."""
         if self._ranks is not None:
             return self._take_collective(self._ranks)
         if (veto := self._taker.veto()) is not None:
@@ -146,7 +146,7 @@ class LastSnapshot:
         handle = SaveHandle(reason="close", pin=None, metadata={})
         self._requests.add(handle)
         for each in [] if (coarse := self._outcomes.coarse) is None else coarse.handles:
-            # Pins and metadata mean the checkpoint with 8 bits from now on.
+            # Pins and metadata move to the checkpoint with 8 bits.
             self._requests.add(SaveHandle(reason="close", pin=each.pin, metadata=each.metadata))
         self._taker.take(link, "close", latest_s=until_s)
         return handle.error
@@ -156,7 +156,7 @@ class LastSnapshot:
             raise SaveFailed(
                 f"step {self._clock.step} is not durable: {ranks.cancel_reason}",
                 where="close()",
-                remedy="close() on every rank after the same step; see what ended the other rank",
+                remedy="call close() on every rank after the same step; check why the other rank ended",
             )
         if ranks.take_ordered(at_step=False, close=True):
             return None
@@ -164,7 +164,7 @@ class LastSnapshot:
         return SaveFailed(ranks.cancel_reason, where="close()") if ranks.cancel_reason else None
 
     def _warn_inexact(self, gate: SnapshotGate) -> None:
-        """It cannot wait for a whole step: what a resumed run will not have, or have twice."""
+        """Warn about state that a resumed run will miss or repeat, since `close()` cannot wait for a whole step."""
         accumulating = BlockReason.ACCUMULATING in gate.reasons
         if (
             accumulating
@@ -172,17 +172,17 @@ class LastSnapshot:
             and self._failure_tracker.is_first_report("unfinished")
         ):
             log.warning(
-                "the last step() ended no step of an optimizer that the Checkpointer was given: gradients accumulated "
-                "since then are not in the checkpoint that close() takes"
+                "the last step() ended no step of an optimizer given to the Checkpointer: the checkpoint of close() "
+                "misses the gradients accumulated since then"
             )
         if self._step_boundary.moved and self._failure_tracker.is_first_report("moved"):
             log.warning(
-                "a forward pass in training mode ran after the last step(): the checkpoint that close() takes has what "
-                "it moved (buffers, random numbers). Evaluate with torch.no_grad(), or after model.eval()"
+                "a forward pass in training mode ran after the last step(): the checkpoint of close() contains the "
+                "buffers and random numbers that it changed. Evaluate with torch.no_grad(), or after model.eval()"
             )
 
     def _not_durable(self, last: Exception | None) -> SaveFailed:
-        """The error of close(), with where and remedy of the failure that caused it, if the user can act on that."""
+        """Return the error of `close()`, with `where` and `remedy` of the cause if that is a user error."""
         what = f"step {self._clock.step} is not durable"
         failure = self._failure_tracker.last
         if isinstance(failure, UserError):
@@ -190,10 +190,10 @@ class LastSnapshot:
         return SaveFailed(
             f"{what}: {last or failure or 'the sidecar is away'}",
             where=self._attachment.url,
-            remedy="the newest committed checkpoint is whole; "
+            remedy="the newest committed checkpoint is complete; "
             + (
-                "look at the sidecar's log for the store's errors"
+                "check the sidecar's log for errors of the store"
                 if self._ranks is None or not self._ranks.cancel_reason
-                else "close() on every rank after the same step"
+                else "call close() on every rank after the same step"
             ),
         )

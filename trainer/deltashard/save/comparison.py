@@ -1,8 +1,8 @@
-"""Compares what was copied ahead of a snapshot with the live rows, beside training (`precopy.TablePrecopy.compare`).
+"""Compares rows copied ahead of a snapshot with the live rows, while training continues.
 
-A row that differs, and was not marked since, is wrong in that snapshot. The saver reports it, the next commit's
-metadata names the snapshot, and the next save takes all rows. The commit itself is never changed. A comparison that
-fails, or does not end in time, leaves the snapshot in doubt, which is reported in the same way.
+A row that differs although it was not marked is wrong in that snapshot. The fault is reported, the metadata of the next
+commit names the snapshot, and the next save takes all rows. The commit itself is not changed. A comparison that fails
+or times out is reported in the same way.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from deltashard.tracking.tracking import TrackedTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inconsistency:
-    """What is wrong with a snapshot, or may be."""
+    """A snapshot with wrong or unverified rows."""
 
     snapshot: InFlightSave
     faults: tuple[AuditFault, ...] = ()
-    """Rows that it stored as they were for a while only."""
+    """Rows whose stored values were overwritten before the step of the snapshot."""
     failed: str = ""
-    """Why the comparison gave no answer; empty: it did."""
+    """Reason why the comparison failed; empty if it succeeded."""
 
     @property
     def count(self) -> int:
-        """Faults in it, as the audit counts them."""
+        """Number of faults, as the audit counts them."""
         return len(self.faults) + bool(self.failed)
 
     def __str__(self) -> str:
         if self.failed:
-            return f"what was copied ahead of it could not be compared with the live rows ({self.failed})"
+            return f"rows copied ahead of it could not be compared with the live rows ({self.failed})"
         return "; ".join(
-            f"rows {list(fault.rows[:4])} of {fault.table} are not as they were at its step: they were written without "
-            "a trace (through .data) while they were copied, and put back"
+            f"rows {list(fault.rows[:4])} of {fault.table} differ from their values at its step: they were written "
+            "untracked (through .data) while they were copied, and changed back"
             for fault in self.faults
         )
 
 
 class Comparison:
-    """Of the last snapshot of one Checkpointer; on the training thread only."""
+    """Compares the last snapshot of a Checkpointer; used on the training thread only."""
 
     def __init__(
         self, submit: Callable[[Callable[[], None]], Future[None]], *, on_found: Callable[[], None]
     ) -> None:
-        """`submit` runs a job on the copying thread; `on_found` is called there when `result` has something to tell."""
+        """`submit` runs a job on the copying thread, which calls `on_found` if `result` has a finding."""
         self._submit, self._on_found = submit, on_found
         self._tables: Sequence[tuple[TrackedTable, TablePrecopy]] = ()
         self._snapshot: InFlightSave | None = None
         self.job: Future[None] | None = None
-        """The comparison; None: nothing was copied ahead of the last snapshot, or its result was taken."""
+        """Running comparison; None if nothing was copied ahead of the last snapshot or the result was taken."""
 
     def begin(self, snapshot: InFlightSave, tables: Sequence[tuple[TrackedTable, TablePrecopy]]) -> None:
         self._snapshot, self._tables, self.job = snapshot, tables, None
@@ -67,7 +67,7 @@ class Comparison:
             self.job.add_done_callback(lambda job: self._collect(job, tables))
 
     def result(self, until_s: float = math.inf) -> Inconsistency | None:
-        """What was found, by `until_s` (monotonic); None: nothing is wrong. It is given once."""
+        """Return the finding, once, or None if there is none; waits until `until_s` (monotonic)."""
         tables, self._tables = self._tables, ()
         job, self.job = self.job, None
         if job is None or self._snapshot is None:
@@ -84,7 +84,7 @@ class Comparison:
                 raise
             late = isinstance(error, TimeoutError) and not job.done()
             job.cancel()
-            failed = "it was not over in time" if late else f"{type(error).__name__}: {error}"
+            failed = "it did not finish in time" if late else f"{type(error).__name__}: {error}"
             return Inconsistency(snapshot=self._snapshot, failed=failed)
         faults = tuple(fault for fault in found if fault is not None)
         return Inconsistency(snapshot=self._snapshot, faults=faults) if faults else None

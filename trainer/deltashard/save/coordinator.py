@@ -1,10 +1,11 @@
-"""Snapshots of several ranks: what one rank wishes for becomes an order of all, and the boundary it names takes it.
+"""Snapshots of several ranks: a rank proposes a snapshot, all ranks order it, and the boundary at its step takes it.
 
-    boundary   hold for a verdict that was promised to be waited for -> take what is due -> wish for what is asked
-    exact      a save that means this very step holds the boundary until all ranks have answered: all must ask for it
+    boundary   wait for the verdict of an open round -> take the due snapshot -> propose the requested one
+    exact      a save bound to this step holds the boundary until all ranks have answered; all must request it
 
-Replicas are looked at with every snapshot: if they are not the same on all ranks, one rank's would be saved for all, so
-that nothing is saved any more, and it is reported.
+The sums of replicated tensors are compared with every snapshot. If they differ between ranks, saving stops with an
+error,
+because one rank's values would be saved for all.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from deltashard.state.replica import sums
 log = logging.getLogger("deltashard")
 
 EXACT_TIMEOUT_S = 2 * ANSWER_S
-"""A boundary that an exact save means waits so long for the other ranks at most."""
+"""Seconds for which a boundary waits for the other ranks on behalf of an exact save."""
 
 
 class SnapshotCoordinator:
-    """What several ranks do about snapshots, for one of them; on the training thread only."""
+    """Coordinates the snapshots of one rank with the other ranks; used on the training thread only."""
 
     def __init__(
         self,
@@ -58,16 +59,16 @@ class SnapshotCoordinator:
 
     @property
     def cancel_reason(self) -> str:
-        """Why there was none; empty: none was asked for, or one is due."""
+        """Reason why the last round was cancelled; empty if there was no round or one is due."""
         return self.coordinator_thread.down_reason or self.coordinator_thread.cancel_reason
 
     @property
     def is_due(self) -> bool:
-        """Whether one is ordered for the step where this rank stands."""
+        """Whether a snapshot is ordered for the current step."""
         return self.coordinator_thread.due_at(self._clock.step) is not None
 
     def at_boundary(self, *, at_step: bool) -> None:
-        """Take what is ordered for this boundary; have one ordered for what is wanted."""
+        """Take the snapshot ordered for this boundary; propose one if a save is requested."""
         if self.take_ordered(at_step=at_step):
             return
         step, coordinator_thread = self._clock.step, self.coordinator_thread
@@ -79,14 +80,14 @@ class SnapshotCoordinator:
             and self._taker.gate(at_step=at_step).block_reason(Asker.REQUEST) is None
         ):
             self._await_exact(step, at_step=at_step)
-            self.take_ordered(at_step=at_step)  # what was ordered while that was given up
+            self.take_ordered(at_step=at_step)  # an order may arrive while the wait gives up
         elif self._requests.has_inexact or self._requests.urgent is not None:
             self.request(reason=self._requests.reason, urgent=self._requests.urgent is not None)
         if coordinator_thread.pending:
             self._clock.request_boundary()
 
     def take_ordered(self, *, at_step: bool, close: bool = False) -> bool:
-        """Take what is due here, once the boundary may be passed; False: nothing is, or not here."""
+        """Take the due snapshot once the boundary's verdict is known; return whether one was taken."""
         self.coordinator_thread.wait_for_verdict(self._clock.step)
         self._report_cancelled()
         self._check_replicas_equal()
@@ -97,7 +98,7 @@ class SnapshotCoordinator:
         wait = self._taker.gate(at_step=at_step).block_reason(Asker.CLOSE if close else Asker.WAITER)
         if wait is not None and wait not in (BlockReason.SIDECAR_DISCONNECTED, BlockReason.IN_FLIGHT):
             self._taker.record_blocked(wait, quiet=True)
-            return False  # of all ranks alike: the next step that is whole
+            return False  # the same on all ranks: taken at the next whole step
         self.coordinator_thread.mark_taken(cut)
         link = self._attachment.link
         if wait is not None or link is None:
@@ -106,7 +107,7 @@ class SnapshotCoordinator:
             self._taker.record_blocked(wait)
             self._requests.fail(
                 SaveFailed(
-                    f"this rank has no part in the cut of step {self._clock.step}: {MESSAGE[wait]}",
+                    f"this rank has no part in the snapshot of step {self._clock.step}: {MESSAGE[wait]}",
                     where="save",
                     remedy="the next save covers its rows",
                 )
@@ -119,7 +120,7 @@ class SnapshotCoordinator:
             self._requests.fail(veto)
             return False
         urgent = self._requests.urgent is not None
-        # A rank that still ends its last step when others close gives another reason.
+        # A rank that is still ending its last step when the others close gives another reason.
         reason = "close" if close and not urgent else self._requests.reason
         self._taker.take(link, reason, urgent=urgent, cut=cut)
         if not self._outcomes.in_flight:
@@ -128,13 +129,13 @@ class SnapshotCoordinator:
         return True
 
     def decline_missed(self, *, last: bool = False) -> None:
-        """Report which snapshot this rank has no part in; `last`: it ends no step any more."""
+        """Decline the snapshot in which this rank takes no part; `last`: this rank ends no further step."""
         if (missed := self.coordinator_thread.take_missed(last=last)) is not None:
             self._outcomes.decline_later(missed)
         self._outcomes.send_decline()
 
     def request(self, *, reason: str, urgent: bool) -> None:
-        """Have one ordered, as soon as all ranks can."""
+        """Propose a snapshot; it is ordered once all ranks can take it."""
         if self.coordinator_thread.down_reason:
             self._failure_tracker.skipped("no group")
             return
@@ -145,7 +146,7 @@ class SnapshotCoordinator:
         self._outcomes.send_decline()
 
     def _await_exact(self, step: int, *, at_step: bool) -> None:
-        """Stay at `step` until it is taken; saves of it fail where the other ranks do not come."""
+        """Hold the boundary at `step` until its snapshot is taken; fail its exact saves if other ranks do not join."""
         until_s = time.monotonic() + EXACT_TIMEOUT_S
         with self.coordinator_thread.hold_step():
             while not self.coordinator_thread.down_reason and time.monotonic() < until_s:
@@ -157,7 +158,7 @@ class SnapshotCoordinator:
         self.coordinator_thread.withdraw_exact()
         self._requests.fail_exact(
             step,
-            f"the ranks did not all ask for it after the same step: {self.cancel_reason or 'no answer in time'}",
+            f"not all ranks requested it after the same step: {self.cancel_reason or 'no answer in time'}",
         )
 
     def _report_cancelled(self) -> None:
@@ -174,6 +175,6 @@ class SnapshotCoordinator:
         try:
             check_replicas_equal(self._program, self.coordinator_thread.sums)
         except RanksDiffer as error:
-            log.error("%s", error)  # noqa: TRY400 - a traceback would say nothing more
+            log.error("%s", error)  # noqa: TRY400 - the message is complete without a traceback
             self._listener.emit("replicas_differ", error=str(error), step=self._clock.step)
             self._requests.fail(error)

@@ -1,4 +1,4 @@
-"""What keeps saves from being taken: counted, said once per cause until a save succeeds, and backed off from."""
+"""Counts, reports and backs off from failures and skips of saves."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from deltashard.tracking.step_clock import StepClock
 
 log = logging.getLogger("deltashard")
 
-# Not random: ranks fail together, and are to try again together.
+# No jitter: ranks fail together and retry together.
 BACKOFF = Backoff(first_s=0.5, longest_s=60.0, jitter=0.0)
 CLOSING_BACKOFF = Backoff(first_s=0.5, longest_s=5.0, jitter=0.0)
-"""While `close()` waits for its last save."""
+"""Back-off while `close()` waits for its last save."""
 
 
 class SaveFailureTracker:
-    """Failures and skips of one Checkpointer; on the training thread, but for `skip_backoff`."""
+    """Failures and skips of a Checkpointer; used on the training thread, except `skip_backoff`."""
 
     def __init__(self, clock: StepClock, stats: Stats, listener: Listener) -> None:
         self._clock = clock
@@ -34,23 +34,23 @@ class SaveFailureTracker:
         self._backoff = BACKOFF
         self._reported: set[str] = set()
         self.last: BaseException | None = None
-        """The newest failure since the last commit; None: there is none."""
+        """Newest failure since the last commit."""
         self.run_removed: BaseException | None = None
-        """The run was removed under this trainer: nothing of it is saved; None: it was not."""
+        """Error that reported that the run was removed from the store, after which nothing is saved."""
 
     @property
     def backing_off(self) -> bool:
         return time.monotonic() < self._not_before_s
 
     def is_first_report(self, what: str) -> bool:
-        """Whether `what` is said for the first time since the last commit; from now on it was."""
+        """Return whether `what` is reported for the first time since the last commit, and record the report."""
         if what in self._reported:
             return False
         self._reported.add(what)
         return True
 
     def failed(self, cause: str, error: BaseException) -> None:
-        """Count it, say it once per cause until a save succeeds, and do not try again at every step."""
+        """Count the failure, log it once per cause until a save succeeds, and start the back-off."""
         self.last = error
         self._stats.failures[cause] += 1
         if cause != "busy":
@@ -60,11 +60,11 @@ class SaveFailureTracker:
         if cause == Cause.REMOVED:
             self.run_removed = error
             if self.is_first_report(cause):
-                log.error("nothing is saved any more, from step %d on, and training goes on: %s", step, error)
+                log.error("saving stopped at step %d, and training continues: %s", step, error)
         elif self.is_first_report(cause):
-            # Of an error in the program the next save fails as well, until somebody mends it.
+            # After an error in the program the next save fails too, until the program is fixed.
             passes = isinstance(error, EnvironmentFault) and cause != "validate"
-            covers = "the next save covers its rows" if passes else "it is tried again"
+            covers = "the next save covers its rows" if passes else "it is retried"
             log.warning("a save failed at step %d, %s: %s", step, covers, error)
         self._listener.emit("save_failed", cause=cause, error=str(error), step=step)
 
@@ -73,20 +73,20 @@ class SaveFailureTracker:
         self.skipped(BlockReason.VETOED)
 
     def skipped(self, cause: str) -> None:
-        self._stats.skipped[str(cause)] += 1  # plain text, not a member of an enum: people print this
+        self._stats.skipped[str(cause)] += 1  # plain text instead of an enum member, for printing
         self._listener.emit("skipped", cause=cause, step=self._clock.step)
 
     def committed(self) -> None:
-        """A save succeeded: everything may be said, and tried, anew."""
+        """Reset reports and back-off after a commit."""
         self._reported.clear()
         self.last = self.run_removed = None
         self.skip_backoff()
 
     def skip_backoff(self) -> None:
-        """The next try does not wait for the back-off, later ones do."""
+        """Let the next try skip the back-off; later tries use it again."""
         self._not_before_s, self._failures = 0.0, 0
 
     def use_closing_backoff(self) -> None:
-        """`close()` takes the last save: it is tried at once, and again sooner than others are."""
+        """Use the shorter back-off of `close()`, and try at once."""
         self._backoff = CLOSING_BACKOFF
         self.skip_backoff()

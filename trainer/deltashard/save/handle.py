@@ -1,10 +1,10 @@
-"""What a save is from the outside: a handle that can be waited for, the commit it became, and counts of what happened.
+"""User-facing types of saves: the handle of a save, its commit, and counters.
 
-A handle goes through: requested -> cut (its bytes left the trainer) -> committed | failed. Only the training thread
-moves it, at a step boundary or while it waits itself; other threads may wait as long as they like.
+A handle is requested, staged (its bytes left the trainer), and then committed or failed. Only the training thread
+changes its state, at a step boundary or while it waits; any thread may wait for it.
 
-A save with a pin or metadata is *exact*: what was said of one model is never stored with another. It is the cut of the
-step it was asked at (between two steps: of the next one), or it fails and says why.
+A save with a pin or metadata is *exact*: it is bound to the step at which it was requested (between two steps: to the
+next one) and fails if that step is not captured, so that its metadata is never stored with another step.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Commit:
     """A durable checkpoint."""
 
     seq: int
-    """Its number in the run's commit log: `restore(which=f"seq:{seq}")`."""
+    """Sequence number in the run's commit log, as in `restore(which=f"seq:{seq}")`."""
     attempt: int
     cut: int
     step: int
-    """Step it holds."""
+    """Training step of the checkpoint."""
     baseline: bool
-    """Whether it holds every row by itself."""
+    """Whether the checkpoint holds all rows without reference to an earlier one."""
     durable_s: float
-    """Seconds from the begin of the save to its log entry."""
+    """Seconds from the start of the save to its log entry."""
     stored_bytes: int
     raw_bytes: int
     rows: int
@@ -43,7 +43,7 @@ class Commit:
 
 
 class SaveHandle:
-    """A requested save; made by `Checkpointer.save`."""
+    """A requested save, returned by `Checkpointer.save`."""
 
     def __init__(
         self,
@@ -53,19 +53,19 @@ class SaveHandle:
         metadata: Mapping[str, str],
         waiter: Callable[[SaveHandle, float | None], None] | None = None,
     ) -> None:
-        """`waiter` waits for it; None: nobody does."""
+        """`waiter` implements `wait()`; without it, `wait()` returns at once."""
         self.reason = reason
         self.pin = pin
         self.metadata = dict(metadata)
         self.step: int | None = None
-        """Step that was cut; None while the cut has not happened."""
+        """Step of the snapshot; None until it is taken."""
         self.cut: int | None = None
         self.commit: Commit | None = None
         self.error: Exception | None = None
         self.requested_step: int | None = None
-        """The only step that an exact save may become, once that is known."""
+        """Step that an exact save is bound to, once known."""
         self.not_taken_reason = ""
-        """Why it was not cut when that was last tried."""
+        """Reason why the last try took no snapshot."""
         self.finished = threading.Event()
         self._waiter = waiter
 
@@ -77,7 +77,7 @@ class SaveHandle:
 
     @property
     def exact(self) -> bool:
-        """Whether it may only be the cut of the step it was asked at."""
+        """Whether the save is bound to the step at which it was requested."""
         return self.pin is not None or bool(self.metadata)
 
     @property
@@ -85,13 +85,19 @@ class SaveHandle:
         return self.finished.is_set()
 
     def wait(self, timeout_s: float | None = None) -> Commit:
-        """Block until the checkpoint is durable, or until it is known that it will not be.
+        """Block until the checkpoint is durable or the save has failed.
+
+        Args:
+            timeout_s: Seconds to wait. Default: no limit.
+
+        Returns:
+            The commit of the save.
 
         Raises:
-            WaitError: called on the training thread before the cut happened, it would wait for itself.
-            SaveFailed: the save failed (the next one covers its rows); without a timeout also when the sidecar was
-                away, or the training thread gone, for so long that nobody will ever tell.
-            TimeoutError: not durable within `timeout_s`.
+            WaitError: Called on the training thread before the snapshot was taken, which would deadlock.
+            SaveFailed: The save failed; the next one covers its rows. Without a timeout also if the sidecar is
+                disconnected for too long or the training thread has ended, so that the outcome is unknown.
+            TimeoutError: The save is not durable after `timeout_s`.
         """
         if self._waiter is not None:
             self._waiter(self, timeout_s)
@@ -112,7 +118,7 @@ class SaveHandle:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class InFlightSave:
-    """The save whose fate is not known yet."""
+    """A save from the start of its snapshot until its outcome is known."""
 
     cut: int
     step: int
@@ -120,23 +126,23 @@ class InFlightSave:
     urgent: bool = False
     handles: list[SaveHandle] = field(default_factory=list)
     begun: pb.SaveReply.Begun | None = None
-    """What the sidecar answered to it: how its tables are stored."""
+    """The sidecar's reply, with the encodings of the tables."""
     commit: Commit | None = None
     error: SaveFailed | None = None
-    """How it ended; neither: that is not known yet."""
+    """Outcome; while both `commit` and `error` are None, the save is in flight."""
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Of all its handles; `split_compatible` sees to it that they agree."""
+        """Merged metadata of all handles; `split_compatible` ensures that their values agree."""
         return {key: value for handle in self.handles for key, value in handle.metadata.items()}
 
     @property
     def pins(self) -> list[str]:
-        """Names under which retention keeps it, oldest first."""
+        """Pins of all handles, oldest first."""
         return [handle.pin for handle in self.handles if handle.pin is not None]
 
     def join(self, handle: SaveHandle) -> None:
-        """Have a handle that was asked for later share the fate of this save."""
+        """Add a later handle to this save; it shares the outcome."""
         self.handles.append(handle)
         handle.mark_staged(step=self.step, cut=self.cut)
         if self.commit is not None or self.error is not None:
@@ -158,7 +164,7 @@ class InFlightSave:
 
 
 def split_compatible(handles: list[SaveHandle]) -> tuple[list[SaveHandle], list[SaveHandle]]:
-    """Those that one cut can satisfy, oldest first, and the rest: other values under the same names."""
+    """Split into handles that one snapshot can satisfy, oldest first, and the rest, whose metadata conflicts."""
     taken: list[SaveHandle] = []
     rest: list[SaveHandle] = []
     metadata: dict[str, str] = {}
@@ -173,48 +179,48 @@ def split_compatible(handles: list[SaveHandle]) -> tuple[list[SaveHandle], list[
 
 @dataclass(slots=True, kw_only=True)
 class PrecopyStats:
-    """Of the cuts for which a copy ahead was begun: rows by how they were copied, and what it cost training.
+    """Counters of snapshots for which rows were copied ahead, and the cost of copying for training.
 
-    Cuts for which none was begun (below 4 MiB of weights and state in tables that may be, or precopy=False) do not
-    count here; the sidecar's metrics have all.
+    Not counted are snapshots without a copy ahead (below 4 MiB of eligible weights and state, or with precopy=False);
+    the sidecar's metrics include them.
     """
 
     snapshots: int = 0
-    """Cuts for which some were copied ahead."""
+    """Snapshots for which rows were copied ahead."""
     precopied_rows: int = 0
-    """Copied while training went on."""
+    """Rows copied while training continued."""
     recopied_rows: int = 0
-    """... of which copied once more at the cut: they had changed since."""
+    """Rows copied again at the snapshot because they had changed."""
     stalled_rows: int = 0
-    """Copied at cuts only, while training waited."""
+    """Rows copied while training waited."""
     slowdown_s: float = 0.0
-    """By so much, in all, the steps meanwhile took longer than those before."""
+    """Total seconds by which steps during copies were longer than the steps before."""
     discarded: Counter[str] = field(default_factory=Counter)
-    """Copies that were not whole, or not used, by cause: "stopped" (a cut came before their end), "arena full", ..."""
+    """Incomplete or unused copies by cause: "stopped" (the snapshot began before their end), "arena full", ..."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Stats:
-    """Counts of this trainer, for people and tests; the sidecar's metrics are the ones to alert on."""
+    """Counters of this trainer, for people and tests; use the sidecar's metrics for alerts."""
 
     snapshots: int = 0
-    """Cuts whose bytes were handed over."""
+    """Snapshots whose bytes were handed over to the sidecar."""
     commits: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
-    """Due cuts that were not taken, by cause: vetoed, or one of `BlockReason`."""
+    """Due snapshots that were not taken, by cause: "vetoed" or another `BlockReason`."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Saves that failed, by cause."""
+    """Failed saves by cause."""
     event_errors: int = 0
-    """Exceptions that `on_event=` raised; only the first is logged."""
+    """Exceptions raised by `on_event`; only the first is logged."""
     audit_faults: int = 0
     optimizer_state_resets: int = 0
-    """Row fields of optimizers that were restored and made anew at the first step after it."""
+    """Row-wise optimizer state that was restored and then recreated by the optimizer at its first step."""
     stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
-    """How long each of the last 1,000 cuts held the training thread."""
+    """Seconds for which each of the last 1,000 snapshots held the training thread."""
     precopy: PrecopyStats = field(default_factory=PrecopyStats)
     last_commit: Commit | None = None
 
     def count_event_error(self) -> int:
-        """`on_event=` raised; returns how often it has."""
+        """Count an exception of `on_event` and return the total."""
         self.event_errors += 1
         return self.event_errors

@@ -1,17 +1,17 @@
-"""The snapshots of one Checkpointer as a machine: where the current one stands, and what may happen to it. Pure.
+"""Lifecycle of the snapshots of one Checkpointer, as a pure state machine.
 
-`TABLE` lists for every state which events may happen and where they lead; any other raises `IllegalEvent`. There is one
-snapshot at a time: while it is COPYING or STAGED no other is begun, neither ahead nor at once. What is asked for while
-it is STAGED waits in `request`, and why it waits is the table of `wait`. What a getter of `state=` or a signal's
-handler asks for while it is COPYING is that snapshot itself.
+`TABLE` lists the events of each state and the resulting state; any other event raises `IllegalEvent`. One snapshot
+exists at a time: during COPYING and STAGED no other snapshot or copy ahead begins. Saves requested during STAGED wait
+in `request`, for the reasons listed in `snapshot_gate`. A save that a getter of `state=` or a signal handler requests
+during COPYING joins the current snapshot.
 
-- IDLE: none was taken yet, or what was copied ahead of one was dropped.
-- PRECOPY: rows are copied ahead of a snapshot that is near, while training continues.
+- IDLE: no snapshot was taken yet, or the rows copied ahead were dropped.
+- PRECOPY: rows are copied ahead of the next snapshot while training continues.
 - COPYING: training waits at a boundary until rows and blobs are handed over.
-- STAGED: training continues; the sidecar stores it. Its marks are pending, its handles wait.
-- COMMITTED: it is durable: its marks are dropped, and the next one may be based on it.
-- FAILED: it is given up: its marks are set again, so that the next one holds its rows. A commit of it that is heard of
-  later (its sidecar died right after the log entry) still counts.
+- STAGED: training continues while the sidecar stores the snapshot. Its marks are pending, its handles wait.
+- COMMITTED: the snapshot is durable. Its marks are cleared, and the next snapshot may be based on it.
+- FAILED: the snapshot is given up. Its marks are set again, so that the next snapshot contains its rows. A late report
+  of its commit (the sidecar died right after the log entry) still counts.
 
 docs/reference/snapshot-lifecycle.md is rendered from this table.
 """
@@ -24,7 +24,7 @@ from deltashard_checkpoint.transition import after, page
 
 
 class SnapshotPhase(Enum):
-    """Where a snapshot is."""
+    """State of the current snapshot."""
 
     IDLE = "IDLE"
     PRECOPY = "PRECOPY"
@@ -35,7 +35,7 @@ class SnapshotPhase(Enum):
 
 
 class SnapshotEvent(Enum):
-    """What may happen to it."""
+    """Event of a snapshot's lifecycle."""
 
     AHEAD = "ahead"
     DROP = "drop"
@@ -65,17 +65,17 @@ TABLE: dict[SnapshotPhase, dict[SnapshotEvent, SnapshotPhase]] = {
 }
 
 MEANING: dict[SnapshotEvent, str] = {
-    SnapshotEvent.AHEAD: "a save is due soon: rows that change are watched from here on, and a thread copies",
-    SnapshotEvent.DROP: "what was copied ahead is of no use: the sidecar is away, the tables changed, or `close()`",
-    SnapshotEvent.TAKE: "a save is due or asked for, and the table of reasons to wait has none",
-    SnapshotEvent.SEAL: "all rows and blobs are with the sidecar: the marks become pending",
-    SnapshotEvent.COMMIT: "the sidecar reports its log entry",
-    SnapshotEvent.FAIL: "refused, not answered, not copied in time; or the sidecar failed, was restarted or fenced off",
+    SnapshotEvent.AHEAD: "a save is due soon: changed rows are tracked from here on, and a thread copies rows",
+    SnapshotEvent.DROP: "rows copied ahead are unusable: the sidecar is disconnected, the tables changed, or `close()`",
+    SnapshotEvent.TAKE: "a save is due or requested, and no reason blocks it",
+    SnapshotEvent.SEAL: "the sidecar has all rows and blobs: the marks become pending",
+    SnapshotEvent.COMMIT: "the sidecar reports the log entry",
+    SnapshotEvent.FAIL: "rejected, not answered or not copied in time; or the sidecar failed, was restarted or fenced",
 }
 
 
 class SnapshotState:
-    """Of the current snapshot of one Checkpointer; on the training thread only, but for reading `now`."""
+    """State of the current snapshot; changed on the training thread only, `now` may be read from any thread."""
 
     def __init__(self) -> None:
         self._now = SnapshotPhase.IDLE
@@ -85,7 +85,7 @@ class SnapshotState:
         return self._now
 
     def transition(self, event: SnapshotEvent) -> None:
-        """Apply `event`; raises `IllegalEvent` for one that cannot happen now."""
+        """Apply `event`; raises `IllegalEvent` if the current state does not allow it."""
         self._now = after(TABLE, self._now, event, where="snapshot lifecycle")
 
 

@@ -1,13 +1,12 @@
-"""What becomes of snapshots: the session's one queue of events, applied to marks, handles, counts and the state.
+"""Outcomes of snapshots: applies the session's event queue to marks, handles, counters and state.
 
-    attached    the link is adopted; a save in flight fails if the sidecar was restarted since
-    committed   its marks drop, its handles are settled, the next one is based on it; repeated or late: harmless
-    failed      it is given up: its marks merge back, its handles fail, tries back off; a commit that is heard of later
-                still counts
-    save now    it is asked for, as by `save()`
+    attached    adopts the link; a save in flight fails if the sidecar was restarted since
+    committed   clears the marks, finishes the handles and makes the commit the next base; repeats have no effect
+    failed      sets the marks again, fails the handles and starts the back-off; a later report of a commit still counts
+    save now    requests a save, as `save()` does
 
 Events are applied on the training thread, at a boundary or while it waits, so that marks, handles and counters need no
-locks. Once the attempt is fenced, applying events raises, every time.
+locks. Once the attempt is fenced, every call of `apply` raises.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ log = logging.getLogger("deltashard")
 
 
 class SnapshotOutcomes:
-    """Of one Checkpointer; on the training thread only."""
+    """Outcomes of the snapshots of a Checkpointer; used on the training thread only."""
 
     def __init__(
         self,
@@ -70,19 +69,19 @@ class SnapshotOutcomes:
         self._base = base
         self.comparison = Comparison(precopy.submit, on_found=lambda: self._session.post(self._note_snapshot))
         self._last: InFlightSave | None = None
-        """The newest snapshot, whose life the state is about."""
+        """Newest snapshot, which the state describes."""
         self._inconsistent: list[InFlightSave] = []
-        """Snapshots that were found inconsistent, until a later commit names them."""
+        """Inconsistent snapshots that no later commit has named yet."""
         self._step_saves: list[InFlightSave] = []
-        """Snapshots of the step that was taken last, whatever became of them; newest last."""
+        """Snapshots of the most recent snapshot step, whatever their outcome, newest last."""
         self._save_calls = 0, 0
-        """(step, how often `save()` was called there)."""
+        """(step, number of `save()` calls at that step)."""
         self.committed_step: int | None = None
-        """Step of the newest commit of this attempt; None before the first."""
+        """Step of this attempt's newest commit."""
         self._declined: int | None = None
-        """The cut that the sidecar is to hear that this rank has no part in."""
+        """Snapshot that this rank has declined but not yet reported to the sidecar."""
         self._lost_snapshot: int | None = None
-        """The cut that went with its sidecar, which cannot have told the other ranks; None: there is none."""
+        """Snapshot lost with its sidecar, which cannot have informed the other ranks."""
 
     @property
     def in_flight(self) -> bool:
@@ -90,21 +89,20 @@ class SnapshotOutcomes:
 
     @property
     def copying(self) -> InFlightSave | None:
-        """The snapshot that is being copied; only a getter of `state=` and a signal's handler run meanwhile."""
+        """The snapshot being copied, if any; only getters of `state=` and signal handlers run meanwhile."""
         return self._last if self._state.now is SnapshotPhase.COPYING else None
 
     @property
     def _in_flight_save(self) -> InFlightSave | None:
         return self._last if self.in_flight else None
 
-    # The queue.
-
     def apply(self) -> None:
-        """Apply what the session thread heard since the last time; raises `FencedError`."""
+        """Apply the events received by the session thread; raises `FencedError`."""
         while (event := self._session.next_event()) is not None:
             if isinstance(event, Attached):
                 after = self._attempt.transition(AttachEvent.ATTACH)
-                # A cut may have described its tables again since: that link has replaced this one, and is adopted.
+                # A snapshot may have described its tables again, which replaced this link by one that is already
+                # adopted.
                 if after is not AttachState.CLOSED and event.link is self._session.link:
                     self.adopt(event.link)
                 self._listener.emit("attached", session=event.link.session)
@@ -143,7 +141,7 @@ class SnapshotOutcomes:
         self.precopy.prepare(self._attachment.link)
 
     def adopt(self, link: Link) -> None:
-        """A new attachment, and what it knows of the save in flight."""
+        """Adopt a new link, including what its reply reports about the save in flight."""
         self.precopy.drop("sidecar disconnected")
         restarted = self._attachment.adopt(link)
         self.precopy.prepare(link)
@@ -156,7 +154,7 @@ class SnapshotOutcomes:
             self.decline_later(lost)
 
     def drain(self, until_s: float) -> bool:
-        """Let the save in flight end; False when it has not by `until_s` (monotonic)."""
+        """Wait until the save in flight ends or `until_s` (monotonic); return whether it ended."""
         while self.in_flight:
             self._clock.clear_wake()
             self.apply()
@@ -168,10 +166,8 @@ class SnapshotOutcomes:
             self._clock.pause(min(remaining_s, 0.2))
         return True
 
-    # A snapshot's life.
-
     def begin(self, flight: InFlightSave) -> None:
-        """Rows are copied from here on."""
+        """Record the start of a snapshot, before rows are copied."""
         self._add_step_save(flight)
         self._last = flight
         self._state.transition(SnapshotEvent.TAKE)
@@ -184,7 +180,7 @@ class SnapshotOutcomes:
         full: bool,
         tables: Sequence[tuple[TrackedTable, TablePrecopy]],
     ) -> None:
-        """Rows of `mode` are handed over, `full`: all rows; those of `tables` were copied ahead."""
+        """Record that the rows of `mode` were handed over; `full`: all rows; `tables` had rows copied ahead."""
         self._state.transition(SnapshotEvent.SEAL)
         self._requests.urgent = None
         self._watchdog.taken()
@@ -195,8 +191,8 @@ class SnapshotOutcomes:
         self._base.snapshot_taken()
 
     def not_taken(self, flight: InFlightSave, error: BaseException, *, again: bool) -> None:
-        """It could not be copied; `again`: what was asked for stays asked for."""
-        if self.copying is not None:  # not where it was interrupted before that
+        """Record that copying failed; `again`: put the requests back into the queue."""
+        if self.copying is not None:  # None if the interruption came earlier
             self._state.transition(SnapshotEvent.FAIL)
         self.precopy.drop("no cut")
         if again:
@@ -230,13 +226,12 @@ class SnapshotOutcomes:
         self._failure_tracker.failed(failure.cause, failure)
 
     def _fail_in_flight(self, error: Exception) -> None:
-        """What is in flight, if anything, will not be heard of."""
         if (flight := self._in_flight_save) is not None:
             self._state.transition(SnapshotEvent.FAIL)
             flight.failed(error)
 
     def close(self, *, until_s: float) -> None:
-        """Let go of all that is asked for or in flight; report, by `until_s`, what is wrong with the last snapshot."""
+        """Fail all requests and the save in flight; report an inconsistent last snapshot by `until_s`."""
         self._requests.fail(SaveFailed("the checkpointer was closed", where="save"))
         self.precopy.close()
         self._fail_in_flight(SaveFailed("not durable when the checkpointer was closed", where="save"))
@@ -245,15 +240,13 @@ class SnapshotOutcomes:
     def _add_step_save(self, flight: InFlightSave) -> None:
         self._step_saves = [each for each in self._step_saves if each.step == flight.step] + [flight]
 
-    # Snapshots that are wrong, or coarse.
-
     @property
     def inconsistent(self) -> list[str]:
-        """Commits that the next one is to name."""
+        """Commits to name in the metadata of the next commit."""
         return [f"seq:{each.commit.seq}" for each in self._inconsistent if each.commit is not None]
 
     def check_snapshot(self, until_s: float = math.inf) -> bool:
-        """Whether the last snapshot was found inconsistent, by `until_s` (monotonic): then a full save is requested."""
+        """Return whether the last snapshot is inconsistent, by `until_s` (monotonic), and request a full save if so."""
         found = self.report_inconsistent(until_s)
         if found:
             self._requests.add(SaveHandle(reason="inconsistent", pin=None, metadata={}))
@@ -264,7 +257,7 @@ class SnapshotOutcomes:
         self.check_snapshot()
 
     def report_inconsistent(self, until_s: float = math.inf, *, last: bool = False) -> bool:
-        """Report what is wrong with the last snapshot: the next one takes all rows; `last`: none follows."""
+        """Report an inconsistent last snapshot; the next one takes all rows. `last`: no snapshot follows."""
         found = self.comparison.result(until_s)
         if found is None:
             return False
@@ -284,14 +277,14 @@ class SnapshotOutcomes:
         return True
 
     def count_faults(self, faults: int) -> None:
-        """An audit or a comparison found so many: if any, the next snapshot is a full one."""
+        """Count faults of an audit or a comparison; any fault makes the next snapshot a full one."""
         self._stats.audit_faults += faults
         if faults:
             self._base.ask_full(faults=faults)
 
     @property
     def coarse(self) -> InFlightSave | None:
-        """The save of this step, if it is durable and bits were chosen for it: for some table fewer than 8."""
+        """The durable save of the current step if chosen bits left a table with fewer than 8 bits."""
         last = self._step_saves[-1] if self._step_saves else None
         if last is None or last.commit is None or last.step != self._clock.step or last.reason == "close":
             return None
@@ -303,14 +296,14 @@ class SnapshotOutcomes:
         chosen = (begun.encodings.get(table, begun.encoding) for table in tables if table not in own)
         return last if any((bits_of(encoding) or 0) < SAFE_BITS for encoding in chosen) else None
 
-    # What other ranks wait for.
-
     def join(self, handle: SaveHandle) -> bool:
-        """Have `handle` be the cut that all ranks took at the step where this one stands; False: it is to be asked for.
+        """Let `handle` share the snapshot that all ranks took at the current step; return False if there is none.
 
-        A rank may take that cut within its `step()`, and call `save()` as the others did only then. Another cut would
-        wait for ranks that train on. Nor may it matter on which ranks a cut that failed came before the call: each
-        answers one call of every rank.
+        A rank may take that snapshot within `step()` and only then call `save()` as the others did. Another snapshot
+        would
+        wait for ranks that continue training. Each failed snapshot answers one call on every rank, whether it failed
+        before
+        or after the call.
         """
         step = self._clock.step
         self._save_calls = step, 1 + (self._save_calls[1] if self._save_calls[0] == step else 0)
@@ -322,7 +315,7 @@ class SnapshotOutcomes:
         return True
 
     def decline_later(self, cut: int) -> None:
-        """This rank has no part in cut `cut`, which all were to take: the others hear of it by `send_decline`."""
+        """Decline snapshot `cut` of all ranks; `send_decline` reports it to the sidecar."""
         self._declined = cut
         if all(flight.cut != cut for flight in self._step_saves):
             flight = InFlightSave(cut=cut, step=self._clock.step, reason="none")
@@ -330,7 +323,7 @@ class SnapshotOutcomes:
             flight.failed(SaveFailed("this rank could not take part in it", where="save"))
 
     def send_decline(self) -> None:
-        """Tell the sidecar of a cut that this rank has no part in, so that no other rank waits for it."""
+        """Report a declined snapshot to the sidecar, so that no other rank waits for this one."""
         link, cut = self._attachment.link, self._declined
         if cut is None or link is None or self.in_flight:
             return

@@ -1,11 +1,11 @@
-"""When rows are copied ahead of the next cut (`snapshot.precopy`), and what came of it.
+"""Decides when rows are copied ahead of the next snapshot (`snapshot.precopy`), and measures the result.
 
-    due by time      the cut waits for the copy, MAX_PRECOPY_S at most; its step is whichever ends then
-    due at a step    the copy begins so many steps before as the last one took, and the cut keeps its step
-    ordered          likewise: a rank's limit lies further ahead by what its copy takes
-    asked for        `save()` and what is urgent is cut at once, with what was copied by then, if anything
+    due by time      the snapshot waits for the copy, at most MAX_PRECOPY_S, and takes the step at which it ends
+    due at a step    the copy begins ahead of that step by the duration of the last copy
+    ordered          as above; the proposed step is later by the duration of the copy
+    requested        `save()` and urgent saves are taken at once and use what was copied by then
 
-Nothing depends on it: a cut without a head start copies everything while training waits.
+Correctness does not depend on it: a snapshot without a copy ahead copies all rows while training waits.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from deltashard.tracking.snapshot_base import SnapshotBase
 from deltashard.tracking.tracking import TrackedTable
 
 MAX_PRECOPY_S = 10.0
-"""A cut that is due waits no longer for the copy."""
+"""Seconds for which a due snapshot waits for the copy."""
 INITIAL_LOOKAHEAD_STEPS = 4
-"""A copy begins so many steps before a step that is known, while nothing was measured."""
+"""Steps by which a copy begins ahead of a known step before anything was measured."""
 MAX_LOOKAHEAD_STEPS = 1 << 10
 MAX_LEAD_S = 2.0
-"""An order is not put off further for a copy."""
+"""Seconds by which a copy may delay an order."""
 BYTES_PER_S = 1e9
-"""What is assumed before anything was measured."""
+"""Copy rate assumed before anything was measured."""
 MARGIN, MAX_MARGIN = 1.5, 12.0
-"""So many times as long as it should take is a copy given; twice as long as before, each time that it came too late."""
+"""Factor on the expected duration of a copy; doubled each time that a copy ends too late."""
 _NO_SELECTION = RowSelection(all=False, ids=None)
 
 
 class PrecopyScheduler:
-    """Of one Checkpointer; on the training thread only."""
+    """Schedules copies ahead for a Checkpointer; used on the training thread only."""
 
     def __init__(
         self,
@@ -69,29 +69,29 @@ class PrecopyScheduler:
         self._pool: ThreadPoolExecutor | None = None
         self._now: Precopy | None = None
         self._scheduled_step: int | None = None
-        """The step of the cut that was announced; it keeps its step."""
+        """Step of the announced snapshot, which does not change."""
         self._last_snapshot = self._clock.step, time.monotonic()
         self._began_at, self._steps_before, self._began_s = 0, 0.0, 0.0
         self._bytes_per_s, self._margin = BYTES_PER_S, MARGIN
         self.lead_s = 0.0
-        """How long before a cut its copy had better begin."""
+        """Seconds by which a copy should begin ahead of its snapshot."""
         self.slowdown_s = 0.0
-        """By so much the steps during the copy that was used last took longer, in all, than those before."""
+        """Total seconds by which steps during the last used copy were longer than the steps before."""
         self._clock.set_lookahead(INITIAL_LOOKAHEAD_STEPS if enabled else 0)
 
     def prepare(self, link: Link | None) -> None:
-        """Have the call of the next cut open, and its arena pinned, before it is due."""
+        """Open the call of the next snapshot and pin its arena in advance."""
         self.streams.open()
         if link is not None and self._program.tracking.on_cuda:
             pin(link.arena)
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
-        """Have the copying thread do this, before what it copies next."""
+        """Run `job` on the copying thread, before its next copy."""
         self._pool = self._pool or copying_thread()
         return self._pool.submit(job)
 
     def submit_check(self, look: Callable[[], None]) -> Future[None]:
-        """The same with a short look at the program's memory."""
+        """Run `look` on the copying thread under the read lock of the program's memory."""
 
         def read() -> None:
             with memory.read_lock:
@@ -101,19 +101,17 @@ class PrecopyScheduler:
 
     @property
     def began_s(self) -> float:
-        """How long the beginning of what is copied ahead held training."""
+        """Seconds for which the start of the current copy held training."""
         return 0.0 if self._now is None else self._began_s
 
-    # Before the cut.
-
     def begin_for_step(self, link: Link, step: int) -> None:
-        """A cut is due at `step`, which is not yet: begin, once for each such step."""
+        """Begin copying for a snapshot due at the future `step`, once per step."""
         if step != self._scheduled_step:
             self._scheduled_step = step
             self._begin(link)
 
     def should_postpone(self, link: Link, step: int) -> bool:
-        """A cut is due since `step`, and nobody waits for it: whether it had better wait for a copy."""
+        """Return whether a snapshot due since `step`, without a waiter, should wait for a copy."""
         if step == self._scheduled_step:
             return False
         if self._now is None:
@@ -156,25 +154,22 @@ class PrecopyScheduler:
         self._began_s = time.perf_counter() - began_s
 
     def _seconds_per_step(self) -> float:
-        """Seconds a step since the last cut; 0: there was none."""
         step, at_s = self._last_snapshot
         steps = self._clock.step - step
         return (time.monotonic() - at_s) / steps if steps > 0 else 0.0
 
-    # The cut.
-
     def stop(self) -> None:
-        """A cut begins, or what a copy reads may go: nothing is copied ahead any more."""
+        """Stop copying, because a snapshot begins or the memory being read may go away."""
         if self._now is not None:
             self._now.stop()
 
     @property
     def checks_done(self) -> bool:
-        """Whether the looks that belong before a cut were done, right before this one."""
+        """Whether the audits that precede a snapshot were just done."""
         return self._now is not None and self._now.checks_done
 
     def take(self, link: Link) -> Precopy | None:
-        """What was copied ahead, with its call, which is the caller's now; None: nothing, or over another link."""
+        """Return what was copied ahead and hand over its call, or None if there is nothing for this link."""
         now = self._now
         if now is None or now.link is not link or now.stream.over.is_set():
             self.drop("sidecar disconnected")
@@ -196,7 +191,7 @@ class PrecopyScheduler:
     def snapshot_taken(
         self, used: Precopy | None, *, ahead: int, again: int, rows: int, raw_bytes: int
     ) -> None:
-        """A cut of `rows` was handed over: `ahead` of them copied ahead, of which `again` once more."""
+        """Record a snapshot of `rows`: `ahead` of them were copied ahead, of which `again` were copied twice."""
         now_s, step = time.monotonic(), self._clock.step
         step_s = self._seconds_per_step()
         if used is not None:
@@ -233,7 +228,7 @@ class PrecopyScheduler:
 
 
 def table_snapshots(program: Program) -> list[tuple[TrackedTable, TableSnapshot]]:
-    """Where the rows of every table lie; which of them a cut takes is found out later."""
+    """Locate the rows of every table; which rows a snapshot takes is selected later."""
     positions = {schema.fqn: position for position, schema in enumerate(program.schemas)}
     return [
         (

@@ -1,4 +1,4 @@
-"""What all parts of `save` write into and ask: saves that are asked for, failures, counts, and the current state."""
+"""State shared by the parts of `save`: requests, failures, counters and the current snapshot's state."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from deltashard.save.watchdog import Watchdog
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRecords:
-    """Of one Checkpointer; each is written through its own methods only."""
+    """Shared state of a Checkpointer; each field is written through its own methods only."""
 
     requests: Requests
     failure_tracker: SaveFailureTracker
     stats: Stats
     watchdog: Watchdog
     term: TermHandler | None = None
-    """None: SIGTERM is left alone."""
+    """None if no SIGTERM handler is installed."""
     state: SnapshotState = field(default_factory=SnapshotState)
-    """Where the current snapshot stands."""
+    """State of the current snapshot."""

@@ -1,6 +1,6 @@
-"""Saves that were asked for and are not cut yet, and the urgent wish.
+"""Requested saves whose snapshot is not taken yet, and the urgent request.
 
-What was asked for stays asked for until it is cut, but an exact save (see `handle`) only as long as its step lasts.
+A request stays pending until its snapshot is taken; an exact save (see `handle`) only until its step is over.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from deltashard.save.handle import SaveHandle, split_compatible
 
 
 class Requests:
-    """Of one Checkpointer; `request_urgent` may be called from a signal handler or any thread, `add` from any thread."""
+    """Pending requests of a Checkpointer. `request_urgent` is safe in signal handlers, `add` on any thread."""
 
     def __init__(self, failure_tracker: SaveFailureTracker) -> None:
         self._failure_tracker = failure_tracker
         self._handles: list[SaveHandle] = []
         self.urgent: str | None = None
-        """Why a save is wanted at once; None: none is."""
+        """Reason of the urgent request, if any."""
 
     def __bool__(self) -> bool:
         return bool(self._handles)
@@ -28,29 +28,29 @@ class Requests:
 
     @property
     def open(self) -> bool:
-        """Whether one of them was not settled otherwise."""
+        """Whether a request is still unfinished."""
         return any(not handle.done for handle in self._handles)
 
     def add(self, handle: SaveHandle) -> None:
         self._handles.append(handle)
 
     def request_urgent(self, reason: str, *, fresh: bool = True) -> None:
-        """An urgent save is wanted; `fresh`: its first try does not wait for the back-off."""
+        """Request an urgent save; `fresh`: its first try skips the back-off."""
         self.urgent = reason
         if fresh:
             self._failure_tracker.skip_backoff()
 
     def take(self) -> list[SaveHandle]:
-        """Those that one cut can satisfy, which are not asked for any more."""
+        """Remove and return the requests that one snapshot can satisfy."""
         taken, self._handles = split_compatible(self._handles)
         return taken
 
     def requeue(self, handles: list[SaveHandle]) -> None:
-        """Their cut was not begun: they are the oldest again."""
+        """Put back requests whose snapshot did not begin, as the oldest."""
         self._handles = handles + self._handles
 
     def record_blocked(self, why: str) -> None:
-        """No cut now: remember why for who asked."""
+        """Record in the pending handles why no snapshot is taken now."""
         for handle in self._handles:
             handle.not_taken_reason = why
 
@@ -60,13 +60,13 @@ class Requests:
             handle.finish(error=error)
 
     def drop(self, handle: SaveHandle, error: Exception) -> None:
-        """This one will never be, or nobody will ever tell."""
+        """Fail one request that cannot complete or whose outcome will remain unknown."""
         if handle in self._handles:
             self._handles.remove(handle)
         handle.finish(error=error)
 
     def bind_exact(self, step: int, *, whole: bool) -> None:
-        """`step` is what exact saves of before mean, if it is `whole`; those of an older one are lost, by name."""
+        """Bind unbound exact saves to `step` if it is `whole`; fail exact saves of earlier steps."""
         for handle in [handle for handle in self._handles if handle.exact]:
             if handle.requested_step is None:
                 if whole:
@@ -75,8 +75,9 @@ class Requests:
                 self.drop(
                     handle,
                     SaveFailed(
-                        f"step {handle.requested_step} was not cut, because {handle.not_taken_reason or 'another save was'}, and "
-                        "training has gone on: this pin and metadata were not meant for a later step",
+                        f"step {handle.requested_step} was not captured, because "
+                        f"{handle.not_taken_reason or 'another save was'}, and training has continued: this pin "
+                        "and metadata were not meant for a later step",
                         where=f"save({handle.reason!r})",
                         remedy="wait() for it before the next step, or save() again",
                     ),
@@ -90,25 +91,25 @@ class Requests:
         return any(handle.exact and handle.requested_step == step for handle in self._handles)
 
     def fail_exact(self, step: int, why: str) -> None:
-        """Exact saves that mean `step`, which the ranks do not cut together."""
+        """Fail exact saves of `step`, which the ranks did not take together."""
         for handle in [each for each in self._handles if each.exact and each.requested_step == step]:
             self.drop(
                 handle,
                 SaveFailed(
-                    f"step {step} was not cut, because {why}",
+                    f"step {step} was not captured, because {why}",
                     where=f"save({handle.reason!r})",
                     remedy="call save() with the same pin and metadata on every rank after the same step",
                 ),
             )
 
     def fail_unbound(self, step: int) -> None:
-        """Exact saves that were asked for after the last `step()`: no step they could mean will come."""
+        """Fail exact saves requested after the last `step()`, since their step will not come."""
         for handle in [h for h in self._handles if h.exact and h.requested_step != step]:
             self.drop(
                 handle,
                 SaveFailed(
-                    "it was asked for between two steps, and close() came before the second",
+                    "it was requested between two steps, and close() came before the second",
                     where=f"save({handle.reason!r})",
-                    remedy="save() right after step()",
+                    remedy="call save() right after step()",
                 ),
             )

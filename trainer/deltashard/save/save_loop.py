@@ -1,7 +1,7 @@
-"""When a snapshot is taken, for all that ask: `step()`, `save()` and its `wait()`, SIGTERM; `closing` has the last one.
+"""Takes snapshots on behalf of `step()`, `save()` and its `wait()`, and SIGTERM; `closing` takes the last one.
 
-`wait` has the rules, `request` what is asked for. It is the training thread itself that waits here, so that every wait
-has an end: a deadline, or the sidecar's absence.
+`snapshot_gate` has the rules and `request` the pending requests. Waits run on the training thread, so every wait ends
+by a deadline or because the sidecar is disconnected.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from deltashard.save.watchdog import BlockedBy
 from deltashard.snapshot import save_stream
 
 TERM_TRIES = 3
-"""How often the cut that SIGTERM asks for is tried, within the grace."""
+"""Number of tries of the snapshot requested by SIGTERM, within the grace period."""
 MAX_DISCONNECTED_S = 300.0
-"""A `wait()` without a timeout ends when the sidecar was away for so long."""
+"""Seconds without a sidecar after which a `wait()` without a timeout ends."""
 OPEN_LATE_INTERVAL_S = 60.0
-"""A `wait()` without a timeout ends when the ranks have not come to the cut within so long."""
+"""Seconds without an agreed snapshot of all ranks after which a `wait()` without a timeout ends."""
 PROBE_S = 10.0
-"""A `wait()` asks the sidecar so often whether it is there at all."""
+"""Seconds between checks of a `wait()` that the sidecar answers."""
 
 
 class SaveLoop:
-    """From the wish to durable; on the training thread, but for `wait`."""
+    """Takes snapshots and waits for their commits; used on the training thread, except `wait`."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class SaveLoop:
         opener: AttemptOpener,
         coordinator: SnapshotCoordinator | None,
     ) -> None:
-        """`coordinator`: when there are several ranks; None: this process is alone."""
+        """`coordinator` is None without other ranks."""
         self._clock = loop.clock
         self._step_boundary = loop.step_boundary
         self._attachment = member.attachment
@@ -68,7 +68,7 @@ class SaveLoop:
         self._thread = threading.current_thread()
 
     def submit(self, handle: SaveHandle) -> None:
-        """`save()`: cut at once if the program stands at the end of a step, else by the next `step()`."""
+        """Implement `save()`: take the snapshot at once at the end of a step, otherwise at the next `step()`."""
         mine = threading.current_thread() is self._thread
         if mine and (flight := self._outcomes.copying) is not None:
             self._join_in_flight(flight, handle)
@@ -86,21 +86,21 @@ class SaveLoop:
             self.boundary(at_step=False)
 
     def _join_in_flight(self, flight: InFlightSave, handle: SaveHandle) -> None:
-        """While `flight` is copied: it is what was asked for, but takes no further pin and metadata."""
+        """Join a request to `flight` while it is copied; a pin or metadata can no longer be added."""
         if not handle.exact:
             flight.handles.append(handle)
             return
         handle.finish(
             error=SaveFailed(
-                f"it was asked for while the snapshot of step {flight.step} was copied, which takes no pin or metadata "
-                "any more",
+                f"it was requested while the snapshot of step {flight.step} was copied, which takes no further pin or "
+                "metadata",
                 where=f"save({handle.reason!r})",
-                remedy="save() right after step(), not in a getter of state= or a signal's handler",
+                remedy="call save() right after step(), not in a getter of state= or a signal handler",
             )
         )
 
     def boundary(self, *, at_step: bool, asker: Asker | None = None) -> None:
-        """Apply news, open the attempt if nobody did, cut what is due and possible."""
+        """Apply events, open the attempt if it is not open, and take a due or requested snapshot if possible."""
         self._attempt.check_open("step()")
         self._thread = threading.current_thread()
         self._clock.ack()
@@ -141,7 +141,7 @@ class SaveLoop:
                 self._finish_term_collective(self._term, self._ranks.coordinator_thread)
 
     def open_late(self, *, patient: bool) -> DeltashardError | None:
-        """Try to open the attempt that the store had no room for; why not. `patient`: only where a try is due."""
+        """Retry to open the attempt after a full store; return the error, if any. `patient`: respect the back-off."""
         self._clock.request_boundary()
         link = self._attachment.link
         if link is None or (patient and self._failure_tracker.backing_off):
@@ -150,18 +150,18 @@ class SaveLoop:
             error = self._opener.open_late(link)
         except FencedError as fenced:
             self._session.fence(fenced)
-            self._outcomes.apply()  # fails what waits, and raises
+            self._outcomes.apply()  # fails pending saves, and raises
             raise
         if error is None:
             self._failure_tracker.skip_backoff()
             return None
-        self._failure_tracker.is_first_report(BlockReason.UNOPENED)  # it was reported when training began
+        self._failure_tracker.is_first_report(BlockReason.UNOPENED)  # reported when training began
         self._failure_tracker.failed(BlockReason.UNOPENED, error)
         self._requests.fail(
             SaveFailed(
                 f"nothing can be saved yet: {error.what}",
                 where="save",
-                remedy="make room in the store, or give the right to write; training goes on, and saves begin then",
+                remedy="make room in the store, or grant write access; training continues, and saves begin then",
             )
         )
         return error
@@ -187,12 +187,12 @@ class SaveLoop:
         self._taker.take(link, self._requests.reason, urgent=urgent)
 
     def _block(self, *, at_step: bool) -> BlockedBy:
-        """Why a save that is due was not taken at this boundary."""
         reason = self._taker.gate(at_step=at_step).block_reason(Asker.TIMER)
         failure = self._failure_tracker.last
         if reason is BlockReason.SIDECAR_DISCONNECTED:
             return BlockedBy(
-                reason=reason, message=f"the sidecar has been away for {self._session.disconnected_s:.0f} s"
+                reason=reason,
+                message=f"the sidecar has been disconnected for {self._session.disconnected_s:.0f} s",
             )
         if reason is not None and reason is not BlockReason.BACK_OFF:
             return BlockedBy(reason=reason, message=MESSAGE[reason])
@@ -211,10 +211,8 @@ class SaveLoop:
             )
         return BlockedBy(reason=BlockReason.NOT_REQUESTED, message=MESSAGE[BlockReason.NOT_REQUESTED])
 
-    # SIGTERM.
-
     def _finish_term(self, term: TermHandler, *, at_step: bool) -> None:
-        """SIGTERM came: the urgent cut was taken, if one was possible; now make it durable and let the signal act."""
+        """After SIGTERM's urgent snapshot, make it durable and let the signal act."""
         step = self._clock.step
 
         def unfinished() -> bool:
@@ -222,9 +220,9 @@ class SaveLoop:
 
         unsaved = not self._outcomes.in_flight and self._outcomes.committed_step != step
         if unsaved and term.remaining_s > 0 and self._session.link is not None and unfinished():
-            return  # in the middle of gradient accumulation, say: the next step() comes here again
+            return  # for example during gradient accumulation: the next step() continues here
         for _ in range(TERM_TRIES):
-            # An older save may be uploading, or the sidecar busy with its end: then there is room a moment later.
+            # An older save may be uploading, or the sidecar finishing it; a retry then succeeds.
             self._outcomes.drain(time.monotonic() + term.remaining_s)
             durable = self._outcomes.committed_step == step
             if durable and not self._outcomes.check_snapshot(time.monotonic() + term.remaining_s):
@@ -239,7 +237,7 @@ class SaveLoop:
         term.chain()
 
     def _finish_term_collective(self, term: TermHandler, coordinator_thread: CoordinatorThread) -> None:
-        """SIGTERM came: the group was asked for a cut. Until it is due, train on; then make it durable and leave."""
+        """After SIGTERM, train until the group's snapshot is due; then make it durable and let the signal act."""
         self._outcomes.drain(time.monotonic() + term.remaining_s)
         over = term.remaining_s <= 0 or self._session.link is None or coordinator_thread.down_reason
         if self._outcomes.committed_step == self._clock.step or over:
@@ -249,10 +247,8 @@ class SaveLoop:
             self._requests.request_urgent(self._requests.urgent or "sigterm", fresh=False)
             self._clock.request_boundary()
 
-    # Waiting.
-
     def wait(self, handle: SaveHandle, timeout_s: float | None) -> None:
-        """Let a save end; what `SaveHandle.wait` does."""
+        """Implement `SaveHandle.wait`."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         if threading.current_thread() is not self._thread:
             self._wait_elsewhere(handle, until_s)
@@ -261,9 +257,9 @@ class SaveLoop:
             if handle.done:
                 return
             raise WaitError(
-                f"the snapshot of step {flight.step} is being copied, and this thread is the one that copies it",
+                f"the snapshot of step {flight.step} is being copied by this thread",
                 where=f"wait() for {handle.reason!r}",
-                remedy="wait() in the training loop, not in a getter of state= or a signal's handler",
+                remedy="call wait() in the training loop, not in a getter of state= or a signal handler",
             )
         try:
             with (
@@ -273,7 +269,7 @@ class SaveLoop:
             ):
                 self._wait_here(handle, until_s)
         finally:
-            # What was ordered for this step while this rank stood here: by the next one it would be another step.
+            # Take an order for this step that arrived while this rank waited; at the next step it would be missed.
             if self._ranks is not None and self._ranks.is_due:
                 self._ranks.take_ordered(at_step=False)
 
@@ -288,19 +284,18 @@ class SaveLoop:
             if handle.cut is None:
                 if (gone := self._taker.gate().not_at_boundary) is not None:
                     raise WaitError(
-                        "the cut has not happened yet, and this thread is the one that has to take it: "
-                        + MESSAGE[gone],
+                        "the snapshot is not taken yet, and only this thread can take it: " + MESSAGE[gone],
                         where=f"wait() for {handle.reason!r}",
                         remedy="call save() right after step(), or wait() after the next step()",
                     )
-                # Still where the last step() left the program: the cut can be taken here, after the one in flight.
+                # The program is still at the last step(), so the snapshot can be taken here, after the one in flight.
                 if self._taker.gate().block_reason(Asker.WAITER) in (None, BlockReason.UNOPENED):
                     self.boundary(at_step=False, asker=Asker.WAITER)
                     if handle.done or handle.cut is not None:
                         continue
                 if self._ranks is not None and until_s is None and time.monotonic() > apart_s:
                     raise WaitError(
-                        f"the ranks do not come to a cut of step {self._clock.step}: {self._ranks.cancel_reason}",
+                        f"the ranks do not agree on a snapshot of step {self._clock.step}: {self._ranks.cancel_reason}",
                         where=f"wait() for {handle.reason!r}",
                         remedy="save() and wait() on every rank after the same step, or wait() after the next step()",
                     )
@@ -314,7 +309,6 @@ class SaveLoop:
             self._clock.pause(min(remaining_s, 0.2))
 
     def _wait_elsewhere(self, handle: SaveHandle, until_s: float | None) -> None:
-        """On another thread than the one that trains, which alone settles handles."""
         probe_s = time.monotonic() + PROBE_S
         while not handle.finished.wait(
             1.0 if until_s is None else min(1.0, max(0.0, until_s - time.monotonic()))
@@ -329,26 +323,28 @@ class SaveLoop:
                 raise lost
 
     def _unknown_outcome_reason(self, handle: SaveHandle) -> SaveFailed | None:
-        """Why it will never be known how this save ended; None: it may be."""
+        """Return an error if the outcome of this save can no longer become known."""
         if self._session.disconnected_s > MAX_DISCONNECTED_S:
             return SaveFailed(
-                f"the sidecar has been away for {MAX_DISCONNECTED_S:.0f} s: "
+                f"the sidecar has been disconnected for {MAX_DISCONNECTED_S:.0f} s: "
                 + (
-                    "this was never cut" if handle.cut is None else "whether this became durable is not known"
+                    "no snapshot was taken"
+                    if handle.cut is None
+                    else "it is unknown whether this save became durable"
                 ),
                 where=f"wait() for {handle.reason!r}",
-                remedy="look at the sidecar's log; saves go on when it is back",
+                remedy="check the sidecar's log; saves continue when it is attached again",
             )
         if not self._thread.is_alive():
             return SaveFailed(
                 "the training thread has ended without close()",
                 where=f"wait() for {handle.reason!r}",
-                remedy="close() the Checkpointer on it, or use it as a context manager",
+                remedy="call close() on that thread, or use the Checkpointer as a context manager",
             )
         return None
 
     def _probe(self, probe_s: float) -> float:
-        """While a thread waits anyway: does the sidecar answer at all? Returns when to ask again."""
+        """Check that the sidecar answers, if it is time; return the time of the next check."""
         if time.monotonic() < probe_s:
             return probe_s
         link = self._session.link

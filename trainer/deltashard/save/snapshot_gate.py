@@ -1,21 +1,21 @@
-"""Why a snapshot has to wait, in one place: `step()`, `save()`, `wait()`, SIGTERM and `close()` all ask here.
+"""Reasons that block a snapshot, shared by `step()`, `save()`, `wait()`, SIGTERM and `close()`.
 
-A snapshot is only taken where the program stands at the end of a whole step, and only when there is somewhere to send
-it. What is asked for and cannot be taken yet stays asked for; which reasons count depends on who asks:
+A snapshot is only taken at the end of a whole step and while a sidecar is attached. A blocked request stays pending.
+Which reasons apply depends on the asker:
 
                  timer   save()  urgent  wait()  SIGTERM close()
-    torn           x       x       x       x       x       x    an optimizer's step was left by an exception
+    torn           x       x       x       x       x       x    an exception interrupted an optimizer's step
     stepped        x       x       x       x       x       x    an optimizer stepped after the last step()
     accumulating   x       x       x       x       x       -    the last step() ended no optimizer step
-    moved on       x       x       x       x       x       -    a batch was taken, or a forward ran, after that
+    moved          x       x       x       x       x       -    a batch was taken, or a forward ran, after that
     in flight      x       x       x       x       x       x    a save is being copied, or not durable yet
     disconnected   x       x       x       x       x       x
     unopened       x       x       x       x       x       x    the store was full when the attempt was to be opened
     backing off    x       x       x       -       -       -    a save failed a moment ago
 
-`close()` cannot wait for another step: it takes the snapshot, and says what is not exact about it. Whoever holds
-training anyway need not spare it by backing off. The watchdog (`watchdog`) has more reasons: those of other ranks, of
-`validate()`, and of a sidecar that does not ask.
+`close()` cannot wait for another step: it takes the snapshot and warns about what is inexact. Askers that hold training
+anyway ignore the back-off. The watchdog (`watchdog`) adds the reasons of other ranks, of `validate()`, and of a sidecar
+that requests nothing.
 """
 
 from __future__ import annotations
@@ -27,50 +27,50 @@ from deltashard_proto.block_reason import BlockReason
 
 
 class Asker(Enum):
-    """Who wants a snapshot."""
+    """Requester of a snapshot."""
 
     TIMER = "timer"
     REQUEST = "request"
-    """`save()`, or the sidecar on somebody's behalf."""
+    """`save()`, or a request through the sidecar."""
     URGENT = "urgent"
     WAITER = "wait"
-    """The training thread waits for it."""
+    """The training thread waits for the save."""
     TERM = "term"
-    """SIGTERM's grace runs."""
+    """SIGTERM was received, and its grace period runs."""
     CLOSE = "close"
 
 
 MESSAGE = {
-    BlockReason.TORN: "an optimizer's step() was left by an exception, and the model is of no step until it ends once",
+    BlockReason.TORN: "an exception interrupted an optimizer's step(): the model is inconsistent until one completes",
     BlockReason.STEPPED: "an optimizer has stepped since the last step(): that boundary is gone",
-    BlockReason.ACCUMULATING: "the last step() ended no step of an optimizer that the Checkpointer was given",
+    BlockReason.ACCUMULATING: "the last step() ended no step of an optimizer given to the Checkpointer",
     BlockReason.MOVED: "a batch was taken, or a forward pass ran, since the last step()",
-    BlockReason.IN_FLIGHT: "the save before it was not durable yet",
-    BlockReason.SIDECAR_DISCONNECTED: "the sidecar was away",
+    BlockReason.IN_FLIGHT: "the previous save was not durable yet",
+    BlockReason.SIDECAR_DISCONNECTED: "the sidecar was disconnected",
     BlockReason.UNOPENED: "the store took no entry, so the attempt was not open",
     BlockReason.BACK_OFF: "a save had failed a moment before",
-    BlockReason.RANKS: "the ranks did not come to one step",
+    BlockReason.RANKS: "the ranks did not agree on a step",
     BlockReason.VETOED: "validate() vetoed it",
-    BlockReason.NOT_REQUESTED: "the sidecar did not ask for it",
+    BlockReason.NOT_REQUESTED: "the sidecar did not request it",
 }
-"""For people."""
+"""Message of each reason, for people."""
 
 REMEDY = {
-    BlockReason.TORN: "let that optimizer end a step, or restart from the newest checkpoint",
+    BlockReason.TORN: "let that optimizer complete a step, or restart from the newest checkpoint",
     BlockReason.STEPPED: "step() must be the last statement of the loop body",
     BlockReason.ACCUMULATING: "step the optimizers that the Checkpointer was given; after replacing one, build a new "
     "Checkpointer",
     BlockReason.MOVED: "step() must be the last statement of the loop body; ckpt.wrap(loader, pipelined=True) for a "
     "pipeline that fetches ahead; evaluate with torch.no_grad()",
-    BlockReason.IN_FLIGHT: "look at the store and at the sidecar's log; if uploads only take long, save less often",
-    BlockReason.SIDECAR_DISCONNECTED: "look at the sidecar: its container, or its process on this machine",
+    BlockReason.IN_FLIGHT: "check the store and the sidecar's log; if uploads only take long, save less often",
+    BlockReason.SIDECAR_DISCONNECTED: "check the sidecar: its container, or its process on this machine",
     BlockReason.UNOPENED: "make room in the store, or let these credentials write to it",
-    BlockReason.BACK_OFF: "look at the store and at the sidecar's log",
+    BlockReason.BACK_OFF: "check the store and the sidecar's log",
     BlockReason.RANKS: "call step(), and save() with a pin, on every rank after the same step",
     BlockReason.VETOED: "see validate=",
-    BlockReason.NOT_REQUESTED: "look at the sidecar: its process may be stopped",
+    BlockReason.NOT_REQUESTED: "check the sidecar: its process may be stopped",
 }
-"""What to do when it stays."""
+"""Remedy of each reason, for a block that persists."""
 
 _ALL_EXCEPT_CLOSE = frozenset(Asker) - {Asker.CLOSE}
 _RULES: tuple[tuple[BlockReason, frozenset[Asker]], ...] = (
@@ -90,7 +90,7 @@ _PROGRAM_REASONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SnapshotGate:
-    """All that holds at one instant."""
+    """The blocking reasons at one instant."""
 
     reasons: frozenset[BlockReason]
 
@@ -111,10 +111,10 @@ class SnapshotGate:
         return cls(frozenset(reason for (reason, _), fact in zip(_RULES, facts, strict=True) if fact))
 
     def block_reason(self, asker: Asker) -> BlockReason | None:
-        """The first reason to wait; None: take it now."""
+        """Return the first reason that blocks `asker`, or None if the snapshot may be taken now."""
         return next((reason for reason, askers in _RULES if reason in self.reasons and asker in askers), None)
 
     @property
     def not_at_boundary(self) -> BlockReason | None:
-        """Why the program does not stand where a `step()` left it; None: it does, and waiting here is of use."""
+        """Reason why the program is not at the boundary that a `step()` left, if so; waiting then cannot help."""
         return next((reason for reason, _ in _RULES if reason in self.reasons & _PROGRAM_REASONS), None)

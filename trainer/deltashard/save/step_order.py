@@ -1,10 +1,10 @@
-"""`step()` must be the last statement of the loop body: what moves between a cut and the next optimizer step is said.
+"""Checks that `step()` is the last statement of the loop body.
 
-A scheduler stepped, or a dense parameter written, after `step()` belongs to that step in the program, but not in its
-checkpoint: a resumed run would miss it. The watch looks once after each cut, from a hook that removes itself at the
-next optimizer step, so ordinary steps pay nothing. Where another `step()` came in between (gradients are accumulated),
-what moved may belong to that one: nothing is reported. Nor is what moves after the end of a loader's pass: a resumed
-run finds that end again, and does the same after it.
+A scheduler stepped, or a dense parameter written, after `step()` belongs to that step in the program but not in its
+checkpoint, so a resumed run would miss it. The check runs once per snapshot, from a hook that removes itself at the
+next optimizer step; ordinary steps pay nothing. It reports nothing if another `step()` came in between (gradient
+accumulation), since the change may belong to that step, or after the end of a loader's pass, since a resumed run
+reaches that end again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger("deltashard")
 
 
 class StepOrderCheck:
-    """Warns, once, about a loop body that goes on after `step()`."""
+    """Warns once about a loop body that continues after `step()`."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class StepOrderCheck:
         *,
         pass_ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`pass_ended`: whether a loader's pass was found at its end since the last step."""
+        """`pass_ended` returns whether a loader reached the end of its pass since the last step."""
         self._pass_ended = pass_ended
         self._tracking = tracking
         self._clock = clock
@@ -72,7 +72,7 @@ class StepOrderCheck:
         if moved and not self._reported:
             self._reported = True
             log.warning(
-                "%s changed between step() and the next optimizer step: a resumed run would miss that. "
+                "%s changed between step() and the next optimizer step: a resumed run would miss the change. "
                 "step() must be the last statement of the loop body",
                 ", ".join(moved[:4]),
             )

@@ -1,10 +1,10 @@
-"""Whether a snapshot may be taken, and how it is: what is sent, and how long it may hold training.
+"""Takes snapshots: decides whether one may be taken, sends it, and bounds how long it holds training.
 
-    audits -> Begin -> the sidecar's answer tells which rows -> copy -> seal: it is in flight (`outcome`)
+    audits -> Begin -> the sidecar's answer selects the rows -> copy -> finish: the save is in flight (`outcome`)
 
-Whatever goes wrong is counted and logged once per cause, the marks stay, and training continues: only `FencedError`
-leaves this module. All waiting for the sidecar within one snapshot has one budget, `save_stream.HOLD_S`; copying has
-the sidecar's stall budget, and ends sooner when the sidecar does not answer any more.
+Failures are counted and logged once per cause, the marks stay set, and training continues; only `FencedError` leaves
+this module. All waits for the sidecar within a snapshot share the budget `save_stream.HOLD_S`. Copying has the
+sidecar's stall budget, and ends earlier if the sidecar stops answering.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ class SnapshotRows:
 
     mode: Mode
     full: bool = True
-    """Whether they are all rows of all tables."""
+    """Whether the snapshot has all rows of all tables."""
     ahead: int = 0
-    """Rows that were copied ahead of it."""
+    """Number of rows copied ahead of the snapshot."""
     again: int = 0
-    """Of these, rows that were copied once more."""
+    """Number of those rows that were copied again."""
     tables: list[tuple[TrackedTable, TablePrecopy]] = field(default_factory=list)
-    """Tables of which rows were copied ahead."""
+    """Tables with rows copied ahead."""
 
 
 class SnapshotTaker:
-    """Takes snapshots, one in flight at a time; on the training thread only."""
+    """Takes snapshots, one in flight at a time; used on the training thread only."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class SnapshotTaker:
         validate: Callable[[], bool] | None,
         metadata: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """`metadata`: what every commit carries."""
+        """`metadata` returns entries that every commit carries."""
         self.capture = Capture(loop.program, loop.loaders, rank=member.rank)
         self._program = loop.program
         self._tracking = loop.program.tracking
@@ -115,39 +115,37 @@ class SnapshotTaker:
     def close(self) -> None:
         self._order.close()
 
-    # Whether one may be taken.
-
     def gate(self, *, at_step: bool = False) -> SnapshotGate:
-        """What holds now; `at_step`: within `step()`, where what was done since the last one is what this step is."""
+        """Return the current blocking reasons; `at_step`: within `step()`, to which the last optimizer step belongs."""
         return SnapshotGate.of(
             torn=self._step_boundary.torn,
             stepped=not at_step and self._clock.stepped and bool(self._tracking.optimizers),
             accumulating=not self._clock.whole,
             moved=self._step_boundary.moved or self._loaders.batch_requested,
             in_flight=self._outcomes.in_flight or self._outcomes.copying is not None,
-            # A link whose news is not applied yet does not count: nothing is known of the save before.
+            # A link whose events are not applied yet does not count: the outcome of the previous save is unknown.
             away=self._attachment.link is None,
             unopened=self._attempt.late is not None,
             backing_off=self._failure_tracker.backing_off,
         )
 
     def record_blocked(self, wait: BlockReason, *, quiet: bool = False) -> None:
-        """None is taken now: remember why for what was asked for, and count what was due."""
+        """Record why no snapshot is taken now: for the pending requests, and in the counter of skips."""
         self._requests.record_blocked(MESSAGE[wait])
         if wait in (BlockReason.STEPPED, BlockReason.ACCUMULATING, BlockReason.MOVED):
-            return  # the next optimizer step takes it
-        # Nothing else would report that the sidecar is away; the rest passes by itself.
+            return  # taken after the next optimizer step
+        # Only a disconnected sidecar needs a report; the other reasons pass.
         if not (quiet and wait in (BlockReason.IN_FLIGHT, BlockReason.BACK_OFF)):
             self._failure_tracker.skipped(wait)
 
     def begin_precopy(self, step: int, *, at_step: bool) -> None:
-        """One is near, at the end of `step`: what can be copied before need not be copied then."""
+        """Begin to copy rows ahead of the snapshot that is due at the end of `step`."""
         link = self._attachment.link
         if link is not None and self.gate(at_step=at_step).block_reason(Asker.TIMER) is None:
             self._precopy.begin_for_step(link, step)
 
     def veto(self) -> SaveFailed | None:
-        """Why `validate()` lets none be taken now, counted; None: one may be."""
+        """Return and count the error if `validate()` vetoes a snapshot now."""
         if self._validate is None:
             return None
         try:
@@ -160,7 +158,7 @@ class SnapshotTaker:
             failure = SaveFailed(
                 f"validate() raised {type(error).__name__}: {error}",
                 where="validate=",
-                remedy="it must return a bool; nothing is saved while it raises",
+                remedy="validate() must return a bool; nothing is saved while it raises",
             )
             self._failure_tracker.failed("validate", failure)
             return failure
@@ -180,11 +178,11 @@ class SnapshotTaker:
         latest_s: float = math.inf,
         cut: int | None = None,
     ) -> None:
-        """One snapshot, over by `latest_s` (monotonic), whatever happens; `cut`: its number, by the group's order.
+        """Take one snapshot by `latest_s` (monotonic). `cut`: its number, as ordered by the group.
 
-        After SIGTERM it is over within the grace, while that lasts: a program that lives on saves as before.
+        After SIGTERM it ends within the grace period; a program that survives the signal saves as before.
 
-        Raises `FencedError`, and what the user's own signal handler raises.
+        Raises `FencedError`, and errors of the user's signal handlers.
         """
         if self._term is not None and (remaining_s := self._term.remaining_s):
             latest_s = min(latest_s, time.monotonic() + remaining_s)
@@ -193,8 +191,10 @@ class SnapshotTaker:
         except SnapshotFailed as failure:
             if failure.cause in (Cause.FENCED, Cause.TAKEN_OVER):
                 kind = TakenOver if failure.cause == Cause.TAKEN_OVER else FencedError
-                self._session.fence(kind(str(failure), remedy="end this process; the newer one trains on"))
-                self._outcomes.apply()  # fails what waits, and raises
+                self._session.fence(
+                    kind(str(failure), remedy="end this process; the newer one continues training")
+                )
+                self._outcomes.apply()  # fails pending saves, and raises
             if failure.cause == "silent" and (silent := self._session.link) is not None:
                 self._session.suspect(silent, str(failure))
             self._failure_tracker.failed(failure.cause, failure)
@@ -208,13 +208,13 @@ class SnapshotTaker:
                 "gone" if away else "state" if isinstance(error, UserError) else "error", error
             )
         except BaseException as error:
-            # The user's get(), an out-of-memory copy, a closed channel: never training's problem.
+            # Errors of the user's getters, of memory or of the channel must not end training.
             if must_propagate(error):
                 raise
             log.debug("save failed", exc_info=error)
             self._failure_tracker.failed("error", error)
         finally:
-            # Left as it is, a copy that was interrupted would put off every later snapshot.
+            # A snapshot left in COPYING would block every later one.
             if (flight := self._outcomes.copying) is not None:
                 self._outcomes.not_taken(flight, SaveFailed("interrupted", where="save"), again=False)
 
@@ -240,10 +240,10 @@ class SnapshotTaker:
             self._outcomes.staged(flight, copied.mode, full=copied.full, tables=copied.tables)
         except BaseException as error:
             if self._outcomes.in_flight:
-                raise  # the sidecar has it: what came after that failed
+                raise  # the sidecar has the snapshot: a later part failed
             if self._contents is not None:
                 self._contents.discard_staged()
-            # A cut of all ranks has failed for all of them: asked for again here, it would wait for the others.
+            # A snapshot of all ranks has failed on all of them; requesting it again here would wait for the others.
             again = isinstance(error, SnapshotFailed) and error.cause == Cause.BUSY and cut is None
             self._outcomes.not_taken(flight, error, again=again)
             raise
@@ -266,14 +266,11 @@ class SnapshotTaker:
         return counts
 
     def _reattach_with_schemas(self, until_s: float) -> Link:
-        """An attachment with the tables as they are now: optimizer state appeared."""
         link = self._session.reattach(until_s=until_s)
         if link is None:
-            raise SnapshotFailed("gone", "the sidecar went away while tables were described anew")
+            raise SnapshotFailed("gone", "the sidecar disconnected while tables were described again")
         self._outcomes.adopt(link)
         return link
-
-    # What is sent.
 
     def _send(
         self,
@@ -297,7 +294,7 @@ class SnapshotTaker:
         try:
             stream.begin(self._begin(link, flight, counts), ended)
             if not self._precopy.enabled:
-                # While the answer is on its way: nothing changes the rows any more, and the last sample was checked.
+                # While the answer is on its way: the rows no longer change, and the previous sample was checked.
                 self._tracking.audit_sample()
             snapshots = table_snapshots(self._program)
             refreshed = (
@@ -315,7 +312,7 @@ class SnapshotTaker:
             writer = self._writer(link, stream, until_s, ahead, begun)
             if ahead is not None and ahead.mode != mode:
                 refreshed = {}
-            # Rows of all tables are apart, or of none.
+            # Fresh rows are separated in all tables, or in none.
             apart = begun.fresh_first and (not refreshed or (ahead is not None and ahead.fresh_first))
             copied = self._write_tables(writer, mode, snapshots, ahead, refreshed, fresh_first=apart)
             content = None if self._contents is None else self._content(self._contents, writer)
@@ -382,7 +379,7 @@ class SnapshotTaker:
     def _refresh_copies(
         self, ahead: Precopy, mode: Mode, snapshots: Sequence[tuple[TrackedTable, TableSnapshot]]
     ) -> dict[TrackedTable, tuple[TablePrecopy, RefreshedCopy]]:
-        """What was copied ahead for a cut of `mode`, brought up to this step; without what is of no use."""
+        """Return the copies made ahead that a snapshot of `mode` can use, updated to this step."""
         known = {each.table: each for each in ahead.tables}
         found = {}
         for table, cut in snapshots:
@@ -392,8 +389,8 @@ class SnapshotTaker:
             elif mine is not None and mine.has_unmarked_writes:
                 self._stats.audit_faults += 1
                 table.fall_back_to_hashing(
-                    "rows copied ahead of a cut were not what is there at it: it is written for a while, without a "
-                    "trace (through .data), and put back"
+                    "rows copied ahead of a snapshot differ from the rows at it: they are written untracked (through "
+                    ".data) for a while, and changed back"
                 )
         return found
 
@@ -407,9 +404,9 @@ class SnapshotTaker:
         *,
         fresh_first: bool,
     ) -> SnapshotRows:
-        """Copy the rows of every table, or what was not copied ahead of them.
+        """Copy the rows of every table that were not copied ahead.
 
-        `fresh_first`: of each table what changed since the newest commit by itself, and then the rest.
+        `fresh_first`: write the rows changed since the newest commit separately, before the rest.
         """
         copied = SnapshotRows(mode=mode, tables=[(table, mine) for table, (mine, _) in refreshed.items()])
         if ahead is not None:

@@ -1,13 +1,15 @@
-"""Warns when a save that is due does not happen: one rule, whatever the reason.
+"""Warns when a due save does not happen, whatever the reason.
 
     due      an interval of the sidecar's policy (seconds or steps) has passed since the newest commit was taken, or a
-             save is asked for and not taken yet
-    blocked  it is due, and nothing became durable since, for three intervals and at least a minute
+             requested save is not taken yet
+    blocked  a save is due, and none became durable for three intervals and at least a minute
 
-A blocked save warns with the reason, the age of the newest checkpoint and the remedy, again at twice the time, and so
-on, until a commit. `doctor()` says the same at any time; the event is `save_blocked`; the control line carries it to
-the sidecar, for its metric and the CheckpointRun. The check runs within `step()`: while a program calls no `step()` (it
-evaluates, or hangs) nothing is due. Of several ranks rank 0 watches the timer, each rank what was asked for on it.
+A blocked save is logged with the reason, the age of the newest checkpoint and the remedy, and again after each doubling
+of the time until a commit. `doctor()` reports the same, the event is `save_blocked`, and the control line forwards it
+to
+the sidecar for its metric and the CheckpointRun. The check runs within `step()`: nothing is due while a program
+evaluates
+or hangs. In a group rank 0 watches the timer, and each rank its own requests.
 """
 
 from __future__ import annotations
@@ -28,28 +30,28 @@ log = logging.getLogger("deltashard")
 INTERVALS = 3
 MIN_BLOCKED_S = 60.0
 CHECK_INTERVAL_S = 5.0
-"""`step()` comes here so often at least."""
+"""Longest interval in seconds between two checks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockedBy:
-    """Why a save cannot be taken now."""
+    """Reason why a save cannot be taken now."""
 
     reason: BlockReason
     message: str
     remedy: str = ""
-    """Empty: that of the reason."""
+    """Overrides the remedy of the reason if not empty."""
     rank: int | None = None
-    """The one that is missing, of several."""
+    """The rank that blocks, in a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockedSave:
-    """A save that is due and did not happen yet."""
+    """A due save that has not been taken yet."""
 
     for_s: float
     age_s: float | None
-    """Of the newest checkpoint; None: there is none of this attempt, nor was one restored."""
+    """Age of the newest checkpoint; None without one in this attempt or restored by it."""
     block: BlockedBy
 
     def __str__(self) -> str:
@@ -59,7 +61,7 @@ class BlockedSave:
 
 
 class Watchdog:
-    """Of one Checkpointer; on the training thread only. `now_s` is a monotonic clock."""
+    """Watches the saves of a Checkpointer; used on the training thread only. `now_s` is a monotonic clock."""
 
     def __init__(
         self,
@@ -69,26 +71,24 @@ class Watchdog:
         timer: Callable[[], tuple[float, int]],
         now_s: Callable[[], float] | None = None,
     ) -> None:
-        """`timer` gives (seconds, steps) of the policy's interval, 0: none of these."""
+        """`timer` returns the policy's interval as (seconds, steps), 0 if unset."""
         self._clock = clock
         self._listener = listener
         self._timer = timer
         self._now_s = now_s or time.monotonic
         self._anchor = self._now_s(), 0
-        """When, and at which step, the newest commit was taken, or the attempt began."""
+        """Time and step of the newest commit's snapshot, or of the start of the attempt."""
         self._commit_s: float | None = None
         self._taken: dict[int, float] = {}
-        """When snapshots were taken that are not known to be durable, by step."""
+        """Times of snapshots that are not known to be durable, by step."""
         self._due_s: float | None = None
-        """Since when a save is due; None: none is."""
+        """Time since which a save is due; None if none is due."""
         self._limit_s = 0.0
         self._block: BlockedBy | None = None
-        """Why it was not taken at the last check."""
-
-    # What happens to saves.
+        """Blocking reason at the last check."""
 
     def begin(self, *, restored: bool) -> None:
-        """An attempt is open; `restored`: from a checkpoint."""
+        """Start watching an attempt; `restored`: it began from a checkpoint."""
         now_s = self._now_s()
         self._anchor, self._taken = (now_s, self._clock.step), {}
         self._commit_s = now_s if restored else None
@@ -108,10 +108,8 @@ class Watchdog:
         self._limit_s = 0.0
         self._clock.show_blocked(0.0, 0)
 
-    # Whether one is due.
-
     def check(self, block: Callable[[], BlockedBy], *, asked: bool, timed: bool = True) -> None:
-        """At a boundary, after it took what it could. `block` says why nothing more; `asked`: a save is asked for."""
+        """Check at the end of a boundary. `block` returns what blocks a save; `asked`: a request is pending."""
         self._clock.check_after(CHECK_INTERVAL_S)
         now_s = self._now_s()
         every_s, every_steps = self._timer() if timed else (0.0, 0)
@@ -128,15 +126,14 @@ class Watchdog:
             self._limit_s = max(MIN_BLOCKED_S, INTERVALS * interval_s)
             return
         newest_s = max(self._taken.values(), default=0.0)
-        young = self._block.reason is BlockReason.IN_FLIGHT and now_s - newest_s < MIN_BLOCKED_S
-        if now_s - self._due_s < self._limit_s or young:
+        recent = self._block.reason is BlockReason.IN_FLIGHT and now_s - newest_s < MIN_BLOCKED_S
+        if now_s - self._due_s < self._limit_s or recent:
             return
         self._limit_s = max(2 * self._limit_s, 2 * (now_s - self._due_s))
         self._warn()
 
     @property
     def blocked(self) -> BlockedSave | None:
-        """The save that is due and did not happen yet; None: there is none."""
         if self._due_s is None or self._block is None:
             return None
         now_s = self._now_s()

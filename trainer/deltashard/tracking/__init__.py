@@ -1,1 +1,1 @@
-"""Which rows changed since what: marks, and the ways a table learns them."""
+"""Row tracking: which rows of a table changed since the last commit and the last baseline."""

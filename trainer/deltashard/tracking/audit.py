@@ -1,23 +1,24 @@
-"""The sampled audit: does a row that no tracker marked really stay as it was?
+"""The sampled audit: checks that rows that no tracker marked have not changed.
 
-Tracking by gradients believes that nothing else writes weights or state. A fused kernel, a write through `.data` or a
-replayed CUDA graph does so without a trace: no hook runs and no version moves. So after each cut a fresh random
-sample of rows is hashed (live weights and state, before any quantization), and before the next cut it is hashed again.
-A difference in a row that is still unmarked is a *fault*: every row of the table is marked, the coming cut is full,
-and the table is tracked by hashes from then on.
+Tracking by gradients assumes that nothing else writes weights or state. A fused kernel, a write through `.data` or a
+replayed CUDA graph writes without a trace: no hook runs and no version changes. After each snapshot a new random sample
+of rows (live weights and state, before any quantization) is hashed, and before the next snapshot it is hashed again. A
+difference in an unmarked row is a *fault*: all rows of the table are marked, the next snapshot is full, and the table
+is tracked by hashes from then on.
 
-If a fraction f of the unmarked rows was written behind our back between two cuts, a sample of k unmarked rows misses
-that with probability (1 - f) ** k, and n such intervals with (1 - f) ** (n * k): with k = 2,048, writes to 0.1 % of
-the rows are missed once with 13 %, five times in a row with 0.004 %. Writes to a single row of a large table are
-practically never found: an audit is a net under the proof, not the proof.
+If a fraction f of the unmarked rows was written untracked between two snapshots, a sample of k unmarked rows misses it
+with probability (1 - f) ** k, and n such intervals miss it with (1 - f) ** (n * k). With k = 2,048, writes to 0.1 % of
+the
+rows are missed once with 13 %, and five times in a row with 0.004 %. A write to a single row of a large table is
+practically never found: the audit supplements the proof of exactness and does not replace it.
 
-Where rows may be copied ahead of a cut, the copying thread hashes the sample, beside training, and compares it shortly
-before the next cut: to walk to so many rows takes longer than most else of a small cut. What is written before the
-first look of that thread is not found, and what is written after its second only by the tables whose turn it is to be
-compared at the cut, as without that thread: each at every `SYNC_CHECK_INTERVAL`th of its cuts. A sample of all rows is hashed and
-compared at cuts only, while training waits: who asks for that wants nothing missed.
+Where rows may be copied ahead of a snapshot, the copying thread hashes the sample while training continues, and
+compares it shortly before the next snapshot, because reading the rows takes a large part of a small snapshot. Writes
+before the thread's first hash are not found. Writes after its second hash are found only for tables whose sample is
+also compared at the snapshot, each at every `SYNC_CHECK_INTERVAL`th snapshot. A sample of all rows is hashed and
+compared only at snapshots, while training waits, so that it misses nothing.
 
-Rows are drawn from a generator of the audit's own; the training's random streams are never touched.
+The audit draws rows from its own generator and does not use the random streams of training.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ class AuditFault:
 
     table: str
     rows: tuple[int, ...]
-    """Up to 16 of them."""
+    """Up to 16 of the rows."""
     found: int
     checked: int
 
     def __str__(self) -> str:
         return (
-            f"{self.found} of {self.checked} sampled rows of {self.table} changed outside of all that is tracked "
-            f"(a fused kernel, a write through .data?), e.g. rows {list(self.rows[:4])}; "
-            "the next cut is full and this table is tracked by row hashes from now on"
+            f"{self.found} of {self.checked} sampled rows of {self.table} changed untracked "
+            f"(by a fused kernel, or a write through .data?), for example rows {list(self.rows[:4])}; "
+            "the next snapshot is full and this table is tracked by row hashes from now on"
         )
 
 
 SYNC_CHECK_INTERVAL = 8
-"""At one of so many cuts a table's sample is compared at the cut itself, whatever was compared ahead of it."""
+"""One in this many snapshots compares a table's sample at the snapshot itself, in addition to any comparison ahead."""
 
 
 class Audit:
@@ -65,12 +66,12 @@ class Audit:
         self._hashes: Tensor | None = None
         self._layout: tuple[object, ...] = ()
         self._ahead: Tensor | None = None
-        """Of the sampled rows, those that had changed shortly before the cut; None: nobody looked."""
+        """Sampled rows that had changed shortly before the snapshot; None if they were not compared."""
 
     def draw(self, sections: Sequence[Tensor], count: int) -> Callable[[], None]:
-        """Draw `count` rows (with repeats; every row once if there are no more); the result hashes them, and remembers.
+        """Draw `count` rows with repeats, or all rows if there are no more; return a job that hashes them.
 
-        It may run on another thread while training goes on: a row that is written meanwhile is marked, and drops out.
+        The job may run on another thread while training continues: rows written meanwhile are marked and excluded.
         """
         rows = sections[0].shape[0]
         few = count < rows
@@ -90,9 +91,9 @@ class Audit:
         return remember
 
     def ahead(self, sections: Sequence[Tensor]) -> Callable[[], None]:
-        """What compares the sample: on another thread, after what remembers it, and at an end before `check` begins.
+        """Return a job that compares the sample on another thread, after the job of `draw` and before `check`.
 
-        A row that is written meanwhile is marked when `check` asks, and drops out.
+        Rows written meanwhile are marked when `check` runs, and excluded.
         """
         self._ahead = None
 
@@ -107,14 +108,14 @@ class Audit:
         return compare
 
     def check(self, sections: Sequence[Tensor], marks: Marks, *, ahead: bool = False) -> AuditFault | None:
-        """Hash the sampled rows again; None when those that are still unmarked agree, or nothing was sampled.
+        """Hash the sampled rows again; return a fault if an unmarked row differs.
 
-        `ahead`: take what was found right before this cut, if somebody looked.
+        `ahead`: use the result of the comparison right before this snapshot, if there is one.
         """
         if self._ids is None or self._hashes is None:
             return None
         if self._layout != row_hash.layout(sections):
-            return None  # a field appeared: the whole table is marked anyway
+            return None  # a field appeared, so the whole table is marked
         changed = self._ahead if ahead else None
         if changed is None:
             changed = self._ids[row_hash.row_hashes(sections, self._seed, rows=self._ids) != self._hashes]

@@ -1,6 +1,6 @@
-"""What tracking asks of a library whose modules keep and update tables themselves (TorchRec).
+"""Interface between tracking and libraries whose modules keep and update tables themselves (TorchRec).
 
-Each registers an `ModuleExtension`. Tracking imports none of them: `deltashard/__init__.py` does.
+Each library registers a `ModuleExtension`. `deltashard/__init__.py` imports the libraries; tracking imports none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deltashard.tracking.marks import Marks
 from deltashard.tracking.tracker import SparseGradientTracker, Tracker
 
 Lost = Callable[[Exception], None]
-"""Called with what kept rows from being marked, instead of raising into a backward pass."""
+"""Called with the error that kept rows from being marked, instead of raising in a backward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,11 @@ class ModuleExtension:
 
     find: Finder
     parts: Callable[[Any], list[Any] | None]
-    """The optimizers inside of one that the library wraps; None: it is another's. Raises `UserError`."""
+    """Returns the optimizers inside a wrapper of the library, or None for other optimizers. Raises `UserError`."""
     view: Callable[[Sequence[OptimizerView], Inventory], OptimizerView | None]
-    """Of the fused optimizers in the model, after the views of those handed over; None: there are none."""
+    """Returns a view of the model's fused optimizers, if any, given the views of the user's optimizers."""
     tracker: Callable[[FoundTable, Marks, Lost], Tracker | None]
-    """Of a table that the library's kernel updates; None: an optimizer does."""
+    """Returns the tracker of a table that the library's kernel updates, or None if an optimizer updates it."""
 
 
 _extensions: list[ModuleExtension] = []
@@ -41,16 +41,16 @@ def register(extension: ModuleExtension) -> None:
 
 
 def find(path: str, module: nn.Module) -> ModuleShards | None:
-    return next((said for each in _extensions if (said := each.find(path, module)) is not None), None)
+    return next((found for each in _extensions if (found := each.find(path, module)) is not None), None)
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """The optimizers inside of a library's wrapper, or `optimizer` itself; raises `UserError`."""
+    """Return the optimizers inside a library's wrapper, or `optimizer` itself; raises `UserError`."""
     return next((found for each in _extensions if (found := each.parts(optimizer)) is not None), [optimizer])
 
 
 def views(others: Sequence[OptimizerView], inventory: Inventory) -> list[OptimizerView]:
-    """`others`, and those of fused optimizers."""
+    """Return `others` and the views of fused optimizers."""
     found = [*others]
     for each in _extensions:
         if (view := each.view(found, inventory)) is not None:

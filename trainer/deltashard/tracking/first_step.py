@@ -1,12 +1,12 @@
-"""The first optimizer step after a restore: is the restored state still there?
+"""Check after a restore that the first optimizer step keeps the restored state.
 
-Some optimizers make their state at the first step they see, whatever is there already. So rows whose restored state
-differs from that of most rows are remembered, and looked at again after the step of the optimizer that owns them:
-among those that had no gradient, state that has become one constant (the value of untouched rows, or any where it was
-not constant before), or a copy of the weights, was made anew. Decay (Adam, RMSprop) keeps different values different.
+Some optimizers create their state at their first step, even if it exists already. Rows whose restored state differs
+from that of most rows are remembered and compared after the step of the optimizer that owns them. Among rows without a
+gradient, state was recreated if it has become one constant (the value of untouched rows, or any value if it was not
+constant before) or a copy of the weights. Decay (Adam, RMSprop) keeps different values different.
 
-A copy of the weights counts only for rows whose weights are as restored: where they moved, a wrapper (Lookahead) may
-have set both to one value by its own rule. State made anew is reported and counted; training goes on from it.
+A copy of the weights counts only for rows whose weights are as restored: where the weights changed, a wrapper
+(Lookahead) may have set both to one value. Recreated state is reported and counted, and training continues with it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger("deltashard.tracking")
 
 _SAMPLE_SIZES = (1 << 10, 1 << 13, 1 << 16)
-"""So many rows are searched for ones that are worth remembering; more of them where few were found."""
+"""Numbers of rows searched for rows worth remembering; the next number is used if few were found."""
 _FEW, _REMEMBERED = 64, 512
 
 Report = Callable[[str, Mapping[str, Any]], None]
 
 
 class _Field:
-    """One row field as restored."""
+    """One row-wise state field as restored."""
 
     def __init__(self, table: TrackedTable, name: str, tensor: Tensor) -> None:
         self.name = name
@@ -48,7 +48,7 @@ class _Field:
         self.weights = _rows(table.param, self.ids).to(tensor.device)
 
     def was_reset(self, live: Tensor | None, weights: Tensor, clean: Tensor | None) -> bool:
-        """Whether the rows of `clean` (bool [R]; None: any) among the remembered ones were made anew."""
+        """Whether the remembered rows among `clean` (bool [R], or None for all) were recreated."""
         if live is None or live.shape != self.shape or live.dtype != self.dtype:
             return True
         chosen = slice(None) if clean is None else clean.to(self.ids.device)[self.ids]
@@ -66,7 +66,7 @@ class _Field:
 
 
 class _WatchedTable:
-    """One table's state in an optimizer that has not stepped yet."""
+    """State of one table in an optimizer that has not stepped yet."""
 
     def __init__(self, table: TrackedTable, owner: Any, fields: list[_Field]) -> None:
         self.table = table
@@ -76,7 +76,7 @@ class _WatchedTable:
 
 
 class FirstStep:
-    """Watches restored tables until the optimizer that holds their state has stepped."""
+    """Watches restored tables until the optimizer that owns their state has stepped."""
 
     def __init__(self, tables: Iterable[TrackedTable], report: Report) -> None:
         self._report = report
@@ -95,7 +95,7 @@ class FirstStep:
         return not self._left
 
     def before(self, optimizer: Any) -> None:
-        """`optimizer` is about to step: hold the gradients, a hook may drop them."""
+        """Keep the gradients before `optimizer` steps, since a hook may drop them."""
         for watched in self._left:
             if watched.owner is optimizer:
                 watched.grad = watched.table.param.grad
@@ -110,7 +110,7 @@ class FirstStep:
                 self._left.remove(watched)
 
     def finish(self) -> None:
-        """A cut is due: look at what is left (owned by wrappers without hooks) without knowing its gradient."""
+        """Check the remaining tables (owned by wrappers without hooks) at a snapshot, without their gradients."""
         for watched in self._left:
             self._check(watched, None)
         self._left.clear()
@@ -118,7 +118,7 @@ class FirstStep:
     def _check(self, watched: _WatchedTable, grad: Tensor | None) -> bool:
         try:
             return self._compare(watched, None if grad is None else _clean(grad))
-        except Exception as error:  # noqa: BLE001 - inside the user's step: a look must never harm training
+        except Exception as error:  # noqa: BLE001 - inside the user's step: a check must not interrupt training
             _log.warning("the state of table %s could not be compared: %s", watched.table.fqn, error)
             return True
 
@@ -129,12 +129,12 @@ class FirstStep:
         thrown = [f for f in watched.fields if f.was_reset(live.get(f.name), weights, clean)]
         gone = [f for f in thrown if f.name not in live]
         if len(thrown) < sum(bool(f.ids.numel()) for f in watched.fields):
-            thrown = gone  # the last gradient (Adam with beta1 = 0, Rprop) is zero there by right
+            thrown = gone  # the last gradient (Adam with beta1 = 0, Rprop) is legitimately zero there
         for field in thrown:
             _log.warning(
-                "optimizer state %s of table %s was restored and is gone after the first step: "
-                "the optimizer initialises it again at its first step, and training continues from new state. Keep the "
-                "flag that it is initialised as a plain attribute of the optimizer or in its state: both are restored",
+                "optimizer state %s of table %s was restored and is gone after the first step: the optimizer "
+                "initialises it at its first step, and training continues from new state. Keep the flag that it is "
+                "initialised as a plain attribute of the optimizer or in its state: both are restored",
                 field.name,
                 table.fqn,
             )
@@ -150,9 +150,9 @@ def _rows(tensor: Tensor, ids: Tensor) -> Tensor:
 
 
 def _clean(grad: Tensor) -> Tensor:
-    """Which rows have no gradient: bool [R]."""
+    """Return which rows have no gradient: bool [R]."""
     if not grad.is_sparse:
         return (grad == 0).all(dim=1)
     clean = torch.ones(grad.shape[0], dtype=torch.bool, device=grad.device)
-    clean[grad._indices()[0]] = False  # noqa: SLF001 - indices() refuses uncoalesced gradients
+    clean[grad._indices()[0]] = False  # noqa: SLF001 - indices() rejects uncoalesced gradients
     return clean

@@ -1,8 +1,8 @@
-"""Steps of optimizers that the Checkpointer does not know, on parameters of its model.
+"""Detects optimizers unknown to the Checkpointer that step parameters of its model.
 
-Their state is in no checkpoint, so a resumed run would differ from one that was not interrupted. torch calls a global
-hook after each optimizer's step. An optimizer that replaced a known one where the script holds it is adopted; any other
-one is reported.
+Their state is in no checkpoint, so a resumed run would differ from an uninterrupted one. torch calls a global hook
+after each optimizer's step. An optimizer that replaced a known one in the script's container is adopted; any other one
+is reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger("deltashard.tracking")
 
 
 class ForeignSteps:
-    """A global hook on optimizer steps; a step of a known optimizer pays one look into a set."""
+    """A global hook on optimizer steps; a step of a known optimizer costs one set lookup."""
 
     def __init__(self, tracking: Tracking) -> None:
         self._tracking = tracking
@@ -47,9 +47,9 @@ class ForeignSteps:
         self._tracking.adopt()
         if not self._is_known(optimizer):
             _log.warning(
-                "%s stepped %d parameters of the model (%s%s), and the Checkpointer was not given it: its state is in "
-                "no checkpoint, so a resumed run will differ, and its steps alone make no save possible. Give it in "
-                "optimizer=; where the script replaces an optimizer, replace it in the list that was given",
+                "%s stepped %d parameters of the model (%s%s) and is unknown to the Checkpointer: its state is in no "
+                "checkpoint, so a resumed run will differ, and its steps alone do not enable saves. Pass it in "
+                "optimizer=; if the script replaces an optimizer, replace it in the list that was passed",
                 type(optimizer).__name__,
                 len(owned),
                 ", ".join(owned[:3]),
@@ -64,17 +64,17 @@ class ForeignSteps:
 
 
 _live: list[weakref.ref[ForeignSteps]] = []
-"""A list, since each step of each optimizer goes over it: a set of weak references takes microseconds to iterate."""
+"""A list, because every optimizer step iterates over it, and iterating a set of weak references takes microseconds."""
 
 
 @cache
 def _hook_once() -> None:
-    """One hook for the process, for good: torch iterates its hooks, so none may be removed while a step runs."""
+    """Register one permanent hook per process; torch iterates its hooks, so none may be removed during a step."""
     register_optimizer_step_post_hook(after_any_step)
 
 
 def after_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """The hook itself; it writes no rows."""
+    """The registered hook; it writes no rows."""
     for live in tuple(_live):
         each = live()
         if each is not None:

@@ -1,12 +1,12 @@
-"""Gradients that live across a cut: `.grad` is in no checkpoint, so a resumed run goes on without them.
+"""Detects gradients that are used after a snapshot: `.grad` is in no checkpoint, so a resumed run continues without it.
 
-Ordinary loops zero gradients between their last use and the next backward pass; wherever the cut lies, what it leaves
-out is never used. Others do not: an optimizer that steps every n-th time only, a gradient that is applied one step
-late, a `.grad` kept as momentum. What becomes of a gradient shows only later, so after each cut one small parameter of
-every group is watched until its optimizer steps again: the gradient it had at the cut was used if it is still in place
-then, as it is or with new ones added to it, and was not zero when these came. What is added to it and zeroed before
-the step (the gradients that a GAN's generator loss leaves on the discriminator) was not used. That is said once, and
-told as the event `gradient_alive`.
+Ordinary loops zero gradients between their last use and the next backward pass, so a snapshot omits nothing that is
+used. Exceptions are an optimizer that steps only every n-th time, a gradient applied one step late, or a `.grad` kept
+as momentum. The use of a gradient shows only later. After each snapshot, one small parameter of every group is
+therefore watched until its optimizer steps again. Its gradient at the snapshot was used if it is then still in place,
+as it was or with new gradients added, and was not zero when they were added. A gradient to which others were added and
+that was zeroed before the step (as a GAN's generator loss leaves on the discriminator) was not used. The use is logged
+once and reported as the event `gradient_alive`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from deltashard.tracking.marks import in_graph
 _log = logging.getLogger("deltashard.tracking")
 
 _MARK = "_deltashard_snapshot"
-"""Attribute of a gradient that was there at the cut; one put in its place lacks it."""
+"""Attribute that marks a gradient present at the snapshot; a gradient that replaces it lacks the attribute."""
 _MAX_ELEMENTS = 1 << 20
-"""Gradients of more values are not watched: whether they are zero would cost too much to see."""
+"""Larger gradients are not watched, because checking them for zero would cost too much."""
 
 
 class _Probe:
-    """One parameter with a gradient at the cut."""
+    """One parameter with a gradient at the snapshot."""
 
     def __init__(self, owner: Any, param: Tensor) -> None:
         self.owner = owner
         self.param = param
         self.token = object()
         self.known = False
-        """Whether it is decided what became of the gradient."""
+        """Whether the use of the gradient is decided."""
         self.stepping = False
-        """Its optimizer steps with a closure: what is added to the gradient is applied."""
+        """Whether the optimizer steps with a closure, which applies what is added to the gradient."""
         self.added = False
-        """The gradient of the cut was in place when the latest one arrived, which is about to be added to it."""
+        """Whether the gradient of the snapshot was in place when the latest gradient, about to be added, arrived."""
         self.handles: list[RemovableHandle] = []
         assert param.grad is not None
         self.mark(param.grad)
@@ -53,17 +53,17 @@ class _Probe:
             handle.remove()
 
     def used(self) -> bool:
-        """Whether the gradient of the cut is still in place, and not zero: what happens next uses it."""
+        """Whether the gradient of the snapshot is still in place and not zero, so that the next operation uses it."""
         grad = self.param.grad
         if grad is None or grad.__dict__.get(_MARK) is not self.token:
             return False
         if in_graph(grad):
             return False
-        return bool((grad._values() if grad.is_sparse else grad).count_nonzero())  # noqa: SLF001 - values() refuses uncoalesced gradients
+        return bool((grad._values() if grad.is_sparse else grad).count_nonzero())  # noqa: SLF001 - values() rejects uncoalesced gradients
 
 
 class GradientWatch:
-    """Of the gradients at one cut; `alive` is called with a parameter whose gradient was used after it."""
+    """Watches the gradients at one snapshot; calls `alive` with a parameter whose gradient was used after it."""
 
     def __init__(self, optimizers: Iterable[Any], alive: Callable[[Tensor, Any], None]) -> None:
         self._alive = alive
@@ -84,7 +84,7 @@ class GradientWatch:
         return not self._left
 
     def before(self, optimizer: Any, *, closure: bool) -> None:
-        """`optimizer` is about to step: a gradient that is still the cut's is applied, unless a `closure` makes it."""
+        """Check the gradients that `optimizer` is about to apply, unless a `closure` computes them."""
         mine = [probe for probe in self._left if probe.owner is optimizer]
         for probe in mine:
             if closure:
@@ -114,7 +114,7 @@ class GradientWatch:
                 self._alive(probe.param, probe.owner)
 
         def added(param: Tensor) -> None:
-            # A sum that is not made in place (create_graph, sparse and dense) is another tensor.
+            # A sum that is not computed in place (create_graph, sparse plus dense) is another tensor.
             if probe.added and not probe.known and param.grad is not None:
                 probe.mark(param.grad)
             probe.added = False
@@ -127,12 +127,12 @@ class GradientWatch:
 def _used(probe: _Probe) -> bool:
     try:
         return probe.used()
-    except Exception as error:  # noqa: BLE001 - inside the user's backward pass or step: never harm it
-        _log.debug("a gradient could not be looked at", exc_info=error)
+    except Exception as error:  # noqa: BLE001 - inside the user's backward pass or step, which must not fail
+        _log.debug("a gradient could not be checked", exc_info=error)
         return False
 
 
 def _size(param: Tensor) -> int:
     grad = param.grad
     assert grad is not None
-    return grad._values().numel() if grad.is_sparse else grad.numel()  # noqa: SLF001 - values() refuses uncoalesced gradients
+    return grad._values().numel() if grad.is_sparse else grad.numel()  # noqa: SLF001 - values() rejects uncoalesced gradients

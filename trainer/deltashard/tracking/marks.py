@@ -1,33 +1,33 @@
-"""Which rows changed since what: one byte of flags per row, and the rules by which flags rise and fall.
+"""Marks: one byte of flags per row that records since which snapshot the row has changed.
 
-A row is `FRESH` when it changed since the newest commit this trainer knows of, and `BASE` when it changed since the
-newest baseline it knows of. A cut moves flags to their pending twins, for its fate is not known yet:
+A row is `FRESH` if it changed since the newest commit known to this trainer, and `BASE` if it changed since the newest
+known baseline. A snapshot moves flags to their pending twins until its outcome is known:
 
     event                 FRESH -> FRESH_PENDING        BASE -> BASE_PENDING
     row changes           set FRESH                     set BASE
-    cut taken             moved                         moved, if the cut is full (a baseline when it commits)
-    commit of the newest  pending cleared               pending cleared, if it was the newest full cut
-    commit of an older    pending kept: a newer cut     as above: only full cuts ever fill it
+    snapshot taken        moved                         moved, if it is full (a baseline when it commits)
+    commit of the newest  pending cleared               pending cleared, if it was the newest full snapshot
+    commit of an older    pending kept: a newer one     as above: only full snapshots ever fill it
                           still holds those rows
-    cut failed            pending merged back unless    pending merged back unless another full cut in flight
-                          a newer cut holds them        holds them
+    snapshot failed       pending merged back unless    pending merged back unless another full snapshot in flight
+                          a newer one holds them        holds them
     rebased               kept                          set for the rows that are FRESH or pending, else cleared
     restored              cleared                       set for the rows that came from delta frames
 
-Every selection is the flag *or* its pending twin, so a cut taken while another is in flight includes that one's rows.
-Whatever arrives late, twice or never, a selection stays a superset of what truly changed: an acknowledgement of a cut
-that is not in flight any more clears nothing. (2-format: "What a part covers".)
+Every selection includes the flag *or* its pending twin, so a snapshot taken while another is in flight includes the
+rows of both. Reports may be late, repeated or lost: an acknowledgement of a snapshot that is no longer in flight clears
+nothing, so a selection is always a superset of the changed rows. (2-format: "What a part covers".)
 
-Marking writes the constant `FRESH | BASE | TOUCHED` over the byte and so forgets pending twins of that row. Nothing is
-lost by that, since a raised flag selects the row wherever its twin would and outlives it; and it makes marking one
-blind store per row, without a read. No uniqueness is needed either.
+Marking stores the constant `FRESH | BASE | TOUCHED` and drops the row's pending twins. This is safe, because a set flag
+selects the row wherever its twin would and outlives it. Marking is therefore one blind store per row, without a read,
+and needs no unique ids.
 
-On an accelerator the flags lie beside the table and marking is one kernel more of the step's own stream, for which
-nothing waits. What reads flags and writes them back must not run beside it: on whatever streams a program marks, such
-an operation begins when all of them are done, and is over when it returns (`_synchronized`). There is none within a step.
+On an accelerator, flags are on the table's device, and marking is one more kernel on the stream of the step, without
+synchronization. Operations that read and write back flags must not overlap with marking on any stream: they start when
+all streams are done and complete before they return (`_synchronized`). No such operation runs within a step.
 
-Rows may be copied ahead of a cut, while training goes on (docs/design/030). A third flag tells which changed since that
-began: `watch` lowers `TOUCHED` of all, and every mark raises it. No selection knows of it.
+Rows may be copied ahead of a snapshot while training continues (docs/design/030). The third flag records which rows
+changed meanwhile: `watch` clears `TOUCHED` of all rows, and every mark sets it. Selections ignore it.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ _SELECTS = {"since_commit": FRESH | FRESH_PENDING, "since_baseline": BASE | BASE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSelection:
-    """Rows of one table that a cut takes: all of them, or `ids`."""
+    """Rows of one table that a snapshot takes: all rows, or `ids`."""
 
     all: bool
     ids: Tensor | None
-    """int64 [n], ascending and unique, on the table's device; None when `all`."""
+    """int64 [n], ascending and unique, on the table's device; None if `all`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirtyCounts:
-    """How many rows a cut would take now, by mode."""
+    """Number of rows that a snapshot would take now, by mode."""
 
     commit: int
     baseline: int
@@ -73,7 +73,7 @@ class DirtyCounts:
 
 
 def in_graph(tensor: Tensor) -> bool:
-    """Whether what is done with it now becomes part of a CUDA graph, to be done at each replay instead of now."""
+    """Whether operations on `tensor` are being captured into a CUDA graph instead of executed."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -83,17 +83,17 @@ def synchronize(device: torch.device) -> None:
 
 
 class Marks:
-    """The flags of one table's `rows` rows, as uint8 [rows] on `device`."""
+    """Flags of the `rows` rows of one table, as uint8 [rows] on `device`."""
 
     def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
         self.rows = rows
         self.flags = torch.full((rows,), _MARK, dtype=torch.uint8, device=device)
-        # The same memory for numpy: on the CPU a fancy store costs half of torch's dispatch.
+        # A numpy view of the same memory: on the CPU, an indexed store costs half of torch's dispatch.
         self._array = self.flags.numpy() if self.flags.device.type == "cpu" else None
         self._in_flight: dict[int, bool] = {}
 
     def mark(self, ids: Tensor) -> None:
-        """Rows `ids` (integers of any shape and order, repeats allowed, on the flags' device) changed."""
+        """Mark rows `ids` (integers of any shape and order, repeats allowed, on the flags' device) as changed."""
         if self._array is not None:
             self._array[ids.numpy()] = _MARK
         else:
@@ -103,7 +103,7 @@ class Marks:
         self.flags.fill_(_MARK)
 
     def mark_where(self, changed: Tensor) -> None:
-        """Rows where `changed` (bool [rows], on the flags' device) changed."""
+        """Mark the rows where `changed` (bool [rows], on the flags' device) is set."""
         self.flags.masked_fill_(changed, _MARK)
 
     def select(self, mode: Mode) -> RowSelection:
@@ -118,7 +118,7 @@ class Marks:
         return RowSelection(all=False, ids=ids)
 
     def select_older(self, mode: Mode) -> RowSelection:
-        """What `select` has and `select("since_commit")` has not."""
+        """Select the rows of `mode` that are not in `select("since_commit")`."""
         if self._array is not None:
             return RowSelection(all=False, ids=torch.from_numpy(self.find_older(mode, 0, self.rows)))
         older = (self.flags & _SELECTS["since_commit"]) == 0
@@ -127,11 +127,11 @@ class Marks:
         return RowSelection(all=False, ids=torch.nonzero(older).view(-1))
 
     def watch(self) -> None:
-        """From now on `touched` tells what changes."""
+        """Start to record changed rows for `touched`."""
         self._keep(0xFF ^ TOUCHED)
 
     def touched(self) -> npt.NDArray[np.int64]:
-        """Rows of a table on the CPU that changed since `watch`: int64 [n], ascending."""
+        """Rows of a CPU table that changed since `watch`: int64 [n], ascending."""
         assert self._array is not None
         return row_kernel.find_rows(self._array, TOUCHED)
 
@@ -143,15 +143,15 @@ class Marks:
         return int(torch.count_nonzero(self.flags & _SELECTS[mode]))
 
     def find(self, mode: Mode, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Those of them in [start, stop), of a table on the CPU: int64 [n], ascending. Rows may be marked meanwhile."""
+        """Rows of `mode` in [start, stop) of a CPU table: int64 [n], ascending. Rows may be marked concurrently."""
         assert self._array is not None
         if mode == "all":
             return np.arange(start, min(stop, self.rows))
-        # IMPORTANT: found in a copy. Another thread may mark rows between the two passes that count and list them.
+        # IMPORTANT: search a copy. Another thread may mark rows between the passes that count and list them.
         return row_kernel.find_rows(self._array[start:stop].copy(), _SELECTS[mode]) + start
 
     def find_older(self, mode: Mode, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The like of `select_older`. By numpy: torch's threads would wait for cores, and training for them."""
+        """Like `select_older` for [start, stop), in numpy: torch's threads would compete with training for cores."""
         assert self._array is not None
         flags = self._array[start:stop].copy()
         older = (flags & _SELECTS["since_commit"]) == 0
@@ -161,20 +161,20 @@ class Marks:
 
     @contextlib.contextmanager
     def _synchronized(self) -> Iterator[None]:
-        """Within, no stream of an accelerator marks rows."""
+        """Context in which no stream of an accelerator marks rows."""
         synchronize(self.flags.device)
         yield
         synchronize(self.flags.device)
 
     def snapshot_taken(self, cut: int, *, full: bool) -> None:
-        """Cut number `cut` copied this table's selection; `full`: of the mode "all", for every table."""
+        """Record that snapshot `cut` copied this table's selection; `full`: mode "all", for every table."""
         self._in_flight[cut] = full
         moving = FRESH | BASE if full else FRESH
-        # Pending twins lie one bit higher than their flags.
+        # Pending twins are one bit higher than their flags.
         self._shift(moving, left=1)
 
     def committed(self, cut: int, *, baseline: bool) -> None:
-        """The commit of `cut` is known; `baseline`: its part covers null. Late or repeated news is harmless."""
+        """Record the commit of `cut`; `baseline`: its part covers null. Late or repeated reports have no effect."""
         full = self._in_flight.pop(cut, None)
         if full is None:
             return
@@ -184,15 +184,15 @@ class Marks:
         if baseline and full and not any(o_full and other > cut for other, o_full in self._in_flight.items()):
             keep ^= BASE_PENDING
         elif full and not baseline:
-            # Complete, yet not accepted as a baseline: its rows still count as changed since the older one.
+            # Complete but not accepted as a baseline: its rows still count as changed since the older baseline.
             self._merge(BASE_PENDING)
-        # Older cuts can no longer commit (cuts commit in increasing order) and this one holds what they held.
+        # Older snapshots can no longer commit (commits are in increasing order), and this one holds their rows.
         for other in [o for o in self._in_flight if o < cut]:
             del self._in_flight[other]
         self._keep(keep)
 
     def failed(self, cut: int) -> None:
-        """`cut` will not commit as far as this trainer can tell: the next one takes its rows again."""
+        """Record that `cut` is not expected to commit: the next snapshot takes its rows again."""
         full = self._in_flight.pop(cut, None)
         if full is None:
             return
@@ -202,9 +202,9 @@ class Marks:
             self._merge(BASE_PENDING)
 
     def rebase(self) -> None:
-        """The newest commit takes the baseline's place: what changed since it is what changed since that.
+        """Make the newest commit the baseline: rows changed since the commit are the rows changed since the baseline.
 
-        Rows of a cut in flight are among them, and their flags stand whatever becomes of it.
+        The rows of a snapshot in flight are included, and their flags stay set whatever its outcome.
         """
         with self._synchronized():
             ids = self.select("since_commit")
@@ -215,7 +215,7 @@ class Marks:
                 self.flags[ids.ids] |= BASE
 
     def reseed(self, ids: Tensor | None) -> None:
-        """After a restore: nothing is fresh, and `ids` (int64 [n]; None: every row) differ from the baseline."""
+        """After a restore, clear FRESH and set BASE for `ids` (int64 [n], or None for all rows)."""
         self._in_flight.clear()
         with self._synchronized():
             self.flags.fill_(TOUCHED | (BASE if ids is None else 0))
@@ -223,7 +223,7 @@ class Marks:
                 self.flags.index_fill_(0, ids.to(self.flags.device, torch.int64), TOUCHED | BASE)
 
     def clean(self, ids: Tensor) -> Tensor:
-        """Which of `ids` did not change since the last cut was taken: bool [n], where `ids` are."""
+        """Return which of `ids` have not changed since the last snapshot: bool [n], on the device of `ids`."""
         return ((self.flags[ids] & FRESH) == 0).to(ids.device)
 
     def _keep(self, bits: int) -> None:
@@ -237,7 +237,7 @@ class Marks:
         self._shift(pending, left=-1)
 
     def _shift(self, bits: int, *, left: int) -> None:
-        """Move `bits` of every row one place up (1) or down (-1); what is at the target stays set."""
+        """Move `bits` of every row one bit up (1) or down (-1); bits set at the target stay set."""
         if self._array is not None:
             row_kernel.move_flags(self._array, bits, left=left > 0)
             return

@@ -1,7 +1,7 @@
-"""What the next cut may lean on: the newest commit and the newest baseline that this process's marks count from.
+"""The commit and baseline that this process's marks refer to, as the possible bases of the next snapshot.
 
-Marks say which rows changed since the last commit, and since the last baseline. These are the two numbers in the commit
-log that those words mean; the sidecar answers a Begin with one of them, or with none, which asks for all rows.
+Marks record rows changed since the last commit and since the last baseline. This module holds the sequence numbers of
+these two. The sidecar answers a Begin with one of them, or with none to request all rows.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from deltashard.tracking.marks import Mode
 
 
 class SnapshotBase:
-    """Commit and baseline by their seq, and what makes the next cut full whatever they are."""
+    """Sequence numbers of commit and baseline, and whether the next snapshot must be full."""
 
     def __init__(self, planned_steps: int = 0, pls_target: float = 0.0) -> None:
-        """`planned_steps`: of the whole run; 0: nobody says. `pls_target`: under partial recovery; 0: it is full."""
+        """`planned_steps`: of the whole run, 0 if unknown. `pls_target`: of partial recovery, 0 for full recovery."""
         self._planned_steps = planned_steps
         self._pls_target = pls_target
         self.commit: int | None = None
-        """The commit that marks count from; None: there is none to lean on."""
+        """Commit that the marks refer to; None if there is no base."""
         self._baseline: int | None = None
         self.full = False
-        """Whether the next cut has to take every row."""
+        """Whether the next snapshot must take every row."""
         self._faults = 0
 
     def set_base(self, commit: int, baseline: int | None) -> None:
-        """A checkpoint was taken over whole, and marks were re-seeded from it."""
+        """Set the base after a complete restore, from which the marks were seeded."""
         self.commit, self._baseline, self.full = commit, baseline, False
 
     def clear_base(self) -> None:
-        """What was restored is not what the next cut would follow."""
-        # IMPORTANT: a cut may only lean on what was taken over whole. That must outlast a first save that fails, so it
-        # is said by having nothing to lean on, not by asking once for a full cut.
+        """Clear the base, because the restored state is not the state that the next snapshot would follow."""
+        # IMPORTANT: a snapshot may only be based on a completely restored checkpoint. This must outlast a failed first
+        # save, so the base is cleared in addition to requesting one full snapshot.
         self.commit, self._baseline, self.full = None, None, True
 
     def ask_full(self, *, faults: int = 0) -> None:
-        """Rows may have been missed (so many audit faults), or tables came or went: take everything once."""
+        """Make the next snapshot full, because rows may have been missed (`faults`) or tables were added or removed."""
         self.full = True
         self._faults += faults
 
@@ -52,11 +52,11 @@ class SnapshotBase:
             self._baseline = seq
 
     def rebased(self) -> None:
-        """Marks since the baseline were made to count from the newest commit."""
+        """Record that the marks of the baseline now refer to the newest commit."""
         self._baseline = self.commit
 
     def declare(self, begin: pb.SaveRequest.Begin) -> None:
-        """Say in a Begin what the cut could be a delta over, or that it is full."""
+        """Fill in a Begin the possible bases of the snapshot, or that it is full."""
         begin.full = self.full
         begin.planned_steps = self._planned_steps
         begin.pls_target = self._pls_target
@@ -67,11 +67,11 @@ class SnapshotBase:
             begin.since_baseline_seq = self._baseline
 
     def needs_rebase(self, begun: pb.SaveReply.Begun) -> bool:
-        """Whether marks since the baseline are to count from the commit that this cut covers: our newest."""
+        """Whether the marks of the baseline must be rebased to the newest commit, which this snapshot covers."""
         return begun.rebased and self.mode(begun) == "since_commit"
 
     def mode(self, begun: pb.SaveReply.Begun | pb.SaveReply.Prepared) -> Mode:
-        """Which rows the sidecar asks for; a seq that we do not know means all of them."""
+        """Return the rows that the sidecar requests; an unknown sequence number means all rows."""
         if not begun.HasField("covers") or self.full:
             return "all"
         if begun.covers == self.commit:

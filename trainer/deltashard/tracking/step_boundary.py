@@ -1,11 +1,11 @@
-"""Where the program stands between two `step()` calls: inside an optimizer's step, past a forward pass, or neither.
+"""Tracks the position of the program between two `step()` calls: inside an optimizer's step, or past a forward pass.
 
-An exception inside `optimizer.step()` (Ctrl-C, out of memory) that the program catches leaves some parameters of this
-step and some of the last: nothing may be cut until that optimizer's step has ended once. And a forward pass in
-training mode belongs to the next step: it moves BatchNorm's statistics and draws for dropout. So `step_hook` note when
-a step begins and ends, and hooks here when the model, its dropouts and its norms run with gradients (evaluation does
-not count). A step pays one call of a few words per such module. Where the first step did not call the model itself (a
-generator and a critic in one ModuleDict), its parts are watched from then on.
+If a program catches an exception inside `optimizer.step()` (Ctrl-C, out of memory), parameters of two steps are mixed,
+and no snapshot may be taken until that optimizer has completed a step. A forward pass in training mode belongs to the
+next step: it changes BatchNorm statistics and draws random numbers for dropout. `step_hook` records the start and end
+of optimizer steps. The hooks here record when the model, its dropouts and its norms run with gradients enabled;
+evaluation does not count. A step costs one short call per such module. If the first step does not call the model itself
+(a generator and a critic in one ModuleDict), its parts are watched from then on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deltashard.tracking.tracking import Tracking
 
 
 class StepBoundaryMonitor:
-    """Hooks that note where the program stands."""
+    """Hooks that record the position of the program."""
 
     def __init__(self, tracking: Tracking, clock: StepClock) -> None:
         self._called = False
@@ -48,16 +48,16 @@ class StepBoundaryMonitor:
         return bool(self._steps.inside)
 
     def first_step_done(self) -> None:
-        """Watch the parts of a model that is never called itself."""
+        """Watch the parts of a model that is not called itself."""
         if not self._called:
             for part in _parts(self._model):
                 self._watch(part)
 
     def forward(self, *, whole: bool) -> None:
-        """A training forward begins, of the model itself (`whole`) or of a part.
+        """Record the start of a training forward pass of the model itself (`whole`) or of a part.
 
-        IMPORTANT: constants are written, and nothing is read that changes: `torch.compile` takes this into the compiled
-        frame, where a value that is read is a reason to compile anew.
+        IMPORTANT: writes constants and reads nothing that changes. `torch.compile` includes this code in the compiled
+        frame, where a value that is read can trigger a recompilation.
         """
         self._clock.mark_moved()
         if whole:
@@ -76,7 +76,7 @@ class StepBoundaryMonitor:
 
 
 class _ForwardHook(TransientHook):
-    """Before a forward; a copy or pickle of the model carries one that does nothing."""
+    """Hook before a forward pass; it does nothing in a copy or pickle of the model."""
 
     def __init__(self, step_boundary: StepBoundaryMonitor | None = None, *, whole: bool = False) -> None:
         self._step_boundary = step_boundary

@@ -1,7 +1,7 @@
-"""The steps of one run: how many there were, the control line that shows them, and whether a boundary has work to do.
+"""Counts the steps of a run, shows them on the control line, and decides whether a boundary has work to do.
 
-`begin_step` and `end_step` are all that an ordinary `step()` runs: two words of shared memory are written, two are compared. The
-line is the sidecar's (it says there when a save is due, or urgent); a detached clock ticks on a list of its own.
+An ordinary `step()` runs only `begin_step` and `end_step`, which write two words of shared memory and compare two. The
+sidecar owns the line and writes there when a save is due or urgent; a detached clock uses a private list.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _time_ns = time.time_ns
 
 
 class StepClock:  # noqa: PLR0904
-    """Counts steps; on the training thread, but for `wake`."""
+    """Counts steps; used on the training thread, except `wake`."""
 
     __slots__ = (
         "_ahead",
@@ -46,13 +46,13 @@ class StepClock:  # noqa: PLR0904
 
     def __init__(self, tracking: Tracking) -> None:
         self.step = 0
-        """Number of `step()` calls of this run, those before the restore included."""
+        """Number of `step()` calls of this run, including those before the restore."""
         self.whole = True
-        """Whether an optimizer stepped between the last two `step()` calls; true where none can be asked."""
+        """Whether an optimizer stepped between the last two `step()` calls; True without hookable optimizers."""
         self.moved = False
-        """Whether a training forward ran since the last `begin_step`, or since the attempt began."""
+        """Whether a training forward pass ran since the last `begin_step` or the start of the attempt."""
         self.end_step: Callable[[], None] = tracking.steps.end_step
-        """Ends a step, after its boundary: what optimizers do from now on belongs to the next."""
+        """Ends a step after its boundary: later optimizer steps belong to the next step."""
         self._steps = tracking.steps
         self._blind = not tracking.hooked
         self._line: Any = [0] * 8
@@ -63,7 +63,7 @@ class StepClock:  # noqa: PLR0904
         self._wake = threading.Event()
 
     def begin_step(self) -> bool:
-        """Begin the end of a step; returns whether its boundary has work to do."""
+        """Begin the end of a step; return whether its boundary has work to do."""
         step = self.step = self.step + 1
         self.moved = False
         line = self._line
@@ -74,7 +74,7 @@ class StepClock:  # noqa: PLR0904
 
     @property
     def stepped(self) -> bool:
-        """Whether an optimizer stepped since the last `end_step`; true where none can be asked."""
+        """Whether an optimizer stepped since the last `end_step`; True without hookable optimizers."""
         return self._steps.stepped or self._blind
 
     @property
@@ -83,14 +83,14 @@ class StepClock:  # noqa: PLR0904
 
     @property
     def wanted_at(self) -> int:
-        """The step at whose end the sidecar wants a save; from any thread, NEVER while the line changes."""
+        """Step at whose end the sidecar wants a save; callable on any thread, NEVER while the line changes."""
         try:
             return int(self._line[SAVE_AT_STEP])
-        except ValueError:  # the arena was unmapped just now
+        except ValueError:  # the arena has just been unmapped
             return NEVER
 
     def set_lookahead(self, steps: int) -> None:
-        """Have boundaries work to do so many steps before a save is due, too."""
+        """Also request boundaries this many steps before a save is due."""
         self._ahead = steps
 
     @property
@@ -102,15 +102,15 @@ class StepClock:  # noqa: PLR0904
         return bool(self._line[URGENT])
 
     def mark_moved(self) -> None:
-        """A training forward begins. Runs inside of compiled models, so it reads nothing that changes."""
+        """Record a training forward pass. Runs inside compiled models, so it reads nothing that changes."""
         self.moved = True
 
     def request_boundary(self) -> None:
-        """Have the next `begin_step` find work; from a signal handler, too, so that it takes no lock."""
+        """Request a boundary at the next `begin_step`; lock-free, for signal handlers."""
         self._attention = True
 
     def wake(self) -> None:
-        """Have the next `begin_step` find work, and wake who waits; from any thread."""
+        """Request a boundary at the next `begin_step` and end a `pause`; callable on any thread."""
         self._attention = True
         self._wake.set()
 
@@ -118,14 +118,14 @@ class StepClock:  # noqa: PLR0904
         self._attention = False
 
     def clear_wake(self) -> None:
-        """Begin to wait: news from here on end the next `pause`."""
+        """Start a wait: events from here on end the next `pause`."""
         self._wake.clear()
 
     def pause(self, seconds: float) -> None:
         self._wake.wait(seconds)
 
     def set(self, step: int) -> None:
-        """Continue after `step`: an attempt begins, and what ran before moved nothing that counts."""
+        """Continue after `step` at the start of an attempt, and forget earlier forward passes."""
         self.step, self.moved = step, False
         self.show()
 
@@ -133,11 +133,11 @@ class StepClock:  # noqa: PLR0904
         self._line[STALL_NS] = int(seconds * 1e9)
 
     def check_after(self, seconds: float) -> None:
-        """Have the next `begin_step` find work that comes so much later."""
+        """Request a boundary at the first `begin_step` after `seconds`."""
         self._check_at_ns = _time_ns() + int(seconds * 1e9)
 
     def show_blocked(self, seconds: float, why: int) -> None:
-        """Show for how long a save that is due is blocked, and why (`block_reason.encode_block_reason`); 0: none is."""
+        """Show on the line how long a due save is blocked, and why (`encode_block_reason`; 0: not blocked)."""
         self._blocked = _time_ns() - int(seconds * 1e9) if why else 0, why
         self._line[BLOCKED_SINCE_NS], self._line[BLOCKED_WHY] = self._blocked
 
@@ -146,19 +146,19 @@ class StepClock:  # noqa: PLR0904
         self._line = line
 
     def show(self) -> None:
-        """Say on the line where this run stands, before its next step does."""
+        """Show the current step on the line before the next step does."""
         self._line[STEP] = self.step
 
     def uses_line(self, line: memoryview) -> bool:
-        """Whether this is the line of the attachment whose news is applied."""
+        """Whether `line` belongs to the attachment whose events are applied."""
         return self._line is line
 
     def detach(self) -> None:
-        """Leave the line, which is given back; every step from now on has a boundary, which refuses it."""
+        """Stop using the line, which is returned; every later step has a boundary, which rejects it."""
         self._line = [0] * 8
 
     def reset_after_fork(self) -> None:
-        """In a forked child, where the arena is not mapped: a stray step must not touch it, and has no boundary."""
+        """Detach in a forked child, where the arena is not mapped; steps there have no boundary."""
         line = [0] * 8
         line[SAVE_AT_STEP] = 1 << 64
         self._line = line

@@ -1,9 +1,8 @@
-"""Hooks on one optimizer: what runs around each of its steps, and nothing that it does not need.
+"""Hooks around the steps of one optimizer.
 
-Each optimizer knows its own tables, and of those only the ones that are tracked by gradients: a step costs what its
-own tables cost. Rows are only believed to be those of the gradient when nothing but the optimizer's own step runs
-between these hooks: another hook may run inside of the bracket, and write or drop gradients there, and so may a
-closure. With either, its tables are tracked by hashes.
+Each optimizer handles only its own tables that are tracked by gradients, so a step costs what its own tables cost. The
+changed rows are taken from the gradient only if nothing but the optimizer's own step runs between the hooks. Another
+hook or a closure may run in between and write or drop gradients; with either, the tables are tracked by hashes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _GLOBAL_POST = torch_optimizer._global_optimizer_post_hooks  # noqa: SLF001 - as
 
 
 class Steps:
-    """What all optimizers of one `Tracking` share."""
+    """State shared by all optimizers of one `Tracking`."""
 
     __slots__ = (
         "_look", "before_next", "captured", "first", "gradients", "inside", "stepped", "updated", "updating",
@@ -37,22 +36,22 @@ class Steps:
 
     def __init__(self) -> None:
         self.captured = False
-        """Whether a step of one of them was captured into a CUDA graph: replays are steps that no hook tells of."""
+        """Whether a step was captured into a CUDA graph, whose replays call no hooks."""
         self.stepped = False
-        """Whether one of them stepped since the last step boundary."""
+        """Whether an optimizer stepped since the last step boundary."""
         self.updated = False
-        """Whether a fused kernel that is watched changed rows since the last step boundary."""
+        """Whether a watched fused kernel changed rows since the last step boundary."""
         self.updating = False
-        """Whether one is about it now, or was left by an exception."""
+        """Whether a fused kernel is updating rows now, or was interrupted by an exception."""
         self.inside: set[Any] = set()
-        """Optimizers whose step began and did not end: while one is left by an exception, it stays here."""
+        """Optimizers whose step has started and not ended, including steps interrupted by an exception."""
         self.before_next: list[Callable[[], None]] = []
-        """Called once, before the next step of any of them."""
+        """Called once, before the next optimizer step."""
         self._look: Callable[[], None] | None = None
         self.first: FirstStep | None = None
         """Watches the first step after a restore."""
         self.gradients: GradientWatch | None = None
-        """Watches what becomes of the gradients that were there at the last cut."""
+        """Watches the use of gradients that existed at the last snapshot."""
 
     def end_step(self) -> None:
         self.stepped = self.updated = False
@@ -61,11 +60,11 @@ class Steps:
         self.updating, self.updated = begins, True
 
     def run_before_next_step(self, call: Callable[[], None]) -> None:
-        """Have `call` called once, before the next step of any of them."""
+        """Call `call` once, before the next optimizer step."""
         self.before_next.append(call)
 
     def check_before_next_step(self, look: Callable[[], None] | None) -> None:
-        """Have `look` called once, before the next step of any of them; None: have nothing called."""
+        """Call `look` once, before the next optimizer step, in place of an earlier one; None removes it."""
         self.before_next = [call for call in self.before_next if call is not self._look]
         self._look = look
         if look is not None:
@@ -73,21 +72,21 @@ class Steps:
 
 
 class StepHooks:
-    """Those of one optimizer."""
+    """Hooks of one optimizer."""
 
     __slots__ = ("_handles", "_on_cuda", "_sizes", "_steps", "_tracking", "_versions", "optimizer", "tables")
 
     def __init__(self, optimizer: Any, tracking: Tracking) -> None:
         self.optimizer = optimizer
         self.tables: list[TrackedTable] = []
-        """Those that it alone owns and that are tracked by gradients."""
+        """Tables owned by this optimizer alone and tracked by gradients."""
         self._tracking = tracking
         self._steps = tracking.steps
         self._sizes = _sizes(optimizer)
-        """How many parameters each of its groups had at the last look."""
+        """Number of parameters per group at the last check."""
         self._on_cuda = _on_cuda(optimizer)
         self._versions: TensorVersionSet | None = None
-        """Of `tables` after the last step; None during a step that did not find them so."""
+        """Versions of `tables` after the last step; None during a step before which they differed."""
         self._handles = [
             optimizer.register_step_pre_hook(self.before),
             optimizer.register_step_post_hook(self.after),
@@ -95,7 +94,7 @@ class StepHooks:
         ]
 
     def watch(self, tables: list[TrackedTable]) -> None:
-        """Set `tables`, which other modules may look up now."""
+        """Set the tables, and refresh the recorded groups and devices."""
         self.tables, self._versions, self._sizes = tables, None, _sizes(self.optimizer)
         self._on_cuda = _on_cuda(self.optimizer)
 
@@ -118,7 +117,7 @@ class StepHooks:
         if steps.first is not None:
             steps.first.before(optimizer)
         if optimizer in steps.inside:
-            # Its last step was left by an exception, after it may have changed rows: a fused one leaves no trace.
+            # The last step was interrupted and may have changed rows: a fused one leaves no trace.
             self._rewritten()
         if _sizes(optimizer) != self._sizes:
             self._sizes = _sizes(optimizer)
@@ -133,7 +132,7 @@ class StepHooks:
                         table.before_step(reason)
                     else:
                         table.hold_gradient()
-                except Exception as error:  # noqa: BLE001 - a moved weight may break anything here, never the step
+                except Exception as error:  # noqa: BLE001 - a moved weight may break tracking, which must not break the step
                     table.on_tracking_error(error)
         steps.inside.add(optimizer)
 
@@ -143,14 +142,14 @@ class StepHooks:
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             steps.captured = True
         if optimizer not in steps.inside:
-            self._rewritten()  # nobody looked before this step
+            self._rewritten()  # the pre-hook did not run for this step
         if self.tables:
             self._mark()
         if steps.first is not None:
             steps.first.after(optimizer)
             if steps.first.is_finished:
                 steps.first = None
-        steps.inside.discard(optimizer)  # last of all: without all marks the step is not whole either
+        steps.inside.discard(optimizer)  # last, because a step with missing marks is incomplete, too
 
     def _rewritten(self) -> None:
         self._versions = None
@@ -160,7 +159,7 @@ class StepHooks:
     def _holds(self, question: Callable[[TensorVersionSet], bool]) -> bool:
         try:
             return self._versions is not None and question(self._versions)
-        except Exception:  # noqa: BLE001 - a moved weight may break anything here; then each table is looked at
+        except Exception:  # noqa: BLE001 - a moved weight may break this check; then each table is checked
             return False
 
     def _take_versions(self) -> TensorVersionSet | None:
@@ -198,7 +197,7 @@ def _on_cuda(optimizer: Any) -> bool:
 def foreign_hook_reason(
     optimizer: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> str | None:
-    """Whose code runs within a step beside the optimizer's own; None: nobody's."""
+    """Return which foreign code runs within a step of the optimizer, if any."""
     if has_closure(args, kwargs or {}):
         return "its step evaluates a closure"
     pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # noqa: SLF001 - torch offers no accessor

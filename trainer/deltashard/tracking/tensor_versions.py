@@ -1,8 +1,8 @@
-"""Versions and addresses of all tensors of an optimizer's tables: whether anything but its steps wrote them.
+"""Versions and addresses of all tensors of an optimizer's tables, to detect writes outside of its steps.
 
-A model has tens or hundreds of tables, and a step of a small batch takes microseconds for each. Nearly always all is as
-it was, and that is told by a few passes over flat lists that run in C. Whatever differs, and whatever cannot be told,
-is looked at table by table (`TrackedTable.before_step`), which knows what to do about it.
+A model has tens or hundreds of tables, for each of which a step of a small batch takes microseconds. Almost always
+nothing has changed, which a few passes over flat lists establish in C. Any difference is handled per table
+(`TrackedTable.before_step`).
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _trained, _max_norm = attrgetter("requires_grad"), attrgetter("max_norm")
 
 
 class Signature:
-    """What in-place writes and other memory leave behind in some tensors."""
+    """Versions and addresses of some tensors, which change with in-place writes and reallocation."""
 
     __slots__ = ("addresses", "versions")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Of them, in order, now."""
+        """Record the current values of `tensors`, in order."""
         self.versions: list[int] = [*map(_version, tensors)]
-        """Torch's own counts of in-place writes."""
+        """Torch's counters of in-place writes."""
         self.addresses: list[int] = [*map(_address, tensors)]
 
 
 Signed = tuple[Signature, slice]
-"""The part of a signature that one table has."""
+"""A signature and the slice of it that belongs to one table."""
 
 
 class TensorVersionSet:
-    """Knows the tables of an optimizer as they were right after its last step; of no use once `unchanged` said no."""
+    """The tables of an optimizer as they were right after its last step; invalid once `unchanged` returned False."""
 
     __slots__ = (
         "_entries", "_keys", "_lookups", "_params", "_places", "_signature", "_signed", "_state", "_states", "_tables",
@@ -47,7 +47,7 @@ class TensorVersionSet:
     )  # fmt: skip
 
     def __init__(self, tables: Sequence[TrackedTable]) -> None:
-        """Take `tables` as they are: tracked by gradients, and just signed. From now on they are signed together."""
+        """Record `tables`, which must be tracked by gradients and just signed. They share one signature from now on."""
         self._tables = tables
         self._params = [table.param for table in tables]
         self._lookups = [lookup for table in tables for lookup in table.lookups]
@@ -71,9 +71,9 @@ class TensorVersionSet:
             table.signed = signed
 
     def unchanged(self) -> bool:
-        """Before a step: whether all of that holds still, so that nothing but the last step wrote them.
+        """Before a step, return whether only the last step wrote the tables.
 
-        Also whether all of them are trained, without max_norm.
+        Also checks that all of them are trained, without max_norm.
         """
         return (
             all(map(is_, map(_signed, self._tables), self._signed))
@@ -84,10 +84,10 @@ class TensorVersionSet:
         )
 
     def stepped(self) -> bool:
-        """After the step: take what it wrote as seen; False: state came or went, or a table was signed anew.
+        """After the step, accept its writes; return False if state was added or removed, or a table was signed again.
 
-        Optimizers of the whitelist write in place. State that one of them replaced would be taken for replaced from
-        outside by the next `unchanged`, which marks too much, never too little.
+        Whitelisted optimizers write in place. Replaced state would count as written from outside in the next
+        `unchanged`, which marks too many rows, never too few.
         """
         for target, _, entries in self._states:
             if len(target.state) != len(entries):
@@ -100,7 +100,6 @@ class TensorVersionSet:
         return True
 
     def _in_place(self) -> bool:
-        """Whether they are the same tensors, in the same memory."""
         for target, state, entries in self._states:
             if (
                 target.state is not state

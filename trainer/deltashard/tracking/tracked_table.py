@@ -1,17 +1,19 @@
-"""One shard of a table: its live tensors, its marks and how its rows are tracked.
+"""One shard of a table: its live tensors, its marks and its tracker.
 
-Marks, looks and samples count the shard's own rows; schemas and boxes are the whole table's. How it is tracked is
-decided here and may change while training:
+Marks, hashes and samples refer to the shard's own rows; schemas and boxes to the whole table. The tracker is chosen
+here
+and may change during training:
 
-    gradients  exactly one optimizer owns it, that optimizer is on the whitelist as it stands (checked before every
-               step), its gradients are sparse, and no lookup renormalises (max_norm)
-    lookups    a fused kernel changes it within the backward pass, by a rule that changes only rows of the lookup
-    hashes     everything else, and small tables, for which one look per cut costs less than anything per step
+    gradients  exactly one optimizer owns the table, it is on the whitelist (checked before every step), its gradients
+               are sparse, and no lookup renormalises (max_norm)
+    lookups    a fused kernel updates the table within the backward pass and changes only rows of the lookup
+    hashes     all other tables, and small tables, for which hashing per snapshot costs less than work per step
 
-A table goes over to hashes for good when the whitelist stops to hold, when rows cannot be proven, when an audit fails
-or when it is written from outside repeatedly. It is marked whole at that moment, so nothing is missed; the reason is
-logged once. A single write from outside (a version counter or address that moved between our hooks, an
-optimizer's `load_state_dict`) marks the table whole.
+A table falls back to hashes permanently if the whitelist no longer applies, the changed rows cannot be proven, an audit
+fails, or the table is written from outside repeatedly. All its rows are marked then, so nothing is missed, and the
+reason
+is logged once. A single write from outside (a version counter or address that changed between the hooks, an optimizer's
+`load_state_dict`) marks all rows.
 """
 
 from __future__ import annotations
@@ -47,126 +49,123 @@ _WhyReplaced = Callable[[Any], str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackingSettings:
-    """How tables are found and tracked."""
+    """Settings that select tables and their trackers."""
 
     tables: TableSettings = field(default_factory=TableSettings)
     hash_below_bytes: int = 256 << 10
-    """Tables whose weights take less are looked at by hash at each cut, whatever their optimizer."""
+    """Tables whose weights take fewer bytes are tracked by hashes at each snapshot. Default: 256 KiB."""
     audit_rows: int = 2048
-    """Rows sampled per table and cut (see `audit`); 0 switches the audit off.
+    """Rows sampled per table and snapshot (see `audit`); 0 disables the audit. Default: 2048.
 
-    A table with no more rows than that (and than its share of `audit_rows_in_all`) is compared whole: at each cut, by
-    the training thread. A smaller sample is hashed and compared beside training, where rows are copied ahead of cuts.
+    A table with at most this many rows (and at most its share of `audit_rows_in_all`) is compared completely, at each
+    snapshot and on the training thread. Smaller samples are hashed and compared while training continues, if rows are
+    copied ahead of snapshots.
     """
     audit_rows_in_all: int = 8192
-    """Of all tables together: of more than four each gets its share of them, for each row costs a look at memory."""
+    """Rows sampled over all tables, shared equally, since each row costs a memory access. Default: 8192."""
     outside_writes: int = 2
-    """After so many writes from outside a table is tracked by hashes."""
+    """Number of writes from outside after which a table is tracked by hashes. Default: 2."""
     seed: int = 0x5EED
-    """Of the hashes and of the audit's samples."""
+    """Seed of the hashes and of the audit's samples."""
 
     def audited_rows(self, rows: int, tables: int) -> int:
-        """How many of the rows of one of `tables` tables a sample takes."""
+        """Return the sample size for a table with `rows` rows among `tables` tables."""
         return min(self.audit_rows, max(1, self.audit_rows_in_all // tables), rows)
 
 
 class TrackedTable:  # noqa: PLR0904
-    """One shard of a table: its live tensors, its marks (of its own rows) and how it is tracked."""
+    """One shard of a table: its live tensors, the marks of its rows, and its tracker."""
 
     def __init__(self, found: FoundTable, settings: TrackingSettings, *, saver: int | None = None) -> None:
-        """`saver`: the rank that saves it, if that is another one: then it is not tracked here."""
+        """`saver` is the other rank that saves this shard; such a shard is not tracked here."""
         self.fqn = found.fqn
         self.key = found.key
-        """Names the shard."""
+        """Name of the shard."""
         self.box = found.box
-        """What of the table this is."""
+        """Region of the table that the shard covers."""
         self.found = found
         self.param = found.param
         self.lookups = found.lookups
-        """The modules that look it up."""
+        """Modules that look up the table."""
         self.aliases = found.aliases
         self.marks = Marks(found.param.shape[0], found.param.device)
         self.views: list[OptimizerView] = []
-        """Those that hold state of this table, innermost first."""
+        """Views that hold state of this table, innermost first."""
         self.sole: Any = None
-        """The optimizer that alone owns this table, else None."""
+        """The optimizer that alone owns this table, if there is one."""
         self.reason = ""
-        """Why it is tracked by hashes; empty while it is tracked by gradients."""
+        """Reason why the table is tracked by hashes; empty otherwise."""
         self.schema_version = 0
         self.saver = saver
-        """The other rank that saves this replica; None: this process does."""
+        """Other rank that saves this replica; None if this process does."""
         self._settings = settings
         self._seed = settings.seed ^ zlib.crc32(found.key.encode())
         self._tracker: Tracker | None = None
         self._audit = Audit(found.key, self._seed)
         self._audits_all = False
-        """Whether the sample is all rows: it is read at cuts only."""
+        """Whether the sample covers all rows and is therefore read only at snapshots."""
         self.samples = 0
         self._outside = 0
         self._shares: str | None = None
         self.signed: Signed = _UNSIGNED
-        """Its weights and state as they were seen last: what differs from that was written from outside."""
+        """Signature of weights and state at the last check; differences from it are writes from outside."""
         self._pinned: list[Any] = []
         self._stride = found.param.stride()
         self._schema = self._read_schema()
 
-    # -- what a cut and a restore need
-
     @property
     def schema(self) -> TableSchema:
-        """Of the whole table, as of the last `refresh`: `schema_version` counts its changes (a lazy field appeared)."""
+        """Schema of the whole table at the last `refresh`; `schema_version` counts its changes."""
         return self._schema
 
     @property
     def tracker(self) -> str:
-        """How rows are found: "gradients", "lookups" or "hashes"."""
+        """Name of the tracker: "gradients", "lookups" or "hashes"."""
         return "hashes" if self._tracker is None else self._tracker.name
 
     @property
     def watched(self) -> bool:
-        """Whether its rows are marked as they change, by what is known of its writes."""
+        """Whether rows are marked as they change, based on knowledge of the writers."""
         return self._tracker is not None and self._tracker.name != "hashes"
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The live row fields in schema order: [R], [R, 1] or [R, D], possibly on another device than `param`."""
+        """Live row-wise fields in schema order: [R], [R, 1] or [R, D], possibly on another device than `param`."""
         return {name: tensor for name, (_, tensor) in self._fields().items()}
 
     def allocate_state(self, spec: FieldSpec) -> Tensor:
-        """The live tensor to scatter restored values of `spec` into; see `OptimizerView.allocate`.
+        """Return the live tensor into which restored values of `spec` are scattered; see `OptimizerView.allocate`.
 
         Raises:
-            UserError: no optimizer owns this table, or the one that does has other state.
+            UserError: No optimizer owns this table, or its owner has other state.
         """
         owner = self.owner_of(spec)
         if owner is None:
             raise UserError(
-                f"The checkpoint holds optimizer state {spec.name!r}, but no optimizer of this run would own it",
+                f"The checkpoint holds optimizer state {spec.name!r}, which no optimizer of this run owns",
                 where=self.fqn,
                 remedy="pass the optimizer to the Checkpointer, or restore with weights_only=True",
             )
         return owner.allocate(self.param, spec, spec.name.partition("@")[0])
 
     def owner_of(self, spec: FieldSpec) -> OptimizerView | None:
-        """The optimizer that holds row field `spec`, by the name it is stored under; None: none here would."""
+        """Return the optimizer that holds the row-wise field `spec`, by its stored name, if there is one."""
         nth = int(spec.name.partition("@")[2] or 0)
         return self.views[nth] if nth < len(self.views) else None
 
     def select_rows(self, mode: Mode) -> RowSelection:
-        """The rows a cut of this mode takes, as of the last `Tracking.refresh`."""
+        """Return the rows that a snapshot of this mode takes, as of the last `Tracking.refresh`."""
         return self.marks.select(mode)
 
-    # -- tracking
-
     def attach(self, owners: Iterable[Any], views: Iterable[OptimizerView]) -> None:
-        """Set the optimizers: those handed over that own this table, and the views that hold its state."""
+        """Set the user's optimizers that own this table, and the views that hold its state."""
         if self.watched and self._differs():
-            self._written_outside()  # `sign` below would take it for seen
+            self._written_outside()  # before `sign` below accepts the write
         first = self._tracker is None
         self.views = list(views)[::-1]
         owners = list(owners)
         sole = owners[0] if len(owners) == 1 else None
         if not first and sole is not self.sole:
-            self.marks.mark_all()  # nobody watched the new one's steps before now
+            self.marks.mark_all()  # earlier steps of the new owner were not tracked
         self.sole = sole
         if self.saver is not None:
             self.reason, self._schema = f"rank {self.saver} saves it", self._read_schema()
@@ -177,7 +176,7 @@ class TrackedTable:  # noqa: PLR0904
             self.fall_back_to_hashing(reason or "it is small", quiet=reason is None)
         elif first:
             self._tracker = tracker_of(self.found, self.marks, self.on_tracking_error)
-        if first:  # later `refresh` looks: a field that appeared, or another shape, must not pass for seen
+        if first:  # later changes of the schema are detected by `refresh`
             self._schema = self._read_schema()
         self.sign()
 
@@ -187,16 +186,16 @@ class TrackedTable:  # noqa: PLR0904
         self.close()
         self.signed, self._pinned = _UNSIGNED, []
         self._tracker = HashTracker(self._seed)
-        if not in_graph(self.param):  # the first look marks all of it anyway
+        if not in_graph(self.param):  # the first hashing marks all rows anyway
             self.marks.mark_all()
         self.reason = reason
         level = logging.DEBUG if quiet else logging.INFO
         _log.log(level, "table %s is tracked by row hashes at each cut: %s", self.key, reason)
 
     def before_step(self, inexact: str | None) -> None:
-        """Before the sole owner's step: is the whitelist still true, was the table written from outside?
+        """Check, before the sole owner's step, that the whitelist applies and the table was not written from outside.
 
-        `inexact` is what `inexact_reason` and `foreign_hook_reason` say of the owner now.
+        `inexact` is the result of `inexact_reason` and `foreign_hook_reason` for the owner.
         """
         if not self.watched or self._is_captured():
             return
@@ -212,12 +211,12 @@ class TrackedTable:  # noqa: PLR0904
             self._tracker.hold_gradient()
 
     def after_step(self) -> None:
-        """After the sole owner's step: take what it wrote as seen."""
+        """Accept the writes of the sole owner's step."""
         if not self.watched:
             return
         signature, (seen, part) = Signature(self.signable()), self.signed
         if signature.addresses != seen.addresses[part]:
-            self.sign()  # state appeared or was re-bound within the step: pin it
+            self.sign()  # pins state that was created or rebound within the step
         else:
             self.signed = (signature, _WHOLE)
 
@@ -230,23 +229,23 @@ class TrackedTable:  # noqa: PLR0904
             self.fall_back_to_hashing(str(untracked))
 
     def _is_captured(self) -> bool:
-        """Whether its optimizer's step is being captured: then it is tracked by hashes, and nothing is marked.
+        """Whether the optimizer's step is being captured; the table then falls back to hashes and nothing is marked.
 
-        A mark would become part of the graph, which would write flags at each replay, even after they were freed.
+        A mark would become part of the graph and write flags at each replay, even after they were freed.
         """
         if not in_graph(self.param):
             return False
-        self.fall_back_to_hashing("its optimizer runs inside a CUDA graph, where no hook does")
+        self.fall_back_to_hashing("its optimizer runs inside a CUDA graph, which runs no hooks")
         return True
 
     def on_tracking_error(self, error: Exception) -> None:
-        """Telling this table's rows raised `error` (its weight was resized in place, say): hashes from now on."""
-        self.fall_back_to_hashing(f"its changed rows cannot be told ({type(error).__name__}: {error})")
+        """Fall back to hashes after an error in tracking, for example because the weight was resized in place."""
+        self.fall_back_to_hashing(f"its changed rows cannot be determined ({type(error).__name__}: {error})")
 
     def refresh(self, why: _WhyReplaced) -> None:
-        """Bring marks and schema up to date for a cut; a look at hashes follows.
+        """Update marks and schema for a snapshot; hashing follows.
 
-        `why` is `replaced_step_reason`, which may remember what it answered at this cut.
+        `why` is `replaced_step_reason`, possibly cached for this snapshot.
         """
         self.mark_if_written()
         if self.watched and self.marks.flags.device != self.param.device:
@@ -256,7 +255,7 @@ class TrackedTable:  # noqa: PLR0904
             and (reason := self._gradient_tracking_blocked_reason(self.sole, why)) is not None
         ):
             self.fall_back_to_hashing(reason)
-        if self.param.stride() != self._stride:  # which neither versions nor addresses show
+        if self.param.stride() != self._stride:  # a change that versions and addresses do not show
             self._stride = self.param.stride()
             self.marks.mark_all()
         if self.marks.flags.device != self.param.device:
@@ -268,7 +267,7 @@ class TrackedTable:  # noqa: PLR0904
             self.marks.mark_all()
 
     def begin_hashing(self) -> Hashing | None:
-        """After `refresh`: begin the look at a table that is tracked by hashes; `end_hashing` ends it."""
+        """After `refresh`, begin to hash a table that is tracked by hashes; `end_hashing` completes it."""
         return None if self._tracker is None else self._tracker.begin(self._sections())
 
     def end_hashing(self, hashing: Hashing) -> None:
@@ -276,7 +275,7 @@ class TrackedTable:  # noqa: PLR0904
             self._tracker.end(hashing, self._sections(), self.marks)
 
     def reseed(self, ids: Tensor | None) -> None:
-        """Weights and row fields were restored; `ids` (int64 [n]) came from delta frames, None: every row did."""
+        """Reset the marks after a restore; `ids` (int64 [n], or None for all rows) came from delta frames."""
         self._schema = self._read_schema()
         self.marks.reseed(ids)
         self._audit.forget()
@@ -285,9 +284,9 @@ class TrackedTable:  # noqa: PLR0904
         self.sign()
 
     def audit_draw(self, tables: int) -> Callable[[], None] | None:
-        """Draw the audit's next sample, as one of so many tables; what it returns looks at the rows.
+        """Draw the audit's next sample, as one of `tables` tables; return a job that hashes the rows.
 
-        A sample of all rows is looked at here: what it is drawn for must not miss what is written beside a thread.
+        A sample of all rows is hashed here, so that it misses no write that is concurrent with another thread.
         """
         count = self._settings.audited_rows(self.marks.rows, tables)
         self.samples += 1
@@ -302,22 +301,22 @@ class TrackedTable:  # noqa: PLR0904
         return None
 
     def audit_ahead(self) -> Callable[[], None] | None:
-        """What compares the sample ahead of the cut, on another thread; None: nothing is sampled, or all rows are."""
+        """Return a job that compares the sample on another thread; None without a sample or if it has all rows."""
         return self._audit.ahead(self._sections()) if self.watched and not self._audits_all else None
 
     def audit_check(self, *, ahead: bool = False) -> AuditFault | None:
-        """Check the sample, or take what was found ahead; a fault marks everything and ends tracking by gradients."""
+        """Check the sample, or use the comparison made ahead; a fault makes the table fall back to hashes."""
         if not self.watched or self._differs():
-            return None  # what was written from outside with a trace is no fault: `refresh` marks all of it
+            return None  # a detected write from outside is no fault: `refresh` marks all rows
         fault = self._audit.check(self._sections(), self.marks, ahead=ahead)
         if fault is not None:
             self.fall_back_to_hashing("an audit found rows that changed unseen")
         return fault
 
     def check_unmarked_rows(self, rows: Tensor) -> AuditFault | None:
-        """Before `refresh`: `rows` (int64 [n]) were stored at the last cut as something else than they were.
+        """Before `refresh`: check `rows` (int64 [n]) whose stored values in the last snapshot were wrong.
 
-        Those that no mark tells of since are a fault, as `audit_check` has them.
+        Rows that were not marked since are a fault, as in `audit_check`.
         """
         if not self.watched or self._differs():
             return None
@@ -325,7 +324,7 @@ class TrackedTable:  # noqa: PLR0904
         if not wrong:
             return None
         self.fall_back_to_hashing(
-            "rows were copied while it was written without a trace (through .data), and put back since"
+            "rows were copied while they were written untracked (through .data), and have been changed back since"
         )
         return AuditFault(table=self.key, rows=tuple(wrong[:16]), found=len(wrong), checked=len(rows))
 
@@ -334,11 +333,11 @@ class TrackedTable:  # noqa: PLR0904
             self._tracker.close()
 
     def update_found(self, found: FoundTable) -> None:
-        """The same parameter; other modules may look it up now."""
+        """Update the lookups and aliases of the same parameter."""
         self.found, self.lookups, self.aliases = found, found.lookups, found.aliases
 
     def shared_with(self, other: str | None) -> None:
-        """What lies in the same memory, by name; its steps write these rows, too."""
+        """Set the name of the owner of shared memory, whose steps write these rows, too."""
         self._shares = other
         if other is not None and self._tracker is not None:
             self.fall_back_to_hashing(self._shared_reason(other))
@@ -348,25 +347,25 @@ class TrackedTable:  # noqa: PLR0904
         return f"it shares its memory with {other}"
 
     def matches(self, found: FoundTable) -> bool:
-        """Whether `found`, of the same name, has the shape and type that this table was tracked with."""
+        """Whether `found`, of the same name, has the shape and dtype of this table."""
         return found.box == self.box and dtype_name(found.param.dtype) == self._schema.dtype
 
     def rebind(self, found: FoundTable) -> None:
-        """The model holds another parameter of the same shape now, or another module in this place."""
+        """Switch to another parameter of the same shape, after the model replaced it or its module."""
         self.update_found(found)
         self.param = found.param
         _log.warning(
-            "the parameter of table %s was replaced: it is saved whole, as new content. "
-            "The optimizer must be given the new one",
+            "the parameter of table %s was replaced: all its rows are saved as new content. "
+            "Pass the new parameter to the optimizer",
             self.fqn,
         )
         self.fall_back_to_hashing("its parameter was replaced", quiet=True)
         self.marks.mark_all()
 
     def sign(self) -> None:
-        """Take versions and addresses as they are.
+        """Accept the current versions and addresses.
 
-        The memory is pinned meanwhile, so that an address that was seen cannot come back as another tensor's.
+        The memory is pinned until the next call, so that a recorded address cannot be reused by another tensor.
         """
         if not self.watched:
             self.signed, self._pinned = _UNSIGNED, []
@@ -376,7 +375,7 @@ class TrackedTable:  # noqa: PLR0904
         self._pinned = [t.untyped_storage() for t in tensors if t.layout == torch.strided]
 
     def mark_outside(self) -> None:
-        """Someone wrote this table, or its state, outside of an optimizer's step."""
+        """Record a write to this table or its state outside of an optimizer's step."""
         if self.watched:
             self._written_outside()
             self.sign()
@@ -386,7 +385,7 @@ class TrackedTable:  # noqa: PLR0904
             self.mark_outside()
 
     def rewritten(self) -> None:
-        """We wrote its state ourselves: every row counts as changed."""
+        """Mark all rows after writing the state ourselves."""
         if self.watched and self._is_captured():
             return
         self.marks.mark_all()
@@ -411,7 +410,7 @@ class TrackedTable:  # noqa: PLR0904
             return self._shared_reason(self._shares) if self._shares else self.found.kernel.inexact_reason
         if len(owners) != 1:
             return "no optimizer owns it" if not owners else "several optimizers own it"
-        # A wrapper that is no torch optimizer is not on the whitelist either.
+        # A wrapper that is not a torch optimizer is not on the whitelist either.
         if self._shares is not None:
             return self._shared_reason(self._shares)
         dense = not all(lookup.sparse for lookup in self.lookups)
@@ -424,7 +423,7 @@ class TrackedTable:  # noqa: PLR0904
         )
 
     def _gradient_tracking_blocked_reason(self, owner: Any, why: _WhyReplaced) -> str | None:
-        """What is looked at when a cut is due, not at each step."""
+        """Reasons that are checked at snapshots instead of at each step."""
         if self.param.device.type == "cpu" and self.param.is_shared():  # type: ignore[no-untyped-call]
             return "its memory is shared with other processes"
         return why(owner)
@@ -442,12 +441,12 @@ class TrackedTable:  # noqa: PLR0904
         return now.versions != seen.versions[part] or now.addresses != seen.addresses[part]
 
     def signable(self) -> list[Tensor]:
-        """What is signed: the weights, and the tensors of the optimizers' state, in the order of their names."""
+        """Return the signed tensors: weights, then the optimizers' state in the order of the names."""
         state = [e[key] for e in self.entries() for key in sorted(e, key=str)]
         return [self.param, *(value for value in state if isinstance(value, Tensor))]
 
     def entries(self) -> list[Mapping[Any, Any]]:
-        """The optimizers' state of this table, innermost first."""
+        """Return the optimizers' state of this table, innermost first."""
         return [entry for view in self.views if (entry := view.target.state.get(self.param))]
 
     def _fields(self) -> dict[str, tuple[str, Tensor]]:
@@ -474,5 +473,5 @@ class TrackedTable:  # noqa: PLR0904
 
 
 def _name(key: str, nth: int) -> str:
-    """Canonical name of a state key: the innermost optimizer's as it is, its wrappers' with @1, @2, ..."""
+    """Return the canonical name of a state key: the key, with @1, @2, ... for the wrappers of an optimizer."""
     return f"{key}@{nth}" if nth else key

@@ -1,11 +1,11 @@
-"""How a table learns which of its rows changed: exactly, or a superset, never less.
+"""Trackers, which determine the changed rows of a table: exactly or as a superset, never fewer.
 
-- gradients: `SparseGradientTracker`, for optimizers of the whitelist: the rows that the applied gradient lists. This
-  covers functional and tied lookups, accumulation, closures and gradients that were not zeroed, for it is the very
-  gradient that was applied. A dense gradient lists none: `Untracked`
-- lookups: `LookupTracker`, for fused kernels, which report the rows that they update
-- hashes: `HashTracker`, for everything else: one 64-bit hash of weights and state per row, kept from cut to cut. Exact
-  for any optimizer; costs one read of the table per cut and 8 bytes per row
+- gradients: `SparseGradientTracker`, for whitelisted optimizers, marks the rows listed in the applied gradient. This
+  covers functional and tied lookups, accumulation, closures and gradients that were not zeroed, because it uses the
+  gradient that was applied. A dense gradient raises `Untracked`.
+- lookups: `LookupTracker`, for fused kernels, which report the rows that they update.
+- hashes: `HashTracker`, for all other tables, keeps one 64-bit hash of weights and state per row between snapshots. It
+  is exact for any optimizer and costs one read of the table per snapshot and 8 bytes per row.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from deltashard.tracking.marks import Marks
 
 
 class Untracked(Exception):
-    """The rows that changed in this step cannot be proven; the message says why."""
+    """The rows that changed in this step cannot be proven; the message is the reason."""
 
 
 class Tracker:
-    """Of one table: marks its changed rows when they change, or at the look of a cut."""
+    """Marks the changed rows of one table, when they change or at a snapshot."""
 
     name: ClassVar[str]
 
     def hold_gradient(self) -> None:
-        """The optimizer is about to apply the gradient: keep it, another hook may drop it."""
+        """Keep the gradient that the optimizer is about to apply, since another hook may drop it."""
 
     def stepped(self) -> None:
-        """The optimizer applied the gradient that was held: mark its rows.
+        """Mark the rows of the gradient that the optimizer has applied.
 
         Raises:
-            Untracked: which rows that were is not known.
+            Untracked: The changed rows are unknown.
         """
 
     def begin(self, _sections: Sequence[Tensor]) -> row_hash.Hashing | None:
-        """Begin a look at the weights and row fields, [R] or [R, D] each: run its jobs, then `end`. None: no look."""
+        """Begin to hash weights and row-wise fields, [R] or [R, D] each: run its jobs, then `end`. None: no hashing."""
         return None
 
     def end(self, hashing: row_hash.Hashing, sections: Sequence[Tensor], marks: Marks) -> None:
-        """Mark the rows that differ from the last look."""
+        """Mark the rows that differ from the last hashing."""
 
     def adopt(self, sections: Sequence[Tensor]) -> None:
-        """Take what is there as known (after a restore), without marking."""
+        """Accept the current values (after a restore) without marking."""
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -61,7 +61,7 @@ class SparseGradientTracker(Tracker):
     def __init__(self, found: FoundTable, marks: Marks) -> None:
         self._param = found.param
         self._marks = marks
-        # The gradient of the step under way, and its rows if it is sparse.
+        # The gradient of the current step, and its rows if it is sparse.
         self._held: Tensor | None = None
         self._rows: Tensor | None = None
 
@@ -70,8 +70,8 @@ class SparseGradientTracker(Tracker):
         if grad is None or not grad.is_sparse:
             self._rows = None
             return
-        indices = grad._indices()  # noqa: SLF001 - indices() refuses uncoalesced gradients
-        # [1, n] is as good as [n], and `indices[0]` costs more than the marks.
+        indices = grad._indices()  # noqa: SLF001 - indices() rejects uncoalesced gradients
+        # [1, n] works like [n], and `indices[0]` would cost more than marking.
         self._rows = indices if grad.sparse_dim() == 1 else indices[0]
 
     def stepped(self) -> None:
@@ -87,7 +87,7 @@ class SparseGradientTracker(Tracker):
 
 
 class HashTracker(Tracker):
-    """Marks the rows whose hash differs from the one at the last look."""
+    """Marks the rows whose hash differs from the one at the last snapshot."""
 
     name = "hashes"
 
@@ -100,7 +100,7 @@ class HashTracker(Tracker):
         return row_hash.Hashing(sections, self._seed)
 
     def end(self, hashing: row_hash.Hashing, sections: Sequence[Tensor], marks: Marks) -> None:
-        # A first look, or another set of fields than last time, counts as a change of every row.
+        # The first hashing, or a changed set of fields, counts as a change of every row.
         layout = row_hash.layout(sections)
         hashes = hashing.result()
         if self._hashes is None or layout != self._layout:

@@ -1,15 +1,15 @@
-"""The facade of tracking: which rows a cut must take, and the live tensors it takes them from.
+"""Facade of tracking: the rows that a snapshot must take, and the live tensors that contain them.
 
-One `TrackedTable` per shard of a table that this process holds: the whole table, where it is not sharded.
+There is one `TrackedTable` per table shard of this process (the whole table if it is not sharded).
 
-Order at a step boundary, all on the training thread:
+Call order at a step boundary, on the training thread:
 
     steps.end_step()                        every step
-    refresh() -> DirtyCounts            a cut is due: audits, looks at hash tables, refreshes schemas; then counts
-    audit_sample()                      draw the next sample
-    table.select_rows(mode)             per table; ... rows are copied ...
-    snapshot_taken(cut, mode, full=...)      flags move to pending
-    committed(cut, ...) | failed(cut)   whenever the news arrives
+    refresh() -> DirtyCounts                a snapshot is due: updates schemas, hashes tables and counts rows
+    audit_sample()                          draws the next sample
+    table.select_rows(mode)                 per table; then the rows are copied
+    snapshot_taken(cut, mode, full=...)     flags become pending
+    committed(cut, ...) | failed(cut)       when the outcome is reported
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _log = logging.getLogger("deltashard.tracking")
 __all__ = ["TrackedTable", "Tracking", "TrackingSettings"]
 
 _JOBS_AT_ONCE = 64
-"""Chunks of hashing, of all tables together, before their results are taken."""
+"""Hashing chunks over all tables that run before their results are taken."""
 
 
 class Tracking:  # noqa: PLR0904
-    """All tables of a model under its optimizers."""
+    """All tables of a model and its optimizers."""
 
     def __init__(
         self,
@@ -69,17 +69,17 @@ class Tracking:  # noqa: PLR0904
         """Discover tables and install hooks.
 
         Args:
-            model: the module whose tables and dense tensors are tracked, wrapped or not.
-            optimizers: one optimizer or an iterable of them; wrappers (Lookahead, ...) are looked into. Fused ones are
-                found in the model.
-            settings: see `TrackingSettings`.
-            report: told of events that the log tells as well: optimizer_state_reset (table, field),
-                gradient_alive (parameter, optimizer).
-            rank: of this process, in a group of `world_size`.
-            world_size: with more than one, what every rank holds whole is saved by one of them.
+            model: Module whose tables and dense tensors are tracked, wrapped or not.
+            optimizers: One optimizer or an iterable of them; wrappers (Lookahead, ...) are unwrapped. Fused optimizers
+                are found in the model.
+            settings: See `TrackingSettings`.
+            report: Called for events that are also logged: optimizer_state_reset (table, field), gradient_alive
+                (parameter, optimizer).
+            rank: Rank of this process in a group of `world_size`.
+            world_size: Number of ranks. With more than one, each replicated tensor is saved by one rank.
 
         Raises:
-            UserError: see `discovery.discover` and `handed_optimizer.unwrap_optimizers`.
+            UserError: See `discovery.discover` and `user_optimizer.unwrap_optimizers`.
         """
         self.settings = settings or TrackingSettings()
         self.model = model
@@ -93,7 +93,7 @@ class Tracking:  # noqa: PLR0904
         self.tables = [self._tracked(found) for found in self.inventory.tables.values()]
         self.by_key = {table.key: table for table in self.tables}
         self.regrown = False
-        """Whether tables came or went since the last cut: the next one is to be full."""
+        """Whether tables were added or removed since the last snapshot, so that the next one must be full."""
         self._addresses: list[int] = []
         self._alive_reported = False
         self.optimizers: list[OptimizerView] = self._views(self.inventory)
@@ -101,7 +101,7 @@ class Tracking:  # noqa: PLR0904
         for view in self.optimizers:
             view.watch_attributes()
         self.faults = 0
-        """Audit faults since the start."""
+        """Number of audit faults since the start."""
         self._sampling: Future[None] | None = None
         self._grouped: list[list[Tensor]] | None = None
         """Parameters by optimizer, as of the last `_attach`."""
@@ -110,13 +110,13 @@ class Tracking:  # noqa: PLR0904
         self._foreign = ForeignSteps(self)
         self._attach()
         self.on_cuda = any(device.type == "cuda" for device in self._devices())
-        """Whether something of the program lies on a GPU, as of the last cut."""
+        """Whether a tensor of the program is on a GPU, as of the last snapshot."""
         _live.add(self)
 
     def dense(self, *, look: bool = True) -> dict[str, Tensor]:
-        """Live parameters and persistent buffers that are no tables, by canonical name, read from the model now.
+        """Return the live dense parameters and persistent buffers to save, by canonical name.
 
-        Without those that are left out. `look=False`: as `refresh` has just found them.
+        `look=False`: use the result of the last `refresh` instead of inspecting the model.
         """
         if look:
             self.inventory = discover(self.model, self.settings.tables, find)
@@ -124,7 +124,7 @@ class Tracking:  # noqa: PLR0904
 
     @property
     def saved(self) -> list[TrackedTable]:
-        """The shards that this process saves; replicas are one rank's."""
+        """Shards that this process saves; one rank saves each replica."""
         return [table for table in self.tables if table.saver is None]
 
     def saves(self, name: str) -> bool:
@@ -132,7 +132,7 @@ class Tracking:  # noqa: PLR0904
 
     @property
     def replicas(self) -> dict[str, Tensor]:
-        """What must be the same on all ranks, by name: parameters, of which each rank has all, and such tables."""
+        """Tensors that must be equal on all ranks, by name: replicated parameters and tables."""
         if self._world_size == 1:
             return {}
         dense = {
@@ -141,7 +141,7 @@ class Tracking:  # noqa: PLR0904
         return dense | {table.key: table.param for table in self.tables if table.found.replicated}
 
     def _assign_savers(self) -> dict[str, int]:
-        """Which rank saves each replica. Buffers may differ (statistics of a rank's batches): they are rank 0's."""
+        """Assign a saving rank to each replica; rank 0 saves buffers, which may differ between ranks."""
         if self._world_size == 1:
             return {}
         held = {name: found.param for name, found in self.inventory.tables.items() if found.replicated}
@@ -153,12 +153,12 @@ class Tracking:  # noqa: PLR0904
         return TrackedTable(found, self.settings, saver=None if saver == self._rank else saver)
 
     def leave_out(self, names: frozenset[str]) -> None:
-        """Do not save these dense tensors: a module's own contract says so."""
+        """Exclude dense tensors from the checkpoint, as requested by a module's contract."""
         self.left_out = names
 
     @property
     def hooked(self) -> list[Any]:
-        """The torch optimizers that can be asked whether they stepped."""
+        """The torch optimizers whose steps can be observed by hooks."""
         return [hooks.optimizer for hooks in self._hooks]
 
     @property
@@ -166,7 +166,7 @@ class Tracking:  # noqa: PLR0904
         return any(param.grad is not None for params in _by_view(self.optimizers) for param in params)
 
     def synchronize(self) -> None:
-        """Wait for the accelerators that a cut reads: their copies run on one stream, training may use several."""
+        """Wait for the accelerators that a snapshot reads: copies run on one stream, training may use several."""
         devices = self._devices()
         self.on_cuda = any(device.type == "cuda" for device in devices)
         for device in devices:
@@ -177,7 +177,7 @@ class Tracking:  # noqa: PLR0904
         return {tensor.device for tensor in tensors}
 
     def refresh(self) -> DirtyCounts:
-        """Bring marks and schemas up to date for a cut and count the rows it would take."""
+        """Update marks and schemas for a snapshot, and count the rows that it would take."""
         self.adopt()
         self._rediscover()
         known = self._grouped
@@ -202,7 +202,7 @@ class Tracking:  # noqa: PLR0904
         )
 
     def _check_shared_state(self) -> None:
-        """State that two tables have in one memory is another's to change: both are hashed."""
+        """Track two tables by hashes if they share optimizer state in memory, which either may change."""
         held: dict[int, TrackedTable] = {}
         for table in self.tables:
             for tensor in table.signable()[1:]:
@@ -213,7 +213,7 @@ class Tracking:  # noqa: PLR0904
                         each.shared_with(f"the state of {of.key}")
 
     def _update_hashes(self) -> None:
-        """Many small tables are looked at together; what a look takes meanwhile (8 bytes a row) is bounded."""
+        """Hash many small tables together; the memory for results (8 bytes per row) is bounded."""
         looks: list[tuple[TrackedTable, Hashing]] = []
         jobs = 0
         for table in self.tables:
@@ -228,7 +228,7 @@ class Tracking:  # noqa: PLR0904
                 looks, jobs = [], 0
 
     def snapshot_taken(self, cut: int, mode: Mode, *, full: bool = False) -> None:
-        """Every table's selection was copied for `cut`; `full`: all rows of all tables were (implied by "all")."""
+        """Record that `cut` copied every table's selection; `full`: all rows of all tables (implied by "all")."""
         for table in self.tables:
             table.marks.snapshot_taken(cut, full=full or mode == "all")
         self.regrown = False
@@ -240,12 +240,12 @@ class Tracking:  # noqa: PLR0904
             self.steps.gradients = None if watch.is_finished else watch
 
     def committed(self, cut: int, *, baseline: bool) -> None:
-        """The commit of `cut` is known; repeated, late and unknown cuts are harmless."""
+        """Record the commit of `cut`; repeated, late and unknown snapshots have no effect."""
         for table in self.tables:
             table.marks.committed(cut, baseline=baseline)
 
     def rebase(self) -> None:
-        """What changed since the newest commit is, from now on, what changed since the baseline."""
+        """Make rows changed since the newest commit the rows changed since the baseline."""
         for table in self.tables:
             table.marks.rebase()
 
@@ -254,9 +254,9 @@ class Tracking:  # noqa: PLR0904
             table.marks.failed(cut)
 
     def audit_sample(self, later: Callable[[Callable[[], None]], Future[None]] | None = None) -> None:
-        """Draw fresh samples of rows, at the boundary of a cut and after the check of the last ones.
+        """Draw new samples of rows, at the boundary of a snapshot and after the check of the last samples.
 
-        `later` has them looked at on another thread.
+        `later` runs a job on another thread, which then hashes the samples.
         """
         drawn = [table.audit_draw(len(self.tables)) for table in self.tables]
         looks = [look for look in drawn if look is not None]
@@ -271,13 +271,14 @@ class Tracking:  # noqa: PLR0904
             self._sampling = later(look_all)
 
     def audit_ahead(self) -> list[Callable[[], None]]:
-        """What compares the samples shortly before a cut, while training goes on; on the thread that drew them."""
+        """Return jobs that compare the samples shortly before a snapshot, for the thread that hashed them."""
         return [look for table in self.tables if (look := table.audit_ahead()) is not None]
 
     def audit_before_commit(self, *, ahead: bool = False) -> list[AuditFault]:
-        """Check the samples before the next cut is prepared; with a fault that cut should be full.
+        """Check the samples before the next snapshot, which should be full if there is a fault.
 
-        `ahead`: `audit_ahead` compared them right before this cut; only the tables whose turn it is are compared again.
+        `ahead`: the jobs of `audit_ahead` ran right before this snapshot; only tables whose turn it is are compared
+        again.
         """
         if self._sampling is not None:
             sampling, self._sampling = self._sampling, None
@@ -308,7 +309,6 @@ class Tracking:  # noqa: PLR0904
             table.close()
 
     def _views(self, inventory: Inventory) -> list[OptimizerView]:
-        """Of the optimizers that were handed over, in order, then of the fused ones."""
         return views(
             views_of(self._user_optimizers.now, inventory.names, self.by_key, inventory.fused), inventory
         )
@@ -326,14 +326,14 @@ class Tracking:  # noqa: PLR0904
         self._index()
 
     def _share(self) -> None:
-        """Tables that lie in one memory with something else are hashed: another's step writes their rows."""
+        """Track tables by hashes if they share memory, since another step may write their rows."""
         self._addresses = [table.param.data_ptr() for table in self.tables]
         others = overlapping_tables(self.inventory)
         for table in self.tables:
             table.shared_with(others.get(table.key))
 
     def _index(self) -> None:
-        """Tell the hooks of every optimizer its tables; not within a step, whose hooks go through them."""
+        """Assign the tables to the hooks of their optimizers; not within a step, which iterates over them."""
         by_owner: dict[int, list[TrackedTable]] = {}
         for table in self.tables:
             if table.tracker == "gradients":
@@ -342,7 +342,7 @@ class Tracking:  # noqa: PLR0904
             hooks.watch(by_owner.get(id(hooks.optimizer), []))
 
     def adopt(self) -> None:
-        """Take over optimizers that others replaced in the list that was given, or in an attribute of the model."""
+        """Adopt optimizers that the script replaced in the list it passed, or in an attribute of the model."""
         if not self._user_optimizers.refresh():
             return
         live = {id(optimizer) for handed in self._user_optimizers.now for optimizer in hookable(handed)}
@@ -354,7 +354,7 @@ class Tracking:  # noqa: PLR0904
         self._rebuild_views()
         kinds = ", ".join(type(view.target).__name__ for view in self.optimizers)
         _log.warning(
-            "an optimizer was replaced while training: from now on checkpoints hold those that are there now (%s). "
+            "an optimizer was replaced during training: from now on checkpoints hold the current ones (%s). "
             "To restore such a checkpoint, build the same optimizers before the Checkpointer",
             kinds,
         )
@@ -375,7 +375,7 @@ class Tracking:  # noqa: PLR0904
                 table.mark_outside()
 
     def regrouped(self, optimizer: Any) -> None:
-        """Parameters were added to a handed optimizer, which is about to step: it may change another's tables."""
+        """Handle parameters added to an optimizer that is about to step: it may change tables of another one."""
         for table in self.tables:
             if table.sole is not optimizer and _owns(optimizer, table.param):
                 table.rewritten()
@@ -386,18 +386,18 @@ class Tracking:  # noqa: PLR0904
         self._alive_reported = True
         name, kind = self.inventory.names.get(param, "a parameter"), type(optimizer).__name__
         _log.warning(
-            "the gradient of %s was there at a cut and is used after it (%s steps less often than step() is called, "
-            "applies gradients late, or keeps them). No checkpoint holds .grad: a run that resumes from one goes on "
-            "without it, so not bit for bit. Save where gradients were applied and will be zeroed",
+            "the gradient of %s existed at a snapshot and is used after it (%s steps less often than step() is called, "
+            "applies gradients late, or keeps them). Checkpoints do not contain .grad: a resumed run continues "
+            "without it and is not bit-identical. Save after gradients were applied and before they are zeroed",
             name,
             kind,
         )
         self.report("gradient_alive", {"parameter": name, "optimizer": kind})
 
     def _rediscover(self) -> None:
-        """Find the tables in the model as it is now, by name: modules may be replaced, added or gone.
+        """Find the tables in the current model by name, since modules may be replaced, added or removed.
 
-        A table of another shape or type than before is a new table of that name.
+        A table with another shape or dtype is a new table of that name.
         """
         before = self._named
         now = discover(self.model, self.settings.tables, find)
@@ -425,7 +425,6 @@ class Tracking:  # noqa: PLR0904
         self._named = now
 
     def _rebuild_views(self) -> None:
-        """Optimizers, or what they step, changed: have views of them as they are now."""
         earlier = self.optimizers
         self.optimizers = self._views(self.inventory)
         for view in self.optimizers:
@@ -449,9 +448,9 @@ _live: weakref.WeakSet[Tracking] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    # A forked worker trains nothing of ours: what it runs of the model must not be watched.
+    # A forked worker does not train: its use of the model must not be tracked.
     for tracking in list(_live):
-        tracking.on_cuda = False  # nor may CUDA be asked anything there
+        tracking.on_cuda = False  # CUDA must not be used there either
         tracking.close()
 
 

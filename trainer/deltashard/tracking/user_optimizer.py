@@ -1,9 +1,8 @@
-"""The optimizers that a training script hands over, without what a library puts around them (`extension`).
+"""The optimizers that a training script passes, without library wrappers (`extension`).
 
-A script may replace an optimizer while it trains. Where it does so in the list or dict that it gave, or in the
-attribute of a module of the model that held the optimizer, the new one is found there. One that is held by a variable
-of the script alone is not: then no optimizer that is known steps any more, and the saves that do not happen are
-reported.
+A script may replace an optimizer while it trains. The new one is found if it is in the list or dict that the script
+passed, or in the module attribute that held the old one. An optimizer held only by a variable of the script is not
+found: then no known optimizer steps any more, and the blocked saves are reported.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from deltashard.tracking.extension import parts
 
 
 def unwrap_optimizers(optimizers: Iterable[Any]) -> list[Any]:
-    """The optimizers that step by themselves, in order.
+    """Return the optimizers that step by themselves, in order.
 
     Raises:
-        UserError: a kind of optimizer that is not supported.
+        UserError: An optimizer is of an unsupported kind.
     """
     return [part for optimizer in optimizers for part in _parts(optimizer)]
 
@@ -45,10 +44,10 @@ def refusal(optimizer: Any, why: str, remedy: str) -> UserError:
 
 
 class UserOptimizers:
-    """Those that a script gave, as it holds them now."""
+    """The optimizers that a script passed, including later replacements."""
 
     def __init__(self, given: Any, model: nn.Module) -> None:
-        """`given`: one optimizer, a list, dict or other iterable of them, or None."""
+        """`given` is one optimizer, a list, dict or other iterable of them, or None."""
         live = isinstance(given, list | Mapping) or hasattr(given, "step")
         self._given: Any = given if live else list(given or ())
         held = {
@@ -58,12 +57,12 @@ class UserOptimizers:
             if isinstance(value, torch.optim.Optimizer)
         }
         self._places = {id(each): (each, held[id(each)]) for each in self._listed() if id(each) in held}
-        """Optimizer -> itself, and the module and attribute that held it."""
+        """By id: the optimizer, and the module and attribute that held it."""
         self.now = unwrap_optimizers(self._now())
-        """Those that step, as of the last look."""
+        """Optimizers that step, as of the last `refresh`."""
 
     def refresh(self) -> bool:
-        """Whether they are others than at the last look; what is no optimizer, or empty, changes nothing."""
+        """Update `now`; return whether it changed. Containers with non-optimizers, or empty ones, change nothing."""
         listed = self._now()
         if not all(views_of([each], {}, ()) for each in listed):
             return False

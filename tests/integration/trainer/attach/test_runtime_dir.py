@@ -45,7 +45,7 @@ def test_removed_runtime_directory_is_recreated(store: Path, caplog: pytest.LogC
         first = run.ckpt.sidecar_pid
         shutil.rmtree(home_of(store))
         assert_saves_again(run, store, first)
-    assert "was removed: it is made again" in caplog.text
+    assert "was removed: it is created again" in caplog.text
 
 
 def test_removed_pack_cache_is_recreated(store: Path, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_epoch_with_unknown_rest_restarts_or_is_refused(run: RunRanks, tmp_path:
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("run", "says otherwise than rank 0: run: 'group' on rank 0, 'another' on rank 1"),
+        ("run", "has fact otherwise than rank 0: run: 'group' on rank 0, 'another' on rank 1"),
         ("model", "has table otherwise than rank 0"),
         ("encoding", "encoding"),
         ("replicas", "differs from rank 0's"),

@@ -56,15 +56,15 @@ def test_any_rank_sends_its_data_in_chunks(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "RENDEZVOUS_TIMEOUT_S", 0.2)
-    with pytest.raises(RanksDiffer, match="no word of ranks 1, 2 for"):
+    with pytest.raises(RanksDiffer, match="no message of ranks 1, 2 for"):
         Rendezvous(0, 3, b"")
     with pytest.raises(RanksDiffer, match="rank 1 waited for the other ranks"):
         Rendezvous(1, 3, b"")
     zero, one = short_timeouts(monkeypatch)
     zero.submit("x", b"")
-    with pytest.raises(RanksDiffer, match="no word of ranks 1 for"):
+    with pytest.raises(RanksDiffer, match="no message of ranks 1 for"):
         zero.gather("x", 0.1)
-    with pytest.raises(RanksDiffer, match="rank 0 said nothing"):
+    with pytest.raises(RanksDiffer, match="rank 0 sent nothing"):
         one.await_broadcast("y", 0.1)
 
 

@@ -65,7 +65,7 @@ def test_rank_is_read_from_the_process_group(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("GROUP_RANK", "1")
     assert rank_of_this_process("here") == Rank(number=0, local=3, world_size=2, node=1)
     monkeypatch.setenv("LOCAL_RANK", "64")
-    with pytest.raises(UserError, match="64 ranks at most"):
+    with pytest.raises(UserError, match="at most 64 ranks"):
         rank_of_this_process("here")
     with pytest.raises(UserError, match="there are 2 ranks now, and there was 1"):
         check_unchanged(Rank(), "restore()")

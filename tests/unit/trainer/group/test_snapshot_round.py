@@ -11,15 +11,15 @@ ANY, CLOSE, EXACT = (
     Proposal(reason="close"),
     Proposal(reason="user", at=7, exact=True),
 )
-READY, NINE, BUSY = Ack(limit=7), Ack(limit=9), Ack(limit=9, not_ready_reason="the sidecar was away")
+READY, NINE, BUSY = Ack(limit=7), Ack(limit=9), Ack(limit=9, not_ready_reason="the sidecar was disconnected")
 STAYS = Ack(limit=7, holds_step=True)
 VERDICTS = {
     "not all answered": (ANY, {0: READY}, 2, None),
     "the last limit": (ANY, {0: READY, 1: NINE}, 2, RoundVerdict(at=9)),
-    "one that cannot": (ANY, {1: BUSY}, 3, RoundVerdict(at=None, cancel_reason="rank 1: the sidecar was away", rank=1)),
+    "one that cannot": (ANY, {1: BUSY}, 3, RoundVerdict(at=None, cancel_reason="rank 1: the sidecar was disconnected", rank=1)),
     # Who waits for a save, or closes: only its own step is one that all can cut.
     "one stays": (CLOSE, {0: STAYS, 1: NINE}, 3, RoundVerdict(
-        at=None, cancel_reason="rank 0 stands at step 7, rank 1 continues to step 9", rank=1
+        at=None, cancel_reason="rank 0 is held at step 7, rank 1 continues to step 9", rank=1
     )),
     "all stay": (CLOSE, {0: STAYS, 1: STAYS}, 2, RoundVerdict(at=7)),
     "that very step": (EXACT, {0: READY, 1: READY}, 2, RoundVerdict(at=7)),

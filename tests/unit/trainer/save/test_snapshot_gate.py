@@ -59,5 +59,5 @@ def test_wait_for_a_running_comparison_is_bounded() -> None:
     comparison.begin(InFlightSave(cut=1, step=1, reason="timer"), [(None, None)])  # type: ignore[list-item]
     found = comparison.result(time.monotonic())
     assert found is not None
-    assert "not over in time" in found.failed
+    assert "did not finish in time" in found.failed
     assert job.cancelled()

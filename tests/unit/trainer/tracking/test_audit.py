@@ -62,7 +62,7 @@ def test_fault_makes_the_next_snapshot_full_and_is_counted():
     table.weight.data[::10] *= 0.5
     faults = tracking.audit_before_commit()
     assert [f.table for f in faults] == ["weight"]
-    assert "changed outside" in str(faults[0])
+    assert "changed untracked" in str(faults[0])
     assert tracking.faults == 1
     assert tracking.refresh().commit == ROWS
     tracking.snapshot_taken(2, "since_commit")
