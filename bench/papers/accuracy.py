@@ -385,7 +385,7 @@ def _headlines(found: Mapping[str, Any]) -> list[dict[str, Any]]:
             {
                 "what": f"harm of {restores} restore{'s' * (restores > 1)} to the progressive loss",
                 "paper": f"< .01 % at {bits} bit",
-                "ours": f"{uniform_change[0]:.4f} % at {bits} bit everywhere, {budget_change[0]:.4f} % within our budget",
+                "ours": f"{uniform_change[0]:.4f} % at {bits} bit everywhere, {budget_change[0]:.4f} % in our budget",
                 "met": met,
                 "why": "" if met else _EXPLANATIONS[met],
             }

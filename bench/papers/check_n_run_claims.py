@@ -232,9 +232,9 @@ def _method(found: Found) -> str:
 - No dense parameters: they are a constant, and not what is compared."""
 
 
-METHOD = """Every byte is counted that lands in the store: packs, indexes, entries of the log. They come of the product's
-own write path (`bench/papers/store_run.py`: what a save holds is the word of `differential.decide`; then codecs, part
-writer, commit, retention and garbage collection) on a store in memory. The newest checkpoint of every run is read back
+METHOD = """Every byte that lands in the store is counted: packs, indexes, log entries. The product's own write path
+produces them (`bench/papers/store_run.py`: `differential.decide` chooses what a save holds; then codecs, part writer,
+commit, retention and garbage collection) on a store in memory. The newest checkpoint of every run is read back
 from it: """
 
 

@@ -237,8 +237,9 @@ def page(found: Found) -> str:
     equal = resumed["losses_equal"] and resumed["samples_equal"]
     said = (
         f"One pass over {found['samples']:,} samples of real baskets in {found['steps']:,} steps of "
-        f"{found['batch']} (order: {found['sampler']}), ended {STEPS_AFTER_SAVE} steps after each of {found['restarts']} "
-        f"saves. Resumed with the loader's position the pass {'is' if equal else '**is not**'} the uninterrupted "
+        f"{found['batch']} (order: {found['sampler']}), ended {STEPS_AFTER_SAVE} steps after each of "
+        f"{found['restarts']} saves. "
+        f"Resumed with the loader's position the pass {'is' if equal else '**is not**'} the uninterrupted "
         f"one: the same samples, and losses {'equal' if equal else 'unequal'} to the bit. Restored at the same "
         "steps into a loader that begins anew, as with a loader that knows no position, it trains on some "
         f"samples twice and on others never, and its held-out loss changes by {mean:+.2%}"

@@ -46,7 +46,7 @@ def until(
     poll_s: float = 0.02,
     deadline_s: float = DEADLINE_S,
 ) -> T:
-    """Wait for `found()`, as long as `progress()` changes every `deadline_s` at least and the run is not `is_finished()`.
+    """Wait for `found()`, as long as `progress()` changes every `deadline_s` and the run is not finished.
 
     Raises:
         DemoFailed: with `logs()`.

@@ -1,6 +1,6 @@
-"""What the harness knows about a run: the training process's step lines, and the store's own commit log.
+"""What the harness knows about a run: its step lines and the commit log.
 
-`LogWatcher` polls the log as any reader of the store would, in a thread of its own, and remembers when it first saw each
+`LogWatcher` polls the log as any reader would, in its own thread, and remembers when it first saw each
 checkpoint. Nothing here asks the trainer or the sidecar what was committed.
 """
 

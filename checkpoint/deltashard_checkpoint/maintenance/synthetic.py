@@ -7,9 +7,9 @@ Both costs are measured in seconds of lost training:
     full snapshot    stall + BUSY_SHARE * (encode + upload)
     compaction       BUSY_SHARE * (fetch what is not cached + move + upload)
 
-The compacted checkpoint is the one on which the next snapshots build. During a snapshot (`at_snapshot`) that is the newest
-commit: the snapshot becomes a delta over it, and the trainer counts from there. Between snapshots (`between_snapshots`) the
-log shows it: for deltas on deltas the newest checkpoint, else the one it covers.
+The compacted checkpoint is the one on which the next snapshots build. During a snapshot (`at_snapshot`) that is the
+newest commit: the snapshot becomes a delta over it, and the trainer counts from there. Between snapshots
+(`between_snapshots`) the log shows it: for deltas on deltas the newest checkpoint, else the one it covers.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def compaction_target(state: RunState, seq: int, *, consecutive: bool) -> int:
 def between_snapshots(checkpoints: int, *, deferred: bool, longest: int) -> BaselineVerdict | None:
     """Return a verdict if a `compaction_target` with so many checkpoints is compacted now; `longest` 0: no limit.
 
-    `deferred`: deltas do not build on deltas, so a target that is a delta was chosen by `at_snapshot` and is still due. This
-    follows from the log alone, so a restarted sidecar detects it, too.
+    `deferred`: deltas do not build on deltas, so a target that is a delta was chosen by `at_snapshot` and is still due.
+    This follows from the log alone, so a restarted sidecar detects it, too.
     """
     if deferred:
         return BaselineVerdict(why="deferred", text=f"{checkpoints} checkpoints under the newest snapshot")

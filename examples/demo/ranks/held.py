@@ -1,9 +1,8 @@
 """What a rank holds, as SHA-256 sums of TorchRec's own view of its living tensors; and, in a file, what it held last.
 
-A rank whose neighbour dies may stand in a collective that nothing of Python gets out of, so whoever wants to know what
-it held has to have it beforehand. Rows change in one place only, the fused updates within the backward pass: `LastShardState`
-looks right after each, before the next collective. What it wrote last is what the rank held when it ended, the updates
-of a step that was never finished included.
+A rank whose peer dies may hang in a collective that Python cannot interrupt, so its rows must be recorded earlier. Rows
+change only in the fused updates within the backward pass. `LastShardState` records them after each update, before the
+next collective. The last record is what the rank held when it ended, including updates of an unfinished step.
 """
 
 from __future__ import annotations

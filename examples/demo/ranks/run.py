@@ -3,7 +3,7 @@
 Two trainings of the same script (`train.py`) under torchrun: one that nothing happens to, without deltashard, for
 comparison; and one as a Job (`job.py`) to which the events of `event_schedule` happen, one after the other. Writes
 out/demo-ranks.json and out/demo-ranks.html and prints a table. The exit status is 0 only if after every event all ranks
-held, bit for bit, one checkpoint of the store, the newest, and went on from there as was promised (`RankDemoResult.broken`).
+held, bit for bit, the newest checkpoint of the store, and continued from it as promised (`RankDemoResult.broken`).
 The last event is met by partial recovery: only the lost rank's rows are that checkpoint's, the survivors' are what they
 held.
 """

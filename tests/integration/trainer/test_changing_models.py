@@ -114,7 +114,7 @@ def test_grown_table_and_replaced_optimizer_are_in_next_baseline(
         train((model, held[0]), ckpt, range(4, 6))
         commit = ckpt.save().wait(60)
         assert commit.step == 6
-    assert "an optimizer was replaced while training" in caplog.text
+    assert "an optimizer was replaced during training" in caplog.text
     assert "films.weight changed from (300, 16) to (350, 16)" in caplog.text
     with (
         checkpointer(made(torch.optim.Adagrad)) as ckpt,

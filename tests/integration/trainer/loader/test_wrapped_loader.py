@@ -101,7 +101,9 @@ def test_every_kind_resumes_exactly_or_warns(kind: str, at: int) -> None:
 def test_stateful_loader_without_order_warns() -> None:
     """Its sampler draws from NumPy, which its state_dict() does not know."""
     outcome = resumed(loop(lambda: StatefulDataLoader(Numbers(), batch_size=4, sampler=FromNumpy())), 8, 16)
-    assert outcome.exact or any("state_dict() does not contain everything" in text for text in outcome.warnings)
+    assert outcome.exact or any(
+        "state_dict() does not contain everything" in text for text in outcome.warnings
+    )
 
 
 # Another loader after the restart
