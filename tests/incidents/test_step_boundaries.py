@@ -154,7 +154,7 @@ def test_pin_requested_during_save_keeps_its_step_or_fails(tmp_path: Path) -> No
             assert (lost.cut, plain.cut) == (None, None)
             run.train(1)
             assert lost.done
-            with pytest.raises(SaveFailed, match="step 2 was not cut, because the save before it"):
+            with pytest.raises(SaveFailed, match="step 2 was not captured, because the previous save"):
                 lost.wait()
             assert not plain.done
         assert plain.wait(60).step == 3

@@ -1,10 +1,12 @@
-"""The drawings of docs/architecture.md agree with the code."""
+"""Drawings and lists on the pages of the site agree with the code."""
 
 from __future__ import annotations
 
 import ast
 import re
 import tomllib
+
+import deltashard
 
 from tests.support.tool import ROOT
 
@@ -44,3 +46,11 @@ def test_every_package_and_entry_point_is_listed() -> None:
     assert scripts <= listed
     rows = re.findall(r"^\| `(\w+)` \|", PAGE.split("## Packages")[1], re.MULTILINE)
     assert sorted(rows) == sorted(PACKAGES)
+
+
+def test_api_page_lists_every_public_name() -> None:
+    listed = re.findall(
+        r"^::: deltashard\.(\w+)$", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE
+    )
+    inherited = {"DeltashardError", "FencedError", "SaveFailed"}  # in deltashard.errors
+    assert sorted({*listed, *inherited}) == sorted(deltashard.__all__)
