@@ -1,4 +1,4 @@
-"""A real API server, without anything of ours in it."""
+"""Fixtures for chart tests: an API server without deltashard's objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.server.apiserver import ApiServer, Rest
 
 @pytest.fixture(scope="module")
 def apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """One for each file: a release leaves traces."""
+    """Each test file gets its own server, because a release leaves objects behind."""
     server = ApiServer(tmp_path_factory.mktemp("apiserver"))
     server.start()
     try:
@@ -22,6 +22,6 @@ def apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 @pytest.fixture(scope="module")
 def http(apiserver: ApiServer) -> Iterator[Rest]:
-    """Requests with all rights."""
+    """The client has cluster-admin rights."""
     with apiserver.http() as http:
         yield http

@@ -1,4 +1,4 @@
-"""Questions to Prometheus' own parser and engine (`tools/promql`)."""
+"""Evaluation of PromQL with Prometheus' own parser and engine (`tools/promql`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Samples = dict[str, list[tuple[float, float]]]
 
 @dataclass(frozen=True, kw_only=True)
 class PromqlResult:
-    """What an expression reads, and what it gives."""
+    """The metrics that an expression reads and the values that it returns."""
 
     error: str
     metrics: list[str] = field(default_factory=list)
@@ -25,17 +25,20 @@ class PromqlResult:
 def evaluate(
     expressions: Sequence[str], series: Samples | None = None, *, at_s: float = 0.0
 ) -> list[PromqlResult]:
-    """What each expression gives over the samples, at one time."""
+    """Return the value of each expression over the samples at one time."""
     return _evaluate([{"expression": each, "series": series or {}, "at": at_s} for each in expressions])
 
 
 def evaluate_at(expression: str, series: Samples, times_s: Sequence[float]) -> list[PromqlResult]:
-    """What one expression gives over the samples, at each of these times."""
+    """Return the value of one expression over the samples at each time."""
     return _evaluate([{"expression": expression, "series": series, "at": at_s} for at_s in times_s])
 
 
 def evaluate_rules(rules: Sequence[tuple[str, str]], series: Samples, times_s: Sequence[float]) -> Samples:
-    """The samples, and what recording rules (name, expression) make of them at these times, each of those before it."""
+    """Return the samples plus the series that the recording rules (name, expression) produce.
+
+    Each rule reads the series of the rules before it.
+    """
     found = dict(series)
     for name, expression in rules:
         for at_s, answer in zip(times_s, evaluate_at(expression, found, times_s), strict=True):

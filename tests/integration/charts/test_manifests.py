@@ -1,6 +1,7 @@
-"""Every object the chart can make is taken by a real API server: no unknown field, and fit for PodSecurity `restricted`.
+"""A real API server accepts every object of the chart without unknown fields and under PodSecurity `restricted`.
 
-The custom resources of others are their own definitions, see `crds/README.md`.
+Third-party custom resources have their own definitions, see `crds/README.md`.
+
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ VALUES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def prepared(http: Rest) -> Rest:
-    """The API server with the definitions of others, and the release's namespace, which is `restricted`."""
+    """The API server has the third-party definitions and the release's namespace, which enforces `restricted`."""
     root = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     folder = Path(__file__).parent / "crds"
     for path in sorted(folder.glob("*.json")):
@@ -109,33 +110,34 @@ def prepared(http: Rest) -> Rest:
 
 
 def dry_run_create(http: Rest, document: Document, *, dry_run: bool = True) -> Reply:
-    """The answer to an object of the chart, as it is written."""
+    """Create an object by a dry run and return the response."""
     path = collection(document, document["metadata"].get("namespace", ""))
     return http("POST", f"{path}?fieldValidation=Strict", document, dry_run=dry_run)
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_api_server_accepts_manifests(prepared: Rest, name: str) -> None:
-    """Each object as it is written, hooks included."""
     rendering = render(VALUES[name])
     for document in rendering.documents:
         if document["kind"] == "ServiceAccount":
-            metadata = {**document["metadata"], "name": "another"}  # pods need the ones that are there
+            metadata = {
+                **document["metadata"],
+                "name": "another",
+            }  # pods need the objects that exist in the cluster
             document = {**document, "metadata": metadata}  # noqa: PLW2901
         reply = dry_run_create(prepared, document)
         assert reply.status == 201, (document["kind"], document["metadata"]["name"], reply.document)
         spec = document.get("spec", {}).get("template", {}).get("spec", {})
-        if spec.get("hostNetwork"):  # which NOTES.txt speaks of: the namespace must allow it
+        if spec.get("hostNetwork"):  # NOTES.txt requires that the namespace allows this
             assert "host namespaces (hostNetwork=true)" in reply.warnings.pop()
         assert reply.warnings == [], (document["kind"], document["metadata"]["name"])
 
 
 @pytest.mark.parametrize("name", ["defaults", "everything", "certificates of yours"])
 def test_pods_are_restricted(prepared: Rest, name: str) -> None:
-    """As the namespace enforces; the service accounts are the chart's."""
     for deployment in render(VALUES[name]).all("Deployment"):
         template = deployment["spec"]["template"]
-        template["spec"].pop("priorityClassName", None)  # names the class of a cluster that has one
+        template["spec"].pop("priorityClassName", None)  # names a class that only some clusters have
         metadata = {**template["metadata"], "name": "pod", "namespace": NAMESPACE}
         document = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
         reply = dry_run_create(prepared, document)
@@ -145,7 +147,7 @@ def test_pods_are_restricted(prepared: Rest, name: str) -> None:
 
 
 def test_selectors_match_their_deployment_only() -> None:
-    """Services, budgets, spread and policies select the pods of their Deployment and no other."""
+    """Services, budgets, spread and policies select the pods of their own Deployment only."""
     rendering = render(VALUES["everything"])
     labels = {
         deployment["metadata"]["name"]: deployment["spec"]["template"]["metadata"]["labels"]
@@ -172,7 +174,7 @@ def test_selectors_match_their_deployment_only() -> None:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_flags_exist_in_programs(name: str) -> None:
-    """Each program reads what the chart passes; paths lie in what is mounted; scripts are the package's."""
+    """Programs accept the flags that the chart passes. Paths are in mounted volumes, and scripts are in the package."""
     rendering = render(VALUES[name])
     specs = [each["spec"]["template"]["spec"] for each in rendering.all("Deployment")]
     specs.append(rendering.find("Pod", "deltashard-test", hook=True)["spec"])

@@ -1,4 +1,4 @@
-"""Alerts and dashboard: by Prometheus' own parser and engine, over metrics that the code really has."""
+"""Alerts and dashboard queries, evaluated by Prometheus' own engine over metrics that the code exports."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ RUN_NAME = "train"
 
 
 def rules() -> list[dict[str, Any]]:
-    """All rules, in the order in which they are evaluated."""
+    """Return all rules in evaluation order."""
     groups = render(ON).find("PrometheusRule")["spec"]["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
 
 def alerts() -> dict[str, dict[str, Any]]:
-    """By name without the prefix, which keeps them apart from others' in one Alertmanager."""
+    """Return alerts by name without the `Deltashard` prefix."""
     return {rule["alert"].removeprefix("Deltashard"): rule for rule in rules() if "alert" in rule}
 
 
 def records() -> list[tuple[str, str]]:
-    """(name, expression) of what is recorded."""
+    """Return (name, expression) of each recording rule."""
     return [(rule["record"], rule["expr"]) for rule in rules() if "record" in rule]
 
 
 def queries() -> list[str]:
-    """All expressions of the dashboard, with Grafana's variables filled in."""
+    """Return all dashboard expressions with Grafana's variables filled in."""
     dashboard = json.loads((CHART / "dashboards" / "deltashard.json").read_text(encoding="utf-8"))
     found = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     for variable in dashboard["templating"]["list"]:
@@ -76,14 +76,14 @@ SUFFIXES = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "
 
 
 def exported(collector: Collector) -> Iterator[str]:
-    """Names of all series that it collects."""
+    """Return the names of all series that the registry collects."""
     for family in collector.collect():
         for suffix in SUFFIXES[family.type]:
             yield family.name + suffix
 
 
 def all_series() -> Iterator[str]:
-    """Names of all series of ours."""
+    """Return the names of all series that deltashard exports."""
     controller = ControllerMetrics()
     stale = Condition(type="Stale", status="True", reason="Stale", message="m", since_s=1.0)
     controller.register_runs(lambda: (replace(full_run(), conditions=(stale,)),))
@@ -102,7 +102,7 @@ EXPORTED_SERIES = set(all_series())
 
 
 def test_alerts_and_panels_use_exported_metrics() -> None:
-    """Each expression parses, and each metric in it is one of ours or a known one of the API server."""
+    """Each expression parses and uses deltashard's metrics or known API server metrics only."""
     expressions = [rule["expr"] for rule in rules()] + queries()
     names = {name for name, _ in records()}
     assert len(names) == len(records())
@@ -114,12 +114,12 @@ def test_alerts_and_panels_use_exported_metrics() -> None:
 
 
 def gauge_series(value: float, *, until_s: int = 3600) -> list[tuple[float, float]]:
-    """A gauge, read every 30 s."""
+    """Return a gauge that is read every 30 s."""
     return [(float(at), value) for at in range(0, until_s + 1, 30)]
 
 
 def counter_series(*, begins_s: int, times: int = 60) -> list[tuple[float, float]]:
-    """A counter that is not there before its first event, and has one each minute, read every 30 s."""
+    """Return a counter that is absent before its first event and then counts one event each minute, read every 30 s."""
     risen = rising_counter(begins_s=begins_s - 60)
     return [(at, min(value, float(times))) for at, value in risen if value]
 
@@ -127,7 +127,7 @@ def counter_series(*, begins_s: int, times: int = 60) -> list[tuple[float, float
 def rising_counter(
     *, begins_s: int, each: float = 1.0, until_s: int = 3600, every_s: int = 60
 ) -> list[tuple[float, float]]:
-    """A counter that rises by `each` every `every_s` from a time on, read every 30 s."""
+    """Return a counter that rises by `each` every `every_s` from a given time on, read every 30 s."""
     return [(float(at), each * max(0, (at - begins_s) // every_s)) for at in range(0, until_s + 1, 30)]
 
 
@@ -259,7 +259,7 @@ CASES: list[tuple[str, str, Samples, bool]] = [
     ("alert", "situation", "series", "fires"), CASES, ids=lambda v: v if isinstance(v, str) else ""
 )
 def test_alert_fires_when_expected(alert: str, situation: str, series: Samples, fires: bool) -> None:
-    """By Prometheus' engine, an hour in, once."""
+    """Each alert fires once, one hour after the start."""
     rule = alerts()[alert]
     (answer,) = evaluate([rule["expr"]], series, at_s=HOUR)
     assert answer.error == ""
@@ -267,7 +267,7 @@ def test_alert_fires_when_expected(alert: str, situation: str, series: Samples, 
     text = json.dumps(rule["annotations"])
     either = re.findall(r"\{\{ or \$labels\.(\w+) \$labels\.(\w+) \}\}", text)
     used = set(re.findall(r"\{\{ \$labels\.(\w+)", text))
-    for labels, _ in answer.result:  # which have the labels that the texts use
+    for labels, _ in answer.result:  # with the labels that the texts use
         assert used <= set(labels)
         assert all(set(pair) & set(labels) for pair in either)
 
@@ -280,7 +280,7 @@ EVERY_S = 240
 
 
 def sampled(value: Callable[[float], float | None]) -> list[tuple[float, float]]:
-    """A day of samples of a function of time; None: there is none."""
+    """Sample a function of time for a day. None means that there is no sample."""
     points = ((float(at), value(at)) for at in range(0, DAY + 1, EVERY_S))
     return [(at, found) for at, found in points if found is not None]
 
@@ -290,7 +290,7 @@ def constant(value: float) -> list[tuple[float, float]]:
 
 
 def phases(lost_from_s: float, lost_until_s: float) -> Samples:
-    """A day of training with one recovery."""
+    """Return a day of training with one recovery."""
 
     def recovers(at_s: float) -> bool:
         return lost_from_s <= at_s < lost_until_s
@@ -303,7 +303,7 @@ def phases(lost_from_s: float, lost_until_s: float) -> Samples:
 
 
 def lost_steps(steps: float, *, from_s: float) -> Samples:
-    """Steps trained again, and how long one takes."""
+    """Return the counter of steps trained again and the duration of one step."""
     return {
         f"deltashard_run_lost_steps_total{RUN}": sampled(lambda at: steps if at >= from_s else 0.0),
         f"deltashard_run_step_seconds{RUN}": constant(2.0),
@@ -379,7 +379,6 @@ RECORDS: list[tuple[str, str, Samples, float | None]] = [
 
 
 def test_recording_rules_are_documented() -> None:
-    """All of it, and nothing that is not."""
     page = (ROOT / "docs" / "kubernetes" / "installing.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`(deltashard:\w+:\w+)`", page)) == {name for name, _ in records()}
 
@@ -388,7 +387,7 @@ def test_recording_rules_are_documented() -> None:
     ("name", "situation", "series", "wanted"), RECORDS, ids=lambda v: v if isinstance(v, str) else ""
 )
 def test_recording_rule_values(name: str, situation: str, series: Samples, wanted: float | None) -> None:
-    """By Prometheus' engine, over a day; rules that read other rules get what those recorded."""
+    """Prometheus' engine evaluates a day. Rules that read other rules get their recorded values."""
     needed = [(record, expression) for record, expression in records()]
     last = next(at for at, (record, _) in enumerate(needed) if record == f"deltashard:{name}")
     times = [float(at) for at in range(HOUR, DAY + 1, HOUR // 2)]
@@ -405,7 +404,7 @@ def test_recording_rule_values(name: str, situation: str, series: Samples, wante
 
 
 def test_controller_restart_keeps_time_shares() -> None:
-    """Its series have the labels of another pod, and go on with the counts."""
+    """After a restart the series have another pod's labels and continue with the counts."""
     whole = RECOVERY | RETRAINED
 
     def of_pod(name: str, key: str) -> str:
@@ -425,7 +424,7 @@ def test_controller_restart_keeps_time_shares() -> None:
 
 
 def test_alerts_and_runbooks_match() -> None:
-    """A page for each: what it means, what it costs, how to look, what to do."""
+    """Each alert has a page that describes its meaning, impact, diagnosis and remedy."""
     pages = {path.name for path in RUNBOOKS.glob("*.md")} - {"README.md"}
     assert {f"{name}.md" for name in alerts()} == pages
     assert set(alerts()) == {alert for alert, *_ in CASES}, "each has its cases"
@@ -450,18 +449,17 @@ def test_alerts_and_runbooks_match() -> None:
 
 
 def test_runbook_metrics_exist() -> None:
-    """Whatever looks like a metric of ours is one."""
     named = re.compile(r"\bdeltashard_[a-z_]+\b")
     for path in RUNBOOKS.glob("*.md"):
         for name in named.findall(path.read_text(encoding="utf-8")):
             assert {name, f"{name}_count"} & EXPORTED_SERIES, (
                 path.name,
                 name,
-            )  # a histogram goes by its name
+            )  # a histogram is documented by its base name
 
 
 def test_monitors_select_injected_sidecars() -> None:
-    """The sidecar's port and label, by the names that are for good."""
+    """The sidecar's port and label have names that never change."""
     spec = render(ON).find("PodMonitor")["spec"]
     assert spec["selector"]["matchLabels"] == {MANAGED_BY: MANAGED_BY_VALUE}
     assert [each["port"] for each in spec["podMetricsEndpoints"]] == [METRICS_PORT_NAME]
@@ -478,7 +476,7 @@ ABSENT = {
 
 
 def scraped() -> Samples:
-    """An hour of scrapes of a controller that has a run of which everything is known, its counters rising."""
+    """Scrape a controller for an hour. Its run has a value for every metric, and its counters rise."""
     controller = ControllerMetrics()
     FleetMetrics(controller.registry)
     controller.register_runs(lambda: (full_run(),))
@@ -494,13 +492,13 @@ def scraped() -> Samples:
 
 
 def test_run_and_controller_panels_return_data() -> None:
-    """Of the queries whose metrics the controller has, those that give nothing are known, with the reason."""
+    """The list of queries without data is complete and has a reason for each."""
     filled = evaluate_rules(records(), scraped(), [HOUR - 60.0, float(HOUR)])
     there = {each.partition("{")[0] for each in filled} | {"deltashard_run_condition"}
     asked = 0
     for query, answer in zip(queries(), evaluate(queries(), filled, at_s=HOUR), strict=True):
         assert answer.error == "", query
-        if set(answer.metrics) <= there:  # and not of sidecars or the webhook
+        if set(answer.metrics) <= there:  # and does not scrape sidecars or the webhook
             asked += 1
             empty = [why for begin, why in ABSENT.items() if begin in query]
             assert bool(answer.result) != bool(empty and empty[0]), query

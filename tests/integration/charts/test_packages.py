@@ -1,4 +1,4 @@
-"""The chart as others get it: a package in a registry, and what Kustomize makes of it."""
+"""The chart as a registry package and as a Kustomize base."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def built_by_kustomize(folder: Path) -> list[Document]:
 
 
 def test_package_contains_whole_chart(tmp_path: Path) -> None:
-    """By its name and version, with all that the templates read and the README."""
     run("package", CHART, "--destination", tmp_path)
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
     package = tmp_path / f"deltashard-{version}.tgz"
@@ -58,7 +57,7 @@ def test_package_contains_whole_chart(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's folder: what its first command renders, and its kustomization."""
+    """Return the first command's rendering and the kustomization of the page's folder."""
     folder = tmp_path_factory.mktemp("kustomize")
     ((*command, name),) = [
         line.replace(" > ", " ").split() for line in PAGE.splitlines() if line.startswith("helm template")
@@ -71,7 +70,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_documented_kustomization_renders_chart(page: Path) -> None:
-    """Every object of the chart but the hooks; images and policy are the kustomization's, all else is the chart's."""
+    """The result has every object except the hooks. The kustomization changes only images and the policy."""
     (version,) = re.findall(r"--kube-version (\S+)", PAGE)
     chart = by_name([each for each in render(version=version).documents if not is_hook(each)])
     found = by_name(built_by_kustomize(page))
@@ -92,7 +91,6 @@ def test_documented_kustomization_renders_chart(page: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_reapply_keeps_controller_fields(page: Path, apiserver: ApiServer, http: Rest) -> None:
-    """What the controller wrote in between stays."""
     config = f"--kubeconfig={apiserver.kubeconfig}"
     kubectl("create", "namespace", NAMESPACE, config)
     kubectl("apply", "-k", page, config)

@@ -1,6 +1,7 @@
-"""Webhook and controller as a release's accounts, with rights in a list of namespaces alone, on a real API server.
+"""Webhook and controller with a release's service accounts and namespaced rights, on a real API server.
 
-`tests/load` has both with the rights of the whole cluster, and holds what they ask for against the audit log.
+`tests/load` runs both with cluster-wide rights and compares their requests with the audit log.
+
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ WAIT_S = 120.0
 
 
 def write_volume(folder: Path, data: dict[str, str], *, encoded: bool = False) -> Path:
-    """A Secret's or ConfigMap's data as a volume holds it."""
+    """Write a Secret's or ConfigMap's data as a volume contains it."""
     folder.mkdir(exist_ok=True)
     for key, value in data.items():
         (folder / key).write_bytes(base64.b64decode(value) if encoded else value.encode())
@@ -38,19 +39,19 @@ def write_volume(folder: Path, data: dict[str, str], *, encoded: bool = False) -
 
 
 class Programs:
-    """Both of a release, by the flags that the chart passes, as its accounts."""
+    """Both programs of a release with the chart's flags and service accounts."""
 
     def __init__(self, apiserver: ApiServer, http: Rest, folder: Path) -> None:
         self._apiserver, self._http, self._folder, self.log = apiserver, http, folder, folder / "log"
 
     def mounted(self) -> Path:
-        """The certificate's volume, as the kubelet has it by now."""
+        """Return the certificate's volume with the Secret's current data."""
         data = self._http("GET", f"{SYSTEM}/secrets/deltashard-tls").document.get("data") or {}
         return write_volume(self._folder / "tls", data, encoded=True)
 
     @contextmanager
     def running(self, name: str, module: str, **flags: object) -> Iterator[None]:
-        """A program, from the moment at which /healthz is 200."""
+        """Start a program and wait until /healthz returns 200."""
         rendering, port = render(VALUES), free_port()
         args = rendering.find("Deployment", name)["spec"]["template"]["spec"]["containers"][0]["args"]
         policy = rendering.find("ConfigMap", "deltashard-default-policy")["data"]
@@ -89,7 +90,7 @@ class Programs:
 
 
 def annotated(name: str, **labels: str) -> dict[str, Any]:
-    """An annotated Job; with our label, as the webhook leaves it, with its sidecar."""
+    """Return an annotated Job, optionally with the label and sidecar that the webhook adds."""
     sidecar = {"name": "deltashard-sidecar", "image": "sidecar", "restartPolicy": "Always"}
     notes = {"deltashard.io/policy": "default"}
     document = job(name, notes, **({"initContainers": [sidecar]} if labels else {}))
@@ -99,9 +100,10 @@ def annotated(name: str, **labels: str) -> dict[str, Any]:
 
 
 def test_programs_run_with_namespaced_rights(apiserver: ApiServer, http: Rest, tmp_path: Path) -> None:
-    """Both get ready with rights in a list of namespaces, and keep what is there; elsewhere an annotated Job is refused.
+    """Both programs become ready with rights in a list of namespaces. The webhook refuses annotated Jobs elsewhere.
 
-    The next pod of a Job that has its sidecar from before is not.
+    The next pod of a Job that already has its sidecar is admitted.
+
     """
     ours = {"deltashard.io/managed-by": "deltashard"}
     for name in ("team-a", "team-b", "team-c"):

@@ -1,4 +1,4 @@
-"""What the chart refuses before anything reaches a cluster, and what the schema says of each value."""
+"""Invalid values that the chart rejects at rendering, and the schema of each value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(enc
 def schemas(
     schema: Mapping[str, Any], values: Any, path: str = ""
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Schema of every value, by path; fails for a value that has none."""
+    """Return the schema of every value by path. A value without a schema is an error."""
     if "$ref" in schema:
         schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
     yield path, schema
@@ -31,14 +31,14 @@ def schemas(
     "path", [path for path, schema in schemas(SCHEMA, VALUES) if "properties" in schema and path != "global"]
 )
 def test_unknown_value_is_refused(path: str) -> None:
-    """At every level: a typo is an error, not a default. What is global is other charts', too."""
+    """A typo is an error at every level, and not a default. `global` also holds other charts' values."""
     with pytest.raises(HelmError, match="'typo' not allowed"):
         render(nested(f"{path}.typo" if path else "typo", 1))
 
 
 @pytest.mark.parametrize("path", sorted(leaves(VALUES)))
 def test_value_of_wrong_type_is_refused(path: str) -> None:
-    """A list of lists is right nowhere."""
+    """A list of lists is valid for no value."""
     with pytest.raises(HelmError, match="values don't meet the specifications"):
         render(nested(path, [[1.5]]))
 
@@ -71,7 +71,7 @@ def test_value_of_wrong_type_is_refused(path: str) -> None:
     ],
 )
 def test_nonsense_is_refused(path: str, value: Any) -> None:
-    """Before anything reaches a cluster. The default policy's schema is the resource's, whose tests have each word."""
+    """The default policy has the resource's schema, whose own tests cover each field."""
     with pytest.raises(HelmError, match="values don't meet the specifications"):
         render(nested(path, value))
 
@@ -86,7 +86,7 @@ def test_nonsense_is_refused(path: str, value: Any) -> None:
     ],
 )
 def test_conflicting_policy_settings_are_refused(values: dict[str, Any]) -> None:
-    """At the installation: the webhook would refuse every annotated Job by it."""
+    """The webhook would refuse every annotated Job under such a policy."""
     with pytest.raises(HelmError, match="values don't meet the specifications"):
         render({"defaultPolicy": values})
 
@@ -98,7 +98,6 @@ def test_unsupported_removal_is_refused() -> None:
 
 @pytest.mark.parametrize("component", ["webhook", "controller"])
 def test_external_service_account_requires_name(component: str) -> None:
-    """Nobody is bound to an account that neither the chart makes nor anybody names."""
     with pytest.raises(
         HelmError, match=f"{component}.serviceAccount.name must be the name of an existing account"
     ):
@@ -112,19 +111,19 @@ def test_duplicate_port_is_refused() -> None:
 
 @pytest.mark.parametrize(("missing", "there"), [("webhookCa", "fleetCa"), ("fleetCa", "webhookCa")])
 def test_external_authority_must_exist(missing: str, there: str) -> None:
-    """Without it the API server, or every sidecar, would refuse the certificate."""
+    """Without the authority the API server, or every sidecar, would reject the certificate."""
     with pytest.raises(HelmError, match=f"certificates.existing.{missing} is needed"):
         render({"certificates": {"mode": "existing", "existing": {there: CERTIFICATE}}})
 
 
 def test_kubernetes_1_28_is_refused() -> None:
-    """It has no native sidecars."""
+    """Kubernetes 1.28 has no native sidecars."""
     with pytest.raises(HelmError, match="chart requires kubeVersion: >=1.29"):
         render(version="1.28.9")
 
 
 def test_kubernetes_1_29_renders_no_admission_policies() -> None:
-    """So the webhook is sent what it has to refuse in namespaces that are not watched, too."""
+    """The webhook then also receives the requests in unwatched namespaces that it has to refuse."""
     older = render({"watchNamespaces": ["team-a"]}, version="1.29.0")
     assert not [each for each in older.documents if each["kind"].startswith("ValidatingAdmissionPolicy")]
     for each in older.find("MutatingWebhookConfiguration")["webhooks"]:
@@ -134,7 +133,7 @@ def test_kubernetes_1_29_renders_no_admission_policies() -> None:
 
 @pytest.mark.parametrize(("replicas", "away"), [(2, 2), (3, 5), (2, "51%"), (3, "99%")])
 def test_budget_allowing_full_disruption_is_refused(replicas: int, away: int | str) -> None:
-    """A drain would then stop every annotated Job; the sentence says how to get on."""
+    """During a drain no annotated Job could start. The message names the remedy."""
     webhook = {"replicas": replicas, "podDisruptionBudget": {"maxUnavailable": away}}
     with pytest.raises(
         HelmError, match=rf"maxUnavailable \({away}\) allows all {replicas} replicas.* keep one"
@@ -146,21 +145,21 @@ def test_budget_allowing_full_disruption_is_refused(replicas: int, away: int | s
 
 @pytest.mark.parametrize(("replicas", "away"), [(1, 1), (2, "50%"), (3, 2), (3, "66%"), (100, "99%")])
 def test_budget_keeping_a_replica_is_accepted(replicas: int, away: int | str) -> None:
-    """A single replica has nothing to leave: whoever wants only one has said so."""
+    """A single replica is an explicit choice and needs no budget."""
     rendering = render({"webhook": {"replicas": replicas, "podDisruptionBudget": {"maxUnavailable": away}}})
     assert rendering.find("PodDisruptionBudget", "deltashard-webhook")["spec"]["maxUnavailable"] == away
 
 
 @pytest.mark.parametrize("left", ["kube-system", "deltashard-system", "legacy"])
 def test_watched_and_excluded_namespace_is_refused(left: str) -> None:
-    """The sentence names it, and both lists."""
+    """The message names the namespace and both lists."""
     values = {"watchNamespaces": ["team-a", left], "webhook": {"exemptNamespaces": ["legacy"]}}
     with pytest.raises(HelmError, match=f"watchNamespaces has {left}, which is exempt"):
         render(values)
 
 
 def test_value_can_be_left_to_cluster_default() -> None:
-    """OpenShift gives each namespace its own range of users."""
+    """OpenShift assigns a separate range of user IDs to each namespace."""
     rendering = render({"runAsUser": None})
     keys = ("runAsUser", "runAsGroup", "fsGroup")
     assert not any(key in spec["securityContext"] for spec in pod_specs(rendering) for key in keys)

@@ -1,4 +1,4 @@
-"""Install, upgrade, uninstall and install again, by Helm on a real API server; no pod runs, so no webhook answers."""
+"""Install, upgrade, uninstall and reinstall with Helm on a real API server. No pod runs, so no webhook answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STRATEGIC = "application/strategic-merge-patch+json"
 
 @pytest.fixture
 def release(apiserver: ApiServer, http: Rest, tmp_path: Path) -> Any:
-    """A release that is gone when the test ends; what Helm keeps is kept."""
+    """Yield a release that is uninstalled at the end of the test. Objects that Helm keeps remain."""
     release = Release(apiserver.kubeconfig, tmp_path)
     yield release
     if RELEASE in release("list", "--short"):
@@ -35,7 +35,7 @@ def release(apiserver: ApiServer, http: Rest, tmp_path: Path) -> Any:
 
 
 def fill_as_controller(http: Rest) -> None:
-    """Fill what the chart leaves empty, as the controller does in mode builtin."""
+    """Fill the objects that the chart creates empty, as the controller does in mode builtin."""
     webhooks = [
         {"name": w["name"], "clientConfig": {"caBundle": CA}} for w in _configuration(http)["webhooks"]
     ]
@@ -50,18 +50,18 @@ def _configuration(http: Rest) -> dict[str, Any]:
 
 
 def bundles(http: Rest) -> set[str | None]:
-    """The authorities the API server knows the webhook by."""
+    """Return the CA bundles that the API server has for the webhook."""
     return {w["clientConfig"].get("caBundle") for w in _configuration(http)["webhooks"]}
 
 
 def is_kept(http: Rest) -> bool:
-    """Whether everything the controller issued is as it was."""
+    """Return whether everything that the controller issued is unchanged."""
     bundle = http("GET", f"/api/v1/namespaces/{NAMESPACE}/configmaps/deltashard-fleet-ca").document
     return http("GET", SECRET).document.get("data") == DATA and bundle.get("data") == {"ca.crt": "pem"}
 
 
 def test_upgrade_keeps_controller_data(release: Release, http: Rest) -> None:
-    """Authority and certificates outlive upgrades that change their very objects, a rollback, and a no-op."""
+    """Authority and certificates survive upgrades that change their objects, a rollback, and a no-op."""
     release.install()
     assert bundles(http) == {None}
     fill_as_controller(http)
@@ -82,13 +82,13 @@ def test_upgrade_keeps_controller_data(release: Release, http: Rest) -> None:
 
 
 def test_certificate_mode_switch_and_back(release: Release, http: Rest) -> None:
-    """An authority of yours takes the place of ours at once; back, the field is empty, and the controller's again."""
+    """An external authority replaces the built-in one. After the switch back the controller fills the empty field again."""
     release.install()
     fill_as_controller(http)
     existing = {"webhookCa": CERTIFICATE, "fleetCa": CERTIFICATE}
     release.upgrade({"certificates": {"mode": "existing", "existing": existing}})
     assert bundles(http) == {base64.b64encode(CERTIFICATE.encode()).decode()}
-    assert http("GET", SECRET).document["data"] == DATA  # pods that run know it
+    assert http("GET", SECRET).document["data"] == DATA  # running pods trust it
     path = f"/api/v1/namespaces/{NAMESPACE}/configmaps/deltashard-fleet-ca"
     assert http("GET", path).document["data"] == {"ca.crt": CERTIFICATE}
     release.upgrade()
@@ -97,15 +97,18 @@ def test_certificate_mode_switch_and_back(release: Release, http: Rest) -> None:
 
 
 def test_uninstall_removes_webhook_first(release: Release, apiserver: ApiServer, http: Rest) -> None:
-    """Before the pods that answer it, so that no annotated Job is ever refused for their absence.
+    """The webhook configuration is deleted before the pods, so that no annotated Job is refused in between.
 
-    By itself, without the chart's hooks, Helm does it the other way round.
+    Without the chart's hooks Helm deletes in the opposite order.
+
     """
     release.install()
     fill_as_controller(http)
-    since = http("GET", "/api/v1/namespaces").document["metadata"]["resourceVersion"]  # of the whole store
+    since = http("GET", "/api/v1/namespaces").document["metadata"][
+        "resourceVersion"
+    ]  # resource version of the whole store
     release.uninstall()
-    with apiserver.api() as api:  # the hooks' stand-ins are deleted, too
+    with apiserver.api() as api:  # the hooks' stand-ins are also deleted
         admission = client.AdmissionregistrationV1Api(api)
         webhook = deletions(admission.list_mutating_webhook_configuration, since, 2)
         bindings = deletions(admission.list_validating_admission_policy_binding, since, 8)
@@ -118,7 +121,7 @@ def test_uninstall_removes_webhook_first(release: Release, apiserver: ApiServer,
 
 
 def test_uninstall_keeps_resources_and_leaves_no_blockers(release: Release, http: Rest) -> None:
-    """Resources, runs and certificates stay; nothing is left that has a say in admissions."""
+    """Resources, runs and certificates remain. No admission configuration remains."""
     release.install()
     fill_as_controller(http)
     policy = policy_object("kept", store={"url": "s3://bucket/prefix"})
@@ -150,7 +153,7 @@ def test_uninstall_keeps_resources_and_leaves_no_blockers(release: Release, http
 
 
 def poll_until(ask: Any, good: Any) -> Any:
-    """The first answer that is good: the API server takes a moment to heed new resources and policies."""
+    """Return the first accepted answer. The API server applies new resources and policies with a delay."""
     answers: list[Any] = []
 
     def met() -> bool:
@@ -162,7 +165,7 @@ def poll_until(ask: Any, good: Any) -> Any:
 
 
 def deletions(listing: Any, since: str, n: int) -> dict[str, list[int]]:
-    """Revisions at which objects of ours were deleted, by name, once `n` were seen."""
+    """Wait for `n` deletions of the release's objects and return their revisions by name."""
     found: dict[str, list[int]] = {}
     for event in watch.Watch().stream(listing, resource_version=since, timeout_seconds=120):
         metadata = event["object"].metadata
@@ -179,7 +182,7 @@ def path_of(document: dict[str, Any]) -> str:
 
 
 def allowed(http: Rest, account: str, namespace: str, verb: str, resource: str, name: str = "") -> bool:
-    """Whether an account of the release may do that, as the API server sees it."""
+    """Return whether the API server allows the action for an account of the release."""
     group, _, rest = resource.rpartition("/") if resource.count("/") else ("", "", resource)
     plural, _, subresource = rest.partition(":")
     everybody = ("system:serviceaccounts", f"system:serviceaccounts:{NAMESPACE}", "system:authenticated")
@@ -244,7 +247,7 @@ OWN = {
 
 
 def test_rights_are_minimal(release: Release, http: Rest) -> None:
-    """In another namespace: just the table. In its own, the controller has its certificates, by name, besides."""
+    """Other namespaces get the rights in the table only. The controller also has its certificates by name."""
     release.install()
     for account, rights in RIGHTS.items():
         poll_until(
@@ -271,7 +274,6 @@ def test_rights_are_minimal(release: Release, http: Rest) -> None:
 
 @pytest.mark.parametrize("mode", ["cert-manager", "existing"])
 def test_controller_has_no_secret_rights_with_external_issuer(mode: str) -> None:
-    """Neither Secrets nor the webhook's configuration."""
     existing = {"webhookCa": CERTIFICATE, "fleetCa": CERTIFICATE}
     roles = render({"certificates": {"mode": mode, "existing": existing}})
     resources = {
@@ -285,9 +287,10 @@ def test_controller_has_no_secret_rights_with_external_issuer(mode: str) -> None
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
 def test_chart_test_rights_are_removed_after_run(release: Release, http: Rest, phase: str) -> None:
-    """While its pod runs, its account may create Jobs in one namespace; afterwards, however it ended, there is none.
+    """While the test pod runs, its account may create Jobs in one namespace. Afterwards it has no rights.
 
-    The test plays the kubelet.
+    The test takes the kubelet's part.
+
     """
     release.install()
     created = "batch/jobs"
@@ -313,5 +316,5 @@ def test_chart_test_rights_are_removed_after_run(release: Release, http: Rest, p
     root = "/apis/rbac.authorization.k8s.io/v1/namespaces/default"
     left = (f"{root}/roles", f"{root}/rolebindings", f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts")
     assert [http("GET", f"{each}/deltashard-test").status for each in left] == [404, 404, 404]
-    assert http("GET", path).status == 200  # its log can be read
+    assert http("GET", path).status == 200  # its log is readable
     assert http("DELETE", f"{path}?gracePeriodSeconds=0").status == 200

@@ -1,4 +1,4 @@
-"""Who may do what with our resources: the chart's roles, by the cluster's own aggregation and authorizer."""
+"""The chart's roles, with the cluster's own aggregation and authorizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletec
 
 
 def documented_verbs() -> dict[str, dict[str, set[str]]]:
-    """What the page's table says: role -> resource -> verbs."""
+    """Return the page's table: role -> resource -> verbs."""
     _, _, table = PAGE.partition("| resource | `view` | `edit` and `admin`, besides |")
     rows = [line.strip("|").split("|") for line in table.splitlines()[2:6]]
     found: dict[str, dict[str, set[str]]] = {role: {} for role in ROLES}
@@ -40,7 +40,7 @@ def documented_verbs() -> dict[str, dict[str, set[str]]]:
 
 
 def bind(http: Rest, role: str, namespace: str) -> None:
-    """A user of the role's name has it in the namespace."""
+    """Bind a user with the role's name in the namespace."""
     group = "rbac.authorization.k8s.io"
     document = {
         "metadata": {"name": role},
@@ -57,7 +57,7 @@ def may(http: Rest, role: str, verb: str, resource: str, namespace: str) -> bool
 
 
 def granted(http: Rest, role: str, namespace: str) -> dict[str, set[str]]:
-    """Every verb on every resource of ours."""
+    """Return every allowed (verb, resource) pair of deltashard's resources."""
     return {
         resource: {verb for verb in VERBS if may(http, role, verb, resource, namespace)}
         for resource in RESOURCES.values()
@@ -66,7 +66,7 @@ def granted(http: Rest, role: str, namespace: str) -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def bound(apiserver: ApiServer, http: Rest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rest]:
-    """A cluster that aggregates, with a release and a user of each role in the namespace team-a."""
+    """Yield an aggregating cluster with a release and a user of each role in the namespace team-a."""
     with ControllerManager(apiserver, "clusterrole-aggregation-controller"):
         for name in ("team-a", "team-b"):
             http.namespace(name)
@@ -81,7 +81,7 @@ def bound(apiserver: ApiServer, http: Rest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("role", ROLES)
 def test_namespace_roles_grant_documented_verbs_only(bound: Rest, role: str) -> None:
-    """Each verb on each resource, there; and nothing in another namespace."""
+    """The users have these verbs in their namespace and none in another."""
     eventually(
         lambda: granted(bound, role, "team-a") == documented_verbs()[role], what=f"the rights of {role}"
     )

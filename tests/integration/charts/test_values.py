@@ -1,4 +1,4 @@
-"""Every value of values.yaml changes what is rendered, where its comment says; a value without a case fails here."""
+"""Every value of values.yaml changes the rendering as its comment describes. Each value needs a case."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLE = yaml.safe_load(Path(__file__).with_name("value_cases.yaml").read_text(en
 
 
 def cases() -> dict[str, Case]:
-    """By path of the value, those of both components twice."""
+    """Return cases by value path. Values that both components share occur twice."""
     found: dict[str, Case] = {}
     for path, case in TABLE["values"].items():
         head, _, rest = path.partition(".")
@@ -31,14 +31,14 @@ CASES = cases()
 
 
 def prerequisites(path: str) -> dict[str, Any]:
-    """Values without which the one shows nowhere."""
+    """Return values that must be set for the given value to take effect."""
     more: Case = next((values for begins, values in TABLE["given"].items() if path.startswith(begins)), {})
     together = {name: value for name, value in more.items() if name != path} | CASES[path].get("given", {})
     return merged(*(nested(*each) for each in together.items()))
 
 
 def contains(shown: Any, value: Any) -> bool:
-    """Whether the value is there; of a map each entry, of a list each item among what else there may be."""
+    """Return whether the expected value is contained, entry by entry in maps and item by item in lists."""
     if isinstance(value, dict) and isinstance(shown, dict):
         return all(contains(shown.get(key), each) for key, each in value.items())
     if isinstance(value, list) and isinstance(shown, list):
@@ -49,18 +49,18 @@ def contains(shown: Any, value: Any) -> bool:
 
 
 def test_every_value_has_a_case() -> None:
-    """And no case is for a value that is gone."""
+    """No case exists for a removed value."""
     assert sorted(CASES) == sorted(leaves(VALUES))
 
 
 @pytest.mark.parametrize("path", [path for path, case in CASES.items() if "at" in case])
 def test_value_is_rendered(path: str) -> None:
-    """At its place, and the default there is the documented one."""
+    """The default at this place is the documented one."""
     value, place, begun = CASES[path]["set"], CASES[path]["at"], default(path)
     before, after = (
         values_at(render(merged(prerequisites(path), more)), place) for more in ({}, nested(path, value))
     )
-    if "*" in place.partition(" ")[2]:  # one list of all of them
+    if "*" in place.partition(" ")[2]:  # one list of all namespaces
         before, after = ([each] if isinstance(value, list) else each for each in (before, after))
     assert not any(contains(shown, value) for shown in before)
     assert begun in ("", 0, [], {}) or all(contains(shown, begun) for shown in before)
@@ -71,7 +71,7 @@ def test_value_is_rendered(path: str) -> None:
 
 @pytest.mark.parametrize("path", [path for path, case in CASES.items() if "switches" in case])
 def test_switch_toggles_named_objects(path: str) -> None:
-    """Or brings it; nothing else of the kind is there without."""
+    """No other object of the kind exists without the switch."""
     kind, _, name = CASES[path]["switches"].partition("/")
     named = nested(CASES[path]["named"], name) if "named" in CASES[path] else {}
     without, there = (
@@ -84,7 +84,6 @@ def test_switch_toggles_named_objects(path: str) -> None:
 
 @pytest.mark.parametrize("path", [path for path, case in CASES.items() if "changes" in case])
 def test_value_is_rendered_in_special_form(path: str) -> None:
-    """Where its comment says, and the default there is the documented one."""
     rendered = (
         render(prerequisites(path)),
         render(merged(prerequisites(path), nested(path, CASES[path]["set"]))),
@@ -95,7 +94,6 @@ def test_value_is_rendered_in_special_form(path: str) -> None:
 
 
 def assert_rendered(rendering: Rendering, place: str, wanted: Any) -> None:
-    """In all of the objects at a place."""
     found = values_at(rendering, place)
     if isinstance(wanted, str) and wanted.startswith("..."):
         assert found
@@ -106,7 +104,7 @@ def assert_rendered(rendering: Rendering, place: str, wanted: Any) -> None:
 
 
 def test_controller_surges_before_old_pod_stops() -> None:
-    """A lone one, too: the new one is ready without the Lease, so Helm waits for it, and the old one lets go of it."""
+    """A single new replica is ready without the Lease, so Helm waits for it, and the old one then releases the Lease."""
     for replicas in (1, 2):
         found = values_at(
             render({"controller": {"replicas": replicas}}), "Deployment/deltashard-controller spec.strategy"
@@ -115,7 +113,7 @@ def test_controller_surges_before_old_pod_stops() -> None:
 
 
 def test_all_templates_are_rendered() -> None:
-    """Every template makes something for some of the values of these tests; hooks of the uninstall, on a cluster only."""
+    """Hooks of the uninstall render on a cluster only."""
     some = [*TABLE["given"].values(), {"extraObjects": TABLE["values"]["extraObjects"]["set"]}]
     seen = frozenset[str]().union(
         *(render(merged(*(nested(*one) for one in each.items()))).sources for each in some)

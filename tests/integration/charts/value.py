@@ -1,4 +1,4 @@
-"""Values of the chart: their paths, and what stands where in a rendering, as value_cases.yaml writes it."""
+"""Paths of chart values and their places in a rendering, in the notation of value_cases.yaml."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHOLE = {"resources", "labels", "annotations", "apiServerPorts"}
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Paths of all values that a user may set, `a.b.c`."""
+    """Return the paths `a.b.c` of all values that a user may set."""
     for key, value in values.items():
         if isinstance(value, dict) and value and key not in WHOLE:
             yield from leaves(value, f"{prefix}{key}.")
@@ -31,7 +31,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 
 def merged(*many: Mapping[str, Any]) -> dict[str, Any]:
-    """Values over values, as Helm does it."""
+    """Merge values as Helm does."""
     result: dict[str, Any] = {}
     for values in many:
         for key, value in values.items():
@@ -48,7 +48,7 @@ def default(path: str) -> Any:
 
 
 def _found(value: Any, path: list[str]) -> list[Any]:
-    """What is at a path below a value; several with `*`."""
+    """Return the values at a path. A `*` in the path may match several."""
     if not path or value is None:
         return [value]
     key, rest = path[0], path[1:]
@@ -70,7 +70,7 @@ def _found(value: Any, path: list[str]) -> list[Any]:
 
 
 def values_at(rendering: Rendering, place: str) -> list[Any]:
-    """What stands at a place, in each object that it names."""
+    """Return the values at a place in each object that the place names."""
     where, _, path = place.partition(" ")
     kind, _, name = where.partition("/")
     documents: list[Any] = [
@@ -93,7 +93,7 @@ def values_at(rendering: Rendering, place: str) -> list[Any]:
 
 
 def pod_specs(rendering: Rendering) -> list[Document]:
-    """Of all pods of the chart."""
+    """Return the pod specs of all workloads in the rendering."""
     made = [values_at(rendering, f"{component} spec")[0] for component in ("webhook", "controller")]
     return [*made, rendering.find("Pod", "deltashard-test", hook=True)["spec"]]
 

@@ -1,4 +1,4 @@
-"""What each program of deltashard asks of its machine: addresses of both families, and all files that it may open."""
+"""Process setup of deltashard's programs: IPv4 and IPv6 addresses, and the limit of open files."""
 
 import resource
 import signal
@@ -37,7 +37,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_dual_stack_serving_and_open_file_limit(program: str, tmp_path: Path) -> None:
-    """A kubelet of an IPv6-only cluster probes the v6 address; containerd 2 leaves a low soft limit of open files."""
+    """A kubelet of an IPv6-only cluster probes the IPv6 address. containerd 2 sets a low soft limit of open files."""
     port, log = free_port(), tmp_path / "log"
     (tmp_path / "kubeconfig").write_text(yaml.safe_dump(UNREACHABLE_KUBECONFIG))
     flags = PROGRAMS[program].format(at=tmp_path, port=free_port())
@@ -66,7 +66,7 @@ def test_dual_stack_serving_and_open_file_limit(program: str, tmp_path: Path) ->
 
 
 def test_listens_on_ipv4_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that was started with ipv6.disable=1."""
+    """The kernel was started with ipv6.disable=1."""
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
     assert [usable_host(each) for each in ("127.0.0.1", "::1")] == ["127.0.0.1", "::1"]
     with listen(ANY_ADDRESS, 0) as server:

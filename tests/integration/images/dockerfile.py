@@ -1,4 +1,4 @@
-"""A Dockerfile as data: stages with their instructions, enough of it to ask whether what it says is so."""
+"""A parser for the parts of a Dockerfile that the tests check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildStage:
-    """One FROM and what follows it."""
+    """One FROM instruction and the instructions after it."""
 
     name: str
     base: str
@@ -44,19 +44,19 @@ def read(path: Path) -> dict[str, BuildStage]:
 
 
 def lineage(stages: dict[str, BuildStage], name: str) -> list[BuildStage]:
-    """A stage after those it is built from."""
+    """Return a stage after the stages that it is built from."""
     stage = stages[name]
     return [*(lineage(stages, stage.base) if stage.base in stages else []), stage]
 
 
 def last(stages: list[BuildStage], keyword: str) -> str | None:
-    """The instruction that counts; an ENTRYPOINT of a base would reset nothing here."""
+    """Return the last instruction of the kind. An ENTRYPOINT of a base image has no effect here."""
     found = [text for stage in stages for text in stage.all(keyword)]
     return found[-1] if found else None
 
 
 def words(text: str | None) -> tuple[str, ...]:
-    """An ENTRYPOINT or CMD in its exec form."""
+    """Return the arguments of an ENTRYPOINT or CMD in exec form."""
     return () if text is None else tuple(json.loads(text))
 
 

@@ -1,4 +1,4 @@
-"""images/Dockerfile says what the cluster's images are, installs only what is pinned, and no more than its code imports."""
+"""images/Dockerfile matches the cluster's images, installs pinned packages only, and no more than the code imports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UV = os.environ.get("UV") or str(ROOT / ".bootstrap" / "bin" / "uv")
 
 @cache
 def _lists() -> dict[str, str]:
-    """What `images/requirements` exports, by image."""
+    """Return what `images/requirements` exports, by image."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [str(ROOT / "images" / "requirements"), folder],
@@ -44,7 +44,7 @@ def _lists() -> dict[str, str]:
 
 
 def _requirements(name: str) -> dict[str, list[str]]:
-    """Distribution: its hashes."""
+    """Return the hashes of each distribution."""
     text = _lists()[name]
     entries = re.findall(r"(?m)^([a-z0-9._-]+)==\S+.*?\\\n((?:    --hash=\S+(?: \\)?\n)+)", text)
     return {name: re.findall(r"sha256:[0-9a-f]{64}", hashes) for name, hashes in entries}
@@ -55,7 +55,6 @@ def _names(requirements: list[str]) -> set[str]:
 
 
 def test_one_final_stage_for_each_image() -> None:
-    """What is built is what is published."""
     used = {stage.base for stage in STAGES.values()}
     copied = set(re.findall(r"--from=(\S+)", (ROOT / "images" / "Dockerfile").read_text()))
     assert {each.target for each in PUBLISHED} == set(STAGES) - used - copied
@@ -63,7 +62,7 @@ def test_one_final_stage_for_each_image() -> None:
 
 @pytest.mark.parametrize("image", FINAL)
 def test_image_entrypoint_matches_cluster_tests(image: Published) -> None:
-    """Entry point, user, search path and files of the real image are those that the tests ran in a cluster."""
+    """Entry point, user, search path and files of the image equal those of the cluster tests."""
     stages = dockerfile.lineage(STAGES, image.target)
     assert dockerfile.words(dockerfile.last(stages, "ENTRYPOINT")) == image.entrypoint
     assert dockerfile.last(stages, "USER") == f"{cluster_name.USER_ID}:{cluster_name.USER_ID}"
@@ -78,7 +77,7 @@ def test_image_entrypoint_matches_cluster_tests(image: Published) -> None:
 
 
 def test_sidecar_image_runs_injected_program() -> None:
-    """The container that the webhook writes names a program of the image, which serves when nothing is said."""
+    """The container that the webhook injects names a program of the image, which serves by default."""
     stages = dockerfile.lineage(STAGES, "sidecar")
     assert dockerfile.words(dockerfile.last(stages, "ENTRYPOINT")) == (sidecar_container.COMMAND,)
     assert dockerfile.words(dockerfile.last(stages, "CMD")) == ("serve",)
@@ -88,7 +87,7 @@ def test_sidecar_image_runs_injected_program() -> None:
 
 
 def test_everything_is_installed_by_hash() -> None:
-    """Only the wheel, built a stage before, has none; and no package brings another along."""
+    """Only the wheel of the earlier stage has no hash. Dependencies are not resolved."""
     commands = [text for stage in STAGES.values() for text in stage.all("RUN") if "install" in text.split()]
     assert len(commands) == 1 + 2 * len(PUBLISHED)
     for command in commands:
@@ -102,7 +101,7 @@ def test_everything_is_installed_by_hash() -> None:
 
 
 def test_each_image_has_only_needed_packages() -> None:
-    """The extras' packages are there; torch is in the example alone, and nothing heavy is in the operator's image."""
+    """Each image has its extras' packages. Only the example has torch, and the operator has no heavy packages."""
     extras, base = PROJECT["project"]["optional-dependencies"], PROJECT["project"]["dependencies"]
     sidecar, operator, example = (set(_requirements(n)) for n in ("sidecar", "operator", "example"))
     served = [name for extra in ("sidecar", "cli", "s3", "cloud") for name in extras[extra]]
@@ -118,7 +117,7 @@ def test_each_image_has_only_needed_packages() -> None:
 
 
 def test_copied_sources_reach_builder() -> None:
-    """Sources exist, and .dockerignore lets them through; what builds the wheel is what the tests' wheel is built of."""
+    """Sources exist, and .dockerignore includes them. The tests' wheel has the same sources."""
     ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
     assert ignored[0] == "*"
     sources = {
@@ -163,15 +162,16 @@ print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
     ("target", "packages"),
     [
         ("sidecar", ["deltashard_sidecar", "deltashard_cli", "deltashard_proto"]),
-        ("operator", ["deltashard_operator"]),  # it has messages of the contract alone: no gRPC
+        ("operator", ["deltashard_operator"]),  # it has messages of the contract only, without gRPC
         ("example", ["deltashard"]),
     ],
 )
 def test_image_modules_import_with_installed_packages(target: str, packages: list[str]) -> None:
-    """Not what the developer's machine happens to have: every other package is hidden.
+    """All packages outside the image's list are hidden.
 
-    `deltashard_cli.dcp` is torch's own format: its commands load it when they run, and say so where torch is absent.
-    `deltashard_cli.kubectl` is the plugin of a user's machine, which says what it lacks.
+    `deltashard_cli.dcp` uses torch's own format: its commands import torch when they run and report a missing torch.
+    `deltashard_cli.kubectl` is a plugin for a user's machine and reports missing packages.
+
     """
     allowed = sorted(_requirements(target))
     done = subprocess.run(

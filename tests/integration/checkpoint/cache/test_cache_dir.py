@@ -1,4 +1,4 @@
-"""Caches of many runs on one machine: together they keep to a budget, and nobody's cache goes while it is in use."""
+"""Caches of several runs on one machine share a budget. Eviction skips caches in use."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ PACK = 640
 
 
 def make_cache(directory: Path, packs: int, used_s: float) -> None:
-    """The cache of a run that ended, last used then."""
+    """Create the cache of a finished run with this time of last use."""
     with PackCache(directory, budget_bytes=1 << 20) as cache:
         for n in range(packs):
             spool = cache.create(str(n), capacity_bytes=PACK)
@@ -45,7 +45,7 @@ def test_least_recently_used_runs_are_evicted_to_budget(tmp_path: Path) -> None:
 
 
 def test_live_sidecar_cache_is_counted_and_kept(tmp_path: Path) -> None:
-    """Held by another process, or by another cache of this one; nor does looking at it take its lock away."""
+    """The owner is another process or another cache of this process. Scanning does not release its lock."""
     for name, used_s in (("other", 1.0), ("here", 2.0), ("over", 3.0)):
         make_cache(tmp_path / name, 1, used_s)
     code = (
@@ -95,7 +95,7 @@ def test_interrupted_sweep_is_finished_by_next_one(tmp_path, monkeypatch):
 
 
 def test_concurrent_owners_and_sweepers_never_share_a_directory(tmp_path: Path) -> None:
-    """Owners come and go while another process sweeps without mercy: what an owner writes under its lock stays."""
+    """A second process evicts continuously while owners start and end. Files written under the lock remain."""
     code = (
         "import sys; from pathlib import Path; from deltashard_checkpoint.cache.cache_dir import sweep\n"
         "print('begun', flush=True)\n"

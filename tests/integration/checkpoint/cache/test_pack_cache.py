@@ -1,4 +1,4 @@
-"""The cache of packs among processes: a disk that is full, an owner that is another."""
+"""The pack cache across processes: full disks and other owners."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def test_full_disk_evicts_then_raises(tmp_path: Path) -> None:
-    """The real thing: a process whose files may not exceed 64 KiB writes a pack of 128 KiB."""
+    """The process has a file size limit of 64 KiB and writes a pack of 128 KiB."""
     code = f"""
 import resource, signal
 from pathlib import Path

@@ -12,7 +12,7 @@ from deltashard_checkpoint.stores.file import FileStore
 
 @pytest.mark.parametrize("instant", ["write", "fsync", "link"])
 def test_kill_during_put_leaves_no_object(tmp_path: Path, instant: str) -> None:
-    """A process killed while it writes leaves no object, nothing in listings, and the key free for the next."""
+    """No object appears in listings, and the next writer can use the key."""
     program = f"""
 import os, signal, sys
 from deltashard_checkpoint.stores.file import FileStore
@@ -29,7 +29,7 @@ store.put_if_absent("log/0", b"first " * 100)
     died = subprocess.run([sys.executable, "-c", program, str(tmp_path / "store")], timeout=60, check=False)
     assert died.returncode == -signal.SIGKILL
     store = FileStore(tmp_path / "store")
-    # `fsync` dies when the new directory is synced, before there is a temporary file.
+    # `fsync` of the new directory kills the process before there is a temporary file.
     assert len(list((tmp_path / "store" / "log").iterdir())) == (0 if instant == "fsync" else 1)
     assert list(store.list("")) == []
     with pytest.raises(ObjectNotFound):

@@ -1,4 +1,4 @@
-"""A store on a shared file system, seen by several clients that believe what they saw for a while, as those of NFS do."""
+"""A store on a shared file system with several clients that cache attributes, like those of NFS."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ CACHED = ("-cache", "3")
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Mounter]:
-    """Mounts the one file system once more; the store there."""
+    """Mount the file system again and return the store on this mount."""
     mounts: list[SharedMount] = []
 
     def mount(*options: str) -> FileStore:
@@ -38,7 +38,7 @@ def client(tmp_path: Path) -> Iterator[Mounter]:
 
 
 class TestSharedMount(StoreTests):
-    """The conformance suite."""
+    """The conformance suite on a shared mount."""
 
     big_bytes = 3 * 1024 * 1024 + 13
 
@@ -48,7 +48,7 @@ class TestSharedMount(StoreTests):
 
 
 def test_link_with_lost_reply_succeeds(client: Mounter) -> None:
-    """The client asks for the link once more and hears that the name is taken: by its own first request."""
+    """The client repeats the link request and gets "exists" because of its own first request."""
     store = client("-repeat-links")
     store.put_if_absent("log/0", b"mine")
     assert store.get("log/0") == b"mine"
@@ -62,7 +62,7 @@ def test_file_system_without_hard_links_is_refused(client: Mounter) -> None:
 
 
 def test_slots_have_one_writer_each_over_two_clients(client: Mounter) -> None:
-    """Each client looks for a slot first, so that its absence is believed when the other has taken it."""
+    """Each client looks a slot up first, so that it has cached the absence when the other client creates the slot."""
     clients = [client(*CACHED), client(*CACHED)]
     for number in range(20):
         key, won = f"log/{number}", []

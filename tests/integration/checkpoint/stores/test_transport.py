@@ -1,4 +1,4 @@
-"""The way to a store: private authorities, proxies, the bucket in the host's name, encryption at rest; on a real MinIO."""
+"""Transport to a real MinIO: private authorities, proxies, virtual-hosted buckets, and encryption at rest."""
 
 import ssl
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def authority() -> CertificateAuthority:
 def tls_server(
     tmp_path_factory: pytest.TempPathFactory, authority: CertificateAuthority
 ) -> Iterator[MinioServer]:
-    """Under TLS, with a key service of its own."""
+    """Yield a server with TLS and a key service."""
     server = MinioServer(
         tmp_path_factory.mktemp("tls-minio"),
         settings={"MINIO_KMS_SECRET_KEY": f"{KEY}:MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE="},
@@ -52,7 +52,7 @@ def tls_minio(tls_server: MinioServer, monkeypatch: pytest.MonkeyPatch) -> Minio
 
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine has."""
+    """Remove proxy and authority variables of the machine."""
     for name in ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "AWS_CA_BUNDLE", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
@@ -72,7 +72,7 @@ def other_bundle(tmp_path) -> Path:
 
 @pytest.mark.parametrize("variable", ["AWS_CA_BUNDLE", "SSL_CERT_FILE"])
 def test_private_authority(tls_minio, bundle, other_bundle, variable, monkeypatch):
-    """The right one works; another one, none, and a file that is none are refused, by the variable's name."""
+    """The error for a wrong, missing or malformed authority names the variable."""
     url = tls_minio.url(tls_minio.new_bucket())
     monkeypatch.setenv(variable, str(bundle))
     with open_store(url) as store:
@@ -113,7 +113,7 @@ def test_clouds_trust_a_private_authority(authority, bundle, other_bundle, tmp_p
 
 
 def test_proxy_tunnel(tls_minio, bundle, monkeypatch):
-    """Everything under TLS goes by CONNECT; NO_PROXY is stronger; what fails names the proxy."""
+    """All TLS traffic uses CONNECT. NO_PROXY takes precedence, and errors name the proxy."""
     url = tls_minio.url(tls_minio.new_bucket())
     monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
     with ForwardProxy(login="user:p%40ss") as proxy:
@@ -166,14 +166,14 @@ def test_clouds_go_through_a_proxy(cloud: CloudServer, monkeypatch: pytest.Monke
 
 
 def test_virtual_hosted_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`virtual` against a MinIO that serves names below its own, `path` as before; an address has no names below it."""
+    """`virtual` works with a MinIO that resolves bucket host names. An IP address allows `path` only."""
     server = MinioServer(tmp_path, settings={"MINIO_DOMAIN": "localhost"})
     server.start()
     try:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         bucket = server.new_bucket()
-        with ForwardProxy() as proxy:  # which knows the names below localhost
+        with ForwardProxy() as proxy:  # which resolves names below localhost
             monkeypatch.setenv("HTTP_PROXY", proxy.url)
             for addressing, host in (("virtual", f"{bucket}.localhost"), ("path", "localhost")):
                 url = f"s3://{bucket}?endpoint=http://localhost:{server.port}&addressing={addressing}"
@@ -209,7 +209,7 @@ def test_virtual_hosted_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_encryption_at_rest(tls_minio, bundle, options, header, monkeypatch):
-    """Every object is stored encrypted, as the server itself says of it, and reads back."""
+    """The server reports every object as encrypted, and the store can read it."""
     monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
     bucket = tls_minio.new_bucket()
     with open_store(f"{tls_minio.url(bucket)}&{options}") as store:
@@ -225,7 +225,7 @@ def test_encryption_at_rest(tls_minio, bundle, options, header, monkeypatch):
 
 
 def test_unavailable_encryption_is_refused(tls_minio, bundle, minio_server, monkeypatch):
-    """A key that the store does not have, a store without a key service, one that says nothing, a URL that is wrong."""
+    """The causes are an unknown key, a missing key service, a server without the header, and an invalid URL."""
 
     def refused(url: str, error: type[Exception], why: str) -> None:
         with open_store(url, policy=ONCE) as store, pytest.raises(error, match=why):
@@ -237,7 +237,7 @@ def test_unavailable_encryption_is_refused(tls_minio, bundle, minio_server, monk
     for name, value in minio_server.environment.items():
         monkeypatch.setenv(name, value)
     refused(f"{minio_server.url(minio_server.new_bucket())}&sse=AES256", RequestRefused, "key service")
-    with FixedResponses(200) as answers:  # takes every object, and passes over what it does not know
+    with FixedResponses(200) as answers:  # accepts every object and ignores unknown headers
         url = f"s3://bucket?endpoint=http://127.0.0.1:{answers.port}"
         refused(f"{url}&sse=AES256", RequestRefused, "returned no encryption header")
         refused(url, StoreUnavailable, "endpoint is not an object store")

@@ -1,4 +1,4 @@
-"""The conformance suite on servers that speak as Google's and Azure's storage do."""
+"""The store conformance suite on emulators of Google's and Azure's storage."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from tests.support.server.cloud_server import CloudServer
 
 
 class TestGoogleStore(StoreTests):
-    """As everyone uses it, below a prefix; it lists in pages of 1000."""
+    """The Google store below a prefix, with list pages of 1000 objects."""
 
     @pytest.fixture
     def store(self, google: CloudServer) -> Iterator[Store]:
@@ -20,7 +20,7 @@ class TestGoogleStore(StoreTests):
 
 
 class TestAzureStore(StoreTests):
-    """The same; a page of Azure's has 5000, more than Azurite takes in a test's time."""
+    """The Azure store below a prefix. Azure's list pages of 5000 objects would take too long in Azurite."""
 
     listed_keys = 100
 

@@ -1,4 +1,4 @@
-"""What Google's and Azure's storage, and the way to them, do wrong, and what is made of it."""
+"""Faults of Google's and Azure's storage and of the network, and the resulting errors."""
 
 import json
 import random
@@ -30,7 +30,7 @@ DATA = random.Random(7).randbytes(3_000_000)
 def bare(
     server: CloudServer, bucket: str, port: int | None = None, idle_timeout_s: float = 20.0
 ) -> CloudStore:
-    """The store without retries; `port` leads through a proxy."""
+    """Return the store without retries. `port` connects through a proxy."""
     endpoint = server.endpoint(port)
     account = (
         AzureAccount(bucket, account=None, endpoint=endpoint, where="az://test")
@@ -47,7 +47,7 @@ def proxy(cloud: CloudServer) -> Iterator[FaultyProxy]:
 
 
 def test_lost_acknowledgement_is_not_a_conflict(cloud: CloudServer, proxy: FaultyProxy) -> None:
-    """A create whose answer was lost is of unknown outcome, not refused; the object is there, and a second finds it."""
+    """A create with a lost response has an unknown outcome. The object exists, and a second create finds it."""
     bucket = cloud.new_bucket()
     with bare(cloud, bucket, proxy.port) as store:
         proxy.lose_acks(1, "PUT")
@@ -72,7 +72,7 @@ def test_interrupted_read_is_resumed(cloud: CloudServer, proxy: FaultyProxy) -> 
 
 
 def test_unresponsive_server_times_out(cloud: CloudServer, proxy: FaultyProxy) -> None:
-    """An upload or a read that a server does not answer is given up, and the caller's memory is its own again."""
+    """A timed-out transfer releases the caller's memory."""
     bucket = cloud.new_bucket()
     with bare(cloud, bucket, idle_timeout_s=0.3) as direct, bare(cloud, bucket, proxy.port, 0.3) as store:
         direct.put("there", b"x")
@@ -80,7 +80,7 @@ def test_unresponsive_server_times_out(cloud: CloudServer, proxy: FaultyProxy) -
         data = bytearray(100_000)
         with pytest.raises(StoreUnavailable, match="silent"), memoryview(data) as view:
             store.put("k", view)
-        data.append(1)  # BufferError where somebody still holds it
+        data.append(1)  # raises BufferError while the buffer is exported
         with pytest.raises(StoreUnavailable, match="silent"):
             store.get("there")
         with pytest.raises(StoreUnavailable, match="silent"):
@@ -115,7 +115,7 @@ def test_deadline_and_shorter_read_timeout(cloud, proxy):
 def test_http_status_maps_to_error(
     cloud: CloudServer, status: int, body: bytes, error: type[Exception]
 ) -> None:
-    """A status by what can be done about it; only our own retries happen; the code stays in the message."""
+    """Only the store's own retries happen, and the message contains the status code."""
     with FixedResponses(status, body) as answers:
         store = RetryingStore(
             bare(cloud, "bucket", answers.port),
@@ -129,7 +129,7 @@ def test_http_status_maps_to_error(
 
 
 def test_login_page_is_not_a_store(cloud: CloudServer) -> None:
-    """A proxy that wants a login answers 200: no listing is empty for that, and no object is stored."""
+    """A captive proxy answers 200. No listing is empty and no write succeeds because of it."""
     page = b"<html>log in</html>"
     with FixedResponses(200, page, {"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}) as answers:
         with bare(cloud, "bucket", answers.port) as store:
@@ -156,7 +156,7 @@ def test_missing_bucket_differs_from_missing_object(cloud: CloudServer) -> None:
 
 
 def test_wrong_key_is_denied(azure: CloudServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Azurite checks signatures: the error names where the key came from, and does not repeat it."""
+    """Azurite checks signatures. The error names the key's source and does not contain the key."""
     wrong = "d3Jvbmcta2V5LXdyb25nLWtleS13cm9uZw=="
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", wrong)
     with open_store(azure.url(azure.new_bucket())) as store:
@@ -166,7 +166,7 @@ def test_wrong_key_is_denied(azure: CloudServer, monkeypatch: pytest.MonkeyPatch
 
 
 def test_credentials_file_may_appear_later_and_change(cloud, tmp_path, monkeypatch):
-    """As a Secret of a pod does: until then `CredentialsMissing`, from the next request on it is used."""
+    """A pod's Secret may be mounted late: requests raise `CredentialsMissing` until then."""
     bucket, path = cloud.new_bucket(), tmp_path / "credentials"
     for name in cloud.environment:
         monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""Workload identity: what the pod's service account is exchanged for, with token services that note what they hear."""
+"""Workload identity: token exchange against recording token services."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_aks_federated_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The projected token may come later; it is shown to the token service, whose token goes to the store."""
+    """The projected token may appear later. The token service exchanges it, and the store receives the result."""
     path = tmp_path / "store"
     monkeypatch.setenv("AZURE_FEDERATED_TOKEN_FILE", str(path))
     monkeypatch.setenv("AZURE_CLIENT_ID", "the-client")

@@ -1,4 +1,4 @@
-"""Where credentials come from, in which order, and that they are renewed."""
+"""Sources of S3 credentials, their precedence and their renewal."""
 
 import os
 import sys
@@ -39,7 +39,7 @@ def sts_answer(key: str, ends: str, kind: str = "WithWebIdentity") -> bytes:
 
 @pytest.fixture
 def token(tmp_path, monkeypatch) -> Path:
-    """The file of a web identity."""
+    """Return the file of a web identity."""
     path = tmp_path / "token"
     path.write_text("a.web.token")
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(path))
@@ -47,7 +47,7 @@ def token(tmp_path, monkeypatch) -> Path:
 
 
 def test_environment_takes_precedence(http: urllib3.PoolManager, tmp_path: Path) -> None:
-    """AWS names before MinIO's before files; a session token goes along; half a pair is none."""
+    """AWS variables precede MinIO variables, which precede files. Half a key pair is ignored."""
     path = tmp_path / "credentials"
     path.write_text(
         "[default]\naws_access_key_id=file\naws_secret_access_key=s\n[p]\naws_access_key_id=fp\naws_secret_access_key=s\n"
@@ -69,7 +69,7 @@ def test_environment_takes_precedence(http: urllib3.PoolManager, tmp_path: Path)
 
 
 def test_web_identity(http, token, monkeypatch):
-    """The token's file is exchanged at the token service; kept while it lives, asked again when it is about to end."""
+    """The credentials are cached and renewed shortly before they expire."""
     monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/r")
     soon = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     for ends, requests in ((in_an_hour(), 1), (soon, 3)):
@@ -82,7 +82,7 @@ def test_web_identity(http, token, monkeypatch):
 
 
 def test_unavailable_token_service_is_retryable(http, token, monkeypatch):
-    """Down is unavailable, refused is denied; and the web token is in no message."""
+    """No message contains the web identity token."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(StoreUnavailable, match="token service") as caught:
         StandardProvider(http=http).retrieve()
@@ -96,7 +96,7 @@ def test_unavailable_token_service_is_retryable(http, token, monkeypatch):
 
 
 def test_absent_and_empty_files_are_missing_credentials(http, tmp_path, monkeypatch):
-    """Told from wrong ones: the Secret or token may yet appear, and is then used by the next request."""
+    """A missing Secret or token may appear later, and the next request uses it."""
 
     def missing(provider: StandardProvider, path: Path, *contents: str) -> None:
         path.unlink(missing_ok=True)
@@ -131,7 +131,7 @@ echo '{{"Version": 1, "AccessKeyId": "process", "SecretAccessKey": "s", "Session
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home with `.aws`, and no other credentials."""
+    """Return a home with `.aws` as the only source of credentials."""
     for name in [name for name in os.environ if name.startswith(("AWS_", "MINIO_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -141,7 +141,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def process_of(home: Path) -> str:
-    """A real credential_process, whose keys live for an hour."""
+    """Return a real credential_process whose keys are valid for an hour."""
     script = home / "keys.sh"
     script.write_text(PROCESS.format(folder=home, ends=in_an_hour()))
     script.chmod(0o755)
@@ -153,7 +153,7 @@ def keys_of(name: str) -> str:
 
 
 def test_profile_precedence_matches_botocore(http, home, monkeypatch):
-    """Keys of the config file, a process before them, keys of the credentials file before both."""
+    """Keys of the config file precede a process. Keys of the credentials file precede both."""
     config = home / ".aws" / "config"
     config.write_text(f"[default]\n{keys_of('config')}[profile p]\n{keys_of('config-p')}")
     provider = StandardProvider(http=http)
@@ -162,7 +162,7 @@ def test_profile_precedence_matches_botocore(http, home, monkeypatch):
     config.write_text(f"[default]\n{keys_of('config')}{process_of(home)}")
     found = [provider.retrieve() for _ in range(3)]
     assert {(each.access_key, each.session_token) for each in found} == {("process", "t")}
-    assert (home / "runs").read_text() == "run\n"  # keys that live are kept
+    assert (home / "runs").read_text() == "run\n"  # valid keys are cached
     (home / ".aws" / "credentials").write_text(f"[default]\n{keys_of('credentials')}")
     assert provider.retrieve().access_key == "credentials"
     monkeypatch.setenv("AWS_PROFILE", "absent")
@@ -192,7 +192,7 @@ def test_role_is_assumed_from_source_profile(http, home, monkeypatch):
 
 
 def test_failed_botocore_chain_gives_one_line_error(http, home, monkeypatch):
-    """No login, a process that fails, and no botocore; never a word of what a process printed."""
+    """The causes are a missing login, a failing process, and a missing botocore. No process output is shown."""
     config = home / ".aws" / "config"
     sso = "sso_start_url = https://x.awsapps.com/start\nsso_region = eu-west-1\nsso_account_id = 1\nsso_role_name = r\n"
     config.write_text(f"[default]\nregion = eu-west-1\n{sso}")

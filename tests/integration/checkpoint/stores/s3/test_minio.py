@@ -1,4 +1,4 @@
-"""The S3 store against a real MinIO server, and against servers and networks that fail."""
+"""The S3 store against a real MinIO server, and against faulty servers and networks."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.minio
 
 
 class TestMinioUnderPrefix(StoreTests):
-    """The same below a prefix of a bucket that holds more."""
+    """The conformance suite below a prefix of a bucket that has other objects."""
 
     @pytest.fixture
     def store(self, minio_url: str) -> Iterator[Store]:
@@ -45,7 +45,7 @@ class TestMinioUnderPrefix(StoreTests):
 
 
 def test_refused_upload_does_not_break_next_request(minio_url: str) -> None:
-    """MinIO hangs up after a refusal without announcing it; whoever comes next must get an answer, not the reset."""
+    """MinIO closes the connection after a refusal without notice. The next request must not see the reset."""
     with open_store(minio_url, policy=RetryPolicy(attempts=1)) as store:
         store.put_if_absent("log/0", b"first")
 
@@ -59,7 +59,7 @@ def test_refused_upload_does_not_break_next_request(minio_url: str) -> None:
             list(pool.map(refused, range(8)))
 
 
-# -- what the user got wrong -----------------------------------------------------------------------------------
+# -- user errors -----------------------------------------------------------------------------------------------
 
 
 def test_wrong_secret(minio_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,12 +74,12 @@ def test_wrong_secret(minio_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(AccessDenied, match="SignatureDoesNotMatch.*AWS_ACCESS_KEY_ID") as caught:
                 call()
             assert "wrong-secret" not in str(caught.value)
-        with pytest.raises(AccessDenied):  # a HEAD has no body to say more
+        with pytest.raises(AccessDenied):  # a HEAD response has no body with details
             store.head("a")
 
 
 def test_clock_skew_is_reported(minio_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signature an hour off is a clock's fault, and the error says by how much, whatever the store called it."""
+    """The error reports the difference of the clocks, independent of the store's error code."""
     shifted = lambda: datetime.now(UTC) + timedelta(hours=1)  # noqa: E731
     monkeypatch.setattr(minio.time, "utcnow", shifted)
     monkeypatch.setattr("deltashard_checkpoint.stores.s3.store.utcnow", shifted)
@@ -90,7 +90,7 @@ def test_clock_skew_is_reported(minio_url: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_store_without_conditional_put_is_refused(minio_server: MinioServer, minio_url: str) -> None:
-    """A store that overwrites is refused by the probe; the header is what makes the difference."""
+    """The probe refuses a store that overwrites in spite of the header."""
     with FaultyProxy(minio_server.port) as proxy:
         through = minio_url.replace(str(minio_server.port), str(proxy.port))
         with open_store(through) as store:
@@ -102,7 +102,7 @@ def test_store_without_conditional_put_is_refused(minio_server: MinioServer, min
 
 
 def test_corrupt_upload_is_refused(minio_server: MinioServer, minio_url: str) -> None:
-    """The server checks what arrives against the checksum header: one flipped bit on the way never becomes an object."""
+    """The server verifies the checksum header, so that a flipped bit in transit is never stored."""
     data = b"A" * 500_000 + b"NEEDLE" + b"B" * 500_000
     with FaultyProxy(minio_server.port) as proxy:
         proxy.rewrite = lambda chunk: chunk.replace(b"NEEDLE", b"needle")
@@ -116,11 +116,11 @@ def test_corrupt_upload_is_refused(minio_server: MinioServer, minio_url: str) ->
                 store.get("damaged")
 
 
-# -- what the network and the server do -----------------------------------------------------------------------
+# -- network and server faults --------------------------------------------------------------------------------
 
 
 def test_lost_acknowledgement_is_ambiguous(minio_server: MinioServer, minio_url: str) -> None:
-    """A create-only put whose answer is lost raises `StoreUnavailable`, is not tried again, and did happen."""
+    """A create-only put with a lost response raises `StoreUnavailable`, is not retried, and has happened."""
     with (
         FaultyProxy(minio_server.port) as proxy,
         open_store(minio_url.replace(str(minio_server.port), str(proxy.port))) as store,
@@ -135,7 +135,7 @@ def test_lost_acknowledgement_is_ambiguous(minio_server: MinioServer, minio_url:
 
 
 def test_truncated_read_resumes_at_offset(minio_server: MinioServer, minio_url: str) -> None:
-    """An answer cut three times is completed by range, byte for byte, in one attempt; only what is missing is sent."""
+    """A response that is truncated three times is completed by range requests. Only the missing bytes are sent again."""
     data = bytes(range(256)) * 20_000
     bucket = minio_url.split("/")[2].partition("?")[0]
     with (
@@ -157,7 +157,7 @@ def test_truncated_read_resumes_at_offset(minio_server: MinioServer, minio_url: 
 
 
 def test_oversized_object_is_not_read(minio_url: str) -> None:
-    """The length an answer announces is judged before memory is taken for it, and before the body is read."""
+    """The announced length is checked before memory is allocated and the body is read."""
     with (
         FixedResponses(200, headers={"Content-Length": str(1 << 50), "Connection": "close"}) as server,
         S3Store(bucket="some-bucket", endpoint=f"http://127.0.0.1:{server.port}") as store,
@@ -176,7 +176,7 @@ def test_oversized_object_is_not_read(minio_url: str) -> None:
     ],
 )
 def test_http_status_maps_to_error(minio_url, status, body, error, message):
-    """An older gateway's, another web server's, and a full store's."""
+    """The responses are those of an older gateway, of another web server, and of a full store."""
     with FixedResponses(status, body, {"Content-Type": "text/html"} if b"html" in body else {}) as server:
         url = f"s3://some-bucket?endpoint=http://127.0.0.1:{server.port}"
         with open_store(url) as store, pytest.raises(error, match=message):
