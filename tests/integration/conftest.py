@@ -1,4 +1,4 @@
-"""Fixtures that several rooms of integration tests share."""
+"""Fixtures that several folders of integration tests share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(params=["file", "minio"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A store, empty."""
+    """Return the URL of an empty store."""
     if request.param == "file":
         return f"file://{tmp_path}/store"
     found = request.getfixturevalue("minio_url")

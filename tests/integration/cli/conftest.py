@@ -1,4 +1,4 @@
-"""What tests of commands have in common."""
+"""Fixtures for tests of commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.command_line import Cli, running
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs the entry point; (exit code, stdout and stderr)."""
+    """Return a function that runs the entry point and returns (exit code, stdout and stderr)."""
     return running(capsys)
 
 

@@ -1,7 +1,8 @@
-"""Ranks that save or load sharded state dicts with plain torch.distributed.checkpoint: scenarios for `rank_zygote`.
+"""Scenarios for `rank_zygote`: ranks save or load sharded state dicts with plain torch.distributed.checkpoint.
 
-Tensors come from `WORKDIR/whole.pt`, a dict of whole ones; `save` shards them, each in every way there is, into
-`WORKDIR/saved-KIND`; `load` reads `WORKDIR/exported` into shards of other sizes and compares them.
+`WORKDIR/whole.pt` holds a dict of unsharded tensors. `save` shards them in each supported way into
+`WORKDIR/saved-KIND`. `load` reads `WORKDIR/exported` into shards of other sizes and compares them.
+
 """
 
 from pathlib import Path
@@ -18,11 +19,11 @@ KINDS = ("rows", "columns", "sharded", "plain", "replicated")
 
 
 def sharded(whole, kind, mesh, *, empty):
-    """The rank's part of a tensor, with its values or zeros."""
+    """Return the rank's part of a tensor, with its values or zeros."""
     values = torch.zeros_like(whole) if empty else whole
     if kind == "plain":
         return values.clone()
-    if kind == "sharded":  # uneven: rank 0 has one row, the last one the rest
+    if kind == "sharded":  # uneven: rank 0 has one row, and the last rank has the rest
         rank, world = dist.get_rank(), dist.get_world_size()
         stop = len(whole) if rank == world - 1 else rank + 1
         offsets = [rank, *([0] * (whole.dim() - 1))]
@@ -33,7 +34,7 @@ def sharded(whole, kind, mesh, *, empty):
 
 
 def same(whole, part):
-    """Whether the rank's part has the bits of the whole one's."""
+    """Return whether the rank's part equals the unsharded tensor bit for bit."""
     if isinstance(part, ShardedTensor):
         (local,) = part.local_shards()
         start = local.metadata.shard_offsets[0]

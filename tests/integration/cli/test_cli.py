@@ -1,4 +1,4 @@
-"""The command line on file:// and real MinIO stores, whole and broken."""
+"""The command line on file:// and real MinIO stores, healthy and damaged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ json_output = partial(command_line.json_output, codes=(0, 1))
 
 
 def write(url: str, directory: Path, run: str = RUN) -> WrittenRun:
-    """Three checkpoints in a chain: full, delta, delta in 8 bits."""
+    """Write three checkpoints in a chain: full, delta, delta in 8 bits."""
     written = WrittenRun(open_store(url), run, directory)
     first = written.save(step=100, pins=("best",), metadata={"git": "abc"})
     second = written.save(written.train(), step=200, covers=first)
@@ -58,11 +58,11 @@ def objects(store: Store, suffix: str) -> list[str]:
     return [found.key for found in store.list(RUN) if found.key.endswith(suffix)]
 
 
-# -- looking ----------------------------------------------------------------------------------------------------
+# -- inspection -------------------------------------------------------------------------------------------------
 
 
 def test_ls_of_root_and_of_run(cli: Cli, url: str, run: WrittenRun, tmp_path: Path) -> None:
-    """A root lists runs; a run, however it is named, lists checkpoints."""
+    """A root lists runs. A run, given in any form, lists checkpoints."""
     write(url, tmp_path / "other", "solo")
     runs = json_output(cli, "ls", url)["runs"]
     assert [(one["run"], one["newest_step"], one["checkpoints"], one["stopped"]) for one in runs] == [
@@ -84,7 +84,7 @@ def test_ls_of_root_and_of_run(cli: Cli, url: str, run: WrittenRun, tmp_path: Pa
 
 
 def test_inspect(cli: Cli, url: str, run: WrittenRun) -> None:
-    """One checkpoint in full; a root with one run needs no --run."""
+    """A root with one run needs no --run."""
     found = json_output(cli, "inspect", url, "-c", "step:100")
     assert found["metadata"] == {"git": "abc"}
     assert [(t["table"], t["held_rows"], t["encodings"]) for t in found["tables"]] == [
@@ -100,7 +100,7 @@ def test_inspect(cli: Cli, url: str, run: WrittenRun) -> None:
 
 
 def test_rank_blobs_are_shown_but_not_treated_as_run_blobs(cli: Cli, file_url: str, tmp_path: Path) -> None:
-    """`inspect` counts them by name; what reads a run as a whole leaves them; `verify` and `diff` read every one."""
+    """`inspect` counts rank blobs by name. `restore` omits them. `verify` and `diff` read each of them."""
     written = WrittenRun(open_store(file_url), RUN, tmp_path)
     trees = [bytes(typed_tree.encode({"seed": seed}).to_bytes()) for seed in range(3)]
     written.more_blobs = {"rng": trees[0], "rank/1/rng": trees[1], "rank/2/rng": trees[2]}
@@ -129,7 +129,7 @@ def test_rank_blobs_are_shown_but_not_treated_as_run_blobs(cli: Cli, file_url: s
 
 
 def test_which(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
-    """latest, N, seq:N, step:N, pin:NAME; anything else is the caller's mistake, and what there is is listed."""
+    """The selectors are latest, N, seq:N, step:N and pin:NAME. The error for another selector lists the checkpoints."""
     for which, step in (("latest", 300), ("3", 200), ("seq:3", 200), ("step:200", 200), ("pin:best", 100)):
         assert json_output(cli, "inspect", file_url, "-c", which)["summary"]["step"] == step
     for which in ("99", "pin:none", "none", "yesterday", "seq:x"):
@@ -138,11 +138,10 @@ def test_which(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
     assert "seq 4 (step 300)" in cli("inspect", file_url, "-c", "99")[1]
 
 
-# -- checking ---------------------------------------------------------------------------------------------------
+# -- verification -----------------------------------------------------------------------------------------------
 
 
 def test_healthy_run_verifies(cli: Cli, url: str, run: WrittenRun) -> None:
-    """Shallow and deep: nothing found, everything counted, exit 0."""
     shallow = json_output(cli, "verify", url)
     assert shallow["ok"] is True
     assert (shallow["entries"], shallow["checkpoints"], shallow["indexes"]) == (5, [2, 3, 4], 3)
@@ -156,7 +155,7 @@ def test_healthy_run_verifies(cli: Cli, url: str, run: WrittenRun) -> None:
 
 
 def test_flipped_bit_is_found_by_deep_verify_only(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
-    """Exit 1, with the pack, the frame and the checkpoints that need it; what does not need it still restores."""
+    """The report names the pack, the frame and the affected checkpoints. Other checkpoints still restore."""
     (pack, *_) = [key for key in objects(file_run.store, ".pack") if "/00000003/" in key]
     data = bytearray(file_run.store.get(pack))
     data[len(data) // 3] ^= 4
@@ -180,7 +179,7 @@ def test_flipped_bit_is_found_by_deep_verify_only(cli: Cli, file_url: str, file_
 
 
 def _packs_lost(store: Store) -> list[tuple[str, str, list[int]]]:
-    """The baseline's loss breaks every checkpoint built on it."""
+    """Without the baseline every checkpoint that builds on it is broken."""
     base = [key for key in objects(store, ".pack") if "/00000001/" in key]
     store.delete(base[:1])
     store.put(base[1], store.get(base[1])[:-64])
@@ -200,7 +199,7 @@ def _index_lost(store: Store) -> list[tuple[str, str, list[int]]]:
 
 
 def _other_encodings(store: Store) -> list[tuple[str, str, list[int]]]:
-    """The entry says others than its indexes."""
+    """The log entry has other encodings than its indexes."""
     key = f"{RUN}/{entry_key(4)}"
     entry = json.loads(store.get(key))
     assert entry["encodings"] == {ITEMS.fqn: ["q8"]}
@@ -225,7 +224,7 @@ def _entry_changed(store: Store) -> list[tuple[str, str, list[int]]]:
 def test_damage_is_found_without_reading_contents(
     cli: Cli, file_url: str, file_run: WrittenRun, damage: Callable[[Store], list[tuple[str, str, list[int]]]]
 ) -> None:
-    """Each object by name, with what is wrong and the checkpoints that need it."""
+    """The report names each object, its damage and the affected checkpoints."""
     wanted = damage(file_run.store)
     problems = json_output(cli, "verify", "--run", RUN, file_url)["problems"]
     assert [(each["object"], each["checkpoints"]) for each in problems] == [
@@ -239,7 +238,7 @@ def test_damage_is_found_without_reading_contents(
 def test_every_command_reports_damaged_log(
     cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path, damage: str
 ) -> None:
-    """Whatever reads a checkpoint reads the one before the damage, says so on stderr and in JSON, and ends with 1."""
+    """Commands read the checkpoint before the damage, report this on stderr and in JSON, and exit with 1."""
     bad = 5 if damage == "garbage after it" else 4
     key = f"{RUN}/{entry_key(bad)}"
     whole = bytearray() if bad == 5 else bytearray(file_run.store.get(key))
@@ -274,7 +273,7 @@ def test_every_command_reports_damaged_log(
 def test_log_without_first_entry_is_a_damaged_run(
     cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path
 ) -> None:
-    """Every way to say the run leads to the gap; with a folded state behind it only `verify` minds."""
+    """Every form of the run's URL reports the gap. If a folded state follows, only `verify` reports it."""
     file_run.store.delete([f"{RUN}/{entry_key(0)}"])
     for arguments in (
         ("ls", run_url(file_url)),
@@ -304,11 +303,11 @@ def test_log_without_first_entry_is_a_damaged_run(
     ]
 
 
-# -- files ------------------------------------------------------------------------------------------------------
+# -- restore and export -----------------------------------------------------------------------------------------
 
 
 def test_restore_writes_snapshot_exactly(cli: Cli, url: str, run: WrittenRun, tmp_path: Path) -> None:
-    """Every array, bit for bit, by the manifest; blobs as trees; never over an existing directory."""
+    """The manifest describes every array, bit for bit. Blobs are trees. An existing directory is never overwritten."""
     out = tmp_path / "restored"
     code, text = cli("restore", url, out, "-c", "step:200")
     assert code == 0
@@ -333,7 +332,7 @@ def test_restore_writes_snapshot_exactly(cli: Cli, url: str, run: WrittenRun, tm
 
 
 def test_export_safetensors(cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path) -> None:
-    """The safetensors library reads it, bfloat16 included, with and without optimizer state."""
+    """The safetensors library reads the file, including bfloat16, with and without optimizer state."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import load_file
@@ -361,11 +360,11 @@ def test_export_safetensors(cli: Cli, file_url: str, file_run: WrittenRun, tmp_p
     np.testing.assert_array_equal(found[f"{ITEMS.fqn}.exp_avg"].numpy(), items.fields["exp_avg"])
 
 
-# -- comparing --------------------------------------------------------------------------------------------------
+# -- comparison -------------------------------------------------------------------------------------------------
 
 
 def test_diff(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
-    """Rows and largest differences as they were cut; blobs that differ; 0 when equal, 1 when not."""
+    """The output has changed rows, largest differences and different blobs. The exit code is 0 if equal, else 1."""
     found = json_output(cli, "diff", file_url, "2", "3")
     before, after = file_run.saved[2], file_run.saved[3]
     changed = int((before[0].weights != after[0].weights).any(axis=1).sum())
@@ -384,15 +383,15 @@ def test_diff(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
     assert "all bits are equal" in text
 
 
-# -- tidying ----------------------------------------------------------------------------------------------------
+# -- compaction -------------------------------------------------------------------------------------------------
 
 
 def test_compact(cli: Cli, url: str, run: WrittenRun) -> None:
-    """The chain becomes one, and what is shown of it is what is read now; again there is nothing to do."""
+    """The chain becomes one baseline, and commands show the baseline's size. A second call does nothing."""
     before = read_checkpoint(run.store, RUN)
     assert json_output(cli, "compact", url)["compacted"]["replaces"] == 4
     found = json_output(cli, "ls", run_url(url))["checkpoints"][-1]
-    # Rows and bytes are those of what is read now, and no longer those of the delta that it was.
+    # Rows and bytes are those of the compacted baseline, and not those of the delta.
     moved = RunLog(run.store, RUN).refresh().compactions[4]
     packs = sum(i.size_bytes for i in run.store.list(f"{RUN}/{moved.parts[0].prefix}"))
     assert (found["rows"], found["stored_bytes"]) == (ITEMS.rows + HALF.rows, packs)
@@ -405,11 +404,11 @@ def test_compact(cli: Cli, url: str, run: WrittenRun) -> None:
     assert "already" in cli("compact", url)[1]
 
 
-# -- mistakes ---------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------
 
 
 def test_caller_error_exits_2(cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path) -> None:
-    """URL, run, bucket and usage; each message says what to do."""
+    """The errors are in URL, run, bucket and usage. Each message names the remedy."""
     write(file_url, tmp_path / "more", "another")
     for arguments, said in (
         (("ls", f"{tmp_path}/nowhere"), "does not exist"),
@@ -434,7 +433,7 @@ def test_caller_error_exits_2(cli: Cli, file_url: str, file_run: WrittenRun, tmp
 def test_invalid_output_path_exits_2(
     cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path, name: str
 ) -> None:
-    """A directory that is a file, or a file that is there: exit 2, and nothing is left behind or changed."""
+    """The path is a file instead of a directory, or an existing file. Nothing is left behind or changed."""
     (tmp_path / "file").write_text("")
     (tmp_path / name).write_text("")
     for place, said in ((tmp_path / "file" / name, "not writable"), (tmp_path / name, "exists")):
@@ -448,7 +447,7 @@ def test_invalid_output_path_exits_2(
 
 
 def test_environment_error_exits_3(cli: Cli, minio_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that nobody answers for, within the deadline; and as JSON."""
+    """The store is unreachable. The error appears within the deadline, also as JSON."""
     from deltashard_checkpoint.stores.retry import RetryPolicy
     from deltashard_cli import target
 
@@ -468,7 +467,7 @@ def test_environment_error_exits_3(cli: Cli, minio_url: str, monkeypatch: pytest
 def test_internal_error_exits_4(
     cli: Cli, file_url: str, file_run: WrittenRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error that is none of ours shows its trace and asks for a report."""
+    """An unexpected error shows its traceback and asks for a report."""
     from deltashard_cli import read_command
 
     def broken(_url: str, _run: str | None) -> None:
@@ -482,7 +481,7 @@ def test_internal_error_exits_4(
 
 
 def test_installed_command(file_url: str, file_run: WrittenRun, tmp_path: Path) -> None:
-    """As a user runs it: a process of its own, tables in a pipe, no colour, no progress bar, codes as documented."""
+    """In a separate process with pipes, tables have no colour and no progress bar, and exit codes are as documented."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "COLUMNS": "80"}
@@ -497,10 +496,10 @@ def test_installed_command(file_url: str, file_run: WrittenRun, tmp_path: Path) 
     file_run.store.delete(objects(file_run.store, ".pack")[:1])
     assert run("verify", file_url).returncode == 1
     gone = subprocess.Popen([SCRIPT, "verify", file_url], stdout=subprocess.PIPE)
-    gone.stdout.close()  # as `| head` does
+    gone.stdout.close()  # as with `| head`
     assert gone.wait(120) == 1, "its own verdict"
     for arguments in (("ls", file_url), ("inspect", run_url(file_url), "--json")):
-        # A pipe of one page fills before the document ends, so this also breaks in the middle of a write.
+        # A pipe of one page fills before the document ends, so that a write also fails in the middle.
         broken = subprocess.Popen([SCRIPT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert broken.stdout is not None
         assert broken.stderr is not None

@@ -1,4 +1,4 @@
-"""Export to torch.distributed.checkpoint and import from it: read and written by plain torch, in one process and many."""
+"""Export to and import from torch.distributed.checkpoint, read and written by plain torch in one process and many."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def checkpointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpointe
 
 
 class DcpNet(nn.Module):
-    """Two tables, of which one is called nothing like an embedding; else a norm and a dense layer, if at all."""
+    """Two tables, one of which has no typical embedding name, and optionally a norm and a dense layer."""
 
     def __init__(self, *, dense: bool) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def make_training(kind: str) -> ModelAndOptimizer:
     net = DcpNet(dense=kind in ("Adagrad", "Adam"))
     if kind == "Adam":
         return net, torch.optim.Adam(net.parameters(), lr=0.01, amsgrad=True)
-    if kind == "Adagrad":  # in two groups
+    if kind == "Adagrad":  # in two parameter groups
         rest = [param for name, param in net.named_parameters() if "goods" not in name]
         return net, torch.optim.Adagrad(
             [{"params": net.embeddings.parameters(), "lr": 0.1}, {"params": rest}]
@@ -113,7 +113,7 @@ def train(model: ModelAndOptimizer, steps: range, ckpt: deltashard.Checkpointer 
 
 
 def same(a: ModelAndOptimizer, b: ModelAndOptimizer) -> None:
-    """Weights, buffers, groups and optimizer state, bit for bit."""
+    """Assert that weights, buffers, groups and optimizer state are equal bit for bit."""
     for name, value in a[0].state_dict().items():
         assert torch.equal(value, b[0].state_dict()[name]), name
     held, other = (optimizer.state_dict() for optimizer in (a[1], b[1]))
@@ -126,12 +126,12 @@ def same(a: ModelAndOptimizer, b: ModelAndOptimizer) -> None:
 
 
 def whole_of(model: ModelAndOptimizer) -> dict[str, Any]:
-    """As `export --format dcp --state` has it."""
+    """Return the state dict that `export --format dcp --state` writes."""
     return get_model_state_dict(model[0]) | {"optimizer": get_optimizer_state_dict(model[0], model[1])}
 
 
 def read_back(directory: Path) -> dict[str, Any]:
-    """All of a directory, by torch."""
+    """Read the directory with torch."""
     dcp_to_torch_save(directory, directory.parent / "back.pt")
     found = torch.load(directory.parent / "back.pt", weights_only=True)
     assert isinstance(found, dict)
@@ -140,7 +140,7 @@ def read_back(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def by_ranks(rank_zygote: RankZygote) -> Callable[..., list[Any]]:
-    """Runs `save` or `load` of `dcp_ranks` in several processes of plain torch."""
+    """Return a function that runs `save` or `load` of `dcp_ranks` in several processes of plain torch."""
     return partial(rank_zygote.run, "tests.integration.cli.dcp_ranks")
 
 
@@ -149,7 +149,7 @@ def by_ranks(rank_zygote: RankZygote) -> Callable[..., list[Any]]:
 
 @pytest.mark.parametrize("seq", LIVE_SEQS)
 def test_multi_rank_run_exports_in_every_format(cli: Cli, tmp_path: Path, seq: int) -> None:
-    """Tables that were split by rows and by columns, one rank's part after another: the bits it must restore."""
+    """Tables are split by rows and by columns, one rank's part after another."""
     url = shutil.copytree(GOLDEN / "run-3", tmp_path / "store" / "run-3")
     expected = {path.stem: np.load(path) for path in (GOLDEN / "run-3-expected" / str(seq)).glob("*.npy")}
     assert len(expected) == 5
@@ -185,7 +185,7 @@ def opened(url: str, run: str) -> OpenCheckpoint:
 def test_many_ranks_load_single_process_export(
     by_ranks: Callable[..., list[Any]], cli: Cli, tmp_path: Path
 ) -> None:
-    """By plain dcp.load, into DTensors by rows and columns, ShardedTensors and whole tensors; tables came in shards."""
+    """Plain dcp.load reads DTensors by rows and columns, ShardedTensors and unsharded tensors."""
     run = WrittenRun(open_store(f"file://{tmp_path}/store"), "r", tmp_path / "w")
     base = run.save(step=1)
     run.save(run.train(), step=2, covers=base)
@@ -206,7 +206,7 @@ def test_many_ranks_load_single_process_export(
     written = export_dcp(
         watched, tmp_path / "exported", state=True, advance=lambda _count: None, shard_bytes=700 * row_bytes
     )
-    # Ranges of 700 rows, each read once for the weights and both fields.
+    # Ranges of 700 rows, each of which is read once for the weights and both fields.
     assert [span for span in read if span[0] == ITEMS.fqn] == [
         (ITEMS.fqn, start, min(start + 700, 3000)) for start in range(0, 3000, 700)
     ]
@@ -231,7 +231,7 @@ def test_many_ranks_load_single_process_export(
 def test_exported_model_resumes_in_plain_torch(
     cli: Cli, checkpointer: Checkpointers, tmp_path: Path, kind: str
 ) -> None:
-    """Model and optimizer, groups and all, by dcp.load and torch's own setters: the bits of training that never left."""
+    """dcp.load and torch's own setters restore model and optimizer, including groups, to the bits of uninterrupted training."""
     lost = make_training(kind)
     with checkpointer(*lost) as ckpt:
         assert ckpt.restore() is None
@@ -253,7 +253,7 @@ def test_exported_model_resumes_in_plain_torch(
 
 
 def test_export_is_atomic(cli: Cli, tmp_path: Path) -> None:
-    """What goes wrong while rows are read is said as ever, and leaves nothing behind; nothing is replaced."""
+    """An error while rows are read leaves no files behind. An export replaces no existing files."""
     run = WrittenRun(open_store(f"file://{tmp_path}/store"), "r", tmp_path / "w")
     run.save(step=1)
     run.close()
@@ -287,7 +287,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 def test_training_resumes_from_import(
     cli: Cli, checkpointer: Checkpointers, tmp_path: Path, kind: str
 ) -> None:
-    """Saved by plain torch, restored in full by a trainer, trained on: as if it had never moved. Then deltas follow."""
+    """A trainer restores a checkpoint of plain torch in full and continues bit for bit. Its next checkpoints are deltas."""
     plain = make_training(kind)
     train(plain, range(5))
     saved = {"model": get_model_state_dict(plain[0]), "optim": get_optimizer_state_dict(*plain), "epoch": 2}
@@ -319,9 +319,10 @@ def test_training_resumes_from_import(
 def test_multi_rank_checkpoint_is_imported(
     by_ranks: Callable[..., list[Any]], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DTensors by rows and by columns, uneven ShardedTensors, replicas: the same run, bit for bit, each time.
+    """DTensors by rows and by columns, uneven ShardedTensors and replicas give the same run, bit for bit.
 
-    Tables come in ranges of a few rows, across the borders of pieces, each of which is read once.
+    Tables are read in ranges of a few rows across the borders of pieces. Each piece is read once.
+
     """
     read: list[str] = []
 
@@ -365,7 +366,7 @@ def test_multi_rank_checkpoint_is_imported(
 
 
 def test_special_float_values_are_preserved(cli: Cli, tmp_path: Path) -> None:
-    """NaNs with their payloads, infinities, zeros of both signs, the smallest numbers."""
+    """The values are NaNs with payloads, infinities, zeros of both signs, and denormals."""
     odd = torch.tensor([0x7FC00123, 0x7F800000, -0x80000000, 0x00000001, -0x7FFFFF, 0], dtype=torch.int32)
     table = odd.view(torch.float32).repeat(200, 2)
     dcp.save({"emb.weight": table, "n": torch.tensor(3), "none": torch.zeros(0)}, checkpoint_id=tmp_path / "saved")  # fmt: skip
@@ -377,12 +378,12 @@ def test_special_float_values_are_preserved(cli: Cli, tmp_path: Path) -> None:
     assert found["none"].shape == (0,)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------
+# -- refused imports ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A directory that plain torch wrote of a model and its optimizer."""
+    """Return a directory that plain torch wrote for a model and its optimizer."""
     plain = make_training("Adagrad")
     train(plain, range(2))
     held = {"model": get_model_state_dict(plain[0]), "optim": get_optimizer_state_dict(*plain)}
@@ -395,7 +396,7 @@ def assert_nothing_written(tmp_path: Path) -> bool:
 
 
 def test_incomplete_directory_is_refused(cli: Cli, saved: Path, tmp_path: Path) -> None:
-    """What the look at it finds, and what only reading does: nothing is begun."""
+    """No run is created, whether the error appears in the metadata or while data are read."""
     data = saved / "__0_0.distcp"
     whole = data.read_bytes()
     for damaged, said in ((whole[:-1], "a file is too short"), (bytes(len(whole)), "cannot be read")):
@@ -410,7 +411,7 @@ def test_incomplete_directory_is_refused(cli: Cli, saved: Path, tmp_path: Path) 
 
 
 def test_unreadable_table_commits_nothing(cli: Cli, saved: Path, tmp_path: Path) -> None:
-    """Tables are read as they are written: the run is begun then, holds no checkpoint, and is not taken for one."""
+    """Tables are read while they are written. The opened run has no checkpoint, and is not listed as a run."""
     reader = dcp.FileSystemReader(saved)
     stored = reader.read_metadata().storage_data
     info = next(info for index, info in stored.items() if index.fqn == "model.embeddings.goods.weight")
@@ -428,7 +429,7 @@ def test_unreadable_table_commits_nothing(cli: Cli, saved: Path, tmp_path: Path)
 
 
 def test_pickled_objects_are_not_loaded(cli: Cli, tmp_path: Path) -> None:
-    """A value that only a full unpickling brings back stays where it is: left out, or refused where it is needed."""
+    """A value that requires full unpickling is omitted, or refused where it is required."""
 
     class Ran(list):
         def __reduce__(self) -> tuple[Any, ...]:
@@ -447,7 +448,7 @@ def test_pickled_objects_are_not_loaded(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_import_refuses_existing_run(cli: Cli, saved: Path, tmp_path: Path) -> None:
-    """An import begins a run, and goes into a store."""
+    """An import starts a new run in a store."""
     assert cli("import", tmp_path / "store", saved, "--run", "r")[0] == 0
     before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
     code, text = cli("import", tmp_path / "store", saved, "--run", "r")
@@ -463,7 +464,7 @@ def test_import_refuses_existing_run(cli: Cli, saved: Path, tmp_path: Path) -> N
 
 
 def test_ambiguous_import_asks_for_options(cli: Cli, saved: Path, tmp_path: Path) -> None:
-    """Which dict is the model's, which names are tables, whose state it is: said with what there is."""
+    """The message lists the candidates for the model's dict, the tables, and the optimizer's state."""
     model = {"emb.weight": torch.ones(3, 2), "top.weight": torch.ones(2, 2), "top.bias": torch.ones(2)}
     adagrad = torch.optim.Adagrad([nn.Parameter(torch.ones(3, 2))])
     two = {"state": {}, "param_groups": [{"lr": 0.1, "params": ["emb.weight"]}]}

@@ -1,4 +1,4 @@
-"""What a store says never reaches a terminal raw: a run of hostile names, and a damaged one, through every command."""
+"""Commands never print text from a store raw to a terminal: runs with hostile names, healthy and damaged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ARGUMENTS = {
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stores with the run team/run, `sound` and `damaged`; all that can be named has a hostile name."""
+    """Return the stores `sound` and `damaged` with the run team/run, in which every name is hostile."""
     stores = tmp_path_factory.mktemp("stores")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(written_run, "ITEMS", replace(written_run.ITEMS, fqn=ENCODABLE))
@@ -68,7 +68,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["sound", "damaged"])
 def url(request: pytest.FixtureRequest, stores: Path, tmp_path: Path) -> str:
-    """A store of this test's own."""
+    """Return a separate copy of the store for the test."""
     shutil.copytree(stores / request.param, tmp_path / "store")
     return f"file://{tmp_path}/store"
 

@@ -1,4 +1,4 @@
-"""What a copy or a removal that was cut short has left: listed with its state, named by every command, and removed."""
+"""An interrupted copy or removal: `ls` shows its state, commands name the remedy, and `rm` removes the rest."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ RUN, COPY = "team/run-1", "team/copy"
 
 
 class Cut(Exception):
-    """The process ended here."""
+    """The process ends at this point."""
 
 
 @pytest.fixture
 def store(file_url: str, tmp_path: Path) -> Store:
-    """A store with one whole run."""
+    """Return a store with one complete run."""
     store = open_store(file_url)
     written = WrittenRun(store, RUN, tmp_path)
     first = written.save(step=100, directive="steps")
     written.save(written.train(), step=200, covers=first, directive="close")
     written.close()
-    # What looks a little like a run's, and is none.
+    # Keys that resemble a run's keys without a run.
     for key in ("other/data/x.csv", "other/data/0/y", "other/log/app.log", "more/log/HINTS"):
         store.put(key, b"1")
     return store
 
 
 def copied_up_to(store: Store, what: str) -> None:
-    """The copy without what comes after `what`: its data, its HINT, or some of its log."""
+    """Reduce the copy to the state of an interruption after `what`: its data, its HINT, or a part of its log."""
     for info in list(store.list(f"{COPY}/log/")):
         key = info.key[len(COPY) + 1 :]
         if what == "data" or (seq_of(key) is not None and (what == "HINT" or seq_of(key) == 2)):
@@ -95,7 +95,7 @@ def test_partial_copy_is_listed_and_resumable(
     assert cli("cp", run_url(file_url, RUN), file_url, "-c", "latest", "--as", COPY)[0] == 0
     assert listed(cli, file_url, code=0) == {"warning": None, RUN: "ok", COPY: "ok"}
     copied_up_to(store, what)
-    if what != "data":  # entries are there: somebody may have begun a run in the very moment of the copy
+    if what != "data":  # the log has entries: another process may have opened the run during the copy
         before = {info.key for info in store.list(f"{COPY}/")}
         code, text = cli("rm", run_url(file_url, COPY), "--yes")
         assert code == 2, text
@@ -141,7 +141,7 @@ def test_partial_removal_is_listed_and_removable(
 
 
 def test_rm_ignores_folder_that_is_no_run(cli: Cli, file_url: str, store: Store) -> None:
-    """A folder called data makes no run."""
+    """A folder with the name of a run's folder is no run."""
     for arguments in (
         (file_url, "--run", "other"),
         (run_url(file_url, "other"),),

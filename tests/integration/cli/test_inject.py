@@ -1,4 +1,4 @@
-"""`kubectl deltashard inject` asks the webhook that is installed, by a real API server."""
+"""`kubectl deltashard inject` sends manifests to the installed webhook through a real API server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 def test_manifests_are_injected_without_creating_objects(
     apiserver: ApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They can be applied as they are printed; what is refused is refused here, with the webhook's sentence."""
+    """The printed manifests can be applied. A refusal shows the webhook's message."""
     run = running(capsys, main)
     webhook = WebhookProcess(apiserver, tmp_path)
     webhook.start()
@@ -77,6 +77,6 @@ def test_manifests_are_injected_without_creating_objects(
 
 
 def cron(made: dict[str, object]) -> dict[str, object]:
-    """The metadata and spec of a CronJob of this Job."""
+    """Return the metadata and spec of a CronJob for this Job."""
     template = {"metadata": made["metadata"], "spec": made["spec"]}
     return {"metadata": {"name": "trains"}, "spec": {"schedule": "0 0 * * *", "jobTemplate": template}}

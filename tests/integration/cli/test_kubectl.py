@@ -1,4 +1,4 @@
-"""`kubectl deltashard` on a real API server, with CheckpointRuns as the controller writes them, as users with few rights."""
+"""`kubectl deltashard` on a real API server, with the controller's CheckpointRuns, as users with few rights."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TrainedWorkload:
 
 
 def injected(cluster: NamespaceObjects, name: str) -> dict[str, Any]:
-    """A Job as the webhook leaves it."""
+    """Return a Job with the webhook's sidecar."""
     golden = yaml.safe_load((Path(__file__).parents[2] / "golden/pods/job.out.yaml").read_text())
     document = copy.deepcopy(golden)
     document["metadata"]["name"] = name
@@ -74,7 +74,7 @@ def injected(cluster: NamespaceObjects, name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def trained(http: Rest) -> TrainedWorkload:
-    """Of a run of which everything is known, and which is in trouble."""
+    """Yield a run that has a value in every status field and a failing condition."""
     cluster = NamespaceObjects.make(http)
     job = injected(cluster, f"train-{uuid.uuid4().hex[:4]}")
     name, uid = job["metadata"]["name"], job["metadata"]["uid"]
@@ -107,7 +107,7 @@ def put(cluster: NamespaceObjects, document: dict[str, Any], status: dict[str, A
 
 @pytest.fixture
 def plugin(apiserver: ApiServer, capsys: pytest.CaptureFixture[str]) -> Plugin:
-    """Runs the entry point; (exit code, stdout and stderr)."""
+    """Return a function that runs the entry point and returns (exit code, stdout and stderr)."""
     run = running(capsys, main)
 
     def with_kubeconfig(*arguments: object, kubeconfig: Path | None = None) -> tuple[int, str]:
@@ -117,7 +117,7 @@ def plugin(apiserver: ApiServer, capsys: pytest.CaptureFixture[str]) -> Plugin:
 
 
 def test_why_by_workload_name(trained: TrainedWorkload, plugin: Plugin) -> None:
-    """In sentences: what stands in the CheckpointRun, and what it means."""
+    """The output explains the CheckpointRun's status in sentences."""
     name, space = trained.job["metadata"]["name"], trained.cluster.namespace
     code, text = plugin("why", name, "-n", space)
     assert code == 0, text
@@ -139,7 +139,7 @@ def test_why_by_workload_name(trained: TrainedWorkload, plugin: Plugin) -> None:
 
 
 def test_logs(trained: TrainedWorkload, plugin: Plugin, http: Rest, tmp_path: Path) -> None:
-    """Of trainer and sidecar, the last lines of each; what is not to be had is said, and the rest shown."""
+    """The output has the last lines of trainer and sidecar. An unavailable log is reported, and the other is shown."""
     space, pod = trained.cluster.namespace, trained.pod
     said = {
         (pod, "trainer"): "".join(f"step {n}\n" for n in range(100)),
@@ -169,7 +169,7 @@ def test_logs(trained: TrainedWorkload, plugin: Plugin, http: Rest, tmp_path: Pa
 def test_plugin_errors_are_explained(
     trained: TrainedWorkload, plugin: Plugin, apiserver: ApiServer, http: Rest, tmp_path: Path
 ) -> None:
-    """No such run, no rights, no API, no context: a sentence, where, and what to do; never a trace."""
+    """The causes are a missing run, missing rights, API or context. The message has a remedy and no traceback."""
     space = trained.cluster.namespace
     code, text = plugin("why", "absent", "-n", space)
     assert code == 2
@@ -197,7 +197,7 @@ def test_plugin_errors_are_explained(
 
 
 def test_kubectl_finds_plugin() -> None:
-    """As its users type it; it names every command."""
+    """kubectl runs the plugin from PATH, and the help names every command."""
     done = subprocess.run(
         [str(require_tool("kubectl")), "deltashard", "--help"],
         check=True,

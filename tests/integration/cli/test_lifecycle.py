@@ -1,4 +1,4 @@
-"""The lifecycle of bytes by hand, on file:// and a real MinIO: log, gc's reasons, pin, unpin, retire, rewind, cp, rm."""
+"""Lifecycle commands on file:// and a real MinIO: log, gc and its reasons, pin, unpin, retire, rewind, cp, rm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUN = "team/run-1"
 
 
 def expect_failure(cli: Cli, *arguments: object, code: int = 2) -> str:
-    """What is said of a command that must fail."""
+    """Run a command that must fail and return its output."""
     found, text = cli(*arguments)
     assert found == code, text
     assert "Traceback" not in text
@@ -33,7 +33,7 @@ def expect_failure(cli: Cli, *arguments: object, code: int = 2) -> str:
 
 
 def chain(url: str, directory: Path, run: str = RUN) -> WrittenRun:
-    """Slots 2, 3, 4: all rows (pinned best), and two deltas; their trainer may be alive."""
+    """Write slots 2, 3, 4: all rows (pinned best), and two deltas. The attempt remains open."""
     directory.mkdir(parents=True, exist_ok=True)
     written = WrittenRun(open_store(url), run, directory)
     first = written.save(step=100, pins=("best",), directive="steps")
@@ -43,7 +43,7 @@ def chain(url: str, directory: Path, run: str = RUN) -> WrittenRun:
 
 
 def keys(store: Store, run: str = RUN) -> dict[str, bytes]:
-    """Every object of a run."""
+    """Return every object of a run."""
     return {info.key: store.get(info.key) for info in store.list(f"{run}/")}
 
 
@@ -93,7 +93,7 @@ def test_log_shows_readable_part_of_damaged_log(cli: Cli, file_url: str, tmp_pat
     ):  # fmt: skip
         assert "cannot be followed past entry 4" in expect_failure(cli, *command, code=1)
     assert keys(store) == before
-    # An attempt that leaves it behind makes it void, and the log is healthy again.
+    # A new attempt voids the damaged entry, and the log is healthy again.
     open_attempt(RunLog(store, RUN), owner="tests")
     lines = json_output(cli, "log", run_url(file_url))["lines"]
     assert [line["valid"] for line in lines] == [True, True, True, True, False, True]
@@ -104,7 +104,7 @@ def test_log_shows_readable_part_of_damaged_log(cli: Cli, file_url: str, tmp_pat
 
 
 def reasons(cli: Cli, *arguments: object) -> dict[str, str]:
-    """Fate by reason."""
+    """Return the fate and reason of each object."""
     return {
         one["reason"]: one["status"] for one in json_output(cli, "gc", *arguments, "--dry-run")["reasons"]
     }
@@ -141,7 +141,7 @@ def test_gc_explains_why_objects_are_kept(cli: Cli, url: str, tmp_path: Path) ->
     assert why["notes.txt"] == ("kept", "unknown object: not created by deltashard")
     assert why["log/HINT"][0] == why[entry_key(2)][0] == "kept"
 
-    # A new attempt that has not committed: its resume point; the old one's cut can never be committed any more.
+    # A new attempt without commits keeps its resume point. The old attempt can no longer commit its snapshot.
     open_attempt(RunLog(store, RUN), owner="tests", closing_wait_s=0.0)
     said = reasons(cli, run_url(url), "--keep-last", "1")
     assert any("resume point of attempt 7, which has not committed yet" in reason for reason in said)
@@ -163,7 +163,7 @@ def test_gc_explains_why_objects_are_kept(cli: Cli, url: str, tmp_path: Path) ->
 
 
 def test_pin_survives_live_trainer_and_moves(cli: Cli, url: str, tmp_path: Path) -> None:
-    """The trainer's log handle is from before each word; its next commit goes on, and retention keeps what is pinned."""
+    """The trainer's log handle is older than each pin. Its next commit succeeds, and retention keeps pinned checkpoints."""
     written = chain(url, tmp_path)
     assert json_output(cli, "pin", run_url(url), "paper", "-c", "step:200")["checkpoint"] == 3
     base = written.save(step=400, directive="steps")
@@ -229,7 +229,7 @@ def test_rewind_to_older_checkpoint_and_back(cli: Cli, url: str, tmp_path: Path)
     written.save(written.train(), step=400, covers=4, directive="close")
     done = json_output(cli, "rewind", run_url(url), "-c", "3")
     assert (done["checkpoint"], done["step"], done["detached"]) == (3, 200, [4, 5])
-    # A trainer that was not over after all is told; nothing of it is lost that was committed.
+    # A live trainer is fenced. Its committed checkpoints remain.
     with pytest.raises(FencedError):
         written.save(step=600)
     assert json_output(cli, "ls", run_url(url))["run"]["newest_seq"] == 3
@@ -237,7 +237,7 @@ def test_rewind_to_older_checkpoint_and_back(cli: Cli, url: str, tmp_path: Path)
     assert "detached" in text
     assert_same(read_checkpoint(written.store, RUN), wanted[3])
     assert_same(read_checkpoint(written.store, RUN, "seq:4"), wanted[4])
-    # Undone while it lives; said again; and a trainer goes on from there.
+    # The rewind is reverted and repeated. A new trainer continues from the target.
     assert json_output(cli, "rewind", run_url(url), "-c", "4")["detached"] == [5]
     assert json_output(cli, "rewind", run_url(url), "-c", "4")["entry"] is None
     assert json_output(cli, "rewind", run_url(url), "-c", "3")["detached"] == [4, 5]
@@ -247,7 +247,7 @@ def test_rewind_to_older_checkpoint_and_back(cli: Cli, url: str, tmp_path: Path)
     assert [line["description"] for line in json_output(cli, "log", run_url(url))["lines"] if line["kind"] == "rewind"] == [
         "the run continues from checkpoint 3", "the run continues from checkpoint 4", "the run continues from checkpoint 3",
     ]  # fmt: skip
-    # Only what retires for age lets go of what was set aside.
+    # Only retention by age removes detached checkpoints.
     assert cli("gc", run_url(url))[0] == 0
     assert json_output(cli, "ls", run_url(url))["run"]["checkpoints"] == 4
     assert json_output(cli, "gc", run_url(url), "--keep-last", "3")["retired"] == [4, 5]
@@ -269,7 +269,7 @@ def test_rewind_refuses_incomplete_checkpoint(cli: Cli, file_url: str, tmp_path:
 
 @pytest.fixture
 def other(request: pytest.FixtureRequest, tmp_path: Path, url: str) -> str:
-    """The other kind of store, empty."""
+    """Return an empty store of the other kind."""
     if url.startswith("file"):
         found = request.getfixturevalue("minio_url")
         assert isinstance(found, str)
@@ -292,7 +292,7 @@ def test_cp_to_another_store_is_bit_exact(cli: Cli, url: str, other: str, tmp_pa
         assert_same(
             read_checkpoint(copy, RUN, f"seq:{seq}"), read_checkpoint(written.store, RUN, f"seq:{seq}")
         )
-    # The source continues, and the copy is brought up to date; then a trainer continues with the copy.
+    # The source continues, and cp updates the copy. Then a trainer continues with the copy.
     newest = written.save(written.train(), step=500, covers=full, directive="steps")
     again = json_output(cli, "cp", run_url(url), other)["copied"]
     assert (again["entries"], again["seq"], again["checkpoints"]) == (1, newest, 5)
@@ -313,7 +313,7 @@ def test_cp_verifies_and_repairs_existing_objects(cli: Cli, file_url: str, tmp_p
     assert cli("cp", run_url(file_url), there)[0] == 0
     copy = open_store(there)
     packs = [info.key for info in copy.list(RUN) if info.key.endswith(".pack")]
-    # A copy whose log never came to be, and one of whose packs is rotten: it is put anew, the others are passed over.
+    # The copy has no log and one corrupt pack: cp writes this pack again and skips the others.
     folds = [info.key for info in copy.list(f"{RUN}/log/fold-")]
     copy.delete([info.key for info in copy.list(f"{RUN}/log/") if info.key not in folds])
     data = bytearray(copy.get(packs[0]))
@@ -322,11 +322,11 @@ def test_cp_verifies_and_repairs_existing_objects(cli: Cli, file_url: str, tmp_p
     done = json_output(cli, "cp", run_url(file_url), there)["copied"]
     assert (done["objects"], done["skipped"]) == (1, len(packs) + 3 + len(folds) - 1)
     assert json_output(cli, "verify", "--deep", run_url(there))["ok"] is True
-    # What the copy has lost is put again.
+    # cp writes missing objects again.
     copy.delete([packs[0]])
     assert json_output(cli, "cp", run_url(file_url), there)["copied"]["objects"] == 1
     assert json_output(cli, "verify", "--deep", run_url(there))["ok"] is True
-    # Rotten at the source: nothing of it becomes a run.
+    # With a corrupt source no run is created.
     written.store.put(packs[0], data)
     elsewhere = f"file://{tmp_path}/elsewhere"
     text = expect_failure(cli, "cp", run_url(file_url), elsewhere, code=1)
@@ -388,7 +388,7 @@ def test_rm_removes_only_that_run(cli: Cli, url: str, tmp_path: Path) -> None:
     count = len(keys(written.store)) - len(kept)
     assert json_output(cli, "rm", url, "--run", RUN, "--yes", "--ended")["objects"] == count
     assert keys(written.store) == kept
-    # A trainer that lives on is told, and leaves nothing that looks like a run.
+    # A live trainer gets an error and writes no objects that form a run.
     with pytest.raises(LogRolledBack):
         written.save(step=400)
     assert RunLog(written.store, RUN).refresh().tip == -1
@@ -399,7 +399,7 @@ def test_rm_removes_only_that_run(cli: Cli, url: str, tmp_path: Path) -> None:
 def test_rm_reports_objects_written_meanwhile(
     cli: Cli, file_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer that goes on putting objects: what is left is said, the door stays shut, and rm goes on."""
+    """A writer continues to put objects. rm reports the remaining objects, the run stays closed, and a second rm succeeds."""
     chain(file_url, tmp_path).close()
     delete, late = FileStore.delete, iter(range(10**6))
 

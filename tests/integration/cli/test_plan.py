@@ -1,4 +1,4 @@
-"""`deltashard plan`: from sizes, and from the log of a real run."""
+"""`deltashard plan` from sizes and from the log of a real run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def profile() -> str:
 
 @pytest.fixture
 def written(tmp_path: Path) -> str:
-    """A run of two attempts, three checkpoints in a chain and one after a failure, with a profile. Its store's URL."""
+    """Return the store's URL of a run with two attempts, three checkpoints in a chain, one after a failure, and a profile."""
     url = f"file://{tmp_path}/store"
     run = WrittenRun(open_store(url), RUN, tmp_path)
     first = run.save(step=100)

@@ -1,4 +1,4 @@
-"""`deltashard reclaim`: what a workload that has ended left goes, and nothing that is anybody else's."""
+"""`deltashard reclaim` removes the runs of an ended workload and no other runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reclaim(cli: Cli, url: str, *more: object) -> Any:
 def make_run(
     url: str, directory: Path, run: str = RUN, *, workload: str = MINE, pins: tuple[str, ...] = ()
 ) -> None:
-    """A run of two checkpoints whose trainer never said that it ended."""
+    """Write a run of two checkpoints whose attempt remains open."""
     directory.mkdir(parents=True)
     written = WrittenRun(open_store(url), run, directory, workload=workload)
     first = written.save(step=100, pins=pins)
@@ -43,12 +43,12 @@ def make_run(
 
 
 def remaining(url: str, run: str) -> int:
-    """Objects of a run."""
+    """Return the number of objects of a run."""
     return sum(1 for _ in open_store(url).list(f"{run}/"))
 
 
 def test_reclaim_removes_workload_runs(cli: Cli, url: str, tmp_path: Path) -> None:
-    """With the runs of its numbered pods; those beside it whose names begin alike are others'."""
+    """The runs of the workload's numbered pods are removed. Other runs with the same prefix remain."""
     for n, run in enumerate((RUN, f"{RUN}-0", f"{RUN}-11", f"{RUN}-1-2", f"{RUN}-worker-0")):
         make_run(url, tmp_path / str(n), run)
     for n, run in enumerate((f"{RUN}-b", f"{RUN}2", "team/a"), start=10):
@@ -71,7 +71,7 @@ def test_reclaim_removes_workload_runs(cli: Cli, url: str, tmp_path: Path) -> No
 
 
 def _opened(cli: Cli, url: str) -> None:
-    """From a laptop, say: that trainer has committed nothing yet."""
+    """Open the run with a trainer outside the cluster that has not committed yet."""
     open_attempt(RunLog(open_store(url), RUN), owner="laptop", takeover=True)
 
 
@@ -122,7 +122,7 @@ def test_run_resumed_by_another_workload_is_kept(cli: Cli, file_url: str, tmp_pa
 
 
 def test_reclaim_job_command_on_claim(cli: Cli, tmp_path: Path) -> None:
-    """The words of kubectl's Job and of the controller's, with the claim's directory in the place of its mount."""
+    """The Jobs of kubectl and of the controller run with the claim's directory in place of its mount."""
     claim = {"name": "deltashard-store", "persistentVolumeClaim": {"claimName": "checkpoints"}}
     url = "file:///mnt/shared/training"
     workload = Workload(namespace="team", kind="Job", name="train", uid=MINE)
@@ -156,7 +156,7 @@ def test_reclaim_job_command_on_claim(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_empty_workload_is_refused(cli: Cli, file_url: str, tmp_path: Path) -> None:
-    """A laptop's run, and a script whose variable is empty."""
+    """The run has no workload, and the option may come from an empty variable."""
     make_run(file_url, tmp_path / "w", workload="")
     code, text = cli("reclaim", file_url, "--run", RUN, "--workload", "")
     assert code == 2
@@ -165,7 +165,7 @@ def test_empty_workload_is_refused(cli: Cli, file_url: str, tmp_path: Path) -> N
 
 
 def test_termination_message_fits_kubelet_limit(cli: Cli, file_url: str, tmp_path: Path) -> None:
-    """It keeps 4,096 bytes of it; what is cut off could not be read."""
+    """The kubelet keeps 4,096 bytes of the message, and truncated JSON is unreadable."""
     for n in range(20):
         make_run(file_url, tmp_path / str(n), f"{RUN}-{n}", pins=(f"{'ä' * 200}{n}",))
     said = tmp_path / "said"
@@ -180,7 +180,7 @@ def test_termination_message_fits_kubelet_limit(cli: Cli, file_url: str, tmp_pat
 def test_run_opened_during_reclaim_is_kept(
     cli: Cli, file_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hint: bool
 ) -> None:
-    """Between the look and the first thing that goes."""
+    """The trainer opens the run between the check and the first deletion."""
     make_run(file_url, tmp_path / "w")
     barrier = RunLog.put_hint
 

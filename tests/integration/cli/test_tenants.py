@@ -1,4 +1,4 @@
-"""Two namespaces with the keys of the page on tenants, in one bucket of a real MinIO: all that one does, by what it runs."""
+"""Two namespaces in one bucket of a real MinIO, with the keys that the page on tenants documents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.minio
 
 
 def page_policy(bucket: str, namespace: str) -> dict[str, Any]:
-    """The page's JSON for this bucket and namespace."""
+    """Return the page's JSON policy for this bucket and namespace."""
     (text,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     assert text.count("team-a") == 2
     assert text.count("arn:aws:s3:::checkpoints") == 2
@@ -40,7 +40,7 @@ def page_policy(bucket: str, namespace: str) -> dict[str, Any]:
 
 @dataclass
 class Team:
-    """A namespace: its keys, and training with them."""
+    """A namespace with its keys, and training with these keys."""
 
     name: str
     url: str
@@ -56,7 +56,7 @@ class Team:
             self.monkeypatch.setenv(name, value)
 
     def train(self, until: int) -> tuple[int, list[torch.Tensor]]:
-        """Train as a script does, by a real sidecar; (the step it went on from, the weights at the end)."""
+        """Train with a real sidecar and return (the resumed step, the weights at the end)."""
         self.set_credentials()
         torch.manual_seed(0)
         model = nn.EmbeddingBag(200, 8, sparse=True)
@@ -91,7 +91,7 @@ def teams(minio_server: MinioServer, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_documented_keys_cover_own_runs_only(
     teams: tuple[Team, Team], minio_server: MinioServer, cli: Cli, tmp_path: Path
 ) -> None:
-    """Saves, a restore, list, verify, gc and export of one's own; of the other's, each ends with whose keys it used."""
+    """Save, restore, list, verify, gc and export work on the namespace's runs. Errors for other runs name the keys' source."""
     mine, other = teams
     other.train(STEPS)
     began, weights = mine.train(STEPS)
@@ -136,7 +136,7 @@ def test_documented_keys_cover_own_runs_only(
         assert "the policy of the bucket" in text, (command, text)
     assert stored() == before
 
-    # Nor can its training begin in the other's place: it says so, and goes on without.
+    # Training on the other namespace's run fails with an error and writes nothing.
     thief = Team("team-b", mine.url, mine.keys, mine.monkeypatch)
     with pytest.raises(deltashard.DeltashardError, match=r"(?s)AccessDenied.*policy of the bucket"):
         thief.train(STEPS + 2)
@@ -148,7 +148,7 @@ def test_documented_keys_cover_own_runs_only(
 def test_marker_age_needs_no_bucket_rights(
     teams: tuple[Team, Team],
 ) -> None:
-    """The store's clock is read from an answer that refuses, too: else no pod could follow on one that was evicted."""
+    """The store's clock is also read from a denied response. Otherwise no pod could follow an evicted one."""
     mine, _ = teams
     mine.set_credentials()
     with open_store(mine.url) as store:
@@ -159,7 +159,7 @@ def test_marker_age_needs_no_bucket_rights(
 
 
 def test_bucket_root_is_not_listable(teams: tuple[Team, Team], minio_server: MinioServer) -> None:
-    """With the keys, past our code: neither the root nor the other's prefix, nor one that merely begins like one's own."""
+    """A plain client cannot list the root, another prefix, or a prefix that merely starts with the namespace's name."""
     mine, _ = teams
     bucket, _, _ = mine.url.removeprefix("s3://").partition("/")
     client = type(minio_server.client())(

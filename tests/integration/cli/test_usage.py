@@ -1,4 +1,4 @@
-"""What is called wrongly: to people as ever, and with --json the same document as of every other error."""
+"""Usage errors: text for users, and with --json the document that every other error has."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_usage_error_is_json_document_under_json(
 
 
 def test_extra_commands_are_found_by_entry_points(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of this package, and those of others; one whose packages are missing says which, and no other command fails."""
+    """Entry points of other packages add commands. A command with missing packages names them, and other commands work."""
     known = [
         each for each in command_line.entry_points(group=EXTRAS) if each.value.startswith("deltashard_cli")
     ]

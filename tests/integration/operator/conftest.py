@@ -1,4 +1,4 @@
-"""A real API server for the operator's tests, with the policies' resource in it, and a real webhook process."""
+"""A real API server with the policies' resource, and a real webhook process."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from tests.support.server.apiserver import ApiServer, Rest
 
 @pytest.fixture(scope="session")
 def apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """One real API server for the session."""
+    """One API server serves the whole session."""
     with serving(tmp_path_factory.mktemp("apiserver")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def http(apiserver: ApiServer) -> Iterator[Rest]:
-    """It over HTTP, document by document, with all rights."""
+    """Return an HTTP client of the API server with cluster-admin rights."""
     with apiserver.http() as http:
         yield http
 
 
 @pytest.fixture
 def api(apiserver: ApiServer) -> ApiAccess:
-    """How it is called, with all rights."""
+    """Return the access to the API server with cluster-admin rights."""
     return apiserver.access()
 
 
 @pytest.fixture(autouse=True)
 def relaxed_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An API server on a machine with other work may take longer than a sidecar would wait before it comes again."""
+    """On a busy machine the API server may take longer than the production timeout."""
     monkeypatch.setattr(token_review, "REVIEW_S", 120.0)
 
 
@@ -45,7 +45,7 @@ def relaxed_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 def shared_webhook(
     apiserver: ApiServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WebhookProcess]:
-    """One running webhook for the session: ask it, do not stop it."""
+    """Tests share this webhook process and must not stop it."""
     running = WebhookProcess(apiserver, tmp_path_factory.mktemp("webhook"))
     running.start()
     yield running
@@ -54,7 +54,7 @@ def shared_webhook(
 
 @pytest.fixture
 def webhook(apiserver: ApiServer, tmp_path: Path) -> Iterator[WebhookProcess]:
-    """A running webhook of this test's own."""
+    """Yield a running webhook for one test."""
     running = WebhookProcess(apiserver, tmp_path)
     running.start()
     yield running

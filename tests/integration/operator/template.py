@@ -1,8 +1,9 @@
-"""A grammar of pod templates: what people write, and what they should not, as a Hypothesis strategy.
+"""A Hypothesis strategy for valid and invalid pod templates.
 
-Most templates are admitted by a real API server and many are not; what is not is no test of injection. `MAX` bounds
-keep one template small; together they reach every rule of injection: QoS classes, pod-level resources, declared
-volumes, groups, host networks, meshes, own init containers and native sidecars, ports, taken names, grace periods.
+A real API server admits most of the templates. The rest does not test injection. `MAX` bounds keep one template small.
+Together the templates cover every rule of injection: QoS classes, pod-level resources, declared volumes, groups,
+host networks, meshes, own init containers and native sidecars, ports, taken names, grace periods.
+
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SMALL_TEXT = st.text(alphabet="abc$()/ é'\"\\{}", max_size=12)
 
 
 def optional(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """An object of which each field may be absent."""
+    """Return a strategy for objects in which each field may be absent."""
     return st.fixed_dictionaries({}, optional=fields)
 
 
@@ -74,7 +75,7 @@ PROBE = st.just({"exec": {"command": ["true"]}})
 
 @st.composite
 def containers(draw: st.DrawFn, name: str, volumes: list[str], *, init: bool) -> dict[str, Any]:
-    """One container; as an init container perhaps a native sidecar."""
+    """Draw one container. An init container may be a native sidecar."""
     container = {
         "name": name,
         "image": draw(st.sampled_from(["train:1", "registry.example/x@sha256:" + "0" * 64])),
@@ -122,7 +123,7 @@ def _source(name: str) -> st.SearchStrategy[dict[str, Any]]:
 
 @st.composite
 def pod_templates(draw: st.DrawFn) -> dict[str, Any]:
-    """A pod template of a Job: `metadata` and `spec`."""
+    """Draw a Job's pod template with `metadata` and `spec`."""
     volumes = draw(st.lists(st.sampled_from(VOLUME_NAMES), max_size=3, unique=True))
     if draw(RARELY):
         volumes.append(draw(st.sampled_from(TAKEN)))

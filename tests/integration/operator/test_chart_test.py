@@ -1,4 +1,4 @@
-"""What `helm test` runs, against a real API server with and without a real webhook."""
+"""The program of `helm test` against a real API server, with and without a real webhook."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ask = Callable[..., int]
 
 @pytest.fixture
 def ask(apiserver: ApiServer, http: Rest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
-    """Run the test as an account that may create Jobs in `default`, and nothing else: what the chart gives to it."""
+    """Run the test with the chart's rights: the account may only create Jobs in `default`."""
     user = "system:serviceaccount:default:trainer"
     http.grant(user, "default", {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["create"]})
     with apiserver.http(user) as own:
@@ -34,7 +34,7 @@ def test_chart_test_polls_until_success_or_timeout(
     apiserver: ApiServer,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """It says what was seen, or what the API server said. Without a policy only the way to the webhook is asked for."""
+    """The output has the test's findings or the API server's error. Without a policy only the connection is checked."""
     assert ask("--deadline-s=1") == 1
     assert "is default exempt?" in capfd.readouterr().out
     good = shared_webhook.client_config()

@@ -1,4 +1,4 @@
-"""The custom resources' schemas, on a real API server: what they take, what they refuse, what kubectl shows."""
+"""The custom resources' schemas on a real API server: accepted and rejected objects, and kubectl's output."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_store_is_immutable_but_its_access_is_not(
 
 
 def test_run_status_is_stored_unchanged(http: Rest) -> None:
-    """Every field that the controller writes is one of the resource's; what a newer policy does not state is gone."""
+    """The resource has every field that the controller writes. A field that a newer policy omits is removed."""
     removed = Reclaim(state=ReclaimState.REMOVED, since_s=NOW_S, message="12 objects", due_s=NOW_S)
     before = replace(full_run(), reclaim=removed)
     newer = replace(before.progress, policy=pb.Policy(encoding="q4", every_s=0.5))

@@ -1,4 +1,4 @@
-"""examples/kubernetes and the golden objects before a real API server."""
+"""A real API server accepts examples/kubernetes and the golden objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUILTIN = {"v1", "apps/v1", "batch/v1", "deltashard.io/v1alpha1"}
 
 
 def pod_of(document: dict[str, Any]) -> dict[str, Any]:
-    """A pod as the Job's controller would create it; a pod is itself."""
+    """Return the pod that the Job's controller would create. A pod is returned unchanged."""
     if document["kind"] == "Pod":
         return document
     template = document["spec"]["template"]
@@ -35,9 +35,10 @@ def _post(http: Rest, document: dict[str, Any], namespace: str) -> None:
 
 
 def test_api_server_accepts_examples(http: Rest) -> None:
-    """Every built-in kind and the policy, as written and as injected, in a namespace under PodSecurity restricted.
+    """The API server accepts every built-in kind and the policy, as written and as injected, under PodSecurity restricted.
 
-    No field unknown, no warning; the pods of all workloads fit the standard too, with their sidecar.
+    No field is unknown and no warning appears. The pods of all workloads with their sidecar also fit the standard.
+
     """
     http.namespace(
         "examples", {f"pod-security.kubernetes.io/{how}": "restricted" for how in ("enforce", "warn")}
@@ -48,14 +49,14 @@ def test_api_server_accepts_examples(http: Rest) -> None:
                 _post(http, document, "examples")
     for path in WORKLOADS:
         document = injected(path)
-        document["metadata"].pop("ownerReferences", None)  # of an object that nobody made
+        document["metadata"].pop("ownerReferences", None)  # of an object that does not exist
         _post(http, document, "examples")
         _post(http, pod_of(document), "examples")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_golden_object_is_valid(case: str, http: Rest) -> None:
-    """What is on record as the result of an admission is an object the API server takes."""
+    """The API server accepts each recorded admission result."""
     document = yaml.safe_load((FOLDER / f"{case}.out.yaml").read_text())
     reply = http.create(document, dry_run=True)
     assert reply.status == 201, reply

@@ -1,9 +1,10 @@
-"""Injection over generated pod templates, judged by a real API server.
+"""Injection over generated pod templates, validated by a real API server.
 
-The API server says by a dry run whether a Job is valid, and gives it back with its defaults, as the webhook would see it.
-A valid Job is either refused with a sentence, or injected: then the patch applied is the injected object, the API server
-takes it, a second admission changes nothing, and what was the user's is as it was but for what the design names.
+A dry run decides whether a Job is valid and returns it with its defaults, as the webhook would receive it.
+A valid Job is either refused with a message or injected. After injection the applied patch equals the injected object,
+the API server accepts it, a second admission changes nothing, and the user's fields change only as documented.
 `DELTASHARD_FUZZ=5000` (or more) sets the number of templates.
+
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ EXAMPLES = int(os.environ.get("DELTASHARD_FUZZ", "340"))
 
 
 class DryRunValidator:
-    """Dry runs, and a count of what came of them."""
+    """Runs dry runs and counts their outcomes."""
 
     def __init__(self, rest: Rest) -> None:
         self._rest = rest
@@ -34,7 +35,7 @@ class DryRunValidator:
         self.counts: dict[str, int] = {}
 
     def created(self, job: dict[str, Any]) -> dict[str, Any] | None:
-        """The Job as a dry run would create it, or None when it is not valid."""
+        """Return the Job as a dry run would create it, or None when it is not valid."""
         reply = self._rest.create(job, dry_run=True)
         if reply.status == 201:
             return reply.document
@@ -47,7 +48,7 @@ class DryRunValidator:
 
 
 def as_admitted(job: dict[str, Any]) -> dict[str, Any]:
-    """What the webhook sees of a created Job: without what the server adds behind admission."""
+    """Return the Job as the webhook receives it, without the fields that the server adds after admission."""
     job = copy.deepcopy(job)
     for key in ("uid", "creationTimestamp", "generation", "managedFields", "resourceVersion"):
         job["metadata"].pop(key, None)
@@ -61,7 +62,7 @@ def as_admitted(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def strip_injected(job: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """The injected Job with everything taken away that injection may add or change: what is left is the user's."""
+    """Return the injected Job without the fields that injection may add or change."""
     job = copy.deepcopy(job)
     pod, old = job["spec"]["template"], before["spec"]["template"]
     spec, was = pod["spec"], old["spec"]
@@ -120,7 +121,7 @@ def strip_injected(job: dict[str, Any], before: dict[str, Any]) -> dict[str, Any
 def check(
     validator: DryRunValidator, template: dict[str, Any], annotations: dict[str, str], policy: dict[str, Any]
 ) -> None:
-    """One template, from the manifest to the second admission."""
+    """Check one template from the manifest to the second admission."""
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -155,13 +156,13 @@ def check(
 
 @pytest.mark.timeout(3600)
 def test_generated_templates(apiserver: ApiServer) -> None:
-    """At least two thirds of what is generated is valid, and most of that is injected: the test is not empty."""
+    """At least two thirds of the templates are valid, and most of these are injected, so that the test is not vacuous."""
 
     @settings(
         max_examples=EXAMPLES,
         deadline=None,
         database=None,
-        # CI judges the same templates each time; the long run looks for new ones.
+        # CI checks the same templates each time, and the long run generates new ones.
         derandomize=EXAMPLES < 1000,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink],
@@ -182,7 +183,7 @@ def test_generated_templates(apiserver: ApiServer) -> None:
 @given(templates.pod_templates(), st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_injection_never_crashes(template: dict[str, Any], data: st.DataObject) -> None:
-    """Also over templates that no API server would take, and with pieces missing: an answer, never an exception."""
+    """Templates that no API server would accept, and incomplete ones, give an answer and never an exception."""
     for part in (template, template["spec"], *template["spec"]["containers"]):
         for key in data.draw(st.lists(st.sampled_from(sorted(part)), max_size=1)):
             del part[key]

@@ -1,4 +1,4 @@
-"""The schema of CheckpointRequests, on a real API server: what it takes, what it refuses, what kubectl shows."""
+"""The schema of CheckpointRequests on a real API server: accepted and rejected objects, and kubectl's output."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_invalid_field_is_refused_with_message(http: Rest, name: str) -> None:
 
 
 def test_spec_is_immutable_and_status_is_stored_unchanged(http: Rest) -> None:
-    """Every field that the controller writes is one of the resource's, and kubectl shows what came of it."""
+    """The resource has every field that the controller writes, and kubectl shows the outcome."""
     http.namespace("asked")
     made = http.create(asked(GOOD), "asked").document
     path = f"{ROOT.format('asked')}/{made['metadata']['name']}"

@@ -1,4 +1,4 @@
-"""Tenants: a namespace's user reaches no other's policies, Secrets or checkpoints with what is his own."""
+"""A namespace's user cannot reach other namespaces' policies, Secrets or checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def policy(name: str = "p", **store: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Teams:
-    """Two namespaces; a user who may write policies, Secrets, Jobs and pods in the first, and nothing elsewhere."""
+    """Two namespaces and a user who may write policies, Secrets, Jobs and pods in the first one only."""
 
     rest: Rest
     user: Rest
@@ -49,7 +49,7 @@ class Teams:
     other: str
 
     def sidecar(self, annotations: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(spec, sidecar) of the user's pod with these annotations."""
+        """Return (spec, sidecar) of the user's pod with these annotations."""
         made = self.user.create(pod("mine", annotations), self.mine, dry_run=True)
         assert has_sidecar(made), made.document
         return made.document["spec"], sample.sidecar_of(made.document)
@@ -77,7 +77,7 @@ def teams(apiserver: ApiServer, shared_webhook: WebhookProcess) -> Iterator[Team
 
 
 def test_other_namespace_policies_and_secrets_are_unreachable(teams: Teams) -> None:
-    """By RBAC, where they are named as what they are; by admission, where an annotation or a policy would name them."""
+    """RBAC blocks direct access. Admission blocks access through annotations and policies."""
     user, other = teams.user, teams.other
     assert user("GET", f"{POLICIES.format(other)}/theirs").status == 403
     assert user.create(policy(url="s3://mine"), other).status == 403
@@ -98,7 +98,7 @@ def test_other_namespace_policies_and_secrets_are_unreachable(teams: Teams) -> N
 
 
 def test_foreign_prefix_grants_no_foreign_credentials(teams: Teams) -> None:
-    """A policy may name any URL and any Secret's name: the keys are still those of the pod's own namespace."""
+    """A policy may name any URL and any Secret. The keys still come from the pod's own namespace."""
     for each in (policy(url=THEIRS, secretRef={"name": "b-keys"}), policy("bare", url=THEIRS)):
         assert teams.user.create(each, teams.mine).status == 201
     try:
@@ -120,7 +120,7 @@ def test_foreign_prefix_grants_no_foreign_credentials(teams: Teams) -> None:
 
 
 def test_webhook_answers_contain_no_secrets(teams: Teams, shared_webhook: WebhookProcess) -> None:
-    """Whoever reaches its port may ask in another namespace's name, and learns names: it has no Secret to give away."""
+    """Any client of the port may ask for another namespace and learns names only. The webhook reads no Secrets."""
     document = pod("asked", opted(policy="theirs"))
     review = sample.review(document, namespace=teams.other)
     ca = shared_webhook.authority.pem.decode()
@@ -144,7 +144,7 @@ def test_webhook_answers_contain_no_secrets(teams: Teams, shared_webhook: Webhoo
 def test_documented_keys_reach_own_namespace_only(
     minio_server: MinioServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page's own policy at a real store: a run of the namespace is written and read; another's is denied."""
+    """With the documented policy at a real store, a namespace can access its own run, and access to another's is denied."""
     bucket = minio_server.new_bucket()
     (found,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     document = json.loads(found.replace("arn:aws:s3:::checkpoints", f"arn:aws:s3:::{bucket}"))
@@ -172,7 +172,7 @@ def test_documented_keys_reach_own_namespace_only(
         with pytest.raises(AccessDenied):
             store.get(keys[0])
         with pytest.raises(AccessDenied):
-            # MinIO hangs up on an upload that it refuses, at times before its answer is read: a put is tried again.
+            # MinIO sometimes closes the connection of a refused upload before the answer is read, so a put is retried.
             store.put("team-b/exp/log/intruder", b"x")
         with pytest.raises(AccessDenied):
             list(store.list("team-b/"))

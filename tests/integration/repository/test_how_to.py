@@ -32,7 +32,7 @@ class SnippetModel(torch.nn.Module):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block runs in a new process's place: with a new model and optimizer, on the store of the blocks before."""
+    """Each block runs with a new model and optimizer, as in a new process, on the store of the blocks before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
@@ -50,7 +50,7 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_pages_are_short() -> None:
-    """One task a page: at most 350 words, code not counted."""
+    """Each page covers one task in at most 350 words, not counting code."""
     words = {
         page.stem: len(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).split()) for page in PAGES
     }

@@ -1,4 +1,4 @@
-"""Modules that say their own state, through a real sidecar and store: saved, restored, trained on, bit for bit."""
+"""Modules with extra state, through a real sidecar and store: saved, restored and trained on, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarn
 
 
 class CountingNorm(nn.Module):
-    """Counts its calls in a plain attribute, which its extra state says; a buffer of it takes its shape in training."""
+    """Counts its calls in a plain attribute that its extra state contains. Training sets the shape of one buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class ContractRun:
 
 
 def test_resumed_run_matches_uninterrupted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while the program's default device is another one; and the reader and a warm start see the same."""
+    """This also holds under another default device. The reader and a warm start see the same state."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
     store = tmp_path / "store"

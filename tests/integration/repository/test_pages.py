@@ -1,4 +1,4 @@
-"""What pages name exists."""
+"""Names in documentation pages exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.server.minio_server import ROOT
 
 
 def test_kubernetes_pages_name_existing_files_and_clients() -> None:
-    """Their commands name files that exist and clients that the runner provides."""
+    """The commands name existing files and clients that the runner provides."""
     found = [
         path for path in sorted((ROOT / "docs" / "kubernetes").glob("*.md")) if "```sh" in path.read_text()
     ]
@@ -21,7 +21,7 @@ def test_kubernetes_pages_name_existing_files_and_clients() -> None:
 
 
 def test_incidents_page_names_existing_tests() -> None:
-    """Each file, and in it at least one test of each name, which may end in a star."""
+    """Each file exists and has at least one test of each name, which may end in a star."""
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+)(\*?))?`", (ROOT / "docs/incidents.md").read_text())
     assert len(named) > 20
     for file, name, star in named:

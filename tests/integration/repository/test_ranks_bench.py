@@ -1,4 +1,4 @@
-"""`bench/ranks.py` in small: it runs to its end, and what it counts is within the budgets at 64 ranks, too."""
+"""A small run of `bench/ranks.py` ends, and its counts are within the budgets, also at 64 ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COUNTED = {"PUTs", "LISTs", "GETs"}
 
 
 def test_store_requests_stay_within_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests do not depend on the machine: pods wait by a clock of their own, and a plan reads what it reads."""
+    """The request counts do not depend on the machine: pods use a simulated clock, and a plan has fixed reads."""
     monkeypatch.syspath_prepend(str(BENCH))
     import ranks
 
@@ -25,9 +25,9 @@ def test_store_requests_stay_within_budgets(monkeypatch: pytest.MonkeyPatch) -> 
     assert missed == list(KNOWN), {what: rows[what] for what in missed}
     one, other = found["reading"]["one rank"], found["reading"]["another world"]
     links = found["scale"]["cuts"]
-    # Of each link one index, and those of the newest that hold dense tensors. The first rank of a pod holds some itself.
+    # One index of each link, and the indexes of the newest that hold dense tensors. A pod's first rank caches some itself.
     assert one["gets"]["index"] == links + 7
-    # Of the log: HINT's folded state, the entry that vouches for it, the newest one.
+    # From the log: HINT's folded state, the entry that confirms it, and the newest entry.
     assert one["gets"] == {"log": 3, "layout": 1, "manifest": links, "index": links + 7}
     assert other["gets"]["index"] == links * found["ranks_met_by_another_world"] + 8
     assert len(one["chain"]) == links

@@ -1,4 +1,4 @@
-"""The README's fifteen lines, without and with: they run, and differ only by what deltashard asks for."""
+"""The README's two scripts run, and differ only in the lines that deltashard needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarn
 
 
 class ReadmeModel(torch.nn.Module):
-    """A table and a dense layer with a bias, as every model of the kind has."""
+    """A table and a dense layer with a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class ReadmeModel(torch.nn.Module):
 
 
 def blocks() -> tuple[str, str]:
-    """The two scripts, as they stand in the README."""
+    """Return the README's two scripts."""
     without, with_it = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     return without, with_it
 
 
 def run(script: str, **more: Any) -> dict[str, Any]:
-    """The script with the reader's own model, data and loss; fewer steps, another store."""
+    """Run the script with a test model, data and loss, fewer steps, and another store."""
     assert "100_000" in script
     names = {
         "DLRM": ReadmeModel,
@@ -53,7 +53,7 @@ def run(script: str, **more: Any) -> dict[str, Any]:
 
 
 def test_both_scripts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone; with checkpoints; and once more, where the newest one says that nothing is left to do."""
+    """Run the plain script, the script with checkpoints, and the latter again after its last step."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
     without, with_it = blocks()

@@ -1,4 +1,4 @@
-"""What is published to the package index: one wheel for every Python, with its kernels; and what each image holds."""
+"""The published wheel for every Python with its kernels, and the images' bills of materials."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def archive(path: Path, *names: str) -> Path:
 
 
 def test_wheel_without_kernels_is_refused(tmp_path: Path) -> None:
-    """Setuptools takes them for optional: a compiler that fails makes a wheel all the same."""
+    """Setuptools treats the kernels as optional, so that a failed compiler still produces a wheel."""
     wheels.check(archive(tmp_path / "whole.whl", wheels.KERNELS, "deltashard/__init__.py"))
     with pytest.raises(wheels.WheelError, match="did not compile"):
         wheels.check(archive(tmp_path / "bare.whl", "deltashard/__init__.py"))
@@ -37,7 +37,7 @@ def test_wheel_without_kernels_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_wheel_serves_every_python(tmp_path: Path) -> None:
-    """Named for the oldest Python and its stable interface; its kernels load by ctypes, which knows none."""
+    """The wheel's tag is the oldest Python's stable ABI. ctypes loads the kernels without the Python ABI."""
     built = wheel()
     assert "-cp311-abi3-linux_" in built.name
     wheels.check(built)
@@ -56,7 +56,7 @@ def test_one_wheel_serves_every_python(tmp_path: Path) -> None:
 
 
 def test_bills_of_materials_are_what_the_images_install(tmp_path: Path) -> None:
-    """CycloneDX, each package and version that the image's pinned list has, and no other."""
+    """The CycloneDX documents list exactly the packages and versions of the images' pinned lists."""
     for words in ([], ["--sbom"]):
         subprocess.run(
             [str(ROOT / "images" / "requirements"), *words, str(tmp_path)],

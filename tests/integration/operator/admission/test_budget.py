@@ -1,4 +1,4 @@
-"""One budget for everything that an admission looks up."""
+"""All lookups of an admission share one time budget."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PATIENCE_S = 60.0
 
 @contextlib.contextmanager
 def silent() -> Iterator[ApiAccess]:
-    """An API that takes every request and answers none."""
+    """Yield an API that accepts every request and never responds."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield access_to(listener.getsockname()[1])
 
@@ -39,9 +39,10 @@ def silent() -> Iterator[ApiAccess]:
 def _answer(
     folder: Path, policy: str, *, known: bool = True, watched: tuple[str, ...] = ()
 ) -> tuple[ReviewResult, float]:
-    """The answer for a Job with a `run-id` while the API is silent, and how often nobody knew who holds the run.
+    """Return the answer for a Job with a `run-id` while the API is silent, and the number of unknown run holders.
 
-    `known`: its policy is in the cache.
+    `known`: the policy is in the cache.
+
     """
     (folder / "policy.yaml").write_text(yaml.safe_dump(sample.DEFAULTS))
     metrics = WebhookMetrics()
@@ -82,7 +83,7 @@ def _answer(
 
 @pytest.mark.parametrize("policy", ["default", "nightly"])
 def test_policy_lookup_timeout_is_refused_in_time(tmp_path: Path, policy: str) -> None:
-    """Whatever the API does, the answer is ours: a sentence, and a status that clients try again on."""
+    """The webhook itself answers with a message and a status that clients retry."""
     answer, _ = _answer(tmp_path, policy, known=False)
     assert answer.outcome == "PolicyUnavailable"
     assert answer.review["response"]["status"]["code"] == 503
@@ -91,7 +92,7 @@ def test_policy_lookup_timeout_is_refused_in_time(tmp_path: Path, policy: str) -
 
 @pytest.mark.parametrize("watched", [(), ("team-b", "team-a")])
 def test_run_id_lookup_timeout_is_admitted_and_counted(tmp_path: Path, watched: tuple[str, ...]) -> None:
-    """The log's fencing decides."""
+    """The log's fencing decides such a conflict later."""
     answer, unknown = _answer(tmp_path, "nightly", watched=watched)
     assert (answer.outcome, unknown) == ("injected", 1)
 
@@ -108,6 +109,6 @@ def test_lookup_without_rights_is_refused_before_any_call(
 
 
 def test_budget_is_shorter_than_webhook_timeout() -> None:
-    """That holds for every webhook of the chart."""
+    """This holds for every webhook of the chart."""
     for each in render().find("MutatingWebhookConfiguration")["webhooks"]:
         assert 0 < BUDGET_S < each["timeoutSeconds"]

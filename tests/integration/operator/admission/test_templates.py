@@ -1,4 +1,4 @@
-"""Objects that hold templates, injected and applied again, asked by a real API server."""
+"""Objects with pod templates, injected and applied again through a real API server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.server.apiserver import Rest
 def test_templates_keep_sidecar_when_reapplied(
     http: Rest, shared_webhook: WebhookProcess, kind: str, version: str, hold: Callable[[Any], Any]
 ) -> None:
-    """The API server's own conditions find the templates, and what client-side apply sends: lists as the user wrote them."""
+    """Match conditions select the templates. Client-side apply sends lists as the user wrote them."""
     group, _, name = version.partition("/")
     plural = f"{kind.lower()}s"
     define(http, group, name, kind)

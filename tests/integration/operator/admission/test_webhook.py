@@ -1,4 +1,4 @@
-"""The webhook as a process, over TLS, asked by a real API server."""
+"""The webhook as a TLS process behind a real API server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OF_JOB = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "0b4f", "
 
 
 def test_webhook_outage_affects_annotated_objects_only(http: Rest) -> None:
-    """Under failurePolicy Fail with nobody listening, what is not annotated is admitted, with or without any annotations map."""
+    """Under failurePolicy Fail, objects without the annotation are admitted, with or without an annotations map."""
     dead = {"url": f"https://127.0.0.1:{free_port()}/mutate"}
     with registered(http, dead):
         for annotations in (None, {}, {"other.io/policy": "x"}, {cluster_name.ENCODING: "q8"}):
@@ -47,7 +47,7 @@ def test_webhook_outage_affects_annotated_objects_only(http: Rest) -> None:
             refused = http.create(document, dry_run=True)
             assert refused.status == 500
             assert "failed calling webhook" in refused.document["message"]
-        rejections = http.text("/metrics")  # what the alert WebhookErrors reads
+        rejections = http.text("/metrics")  # the metric of the alert WebhookErrors
         assert re.search(
             r'^apiserver_admission_webhook_rejection_count\{.*"calling_webhook_error"',
             rejections,
@@ -59,7 +59,7 @@ def test_webhook_outage_affects_annotated_objects_only(http: Rest) -> None:
 
 
 def test_annotated_job_is_injected(http: Rest, webhook: WebhookProcess) -> None:
-    """What is stored has the sidecar and the labels; the pod its template makes needs the webhook no more."""
+    """The stored Job has the sidecar and the labels, and its pod does not need the webhook."""
     with registered(http, webhook.client_config()):
         made = http.create(job("trains", opted(interval="90s")))
         assert made.status == 201, made
@@ -77,7 +77,7 @@ def test_annotated_job_is_injected(http: Rest, webhook: WebhookProcess) -> None:
 
 
 def test_refusals_and_warnings_reach_client(http: Rest, shared_webhook: WebhookProcess) -> None:
-    """The client shows the sentence, the code is the reason, warnings are headers; metrics count by code."""
+    """The message, the reason code and the warning headers reach the client. Metrics count by code."""
     with registered(http, shared_webhook.client_config()):
         refused = http.create(job("wrong", opted(encoding="q7")), dry_run=True)
         assert refused.status == 422
@@ -93,7 +93,7 @@ def test_refusals_and_warnings_reach_client(http: Rest, shared_webhook: WebhookP
 
 
 def test_new_policy_is_found_and_missing_one_is_named(http: Rest, shared_webhook: WebhookProcess) -> None:
-    """A miss in the cache is one live look, then a refusal that names the policy; a namespace's policy is its own."""
+    """A cache miss causes one live read, then a refusal that names the policy. Namespaced policies are separate."""
 
     def asked(policy: str) -> Reply:
         return http.create(job("late", {cluster_name.POLICY: policy}), dry_run=True)
@@ -104,14 +104,14 @@ def test_new_policy_is_found_and_missing_one_is_named(http: Rest, shared_webhook
         assert "there is no CheckpointPolicy 'mine' in the workload's namespace" in refused["message"]
         mine = policy_object("mine", precision={"encoding": "q4"}, store={"url": "s3://own-bucket"})
         assert http.create(mine).status == 201
-        made = asked("mine")  # at once
+        made = asked("mine")  # immediately
         assert made.status == 201, made
         values = sample.expanded(sample.sidecar_of(made.document["spec"]["template"]), {})
         assert (values["DELTASHARD_ENCODING"], values["DELTASHARD_URL"]) == ("q4", "s3://own-bucket")
         shared = policy_object("shared", store={"url": "s3://x-y/z", "secretRef": {"name": "own"}})
         http.create({**shared, "kind": "ClusterCheckpointPolicy"})
         assert "'secretName': 'own'" in str(asked("cluster/shared").document), "of the workload's namespace"
-        # It fits alone, but not over the default's atMost.
+        # The value is valid alone, but exceeds the default's atMost.
         broken = policy_object("broken", interval={"atLeast": "2h", "goal": {"type": "Auto"}})
         assert http.create(broken).status == 201
         refused = asked("broken").document
@@ -125,7 +125,7 @@ def test_new_policy_is_found_and_missing_one_is_named(http: Rest, shared_webhook
 def test_unchanged_manifest_can_be_reapplied(
     http: Rest, shared_webhook: WebhookProcess, tmp_path: Path, how: list[str], grace: dict[str, int]
 ) -> None:
-    """No field is immutable in the user's way: kubectl apply, twice, by either way of applying."""
+    """kubectl apply succeeds twice, client-side and server-side."""
     manifest = tmp_path / "job.json"
     name = f"again-{len(how)}-{grace.get('terminationGracePeriodSeconds', 0)}"
     inits = [{"name": "one", "image": "i"}, {"name": "two", "image": "i"}]
@@ -147,7 +147,7 @@ def test_unchanged_manifest_can_be_reapplied(
 
 
 def test_rotation_under_load_fails_no_admission(http: Rest, webhook: WebhookProcess) -> None:
-    """Old and new authority in the bundle, then the new certificate, then the old authority out: nobody notices."""
+    """The bundle has both authorities, then the certificate changes, then the old authority is removed."""
     old, new = webhook.authority, CertificateAuthority("new")
     failed: list[Reply] = []
     done = threading.Event()
@@ -177,7 +177,7 @@ def test_rotation_under_load_fails_no_admission(http: Rest, webhook: WebhookProc
         try:
             more()
             change(webhook.client_config(old, new))
-            more(60)  # the API server has the new bundle by then, or fails below
+            more(60)  # without the new bundle in the API server the requests below fail
             for _ in range(2):
                 before = loaded()
                 put(webhook.directory, new.issue())
@@ -196,7 +196,7 @@ def test_rotation_under_load_fails_no_admission(http: Rest, webhook: WebhookProc
 def test_webhook_lifecycle_from_no_certificate_to_drain(
     http: Rest, apiserver: ApiServer, tmp_path: Path
 ) -> None:
-    """Alive before its certificate exists, ready with it; after SIGTERM not ready, yet answering until it drained."""
+    """The process is alive without a certificate and ready with it. After SIGTERM it is not ready and drains requests."""
     webhook = WebhookProcess(apiserver, tmp_path, drain_s=10.0)
     webhook.start(certificate=False)
     eventually(lambda: webhook.get("healthz") == (503, "no certificate is loaded"), what="the policies")
@@ -214,7 +214,7 @@ def test_webhook_lifecycle_from_no_certificate_to_drain(
 
 
 def test_admission_policies_apply_without_webhook(http: Rest) -> None:
-    """An annotated Job or pod without sidecar is denied, an annotation that comes too late draws a warning."""
+    """An annotated Job or pod without sidecar is denied. An annotation that is added later causes a warning."""
     kinds = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
     documents = [each for kind in kinds for each in render().all(kind)]
     for document in documents:
@@ -259,7 +259,7 @@ MERGE = "application/merge-patch+json"
 
 @contextlib.contextmanager
 def known(http: Rest, run_id: str, workload: dict[str, str], **spec: str) -> Iterator[str]:
-    """A CheckpointRun, as a controller wrote it before it went away; yields its path."""
+    """Create a CheckpointRun as a stopped controller leaves it, and yield its path."""
     document = {
         "apiVersion": "deltashard.io/v1alpha1",
         "kind": "CheckpointRun",
@@ -274,13 +274,13 @@ def known(http: Rest, run_id: str, workload: dict[str, str], **spec: str) -> Ite
 
 
 def asked(http: Rest, name: str, **notes: str) -> str:
-    """Why a Job with these annotations is refused, after the API server's own words; empty: it is injected."""
+    """Return the reason for refusing a Job with these annotations, or an empty string if it is injected."""
     reply = http.create(job(name, opted(**notes)), dry_run=True)
     return "" if has_sidecar(reply) else reply.document["message"].partition(" denied the request: ")[2]
 
 
 def test_run_id_held_by_live_workload_is_refused(http: Rest, shared_webhook: WebhookProcess) -> None:
-    """Held until its CheckpointRun is Finished; the workload that holds it may make more pods."""
+    """The run is held until its CheckpointRun is Finished. The workload that holds it may create more pods."""
     holder = {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "holder", "uid": "0b4f"}
     own = pod("holder-1", opted(run_id="held"))
     own["metadata"]["ownerReferences"] = [holder | {"controller": True}]
@@ -308,7 +308,7 @@ def test_run_id_held_by_live_workload_is_refused(http: Rest, shared_webhook: Web
 
 
 def test_copied_pod_reaches_webhook_but_job_pod_does_not(http: Rest, shared_webhook: WebhookProcess) -> None:
-    """What the Job's template brought needs no webhook; what a person copied is looked at."""
+    """A pod from an injected Job template bypasses the webhook. A copied pod does not."""
     with registered(http, shared_webhook.client_config()):
         made = http.create(pod("copied", opted()), dry_run=True)
         assert has_sidecar(made)
@@ -326,7 +326,7 @@ def test_copied_pod_reaches_webhook_but_job_pod_does_not(http: Rest, shared_webh
 
 
 def test_run_id_is_free_after_job_ends_without_controller(http: Rest, shared_webhook: WebhookProcess) -> None:
-    """A CronJob's next Job needs no controller, and two that live never share a run, though nobody wrote of the first."""
+    """A CronJob's next Job needs no controller. Two live Jobs never share a run, even without a CheckpointRun."""
 
     def cron(name: str) -> str:
         return asked(http, name, run_id="cron")
@@ -359,7 +359,7 @@ def test_run_id_is_free_after_job_ends_without_controller(http: Rest, shared_web
 
 
 def test_bare_pod_holds_run_until_it_ends(http: Rest, shared_webhook: WebhookProcess) -> None:
-    """A bare pod is a workload, too, and nobody else can say of it what the API says."""
+    """A bare pod is a workload, and the API is the only source of its state."""
     path = "/api/v1/namespaces/default/pods/bare"
     with registered(http, shared_webhook.client_config()):
         made = http.create(pod("bare", opted(run_id="bare")))

@@ -21,12 +21,12 @@ from tests.support.server.minio_server import free_port
 
 NEVER: Any = None
 """To call the API of a cache that is not asked to look."""
-# asyncio leaves the socket of a TLS handshake that broke off to the garbage collector
+# asyncio leaves the socket of an aborted TLS handshake to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 def live_policy(api: ApiAccess, name: str) -> Any:
-    """What the API has of a policy now."""
+    """Return the API's current version of a policy."""
 
     async def scenario() -> Any:
         call = Caller(api)
@@ -39,7 +39,7 @@ def live_policy(api: ApiAccess, name: str) -> Any:
 
 
 def test_cache_follows_cluster(api: ApiAccess, apiserver: ApiServer) -> None:
-    """Created, changed, deleted: seen without being asked for; and what is not seen yet is read, past the cache."""
+    """Changes arrive by the watch. A policy that the watch has not delivered yet is read from the API."""
     cache, merge = PolicyCache(NEVER), "application/merge-patch+json"
     path = f"{ROOT}/namespaces/default/{NAMESPACED}/both"
     assert not cache.synced
@@ -63,7 +63,7 @@ def test_cache_follows_cluster(api: ApiAccess, apiserver: ApiServer) -> None:
 
 
 def test_namespaced_watch_skips_cluster_policies(api: ApiAccess, apiserver: ApiServer) -> None:
-    """There is no right to read them then, and the cache is whole without."""
+    """The cache has no right to read cluster policies in this mode, and is complete without them."""
     with apiserver.http() as http:
         http.create({**policy_object("unseen"), "kind": "ClusterCheckpointPolicy"})
     cache = PolicyCache(NEVER)
@@ -73,7 +73,7 @@ def test_namespaced_watch_skips_cluster_policies(api: ApiAccess, apiserver: ApiS
 
 
 def test_unresponsive_api_raises() -> None:
-    """Not to be taken for a policy that is not there."""
+    """The error differs from that of a missing policy."""
     with pytest.raises(Refusal) as caught:
         live_policy(access_to(free_port()), "p")
     assert caught.value.code == "PolicyUnavailable"

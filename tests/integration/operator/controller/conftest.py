@@ -1,4 +1,4 @@
-"""What tests of the controller have in common: the API as an administrator, and a namespace of a test's own in it."""
+"""Fixtures for tests of the controller: the API as an administrator, and a separate namespace for each test."""
 
 from __future__ import annotations
 

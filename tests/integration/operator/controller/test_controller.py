@@ -1,4 +1,4 @@
-"""The controller on a real API server: what CheckpointRuns and Events say, and that nothing of a user's is written."""
+"""The controller on a real API server: contents of CheckpointRuns and Events, and no writes to users' objects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machin
 
 @pytest.fixture(scope="module")
 def controller(apiserver: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
-    """One running controller for the module: ask it, do not stop it."""
+    """Tests share this controller process and must not stop it."""
     running = ControllerProcess(apiserver, tmp_path_factory.mktemp("controller"), annotate_pods=True)
     running.start()
     try:
@@ -45,14 +45,14 @@ def controller(apiserver: ApiServer, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def second_apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """For controllers that come and go: two at once would write the same CheckpointRuns."""
+    """Controllers that start and stop need a separate server: two at once would write the same CheckpointRuns."""
     with serving(tmp_path_factory.mktemp("second")) as server:
         yield server
 
 
 @dataclass
 class IsolatedController:
-    """A controller of one test's own, not started, and a namespace; it sees what other tests left, too."""
+    """A controller of one test, not started yet, and a namespace. It also sees objects of other tests."""
 
     controller: ControllerProcess
     cluster: NamespaceObjects
@@ -72,7 +72,6 @@ def incident(number: int, kind: str, **more: Any) -> wire.Incident:
 
 
 def wait_for_pods(cluster: NamespaceObjects, owner: Document, pods: int = 1) -> None:
-    """Wait until the controller knows the workload's pods."""
     eventually(lambda: len(cluster.status(owner).get("pods") or ()) == pods, "its pods")
 
 
@@ -87,7 +86,7 @@ def test_job_gets_run_whose_phases_follow_training(
     query = f"?labelSelector={cluster_name.RUN_ID}%3D{run_record.run_label('ctr')}"
     assert len(cluster.http("GET", cluster.path("checkpointruns") + query).document["items"]) == 1
     assert found["spec"]["runId"] == "ctr"
-    assert "ownerReferences" not in found["metadata"]  # it outlives the Job
+    assert "ownerReferences" not in found["metadata"]  # the CheckpointRun outlives the Job
     cluster.wait_for_status(job, phase="Pending")
     pod = cluster.running_pod(job)
     sidecar = ReportingSidecar(controller, cluster, pod, job)
@@ -128,7 +127,7 @@ def test_eviction_is_one_failure_and_restore_is_recorded_once(
     sidecar = ReportingSidecar(controller, cluster, cluster.running_pod(job), job)
     restored = incident(1, "RESTORED", message="goes on from step 90", lost_steps=10, attempt=2)
     again = {"attempt": 2, "step": 91, "seq": 3, "committed": 90, "incidents": [restored]}
-    assert sidecar.report(**again).told == 0  # its count is not written yet
+    assert sidecar.report(**again).told == 0  # the count of the second incident is not written yet
     cluster.wait_for_status(job, phase="Training", restores=1, lostSteps=10, attempt=2)
     eventually(lambda: sidecar.report(**again).told == 1, "it is told")
     told = cluster.events("Restored")
@@ -142,7 +141,7 @@ def test_eviction_is_one_failure_and_restore_is_recorded_once(
 def test_policy_status_has_run_count_and_store_health(
     controller: ControllerProcess, cluster: NamespaceObjects, kind: str
 ) -> None:
-    """A store that is in trouble, and then well; and what was proven stays."""
+    """The store has a fault and recovers. A proven capability remains."""
     wide = kind.startswith("Cluster")
     path = cluster.path("checkpointpolicies", "mine")
     if wide:
@@ -176,7 +175,7 @@ def test_policy_status_has_run_count_and_store_health(
 
 
 def test_new_controller_continues_after_kill(isolated_controller: IsolatedController) -> None:
-    """Nothing of a run that goes on flips, though none of its sidecars has reported yet; what was counted stays."""
+    """No condition of a running run changes before sidecars report. Counters keep their values."""
     controller, cluster = isolated_controller.controller, isolated_controller.cluster
     controller.start()
     job, still, gone = cluster.job(), cluster.job("still"), cluster.job("gone")
@@ -211,7 +210,7 @@ def test_new_controller_continues_after_kill(isolated_controller: IsolatedContro
 def test_deletions_during_api_outage_are_found(
     isolated_controller: IsolatedController, second_apiserver: ApiServer, tmp_path: Path
 ) -> None:
-    """By an API server that knows no older changes. It leads on, and lives."""
+    """The API server does not know older changes. The controller keeps its leadership and its process."""
     controller, cluster = isolated_controller.controller, isolated_controller.cluster
     policy = sample.policy_object("default", store={"url": "s3://b-c"}, interval={"every": "60s"})
     assert cluster.http.create(policy, cluster.namespace).status == 201

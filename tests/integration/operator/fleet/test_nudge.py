@@ -1,4 +1,4 @@
-"""Nudges: each address once, paced, and never held up by an address that does not answer."""
+"""Nudges reach each address once, at a limited rate, and an unresponsive address does not block others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.server.port import free_port
 
 @asynccontextmanager
 async def listening(answer: bytes | None, host: str = "127.0.0.1") -> AsyncIterator[tuple[str, list[bytes]]]:
-    """A sidecar's port that gives one answer, or none; its address and what it heard."""
+    """Serve one answer, or none, on a port. Yield its address and the requests that it received."""
     heard: list[bytes] = []
 
     async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -38,7 +38,7 @@ async def listening(answer: bytes | None, host: str = "127.0.0.1") -> AsyncItera
 
 
 def test_each_sidecar_is_nudged_once_without_blocking_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of IPv4 and IPv6; a silent, an absent, a wrong and a redirecting one are failures and no more."""
+    """Addresses are IPv4 and IPv6. Silent, absent, invalid and redirecting ones only count as failures."""
     monkeypatch.setattr(nudge, "TIMEOUT_S", 0.5)
 
     async def scenario() -> None:

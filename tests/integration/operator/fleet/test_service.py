@@ -1,4 +1,4 @@
-"""The server of reports: real HTTPS, real tokens, a real API server that reviews them."""
+"""The server of reports: real HTTPS, real tokens, and a real API server that reviews them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def token(http: Rest, pod: ApiPod) -> str:
 
 
 def test_report_is_accepted_and_answered(api: ApiAccess, pod: ApiPod, token: str) -> None:
-    """The ledger has the value, the sidecar its reply; one review does for both."""
+    """The ledger stores the report and the sidecar gets its reply. One token review serves two reports."""
     order = SaveOrder(id="r-1", reason="request", urgent=True, deadline_s=30.0, pin="best")
 
     async def scenario() -> None:
@@ -57,7 +57,7 @@ def test_report_is_accepted_and_answered(api: ApiAccess, pod: ApiPod, token: str
 
 
 def test_rejected_report_has_reason(api: ApiAccess, http: Rest, pod: ApiPod, token: str) -> None:
-    """Each refusal has a status of its own and is counted; the ledger never hears of it."""
+    """Each rejection has a separate status and counter and does not reach the ledger."""
     other = ApiPod.create(http)
     unbound = request_token(http, "default", {"audiences": ["deltashard-fleet"], "expirationSeconds": 3600})
     good = pod.report()
@@ -99,7 +99,7 @@ def test_rejected_report_has_reason(api: ApiAccess, http: Rest, pod: ApiPod, tok
 
 
 def test_token_of_deleted_pod_is_rejected(api: ApiAccess, http: Rest) -> None:
-    """The API says so, once its own cache does."""
+    """The API rejects the token after its own cache expires."""
     gone = ApiPod.create(http)
     token = gone.token(http)
     gone.delete(http)
@@ -116,7 +116,7 @@ def test_token_of_deleted_pod_is_rejected(api: ApiAccess, http: Rest) -> None:
 
 
 def test_api_outage_is_retryable(apiserver: ApiServer, http: Rest, pod: ApiPod, token: str) -> None:
-    """503 with Retry-After while it cannot be asked; what was asked before still holds; then it works again."""
+    """The server answers 503 with Retry-After. Cached reviews remain valid, and service resumes with the API."""
     other = ApiPod.create(http)
     theirs = other.token(http)
 
@@ -141,7 +141,7 @@ def test_api_outage_is_retryable(apiserver: ApiServer, http: Rest, pod: ApiPod, 
 def test_idle_peers_are_disconnected(
     api: ApiAccess, pod: ApiPod, token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that says nothing, before its handshake or after, goes when another comes; half a body is given up."""
+    """A client that is idle before or after its handshake is disconnected when another connects. Partial bodies time out."""
 
     async def scenario() -> None:
         async with serving(api) as service:
@@ -170,7 +170,7 @@ def test_idle_peers_are_disconnected(
 def test_connections_are_bounded(
     api: ApiAccess, pod: ApiPod, token: str, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    """Only so many are open at once, of all and of an address; the next is closed, and those that go make room."""
+    """The limits hold in total and for each address. Further connections are closed until others end."""
     monkeypatch.setattr(reports, limit, 3)
 
     async def scenario() -> None:
@@ -182,7 +182,7 @@ def test_connections_are_bounded(
             assert service.value("reports_total", outcome=reports.TOO_MANY_CONNECTIONS) == 1
             for reader, writer in held:
                 writer.write_eof()
-                assert await reader.read() == b""  # the server has closed it
+                assert await reader.read() == b""  # the server closed the connection
                 writer.close()
             assert (await service.post(token, pod.report())).status == 200
 
@@ -190,7 +190,7 @@ def test_connections_are_bounded(
 
 
 def test_review_ends_with_connection(api: ApiAccess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So as many run or wait at most as there are connections."""
+    """The number of running and waiting reviews is bounded by the number of connections."""
 
     async def scenario() -> None:
         begun, ended = asyncio.Event(), asyncio.Event()
@@ -218,7 +218,7 @@ def test_review_ends_with_connection(api: ApiAccess, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 def test_ipv6_only(apiserver: ApiServer, tmp_path: Path) -> None:
-    """The controller's pages and its port, on an address of IPv6 alone."""
+    """The controller's pages and its report port listen on an IPv6 address only."""
     controller = ControllerProcess(apiserver, tmp_path, host="::1", namespace=f"six-{uuid.uuid4().hex[:8]}")
     controller.start()
     try:

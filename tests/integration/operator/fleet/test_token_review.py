@@ -1,4 +1,4 @@
-"""Token reviews: what is believed, what is remembered, and what happens when the API is slow or gone."""
+"""Token reviews: accepted tokens, cached results, and a slow or unavailable API."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ UNIX_S = 1e9
 
 
 def token(**claims: Any) -> str:
-    """One that has the form of a pod's for us."""
+    """Return a token in the format of a pod's token for the service's audience."""
     parts = (json.dumps(part).encode() for part in ({"alg": "none"}, CLAIMS | claims))
     return ".".join([*(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in parts), "s"])
 
 
 def answering(status: dict[str, Any], code: int = 201) -> FixedResponses:
-    """An API with one answer to every review."""
+    """Return an API that gives one answer to every review."""
     body = json.dumps({"kind": "TokenReview", "status": status}).encode()
     return FixedResponses(code, body, {"Content-Type": "application/json"})
 
 
 class ReviewerHarness:
-    """A reviewer at a port, its clock and its counts; a context manager."""
+    """A reviewer for the API at a port, with a manual clock and counters. It is a context manager."""
 
     def __init__(self, port: int) -> None:
         self.now_s = 1000.0
@@ -75,7 +75,7 @@ class ReviewerHarness:
         self._loop.close()
 
     def review(self, *tokens: str) -> list[PodIdentity | type[Exception]]:
-        """What becomes of these, one after the other."""
+        """Review the tokens in order and return each identity or error type."""
 
         async def scenario() -> list[PodIdentity | type[Exception]]:
             found: list[PodIdentity | type[Exception]] = []
@@ -90,7 +90,7 @@ class ReviewerHarness:
 
 
 def test_only_bound_token_for_audience_is_accepted() -> None:
-    """Everything that may be missing, is missing once."""
+    """Each required field is missing in one case."""
     assert parse_status(GOOD) == ("team-a", "train-0", "u-1")
     extra = USER["extra"]
     for changes in (
@@ -114,7 +114,7 @@ def test_only_bound_token_for_audience_is_accepted() -> None:
     | st.builds(lambda value: token(exp=value, aud=value), st.integers() | st.text() | st.none())
 )
 def test_any_text_has_claims_or_none(text: str) -> None:
-    """Tokens are not ours to trust before the API has spoken, nor to stumble over."""
+    """Parsing an unverified token never raises."""
     assert isinstance(token_review._claims(text), dict)
 
 
@@ -142,14 +142,13 @@ def test_negative_reviews_are_not_cached_nor_malformed_tokens_sent() -> None:
 
 @pytest.mark.parametrize("code", [403, 500, 429, 404])
 def test_api_error_is_unavailable(code: int) -> None:
-    """Without the right to review, under load, broken: nobody is refused for it, and nothing is remembered."""
+    """Missing rights, overload or server errors reject no token and are not cached."""
     with answering({}, code) as server, ReviewerHarness(server.port) as world:
         assert world.review(token(), token()) == [ReviewUnavailable] * 2
         assert server.requests == 2
 
 
 def test_review_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the API hangs."""
     monkeypatch.setattr(token_review, "REVIEW_S", 0.5)
     with answering(GOOD) as server, FaultyProxy(server.port) as proxy, ReviewerHarness(proxy.port) as world:
         proxy.hang = True
@@ -160,7 +159,7 @@ def test_review_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_review_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refreshed answer is the newest."""
+    """A refreshed answer counts as the newest."""
     monkeypatch.setattr(token_review, "MAX_CACHED", 3)
     with answering(GOOD) as server, ReviewerHarness(server.port) as world:
         for name, asked in (("a", 1), ("b", 2), ("c", 3), ("d", 4), ("d", 4), ("b", 4), ("a", 5)):

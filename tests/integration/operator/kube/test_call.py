@@ -1,4 +1,4 @@
-"""Calls on an API that misbehaves: passing faults are tried again, few times, and everything else is the answer."""
+"""Calls of a faulty API: transient faults are retried a few times, and every other answer is returned."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Reply = tuple[int, dict[str, str], dict[str, Any]]
 
 
 class ReplayServer(ThreadedHttp):
-    """Answers with what it was given, in order, the last one for ever."""
+    """Answers with the configured replies in order, and repeats the last one."""
 
     def __init__(self) -> None:
         self.replies: list[Reply] = [(200, {}, {})]

@@ -1,4 +1,4 @@
-"""The Lease on a real API server: who may write, when, and what becomes of who may not."""
+"""Leader election by the Lease on a real API server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(autouse=True)
 def relaxed_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine's API server may take longer than a controller would wait."""
+    """A busy machine's API server may take longer than the production timeout."""
     monkeypatch.setattr(leases, "CALL_S", 60.0)
     monkeypatch.setattr(leases, "RELEASE_S", 60.0)
 
@@ -40,7 +40,7 @@ def namespace(http: Rest) -> str:
 
 
 class LeaseHarness:
-    """Leases of several controllers at one API, each with the same clock, which the test turns."""
+    """Leases of several controllers at one API, with one clock that the test advances."""
 
     def __init__(self, api: ApiAccess, namespace: str) -> None:
         self.now_s = 1000.0
@@ -68,14 +68,14 @@ def holder(http: Rest, namespace: str) -> Any:
 
 @async_test
 async def test_one_of_two_leads_until_lease_expires(api: ApiAccess, http: Rest, namespace: str) -> None:
-    """The first is cut off: it calls itself none before the other takes over, and ends when it sees the other's name."""
+    """A disconnected leader steps down before the other takes over, and ends when it sees the other's identity."""
     world = LeaseHarness(api, namespace)
     first, second = world.lease("first"), world.lease("second")
     await first.acquire()
     assert first.held
     assert holder(http, namespace) == "first"
     assert not await second._acquire_or_renew()
-    for _ in range(10):  # it renews, so nobody takes it
+    for _ in range(10):  # the leader renews, so no other takes the Lease
         world.now_s += leases.RENEW_S
         assert await first._acquire_or_renew()
         assert not await second._acquire_or_renew()
@@ -101,7 +101,7 @@ async def test_one_of_two_leads_until_lease_expires(api: ApiAccess, http: Rest, 
 async def test_stopping_releases_lease_and_restart_reacquires_it(
     api: ApiAccess, http: Rest, namespace: str
 ) -> None:
-    """Neither a new pod nor a container that starts again waits."""
+    """Neither a new pod nor a restarted container waits."""
     world = LeaseHarness(api, namespace)
     first = world.lease("first")
     await first.acquire()
@@ -133,7 +133,7 @@ async def test_concurrent_acquire_has_one_winner(api: ApiAccess, namespace: str)
 
 
 def test_no_leader_without_right_to_create_lease(apiserver: ApiServer, http: Rest, namespace: str) -> None:
-    """Argo CD applies no Leases, so there is none from a manifest. With the right to create it, one leads."""
+    """Argo CD does not apply Leases, so a manifest cannot provide one. With the right to create it, a controller leads."""
     rule = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "update"]}
     http.grant("controller", namespace, rule)
 
@@ -144,7 +144,7 @@ def test_no_leader_without_right_to_create_lease(apiserver: ApiServer, http: Res
         async def tried() -> list[bool]:
             return [await each._acquire_or_renew() for each in both]
 
-        while "cannot create" not in both[0].refused:  # the API server learns of a role in a moment
+        while "cannot create" not in both[0].refused:  # the API server applies a new role with a short delay
             assert await tried() == [False, False]
         assert await tried() == [False, False]
         assert [each.held for each in both] == [False, False]
@@ -162,7 +162,7 @@ def test_no_leader_without_right_to_create_lease(apiserver: ApiServer, http: Res
 
 
 def test_api_outage_does_not_end_controller(namespace: str) -> None:
-    """Nothing can be written meanwhile, and nothing is."""
+    """Nothing is written during the outage."""
 
     async def scenario(server: FixedResponses) -> None:
         world = LeaseHarness(access_to(server.port), namespace)
@@ -184,7 +184,7 @@ def test_api_outage_does_not_end_controller(namespace: str) -> None:
 def test_hung_connection_blocks_one_attempt_only(
     apiserver: ApiServer, api: ApiAccess, http: Rest, namespace: str
 ) -> None:
-    """A keep-alive connection that was lost unseen: the next request is on another."""
+    """A keep-alive connection is lost without notice. The next request uses another connection."""
 
     async def scenario(proxy: FaultyProxy) -> None:
         world = LeaseHarness(api, namespace)
@@ -208,7 +208,7 @@ def test_hung_connection_blocks_one_attempt_only(
 def test_second_controller_stands_by_until_first_ends(
     apiserver: ApiServer, http: Rest, namespace: str, tmp_path: Path
 ) -> None:
-    """As processes: ready and at nobody's service meanwhile, and at work as soon as the first lets go."""
+    """The second process is ready but serves no requests, and takes over when the first releases the Lease."""
     first, second = (_controller(apiserver, tmp_path / each, namespace) for each in ("first", "second"))
 
     def status(process: ControllerProcess) -> int:

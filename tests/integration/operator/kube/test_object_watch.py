@@ -1,4 +1,4 @@
-"""Watching by kopf on a real API server: what is told, in which order, and what is found when nobody looked."""
+"""Watching with kopf on a real API server: notifications, their order, and changes during an interruption."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.server.minio_server import free_port
 
 pytestmark = [
     pytest.mark.timeout(900),  # processes start slowly on a busy machine
-    # asyncio leaves the socket of a TLS handshake that broke off to the garbage collector
+    # asyncio leaves the socket of an aborted TLS handshake to the garbage collector
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -36,7 +36,7 @@ Document = dict[str, Any]
 
 
 class WatchRecorder:
-    """An `ObjectWatch` on a loop of its own, and all that it tells; use as a context manager."""
+    """An `ObjectWatch` on a separate loop that records all notifications. Use it as a context manager."""
 
     def __init__(self, api: ApiAccess, selector: str = "", namespaces: tuple[str, ...] = ()) -> None:
         self.notifications: list[tuple[str, str]] = []
@@ -77,22 +77,22 @@ class WatchRecorder:
         self.lists += 1
 
     def wait_for_keys(self, **known: int) -> None:
-        """Wait until exactly these are known."""
+        """Wait until exactly these objects are known."""
         eventually(lambda: self.known == known, what=f"{known}", timeout_s=240)
 
 
 class Things:
-    """Objects to be watched."""
+    """Custom resources for the watch."""
 
     def __init__(self, http: Rest) -> None:
         self.http = http
 
     def define(self) -> None:
-        """Have the API know them."""
+        """Create the resource definition."""
         define(self.http, "watch.test", "v1", "Thing")
 
     def undefine(self) -> None:
-        """Have the API forget them, and every one with it."""
+        """Delete the resource definition and all of its objects."""
         path = f"/apis/{GROUP}/customresourcedefinitions/things.watch.test"
         assert self.http("DELETE", path).status == 200
         eventually(lambda: self.http("GET", THINGS).status == 404, what="the definition's end")
@@ -119,7 +119,7 @@ class Things:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """An API server of this module's own: it is killed, and its definitions come and go."""
+    """The server is separate because tests kill it and change its definitions."""
     found = ApiServer(tmp_path_factory.mktemp("watched"))
     found.start()
     yield found
@@ -142,14 +142,14 @@ def api(server: ApiServer) -> ApiAccess:
 
 @pytest.fixture
 def proxy(server: ApiServer) -> Iterator[FaultyProxy]:
-    """Between the watch and the API server."""
+    """Yield a proxy between the watch and the API server."""
     with FaultyProxy(server.port) as proxy:
         yield proxy
 
 
 @pytest.fixture
 def proxied(server: ApiServer, proxy: FaultyProxy) -> ApiAccess:
-    """By way of the proxy."""
+    """Return the access to the API server through the proxy."""
     api = server.access()
     api.configuration.host = f"https://127.0.0.1:{proxy.port}"
     return api
@@ -158,7 +158,7 @@ def proxied(server: ApiServer, proxy: FaultyProxy) -> ApiAccess:
 def test_initial_objects_then_list_then_changes(
     api: ApiAccess, things: Things, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In pages, chosen by label; what is not understood stops nothing else, and nothing is written."""
+    """Lists are paged and filtered by label. A document that raises an error does not stop the others, and nothing is written."""
     monkeypatch.setattr(object_watch, "CHUNK", 2)
     mine = {"of": "mine"}
     before = [things.create(f"a{n}", n, labels=mine) for n in range(5)]
@@ -183,7 +183,7 @@ def test_initial_objects_then_list_then_changes(
 def test_namespaced_watch_needs_namespaced_rights_only(
     server: ApiServer, api: ApiAccess, things: Things
 ) -> None:
-    """One of which may not be read keeps the others from nothing, and is told of when it may be."""
+    """A forbidden namespace does not block the others, and its objects appear once the right exists."""
     names = [f"watched-{n}-{uuid.uuid4().hex[:6]}" for n in range(4)]
     rule = {"apiGroups": ["watch.test"], "resources": ["things"], "verbs": ["get", "list", "watch"]}
 
@@ -214,7 +214,7 @@ def test_namespaced_watch_needs_namespaced_rights_only(
 def test_watch_resumes_and_relists_on_gone(
     proxied: ApiAccess, proxy: FaultyProxy, server: ApiServer, things: Things
 ) -> None:
-    """It may begin before the API does. A fresh API server knows no older changes (410 Gone)."""
+    """The watch may start before the API. A new API server knows no older changes (410 Gone)."""
     for name in ("goes", "stays", "anew"):
         things.create(name, 1)
     upstream, proxy.upstream_port = proxy.upstream_port, free_port()
@@ -262,7 +262,7 @@ def test_late_and_recreated_definition_is_watched(api: ApiAccess, server: ApiSer
 def test_tls_close_error_ends_one_watch(
     api: ApiAccess, things: Things, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or kopf would close the session and wait for a login that nobody answers."""
+    """Otherwise kopf would close the session and wait for a login that never happens."""
     check = errors.check_response
     broken = [aiohttp.ClientOSError("[SSL: APPLICATION_DATA_AFTER_CLOSE_NOTIFY]")]
 
@@ -299,7 +299,7 @@ def test_stalled_watch_ends_process_but_api_outage_does_not(
 
 
 def test_token_is_read_for_each_request(server: ApiServer, things: Things) -> None:
-    """One that is refused is no end: it may be replaced."""
+    """A rejected token does not end the watch, because the token may be replaced."""
     path = "/api/v1/namespaces/default/serviceaccounts/default/token"
     token = things.http("POST", path, {"spec": {"expirationSeconds": 3600}}).document["status"]["token"]
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"}
@@ -311,7 +311,7 @@ def test_token_is_read_for_each_request(server: ApiServer, things: Things) -> No
     tries: list[str] = []
 
     def hook(configuration: client.Configuration) -> None:
-        """As the kubernetes client reads a pod's token again."""
+        """Read the token again, as the kubernetes client does with a pod's token."""
         configuration.api_key["authorization"] = f"Bearer {token if tries else 'expired'}"
         tries.append("")
 

@@ -32,7 +32,7 @@ class IssuerNamespace:
     namespace: str = field(default_factory=lambda: f"system-{uuid.uuid4().hex[:8]}")
 
     def install(self) -> None:
-        """What the chart does."""
+        """Create the chart's objects."""
         self.rest.namespace(self.namespace)
         for kind, name in (("Secret", SECRET), ("ConfigMap", BUNDLE)):
             document = {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}}
@@ -48,14 +48,14 @@ class IssuerNamespace:
         return [self.rest("GET", path).document for path in paths]
 
     def is_whole(self) -> bool:
-        """Whether pods and the webhook's clients have the authority that is stored."""
+        """Return whether pods and the webhook's clients have the stored authority."""
         secret, published, hooks = self.objects()
         bundles = [each["clientConfig"].get("caBundle") for each in hooks["webhooks"]]
         bundles.append(base64.b64encode(published["data"]["ca.crt"].encode()).decode())
         return set(bundles) == {secret["data"]["ca.crt"]}
 
     def authority(self, call: Caller) -> Authority:
-        """An issuer of this place."""
+        """Return an issuer for this namespace."""
         return Authority(call, self.namespace, CollectorRegistry())
 
 
@@ -69,7 +69,7 @@ def place(apiserver: ApiServer, api: ApiAccess) -> Iterator[IssuerNamespace]:
 
 
 def test_empty_objects_are_filled_once_and_repaired(place: IssuerNamespace) -> None:
-    """Of two that believe to lead one writes; a second check writes nothing, and a wiped bundle comes back."""
+    """Of two leaders only one writes. A second check writes nothing, and an emptied bundle is restored."""
     place.configure()
 
     async def scenario() -> None:
@@ -94,7 +94,7 @@ def test_empty_objects_are_filled_once_and_repaired(place: IssuerNamespace) -> N
 def test_missing_objects_are_filled_when_created(
     place: IssuerNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Faults are counted and do not end it."""
+    """Faults are counted and do not end the issuer."""
     monkeypatch.setattr(authorities, "CHECK_S", 0.05)
 
     async def scenario() -> None:

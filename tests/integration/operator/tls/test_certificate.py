@@ -1,4 +1,8 @@
-"""The webhook's certificate: whole or not at all. `test_rotation_under_load_fails_no_admission` has its replacement."""
+"""The webhook's certificate is loaded completely or not at all.
+
+`test_rotation_under_load_fails_no_admission` covers its replacement.
+
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from tests.support.server.apiserver import CertificateAuthority, put
 
 
 def test_invalid_certificate_is_refused_and_old_one_kept(tmp_path: Path) -> None:
-    """No file, garbage, or a key that fits another certificate: what serves goes on serving."""
+    """The file is missing, invalid, or has a key of another certificate. The server keeps its certificate."""
     certificate, authority = Certificate(tmp_path, "webhook", CollectorRegistry()), CertificateAuthority()
     certificate.reload()
     assert certificate.loaded is None
