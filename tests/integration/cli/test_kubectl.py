@@ -197,7 +197,7 @@ def test_plugin_errors_are_explained(
 
 
 def test_kubectl_finds_plugin() -> None:
-    """kubectl runs the plugin from PATH, and the help names every command."""
+    """The plugin runs from PATH, and the help names every command."""
     done = subprocess.run(
         [str(require_tool("kubectl")), "deltashard", "--help"],
         check=True,

@@ -1,4 +1,4 @@
-"""A sidecar of one test, a trainer that has opened an attempt in it, and who takes its reports."""
+"""A sidecar for one test, a trainer with an open attempt in it, and a server for its reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.sidecar_process import SidecarProcess, sidecar
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of a store on a directory; `minio` for tests that say so."""
+    """Return the URL of a store on a directory, or on `minio` for tests that request it."""
     if getattr(request, "param", "file") == "file":
         return f"file://{tmp_path}/store"
     return str(request.getfixturevalue("minio_url"))

@@ -1,4 +1,4 @@
-"""Encodings by table, with the real sidecar: the user's own, and those chosen by the restores to come."""
+"""Encodings of each table with the real sidecar: set by the user, or chosen by the expected number of restores."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class BitsLoop:
             ckpt.step()
 
     def error(self, other: BitsLoop, table: str) -> float:
-        """Relative L2 distance of a table from another loop's."""
+        """Return the relative L2 distance of a table from another loop's table."""
         mine, theirs = (getattr(each.net, table).weight.detach() for each in (self, other))
         return float((mine - theirs).norm() / theirs.norm())
 
@@ -72,13 +72,13 @@ def newest(tmp_path: Path) -> Checkpoint:
 
 
 def stored(tmp_path: Path) -> dict[str, str]:
-    """Encodings of both tables, as the newest commit says them."""
+    """Return both tables' encodings in the newest commit."""
     said = parse_metadata(newest(tmp_path).metadata[PRECISION_KEY])
     return {table: said.of_table(f"{table}.weight") for table in ("large", "small")}
 
 
 def test_table_has_user_encoding(make: MakeCheckpointer, tmp_path: Path) -> None:
-    """One table at 2 bit, the other at 8: the rows come back so, the commit says so, a content hash agrees."""
+    """One table has 2 bits and the other 8. Restored rows and the commit match, and the content hash agrees."""
     loop, again, began_s = BitsLoop(0), BitsLoop(1), time.time()
     with make(loop, encoding="q2", tables={"small.weight": "q8"}, content_hash=True) as ckpt:
         loop.train(ckpt, 3)
@@ -93,7 +93,7 @@ def test_table_has_user_encoding(make: MakeCheckpointer, tmp_path: Path) -> None
 
 
 def test_bits_follow_budget_and_small_tables_keep_eight(make: MakeCheckpointer, tmp_path: Path) -> None:
-    """Before a sample all is at 8 bit; then the large table has fewer; each restore spends; near the end it is 8 again."""
+    """Tables have 8 bits before the first sample. Then the large one has fewer, until restores use up the budget."""
     options = {"bits": "budget", "differential": "full", "planned_steps": 100}
     loop = BitsLoop(0)
     ckpt = make(loop, **options)
@@ -124,7 +124,7 @@ def test_bits_follow_budget_and_small_tables_keep_eight(make: MakeCheckpointer, 
 
 
 def test_final_checkpoint_has_8_bit_even_if_step_was_saved(make: MakeCheckpointer, tmp_path: Path) -> None:
-    """Where the user's own save of that step chose fewer: close() cuts it once more, under the same pin."""
+    """The user's save of that step has fewer bits, so close() saves the step again under the same pin."""
     loop = BitsLoop(0)
     ckpt = make(loop, bits="check-n-run", differential="full")
     loop.train(ckpt, 2)
@@ -144,7 +144,7 @@ def test_final_checkpoint_has_8_bit_even_if_step_was_saved(make: MakeCheckpointe
 def test_killed_sidecar_keeps_accumulated_error(
     make: MakeCheckpointer, tmp_path: Path, committed: bool
 ) -> None:
-    """What restores did is the run's; the next process reads it in the log."""
+    """The log holds the accumulated error of the run's restores, and the next process reads it."""
     options = {"bits": "check-n-run", "differential": "full", "planned_steps": 10_000}
     loop, again = BitsLoop(0), BitsLoop(1)
     ckpt = make(loop, **options)

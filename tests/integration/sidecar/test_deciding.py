@@ -1,4 +1,4 @@
-"""A real sidecar and a real trainer under a goal: the interval follows what saves cost, says why, and outlives both."""
+"""A real sidecar and trainer with a goal: the interval follows the cost of saves, is explained, and survives restarts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.eventually import eventually
 from tests.support.server.fleet_server import FleetServer
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
-# torch's own optimizers build sparse tensors without saying whether to check them.
+# torch's own optimizers build sparse tensors without an explicit invariant check setting.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 
@@ -32,7 +32,7 @@ def flags(tmp_path: Path, server: FleetServer, **more: object) -> dict[str, Any]
 
 
 class SmallTraining:
-    """A small model that trains on, a step whenever the test looks."""
+    """A small model that trains one step whenever the test checks a condition."""
 
     def __init__(self, **options: Any) -> None:
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ class SmallTraining:
         eventually(trained, what=what)
 
     def drop(self) -> None:
-        """The program ends by an error: nothing is saved any more."""
+        """End the program by an error, without further saves."""
         self.ckpt.__exit__(KeyboardInterrupt, None, None)
 
 
@@ -73,19 +73,23 @@ def decision(server: FleetServer) -> fleet.Decision:
 
 
 def reported_interval_s(server: FleetServer) -> float:
-    """The interval of the last report. It is read before all else of it, which may be newer and never older."""
+    """Return the interval of the last report.
+
+    It is read before the report's other fields, which may be newer and are never older.
+
+    """
     return server.last.run.policy.every_s
 
 
 def test_interval_choice_is_reported_and_adopted_after_restart(
     tmp_path: Path, url: str, server: FleetServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured first, at the interval that is said; then as long as the user allows; and no second measuring after."""
+    """The sidecar measures at the reported interval first, then uses the longest allowed interval. A restart does not measure again."""
     said = flags(tmp_path, server, goal="auto", every_s=0.1, most_s=300, metrics_port=0)
     with sidecar(tmp_path, url, **said) as process:
         monkeypatch.setenv("DELTASHARD_SOCKET", str(process.socket))
         training = SmallTraining()
-        # Not a step meanwhile: what is measured are saves, and there are none.
+        # No step is trained meanwhile: the measurement needs saves, and there are none.
         eventually(lambda: "is being measured" in decision(server).why, what="it says that it measures")
         assert decision(server).value == "every 0.1 s"
         training.until(lambda: reported_interval_s(server) == 300.0, "a choice")

@@ -1,4 +1,4 @@
-"""Ranks of one run over one sidecar or several: one commit a cut, whatever dies, and each rank hears of its own part."""
+"""Ranks of one run with one or more sidecars: one commit for each snapshot, and separate results for each rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG_WAIT = {"deltashard_sidecar.save_service.BRIEF_WAIT_S": 30.0}
 
 
 class RankGroup:
-    """W ranks, each with tables of its own, over so many sidecars: what the trainer's library would do for them."""
+    """W ranks with their own tables, distributed over sidecars, and the part of the trainer library that coordinates them."""
 
     def __init__(self, sidecars: list[SidecarProcess], world_size: int, *, seed: int = 0) -> None:
         self.models = [FakeModel(seed=seed + rank, of_rank=rank, rows=120) for rank in range(world_size)]
@@ -49,7 +49,7 @@ class RankGroup:
         )
 
     def open(self, which: str = "latest") -> int | None:
-        """Rank 0 opens, the others attach anew with what it was told; the seq to resume from."""
+        """Open an attempt by rank 0, attach the other ranks to it, and return the seq to resume from."""
         first, *others = self.trainers
         reply = first.open(which, layout=self.layout.data)
         assert reply.layout == self.layout.digest
@@ -98,7 +98,7 @@ def pods(root: Path, url: str, count: int, **flags: object) -> Iterator[list[Sid
 def start_group(
     root: Path, count: int = 2, ranks: int = 4, **flags: object
 ) -> Iterator[tuple[str, RankGroup, int]]:
-    """A store's URL, a group of so many pods and ranks, and the seq of its first checkpoint."""
+    """Return a function that starts pods and ranks for a store's URL and returns the group and its first checkpoint's seq."""
     url = (root / "store").as_uri()
     with pods(root, url, count, **flags) as sidecars:
         group = RankGroup(sidecars, ranks)
@@ -124,7 +124,7 @@ def _assert_holds(url: str, seq: int, models: list[FakeModel]) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_four_ranks_save_and_resume(tmp_path: Path, count: int) -> None:
-    """One entry a cut, deltas after a baseline, and a new group resumes from it, each rank with its own rows."""
+    """Each snapshot has one entry, with deltas after a baseline. A new group resumes from it, each rank with its own rows."""
     url = (tmp_path / "store").as_uri()
     with pods(tmp_path, url, count) as sidecars:
         group = RankGroup(sidecars, 4)
@@ -151,12 +151,12 @@ def test_four_ranks_save_and_resume(tmp_path: Path, count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_bits_are_chosen_for_all_ranks_sharing_a_sidecar(tmp_path: Path, count: int) -> None:
-    """Of every rank's tables, also for those that rank 0 has not; in two pods `encoding` holds, and it is said why."""
+    """Tables that rank 0 does not have are included. In two pods `encoding` applies, and the reason is logged."""
     with start_group(tmp_path, count, bits_goal="budget", differential="full") as (
         url,
         group,
         _,
-    ):  # brings the sample
+    ):  # adds the sample
         group.train()
         seq = group.save_and_commit()
         entry = state_of(url).checkpoints[seq]
@@ -180,7 +180,7 @@ def test_bits_are_chosen_for_all_ranks_sharing_a_sidecar(tmp_path: Path, count: 
 def test_ranks_read_common_and_own_blobs(
     tmp_path: Path,
 ) -> None:
-    """Four ranks on two pods; one rank alone; and a trainer that says no rank."""
+    """The readers are four ranks on two pods, a single rank, and a trainer without a rank."""
     common = {"meta", *(f"dense/rank{rank}.w" for rank in range(4))}
     with start_group(tmp_path) as (url, group, seq):
         group.restore(seq)
@@ -189,7 +189,7 @@ def test_ranks_read_common_and_own_blobs(
             *(common | {f"rank/{rank}/meta"} for rank in (1, 2, 3)),
         ]
     (tmp_path / "node").mkdir()
-    with pods(tmp_path / "node", url, 1) as sidecars:  # that has none of it: one rank reads for the others
+    with pods(tmp_path / "node", url, 1) as sidecars:  # without a local copy: one rank reads for the others
         again = RankGroup(sidecars, 4, seed=50)
         assert again.open() == seq
         first, *others = [trainer.restore(seq) for trainer in again.trainers]
@@ -213,7 +213,7 @@ def test_ranks_read_common_and_own_blobs(
 def test_rank_abort_drops_snapshot_and_next_one_has_rows(
     tmp_path: Path,
 ) -> None:
-    """In its own pod at once, in the other by the word it leaves; nobody waits for the deadline of a save."""
+    """Its own pod drops the snapshot at once, and the other pod after the log's record. No rank waits for the deadline."""
     with start_group(tmp_path) as (url, group, base):
         group.train()
         snapshots = []
@@ -250,7 +250,7 @@ def test_ranks_at_different_steps_make_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_inconsistent_group_is_refused_with_remedy(tmp_path: Path) -> None:
-    """Another world size, a rank twice, a rank that opens for itself, a layout that does not tile its tables."""
+    """The faults are another world size, a duplicate rank, a second opener, and a layout that does not tile its tables."""
     url = (tmp_path / "store").as_uri()
     with pods(tmp_path, url, 1) as sidecars:
         group = RankGroup(sidecars, 2)

@@ -1,4 +1,4 @@
-"""What a sidecar serves on its metrics port: few series, and none where the port is taken."""
+"""A sidecar's metrics port serves few series, and the sidecar works without it if the port is in use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def series(process: SidecarProcess) -> dict[str, str]:
 
 
 def test_run_exports_few_series(tmp_path: Path, url: str) -> None:
-    """A sidecar of another rank than 0 serves a tenth, and none has a series for what never happened."""
+    """A sidecar without rank 0 serves a tenth of the series. Events that never happened have no series."""
     with sidecar(tmp_path, url, run="team/run", encoding="fp32", metrics_port=0) as process:
         fresh = series(process)
         assert fresh[f'deltashard_build_info{{component="sidecar",version="{version()}"}}'] == "1.0"
@@ -40,7 +40,7 @@ def test_run_exports_few_series(tmp_path: Path, url: str) -> None:
 
 
 def test_occupied_metrics_port_disables_only_metrics(tmp_path: Path, url: str) -> None:
-    """A sidecar that starts again may find the program's own exporter there; it is healthy and saves."""
+    """The program's own exporter may have the port when a sidecar restarts. The sidecar is healthy and saves."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with sidecar(tmp_path, url, encoding="fp32", metrics_port=port) as process:

@@ -1,4 +1,4 @@
-"""A person removes the run that a trainer is writing: its sidecar notices at the next save, says so, and writes no more."""
+"""A user removes a run in use: the sidecar detects this at the next save, reports it, and stops writing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_removed_run_is_detected_and_not_written(process: SidecarProcess, url: s
     assert left
     assert all(key.startswith("run/data/") for key in left), "what was under way when it was noticed"
     assert incomplete_state(log.store, "run/") is IncompleteState.NO_LOG
-    # Nothing more is written: no save, no marker of a pod that ends, no housekeeping; and the trainer is not fenced.
+    # Nothing more is written: no save, no closing marker, no maintenance. The trainer is not fenced.
     for urgent in (False, True):
         with pytest.raises(SaveStreamFailed, match="was removed"):
             trainer.begin(urgent=urgent)
@@ -58,7 +58,7 @@ def test_removed_run_is_detected_and_not_written(process: SidecarProcess, url: s
         "an alert counts these"
     )
     assert keys(log) == left
-    # A trainer that is started again begins the run anew; so does one after rm took what was left.
+    # A restarted trainer begins the run from the start, also after rm removed the rest.
     removal.remove(log)
     assert keys(log) == []
     trainer.close()
@@ -74,7 +74,7 @@ def test_removed_run_is_detected_and_not_written(process: SidecarProcess, url: s
 
 
 def test_restarted_sidecar_detects_removed_run(tmp_path: Path, url: str) -> None:
-    """Its log handle never saw the run: the trainer's attempt is of a log that is not there."""
+    """The new log handle never read the run, so the trainer's attempt does not exist in the log."""
     with sidecar(tmp_path, url, encoding="fp32") as process:
         trainer = Trainer(process.socket, FakeModel())
         trainer.open()
@@ -94,7 +94,7 @@ def test_restarted_sidecar_detects_removed_run(tmp_path: Path, url: str) -> None
 
 
 def test_temporarily_empty_store_is_saved_to_again(tmp_path: Path) -> None:
-    """A directory that was mounted elsewhere, say: the log is back, and nothing was removed."""
+    """A directory was mounted elsewhere, for example. The log is back, and nothing was removed."""
     url = f"file://{tmp_path}/store"
     with training(tmp_path, url, encoding="fp32") as (_, trainer):
         trainer.save_and_commit()

@@ -20,12 +20,12 @@ from tests.support.fake_trainer import SaveStreamFailed, Trainer
 from tests.support.sidecar.training import training
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
-# Streams and messages of a cut.
+# Streams and messages of a save.
 
 
 @pytest.mark.parametrize("inner", ["abort", "several"])
 def test_invalid_message_mix_fails_its_save_only(trainer: Trainer, inner: str) -> None:
-    """A message that is no descriptor and no seal among several: this save is invalid, the next one commits."""
+    """A message that is neither descriptor nor seal invalidates its save. The next save commits."""
     cut = trainer.begin(defer_descriptors=True)
     request = pb.SaveRequest()
     getattr(request, inner).SetInParent()
@@ -38,7 +38,7 @@ def test_invalid_message_mix_fails_its_save_only(trainer: Trainer, inner: str) -
 
 
 def test_unused_stream_does_not_block_saves(process: SidecarProcess, trainer: Trainer) -> None:
-    """Open ahead of a cut that never comes: saves go by on other streams, and detaching ends it."""
+    """The stream is open for a save that never starts. Other streams save, and detaching closes it."""
     outbox: queue.SimpleQueue[pb.SaveRequest | None] = queue.SimpleQueue()
     outbox.put(pb.SaveRequest(ready=pb.SaveRequest.Ready(session=trainer.reply.session)))
     idle = trainer.stub.Save(iter(outbox.get, None))
@@ -52,7 +52,7 @@ def test_unused_stream_does_not_block_saves(process: SidecarProcess, trainer: Tr
 
 
 def test_saves_restore_exactly(trainer: Trainer) -> None:
-    """Baseline, deltas over it, a new baseline when the predictor says so; each restores to what was cut."""
+    """The saves are a baseline, deltas, and a new baseline when the predictor requires it."""
     kinds = []
     for _ in range(6):
         trainer.model.train(0.3)
@@ -71,7 +71,7 @@ def test_saves_restore_exactly(trainer: Trainer) -> None:
 
 
 def test_snapshot_larger_than_arena(tmp_path: Path, url: str) -> None:
-    """Encoding sets the pace: blocks come back as their batches are encoded."""
+    """The encoder sets the pace: blocks are released as their batches are encoded."""
     with sidecar(tmp_path, url, encoding="q8", arena_bytes="32MiB", metrics_port=0) as process:
         trainer = Trainer(process.socket, FakeModel(rows=300_000, columns=32))
         trainer.open()
@@ -96,7 +96,7 @@ def test_snapshot_larger_than_arena(tmp_path: Path, url: str) -> None:
 
 
 def test_aborted_save_frees_blocks_at_once(process: SidecarProcess, trainer: Trainer) -> None:
-    """The trainer's abort is its word that nothing is written any more; two for the stall, and the next waits it out."""
+    """The trainer's abort confirms that it no longer writes. Two aborts count as a stall, and the next save waits."""
     for _ in range(2):
         cut = trainer.begin()
         assert cut.begun.stall_budget_s > 0
@@ -116,7 +116,7 @@ def test_aborted_save_frees_blocks_at_once(process: SidecarProcess, trainer: Tra
 
 
 def test_blocks_of_a_broken_stream_are_quarantined(process: SidecarProcess, trainer: Trainer) -> None:
-    """While the trainer lives it may still be writing: its blocks are not granted until it begins another save."""
+    """A live trainer may still write to the blocks, so they are not granted until it begins another save."""
     cut = trainer.begin()
     cut.rows_of(0, None)
     cut.disconnect()
@@ -131,7 +131,7 @@ def test_blocks_of_a_broken_stream_are_quarantined(process: SidecarProcess, trai
 
 
 class Prepared:
-    """A Save stream that asked for blocks ahead of its cut, and has them."""
+    """A Save stream that holds blocks before its save begins."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.outbox: queue.SimpleQueue[pb.SaveRequest | None] = queue.SimpleQueue()
@@ -148,7 +148,7 @@ class Prepared:
 
 
 def test_precopy_blocks_are_freed_on_abort_or_quarantined(process: SidecarProcess, trainer: Trainer) -> None:
-    """The trainer may still be copying into them, until it begins another save, or another copy ahead."""
+    """The trainer may still copy into them until it begins another save or another copy."""
     for _ in range(2):
         prepared = Prepared(trainer)
         prepared.call.cancel()
@@ -163,7 +163,7 @@ def test_precopy_blocks_are_freed_on_abort_or_quarantined(process: SidecarProces
 
 
 def test_blocks_of_older_epoch_wait_for_writer(tmp_path: Path, url: str) -> None:
-    """A restarted sidecar gives nothing out while a writer of before holds its lock and has not attached again."""
+    """A restarted sidecar grants no blocks while an earlier writer holds its lock and has not attached again."""
     first = SidecarProcess(tmp_path, url, encoding="fp32", metrics_port=0)
     trainer = Trainer(first.socket, FakeModel(), world_size=2)
     boxes = [table.box for table in trainer.model.tables]
@@ -185,7 +185,7 @@ def test_blocks_of_older_epoch_wait_for_writer(tmp_path: Path, url: str) -> None
 
 
 def test_bad_descriptors_fail_their_save_only(process: SidecarProcess, trainer: Trainer) -> None:
-    """Every number of a descriptor is checked before it becomes an address."""
+    """Every number of a descriptor is validated before it becomes an address."""
     good = {"table": 0, "rows": 10, "contiguous": True, "col_start": 0, "col_stop": 8}
     for bad in (
         {"block": 99}, {"rows": 1 << 62}, {"contiguous": False},
@@ -194,7 +194,7 @@ def test_bad_descriptors_fail_their_save_only(process: SidecarProcess, trainer: 
         block = cut.granted.get(timeout=60)
         message = {**good, "block": block, **bad}
         cut.outbox.put(pb.SaveRequest(rows=pb.RowBatch(**message)))
-        if bad == {"contiguous": False}:  # ids [0, 0, ...] are not ascending: found by the encoder
+        if bad == {"contiguous": False}:  # ids [0, 0, ...] are not ascending: the encoder detects it
             trainer.arena.block(block)[:80] = bytes(80)
             cut.outbox.put(pb.SaveRequest(seal=pb.SaveRequest.Seal(rows=10)))
         eventually(lambda c=cut: c.end is not None)
@@ -209,7 +209,7 @@ def test_bad_descriptors_fail_their_save_only(process: SidecarProcess, trainer: 
 
 
 def test_missing_rows_fail_save(trainer: Trainer) -> None:
-    """The seal says how many rows were sent; another number is never committed."""
+    """The seal has the number of sent rows. A save with another number is never committed."""
     cut = trainer.begin()
     cut.write_all()
     cut.rows += 1
@@ -219,7 +219,7 @@ def test_missing_rows_fail_save(trainer: Trainer) -> None:
 
 
 def test_unresponsive_trainer_save_is_aborted(tmp_path: Path, url: str) -> None:
-    """A hung trainer is no reason to hold the arena for ever."""
+    """A hung trainer must not hold the arena without limit."""
     with training(tmp_path, url, encoding="fp32", stream_idle_s=4) as (_, trainer):
         cut = trainer.begin()
         assert cut.over.wait(60)
@@ -228,12 +228,12 @@ def test_unresponsive_trainer_save_is_aborted(tmp_path: Path, url: str) -> None:
 
 
 def test_urgent_save_replaces_save_in_flight(trainer: Trainer, process: SidecarProcess) -> None:
-    """A second save is busy; an urgent one takes the place of one that stages."""
+    """A normal second save is refused as busy. An urgent one replaces a save that stages."""
     first = trainer.begin(reason="timer")
     with pytest.raises(SaveStreamFailed, match="busy"):
         trainer.begin()
     assert process.metric("deltashard_saves_skipped_total") == 1
-    line = trainer.arena.line(0)  # it says urgent from the preStop hook's call until a save begins
+    line = trainer.arena.line(0)  # the state is urgent from the preStop hook's call until a save begins
     assert trainer.stub.Notify(pb.NotifyRequest(reason="eviction", deadline_s=9)).trainers == 1
     eventually(lambda: line[URGENT] == 1 and line[SAVE_AT_STEP] <= trainer.model.step)
     eventually(lambda: trainer.urgent)
@@ -250,7 +250,7 @@ def test_urgent_save_replaces_save_in_flight(trainer: Trainer, process: SidecarP
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_fd_and_memory_do_not_grow(tmp_path: Path, url: str) -> None:
-    """Over 200 saves the same number of descriptors, and less than 256 MiB beyond the arena."""
+    """Over 200 saves the number of descriptors is constant, and memory grows by less than 256 MiB beyond the arena."""
     with sidecar(tmp_path, url, encoding="q8", metrics_port=0) as process:
         trainer = Trainer(process.socket, FakeModel(rows=50))
         trainer.open()
@@ -262,11 +262,11 @@ def test_fd_and_memory_do_not_grow(tmp_path: Path, url: str) -> None:
                 trainer.save_and_commit()
             except (
                 SaveStreamFailed
-            ) as refused:  # the stream before is still closing: on a busy machine a save is skipped
+            ) as refused:  # the previous stream is still closing: on a busy machine a save is skipped
                 assert refused.cause == "busy"  # noqa: PT017
             if i == 99:
                 counts = me.num_fds(), me.num_threads()
-        # The threads of the last streams may still be ending.
+        # The threads of the last streams may still run.
         eventually(lambda: me.num_fds() <= counts[0] + 2, what=f"no more descriptors than {counts}")
         eventually(lambda: me.num_threads() <= counts[1] + 4, what=f"no more threads than {counts}")
         status = Path(f"/proc/{process.pid}/status").read_text()

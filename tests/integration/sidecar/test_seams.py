@@ -1,4 +1,4 @@
-"""Where trainer, sidecar and log meet: no later checkpoint may lean on something that was never restored or stored."""
+"""Interaction of trainer, sidecar and log: no checkpoint depends on data that were never restored or stored."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PairLoop:
             ckpt.step()
 
     def content(self) -> dict[str, torch.Tensor]:
-        """Clones of all parameters, and of the tables' row state."""
+        """Return clones of all parameters, and of the tables' row state."""
         found = {name: p.detach().clone() for name, p in self.net.named_parameters()}
         for name in ("first", "second"):
             entry = self.optimizer.state.get(getattr(self.net, name).weight, {})
@@ -82,7 +82,7 @@ def adagrad(params: Any) -> torch.optim.Optimizer:
 
 
 def test_late_row_state_restores_over_older_baseline(make: MakeCheckpointer) -> None:
-    """A table first used after the baseline gets its state then: frames without it lie below, and matter no more."""
+    """A table gets its row state at its first use after the baseline. Earlier frames without the state are superseded."""
     loop = PairLoop(adam, seed=0)
     ckpt = make(loop)
     ckpt.restore()
@@ -100,7 +100,7 @@ def test_late_row_state_restores_over_older_baseline(make: MakeCheckpointer) -> 
 
 
 def test_pending_baseline_survives_failed_save(make: MakeCheckpointer, tmp_path: Path) -> None:
-    """Rows that no checkpoint holds (the table grew) are in the next one, however many saves failed before it."""
+    """Rows that no checkpoint holds (the table grew) are in the next checkpoint after any number of failed saves."""
     loop = PairLoop(adagrad, seed=0)
     with make(loop) as ckpt:
         loop.train(ckpt, 3)
@@ -125,7 +125,7 @@ def test_pending_baseline_survives_failed_save(make: MakeCheckpointer, tmp_path:
 
 
 def test_finished_run_leaves_no_shared_memory(make: MakeCheckpointer) -> None:
-    """The blocks' memory goes back with the sidecar; only the page of control lines stays."""
+    """The sidecar frees the blocks' memory. Only the page of control lines remains."""
     loop = PairLoop(adagrad, seed=0)
     with make(loop) as ckpt:
         loop.train(ckpt, 1)
@@ -145,7 +145,7 @@ def test_pod_trainer_uses_grace_period_from_sidecar(
     pod_s: int,
     expected_s: int,
 ) -> None:
-    """A long step, and an older save that uploads, do not lose the urgent save; a number that the script gives wins."""
+    """A long step and an upload of an older save do not prevent the urgent save. The script's own value takes precedence."""
     committed: list[int | None] = []
     loop = PairLoop(adagrad, seed=0)
     previous = signal.signal(signal.SIGTERM, lambda *_: committed.append(ckpt._outcomes.committed_step))
@@ -171,7 +171,7 @@ def test_pod_trainer_uses_grace_period_from_sidecar(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_save_notification_reaches_next_attachment(tmp_path: Path, *, fails: bool) -> None:
-    """A stream that broke took the news with it: a trainer that waited for it would never save again."""
+    """The notification was lost with its stream. A trainer that waits for it would never save again."""
     store = tmp_path / "store"
     with training(tmp_path, store.as_uri(), encoding="fp32") as (process, trainer):
         trainer._watch.cancel()

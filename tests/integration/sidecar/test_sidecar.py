@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_command_line(tmp_path: Path, url: str) -> None:
-    """Silent on stdout, ready.json when it serves, health and notify answer, one owner a directory, SIGTERM leaves nothing."""
+    """stdout is empty, ready.json appears, health and notify work, a directory has one owner, SIGTERM leaves no files."""
     command = [sys.executable, "-m", "deltashard_sidecar.main"]
     flags = ["--url", url, "--run", "r", "--dir", str(tmp_path / "d"), "--cache-dir", str(tmp_path / "c")]
     flags += ["--arena-bytes", "32MiB", "--metrics-port", "0"]
@@ -49,7 +49,7 @@ def test_command_line(tmp_path: Path, url: str) -> None:
         )
 
         def notified() -> bool:
-            """Whether it was heard: the hook gives up, and says nothing, where the sidecar is too busy to answer."""
+            """Return whether the sidecar got the notification. The hook gives up without output when the sidecar is busy."""
             hook = [*command, "notify", "--reason", "eviction", *socket]
             assert subprocess.run(hook, check=False).returncode == 0
             return '"trainers.notified"' in log.read_text()
@@ -71,7 +71,7 @@ def test_command_line(tmp_path: Path, url: str) -> None:
 
 
 def test_hung_sidecar_is_unhealthy(process: SidecarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its socket takes connections all the same: what counts is that its main loop moves."""
+    """Its socket still accepts connections. The health check requires progress of the main loop."""
     monkeypatch.setattr(main, "STALE_S", 1.0)
 
     def healthy() -> bool:
@@ -87,7 +87,7 @@ def test_hung_sidecar_is_unhealthy(process: SidecarProcess, monkeypatch: pytest.
 
 
 def test_killed_trainer_is_detached(tmp_path: Path, url: str) -> None:
-    """Its lock and its stream are gone, whatever killed it: a sidecar that lingers exits once nobody is left."""
+    """The trainer's lock and stream end with the process. A lingering sidecar exits without attached trainers."""
     code = (
         "import sys,os,signal;from pathlib import Path;from tests.support.fake_trainer import FakeModel,Trainer;"
         "t=Trainer(Path(sys.argv[1]),FakeModel());t.open();os.kill(os.getpid(),signal.SIGKILL)"
@@ -120,7 +120,7 @@ def test_attach_refuses_unsupported_request(process: SidecarProcess, tmp_path: P
 
 
 def test_rank_belongs_to_one_process(process: SidecarProcess, trainer: Trainer) -> None:
-    """A second live process of a rank is told who has it; the same process may attach anew, and the old session ends."""
+    """The error for a second live process names the first. The same process may attach again, which ends its old session."""
     request = pb.AttachRequest(protocol_min=1, protocol_max=1, world_size=1, pid=os.getpid() + 1)
     with pytest.raises(grpc.RpcError, match=f"process {os.getpid()} trains as local rank 0"):
         trainer.stub.Attach(request, timeout=60)
@@ -132,7 +132,7 @@ def test_rank_belongs_to_one_process(process: SidecarProcess, trainer: Trainer) 
 
 
 def test_invalid_checkpoint_is_reported_and_excluded(tmp_path: Path, url: str) -> None:
-    """Flipped bits in the store: the restore fails as invalid, the next attempt excludes it and comes back from the older."""
+    """Stored bits are flipped. The restore fails as invalid, and the next attempt restores the older checkpoint."""
     with training(tmp_path, url, encoding="fp32", differential="full") as (_, trainer):
         good = trainer.save_and_commit()
         state = trainer.model.state()
@@ -157,7 +157,7 @@ def test_invalid_checkpoint_is_reported_and_excluded(tmp_path: Path, url: str) -
 
 
 def warm_start_error(root: Path, url: str, source: str, **options: object) -> str:
-    """What a trainer hears whose run `warm` is to begin with a checkpoint of `source`; empty: it was opened."""
+    """Return the error of opening run `warm` from a checkpoint of `source`, or an empty string."""
     with sidecar(root, url, encoding="fp32", run="warm", restore_from=source) as process:
         trainer = Trainer(process.socket, FakeModel())
         try:
@@ -170,7 +170,7 @@ def warm_start_error(root: Path, url: str, source: str, **options: object) -> st
 
 
 def test_warm_start_uses_source_checkpoint_or_fails(tmp_path: Path, url: str) -> None:
-    """What is not there, or is contradicted, is told and nothing is begun; with a log of its own it goes on with that."""
+    """A missing or contradictory source is an error, and no run begins. A run with its own log resumes from it."""
     with training(tmp_path, url, encoding="fp32", run="source") as (_, trainer):
         trainer.model.train()
         commit = trainer.save_and_commit()
@@ -203,7 +203,7 @@ def test_warm_start_uses_source_checkpoint_or_fails(tmp_path: Path, url: str) ->
 
 
 def test_run_size_is_bounded(tmp_path: Path, url: str) -> None:
-    """Retention after commits, gc after its grace; what is kept restores."""
+    """Retention runs after commits, and gc after its grace period. Retained checkpoints restore."""
     flags = {
         "encoding": "fp32",
         "differential": "full",
@@ -227,10 +227,11 @@ def test_run_size_is_bounded(tmp_path: Path, url: str) -> None:
 
 
 def test_fenced_sidecar_stops_maintenance(tmp_path: Path, url: str) -> None:
-    """A person's rewind beside a trainer that still holds the run: the way back is not retired by its sidecar.
+    """A user rewinds while a trainer still holds the run. The trainer's sidecar must not retire the detached checkpoints.
 
-    The first commit's round comes at once, that of the others after the pause: before the rewind, or (so but on a slow
-    machine) after it.
+    The first commit's maintenance round runs immediately, and the next one after the pause: before the rewind, or, on a
+    fast machine, after it.
+
     """
     flags = {
         "encoding": "fp32",
@@ -258,7 +259,7 @@ def test_fenced_sidecar_stops_maintenance(tmp_path: Path, url: str) -> None:
 
 
 def test_sigterm_finishes_staged_save(tmp_path: Path, url: str) -> None:
-    """The trainer is gone, the save is not: it is committed before the process ends, and the marker is taken away."""
+    """The trainer has exited. The staged save is committed before the process ends, and the marker is removed."""
     process = SidecarProcess(tmp_path, url, encoding="fp32", term_deadline_s=60)
     trainer = Trainer(process.socket, FakeModel(rows=100_000))
     trainer.open()

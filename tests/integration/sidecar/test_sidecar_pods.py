@@ -1,4 +1,4 @@
-"""Sidecars as pods have them: which run is whose, who may go on, users that differ."""
+"""Sidecars in pods: names of runs, takeover between workloads, and different users."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def state_of(url: str, run: str = "ns/job") -> RunState:
 
 
 def test_indexed_pods_train_separate_runs(tmp_path: Path, url: str) -> None:
-    """Two pods of an Indexed Job, each alone: no key is shared, and each finds its own again."""
+    """Two pods of an Indexed Job share no key, and each finds its own run again."""
     for index in ("0", "1"):
         with sidecar(runtime_dir(tmp_path, index), url, **pod(index=index, runs="per-pod")) as process:
             trainer = Trainer(process.socket, FakeModel(seed=int(index)))
@@ -50,7 +50,7 @@ def test_indexed_pods_train_separate_runs(tmp_path: Path, url: str) -> None:
 
 
 def test_second_live_workload_fences_first(tmp_path: Path, url: str) -> None:
-    """The later one has it; the earlier one is told for good, and a restart of it fences nobody."""
+    """The later workload holds the run. The earlier one is fenced permanently, and its restart fences no one."""
     with (
         sidecar(runtime_dir(tmp_path, "a"), url, **pod("job-a")) as first,
         sidecar(runtime_dir(tmp_path, "b"), url, **pod("job-b")) as second,
@@ -81,7 +81,7 @@ def test_second_live_workload_fences_first(tmp_path: Path, url: str) -> None:
 
 
 def test_returning_replaced_pod_stays_fenced(tmp_path: Path, url: str) -> None:
-    """A lost node's zombie: fenced at its save, and its container's restarts open nothing."""
+    """A pod of a lost node is fenced at its next save, and its restarted containers cannot open the run."""
     with (
         sidecar(runtime_dir(tmp_path, "a"), url, **pod(**{"pod-uid": "one"})) as zombie,
         sidecar(runtime_dir(tmp_path, "b"), url, **pod(**{"pod-uid": "two"})) as replacement,
@@ -107,7 +107,7 @@ def test_returning_replaced_pod_stays_fenced(tmp_path: Path, url: str) -> None:
 
 @pytest.mark.minio
 def test_next_pod_waits_for_last_save_of_terminating_pod(tmp_path: Path, own_minio: MinioServer) -> None:
-    """Told to stop, cut urgently, upload slowly: the next pod's Open waits, and resumes from that very cut."""
+    """After SIGTERM the pod saves urgently with a slow upload. The next pod's Open waits and resumes from that snapshot."""
     bucket = own_minio.new_bucket()
     direct = own_minio.url(bucket)
     with (
@@ -151,14 +151,14 @@ def test_next_pod_waits_for_last_save_of_terminating_pod(tmp_path: Path, own_min
 
 
 def test_marker_is_removed_with_trainer_without_urgent_save(tmp_path: Path, url: str) -> None:
-    """Told to stop and gone before the urgent cut: the next pod does not wait for nothing."""
+    """The trainer exits after SIGTERM before its urgent save, so the next pod does not wait."""
     with sidecar(tmp_path, url, **pod(every_s=0.2)) as process:
         trainer = Trainer(process.socket, FakeModel())
         trainer.open()
         store = open_store(url)
         for gone in ("detached", "killed"):
             trainer.save_and_commit()
-            # The timer has come by, so the sidecar has seen this trainer alive.
+            # The timer has run, so the sidecar knows that this trainer is alive.
             eventually(lambda: trainer.arena.line(0)[SAVE_AT_STEP] != NEVER)
             trainer.stub.Notify(pb.NotifyRequest(reason="stopping", deadline_s=60), timeout=60)
             eventually(lambda: list(store.list("ns/job/closing/")), what="the marker")

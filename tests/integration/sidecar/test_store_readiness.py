@@ -1,4 +1,4 @@
-"""Stores that are not ready: credentials and buckets that come later, a full store, one that is down or stalls."""
+"""Stores that are not ready: late credentials and buckets, a full store, an outage, a stall."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ DEADLINE_S = 90.0
 
 
 def credentials(path: Path, key: str, secret: str) -> None:
-    """As the kubelet changes a mounted Secret: a whole new file, swapped in."""
+    """Replace the file as the kubelet changes a mounted Secret."""
     new = path.with_name("new")
     new.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key={secret}\n")
     new.rename(path)
 
 
 def from_file(path: Path) -> dict[str, str | None]:
-    """The environment of a sidecar whose store credentials are in a file."""
+    """Return the environment of a sidecar whose store credentials are in a file."""
     return {
         "AWS_ACCESS_KEY_ID": None,
         "AWS_SECRET_ACCESS_KEY": None,
@@ -44,7 +44,7 @@ def from_file(path: Path) -> dict[str, str | None]:
 
 
 def commit_in_time(trainer: Trainer) -> pb.Commit | None:
-    """The commit of a save; None where its deadline came first."""
+    """Return the commit of a save, or None if its deadline passed."""
     try:
         return trainer.save_and_commit()
     except SaveStreamFailed as refused:
@@ -57,7 +57,7 @@ def commit_in_time(trainer: Trainer) -> pb.Commit | None:
 def delayed_open(
     process: SidecarProcess, server: FleetServer, kind: fleet.IncidentKind, condition: str
 ) -> Iterator[fleet.Incident]:
-    """An Open that waits, and the incident that tells why; once the block has mended that, the trainer saves."""
+    """Yield the incident of a waiting Open. The block repairs the cause, and then the trainer saves."""
     trainer = Trainer(process.socket, FakeModel())
     request = pb.OpenRequest(session=trainer.reply.session, which="latest")
     opening = trainer.stub.Open.future(request, timeout=120)
@@ -75,7 +75,7 @@ def delayed_open(
 def test_late_secret_is_used_without_restart(
     tmp_path: Path, own_minio: MinioServer, server: FleetServer
 ) -> None:
-    """Absent: a condition, one incident that names the path, and an Open that waits; by its deadline it says the same."""
+    """The absent Secret causes one condition, one incident with the path, and an Open that waits until its deadline."""
     path = tmp_path / "credentials"
     url = own_minio.url(own_minio.new_bucket())
     flags = pod(**server.flags(tmp_path))
@@ -98,7 +98,7 @@ def test_late_secret_is_used_without_restart(
 def test_rotated_credentials_are_picked_up(
     tmp_path: Path, own_minio: MinioServer, server: FleetServer
 ) -> None:
-    """The old key stops to work, a save fails and says so, the new key is mounted: the next save holds everything."""
+    """The old key expires and a save fails with a message. With the new key mounted, the next save holds all rows."""
     manage = admin_of(own_minio)
     for user in ("first", "second"):
         manage.user_add(user, f"{user}-secret")
@@ -128,7 +128,7 @@ def test_rotated_credentials_are_picked_up(
 def test_open_waits_for_late_store(
     tmp_path: Path, store: str, server: FleetServer, request: pytest.FixtureRequest
 ) -> None:
-    """A bucket, or a claim that is mounted and not the sidecar's user's: Open waits for it and says why meanwhile."""
+    """The bucket is missing, or the mounted claim belongs to another user. Open waits and reports the reason."""
     mend: Callable[[], object]
     if store == "bucket":
         minio = request.getfixturevalue("own_minio")
@@ -136,7 +136,7 @@ def test_open_waits_for_late_store(
         mend = lambda: minio.client().make_bucket("made-later")  # noqa: E731
     else:
         mount = tmp_path / "mount"
-        mount.symlink_to("/sys/kernel")  # where not even root makes a directory
+        mount.symlink_to("/sys/kernel")  # where even root cannot create a directory
         (tmp_path / "volume").mkdir()
         (tmp_path / "next").symlink_to("volume")
         url, cause = f"file://{mount}/training", "denied"
@@ -151,7 +151,7 @@ def test_open_waits_for_late_store(
 
 @pytest.mark.skipif(bool(mount_error()), reason=mount_error())
 def test_unreachable_mount_fails_saves_only(tmp_path: Path) -> None:
-    """Calls wait in the kernel: training goes on, the save ends by its deadline, the next one holds every row."""
+    """Calls block in the kernel. Training continues, the save ends at its deadline, and the next one holds every row."""
     mount = SharedMount(tmp_path / "exported", tmp_path / "client", "-cache", "3")
     try:
         with training(tmp_path, f"file://{mount.path}/store", encoding="fp32", save_deadline_s=5) as (
@@ -177,7 +177,7 @@ def test_unreachable_mount_fails_saves_only(tmp_path: Path) -> None:
 def test_save_survives_full_and_unavailable_store(
     tmp_path: Path, own_minio: MinioServer, server: FleetServer
 ) -> None:
-    """Clear words, nothing lost: blocks keep moving, frames wait on disk, and the save commits when the store is back."""
+    """The error is reported and no data are lost: blocks are released, frames wait on disk, and the save commits later."""
     bucket, kind = own_minio.new_bucket(), fleet.INCIDENT_KIND_STORE_UNAVAILABLE
     flags = pod(**server.flags(tmp_path), save_deadline_s=600, metrics_port=0)
     with training(tmp_path, own_minio.url(bucket, "prefix"), **flags) as (process, trainer):
@@ -213,7 +213,7 @@ def test_save_survives_full_and_unavailable_store(
 
 @pytest.mark.minio
 def test_stalled_store_does_not_block_shutdown(tmp_path: Path, own_minio: MinioServer) -> None:
-    """SIGTERM aborts a save that hangs by its own deadline."""
+    """SIGTERM aborts a hung save at its own deadline."""
     with FaultyProxy(own_minio.port) as proxy:
         url = own_minio.url(own_minio.new_bucket(), port=proxy.port)
         with training(tmp_path, url, encoding="fp32", term_deadline_s=1) as (process, trainer):
@@ -225,7 +225,7 @@ def test_stalled_store_does_not_block_shutdown(tmp_path: Path, own_minio: MinioS
 
 @pytest.mark.minio
 def test_restore_without_store_is_unavailable(tmp_path: Path, own_minio: MinioServer) -> None:
-    """Never invalid: nothing was proven."""
+    """The checkpoint is not classified as invalid, because nothing was verified."""
     url = own_minio.url(own_minio.new_bucket())
     with training(tmp_path, url, encoding="fp32", restore_deadline_s=10, cache_bytes="64MiB") as (_, trainer):
         commit = trainer.save_and_commit()

@@ -1,4 +1,4 @@
-"""Baselines that a compaction makes instead of a cut, and baselines because bits were raised: a real sidecar."""
+"""Baselines by compaction instead of a snapshot, and baselines after an increase of bits, with a real sidecar."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLAGS: dict[str, Any] = {
 
 
 class TrackedTrainer:
-    """A trainer that saves through a sidecar, and remembers what every checkpoint must restore to."""
+    """A trainer that saves through a sidecar and records the expected state of every checkpoint."""
 
     def __init__(self, process: SidecarProcess, url: str, *, run: str = "run") -> None:
         self.process = process
@@ -42,7 +42,7 @@ class TrackedTrainer:
         return RunLog(open_store(self.url), self.run).refresh()
 
     def save(self, fraction: float = 0.3) -> pb.Commit:
-        """Train, save, and wait for the round that follows: what is owed is made."""
+        """Train, save, and wait until the maintenance round has compacted the checkpoints that the save builds on."""
         model = self.trainer.model
         model.train(fraction)
         commit = self.trainer.save_and_commit()
@@ -58,7 +58,7 @@ class TrackedTrainer:
         return commit
 
     def check(self) -> None:
-        """All that is live restores bit for bit; so does the newest through the sidecar."""
+        """Assert that all live checkpoints restore bit for bit, and the newest also through the sidecar."""
         state = self.state()
         for seq in state.checkpoints:
             snapshot = read_checkpoint(open_store(self.url), self.run, f"seq:{seq}", state=state)
@@ -93,7 +93,7 @@ def test_compaction_makes_baselines_after_first_snapshot(tmp_path: Path, url: st
         line = f'deltashard_compactions_total{{why="deferred"}} {len(state.compactions)}.0'
         eventually(lambda: line in process.metrics_page(), what=line)
         life.check()
-        # It has read them through the compaction, and goes on from there.
+        # It reads them through the compaction and continues from there.
         rows = life.save(0.02).rows
         assert rows < 340 * 0.8
         life.check()
@@ -111,7 +111,7 @@ def test_snapshots_are_full_without_synthetic_baselines(tmp_path: Path, url: str
 
 
 def test_raised_bits_make_next_snapshot_a_baseline(tmp_path: Path, url: str, server: FleetServer) -> None:
-    """From 2 to 8 by a directive: what restores is what a run of 8 bits restores; it was 2 bits of every old row."""
+    """A directive raises the bits from 2 to 8. The restored state equals that of a run with 8 bits."""
     flags = {**FLAGS, **server.flags(tmp_path), **pod(), "encoding": "q2"}
     with sidecar(tmp_path, url, **flags) as process:
         life = TrackedTrainer(process, url, run="ns/job")
@@ -134,7 +134,7 @@ def test_raised_bits_make_next_snapshot_a_baseline(tmp_path: Path, url: str, ser
 
 @pytest.mark.parametrize(("differential", "baseline"), [("one-shot", False), ("consecutive", True)])
 def test_bits_lowered_and_raised_again(tmp_path: Path, url: str, differential: str, baseline: bool) -> None:
-    """A delta over the fine baseline has all coarse rows anew; one over the coarse delta would leave them as they are."""
+    """A delta over the fine baseline contains all coarse rows. A delta over the coarse delta would omit them."""
     said = []
     for encoding in ("q8", "q2", "q8"):
         with sidecar(

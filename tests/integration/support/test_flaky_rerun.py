@@ -1,4 +1,4 @@
-"""What becomes of a run whose tests fail beside others, and pass or fail alone."""
+"""A failed test is rerun alone: the result of the run when it then passes or fails."""
 
 from __future__ import annotations
 

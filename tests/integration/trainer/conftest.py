@@ -1,4 +1,4 @@
-"""Sidecars of Checkpointers in the tests' own process are forked."""
+"""Checkpointers in the tests' own process fork their sidecars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A save that is due and does not happen is told, with a real sidecar: log, event, `doctor()` and metric say the same."""
+"""A due save that does not happen is reported consistently by log, event, `doctor()` and metric, with a real sidecar."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarn
 
 
 class WatchdogRun(ToyRun):
-    """A run whose watchdog has a clock of its own."""
+    """A run whose watchdog clock the test can advance."""
 
     def __init__(self, folder: Path, **options: object) -> None:
         self.ahead_s = 0.0
@@ -30,13 +30,13 @@ class WatchdogRun(ToyRun):
         self.ckpt._wiring.records.watchdog._now_s = lambda: real() + self.ahead_s
 
     def advance(self, seconds: float) -> None:
-        """So much time has passed, in which nothing was saved; the next step looks."""
+        """Advance the time without a save and train, so that the watchdog checks."""
         self.ahead_s += seconds
         self.ckpt._clock.request_boundary()
         self.train()
 
     def blocked_s(self) -> float:
-        """What the sidecar's metric says."""
+        """Return the value of the sidecar's metric."""
         ready = json.loads((runtime_dir(self.ckpt.url, self.name) / "ready.json").read_text())
         page = urllib.request.urlopen(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=60).read()
         (line,) = [
@@ -55,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_replaced_optimizer_is_reported_within_a_minute(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The program goes over to an optimizer of its own: no step of those that were given ends any more."""
+    """The program switches to its own optimizer, so that no given optimizer finishes a step any more."""
     with WatchdogRun(folder, every_steps=3) as run:
         run.train(2)
         run.save()
@@ -85,7 +85,7 @@ def test_replaced_optimizer_is_reported_within_a_minute(
 
 
 def test_unsavable_state_is_reported_as_reason(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each try fails in the program: no promise that the next one covers it, and close() says where at once."""
+    """Each try fails in the program. The message does not promise a later save, and close() raises immediately."""
     held: dict[str, object] = {"epoch": 1}
     run = WatchdogRun(folder, every_steps=2, state={"progress": (lambda: dict(held), held.update)})
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""Models that change while they train: exact after the restore."""
+"""Models that change during training restore exactly."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def same(a: Made, b: Made) -> None:
 def test_added_table_and_replaced_module_are_saved(
     checkpointer: Build,
 ) -> None:
-    """The next commit holds them whole, later ones their changes; a program that builds them restores the very bits."""
+    """The next commit holds them in full, later ones their changes. A program that builds them restores the same bits."""
     kind = torch.optim.Adagrad
     changing = made(kind)
     model, optimizer = changing
@@ -94,7 +94,7 @@ def test_added_table_and_replaced_module_are_saved(
 def test_grown_table_and_replaced_optimizer_are_in_next_baseline(
     checkpointer: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A restart that builds both so restores them; one that builds them as before is refused, with both shapes."""
+    """A restart that builds both restores them. A restart with the old model is refused, with both shapes."""
 
     def grown(made: Made) -> None:
         old = made[0]["films"]

@@ -1,4 +1,4 @@
-"""Training on Google's and Azure's storage: a save, the sidecar killed, and a machine with nothing local goes on."""
+"""Training on Google's and Azure's storage: after a save and a killed sidecar, a machine without local data resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarn
 def test_another_machine_resumes_from_commit(
     cloud: CloudServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit; the save that nobody waited for may have got through."""
+    """The resumed state is exact. A save without a confirmed commit may also have succeeded."""
     options = {"url": cloud.url(cloud.new_bucket(), "runs"), "encoding": "fp32"}
     first, again = ToyLoop(seed=1), ToyLoop(seed=2)
     with checkpointers(tmp_path / "first", monkeypatch, **options) as make:

@@ -1,4 +1,4 @@
-"""What a part says is new in it (`since`), with a real sidecar: enough for who has the checkpoint before, and true."""
+"""A part's list of new rows (`since`) is correct and complete relative to the previous checkpoint, with a real sidecar."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ TABLES = ("large", "small")
 
 
 class SparseWriteLoop:
-    """Two tables; steps write rows that a test names."""
+    """Two tables and steps that write the rows that a test names."""
 
     def __init__(self, *, pointwise: bool = False) -> None:
-        """`pointwise`: whether the optimizer has a value of each weight; else one of each row."""
+        """`pointwise` selects an optimizer with a value for each weight instead of one for each row."""
         torch.manual_seed(1)
         self.net: Any = nn.ModuleDict(
             {
@@ -57,7 +57,7 @@ class SparseWriteLoop:
         self.write(ckpt, torch.from_numpy(rng.integers(ROWS, size=6)))
 
     def write(self, ckpt: deltashard.Checkpointer, ids: torch.Tensor, *, nan_rows: int = 0) -> None:
-        """Write rows `ids`, and to the last `nan_rows` of the large table's NaN."""
+        """Write rows `ids`, and NaN to the last `nan_rows` of the large table."""
         self.optimizer.zero_grad()
         loss = self.net["large"](ids).square().sum() + self.net["small"](ids // 5).square().sum()
         if nan_rows:
@@ -74,7 +74,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCheckp
 
 
 def _save(loop: SparseWriteLoop, ckpt: deltashard.Checkpointer, rng: np.random.Generator, times: int) -> None:
-    """A step and a save, so many times."""
+    """Train and save the given number of times."""
     for _ in range(times):
         loop.step(ckpt, rng)
         ckpt.save().wait(60)
@@ -89,7 +89,7 @@ def _checkpoints(folder: Path) -> dict[int, Checkpoint]:
 
 
 def _problems(folder: Path) -> Any:
-    """What a deep verify finds."""
+    """Return the findings of a deep verify."""
     return verify(Target(store=_store(folder), run="r"), deep=True).problems
 
 
@@ -113,7 +113,7 @@ def _values(folder: Path, seq: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def _check(folder: Path) -> list[int]:
-    """Whatever says `since` is true; returns the checkpoints of which a part does."""
+    """Assert that every `since` is correct, and return the checkpoints that have one."""
     store = _store(folder)
     said = []
     for seq, entry in _checkpoints(folder).items():
@@ -152,7 +152,7 @@ def _check(folder: Path) -> list[int]:
 def test_since_is_omitted_where_invalid_or_redundant(
     make: MakeCheckpointer, tmp_path: Path, encoding: str, differential: str
 ) -> None:
-    """The exponent of q4 is the frame's, so that a row may decode otherwise beside others; `covers` says it."""
+    """In q4 all rows of a frame share an exponent, so a row may decode differently in another frame. `covers` has the rest."""
     rng = np.random.default_rng(3)
     loop = SparseWriteLoop()
     ckpt = make(loop, encoding=encoding, differential=differential)
@@ -164,7 +164,7 @@ def test_since_is_omitted_where_invalid_or_redundant(
 def test_rows_of_failed_save_are_new_in_next_one(
     make: MakeCheckpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sidecar dies when all of the third save but its commit is stored; the next one says since the second."""
+    """The sidecar dies after it stored the third save except the commit. The next save's `since` is the second."""
     monkeypatch.setenv("DELTASHARD_CRASH_AT", "index.after_put:3")
     rng = np.random.default_rng(3)
     loop = SparseWriteLoop()
@@ -215,7 +215,7 @@ def test_since_is_correct_for_any_program(
     encoding: str,
     differential: str,
 ) -> None:
-    """Steps with saves that are copied ahead, saves that are asked for, programs that die and resume."""
+    """Steps alternate with saves that are copied ahead, requested saves, and programs that die and resume."""
     monkeypatch.setattr(precopy, "MIN_PRECOPY_TABLE_BYTES", 0)
     monkeypatch.setattr(precopy_scheduler, "MIN_PRECOPY_BYTES", 0)
     folder = tmp_path_factory.mktemp("program")
@@ -254,7 +254,7 @@ def test_since_is_correct_for_any_program(
 def test_verify_finds_inconsistent_since(
     make: MakeCheckpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """Planted in the index of the newest of three baselines, as it is read: its name has its hash."""
+    """The fault is injected into the index of the newest of three baselines when it is read: its name has its hash."""
     rng = np.random.default_rng(3)
     loop = SparseWriteLoop()
     ckpt = make(loop, encoding="fp32", differential="full")
@@ -285,7 +285,7 @@ def test_verify_finds_inconsistent_since(
 def test_verify_finds_changed_row_missing_from_since(
     make: MakeCheckpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fault that is planted: of some rows of one table the trainer leaves out that they changed."""
+    """The injected fault: the trainer omits some changed rows of one table."""
     rng = np.random.default_rng(3)
     loop = SparseWriteLoop()
     ckpt = make(loop, encoding="q8", differential="full")

@@ -59,7 +59,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Document:
 
 
 def fill_wholly(disk: SmallDisk) -> None:
-    """Not even with a folded state's room: the entry would take it."""
+    """Leave no space even for a folded state, because a log entry would use it."""
     disk.fill()
     for copy in [*disk.root.glob("r/log/fold-*"), disk.root / "r/log/HINT"]:
         copy.unlink()
@@ -67,7 +67,7 @@ def fill_wholly(disk: SmallDisk) -> None:
 
 
 def saved(make: MakeCheckpointer, *, saves: int = 2, **options: Any) -> torch.Tensor:
-    """A run with so many checkpoints, whose trainer crashed; the newest weights."""
+    """Return a run with checkpoints whose trainer crashed, and the newest weights."""
     loop = ToyLoop()
     ckpt = make(loop, sidecar={"maintenance_interval_s": -1}, **options)
     ckpt.restore()
@@ -167,7 +167,7 @@ def test_trainer_on_full_disk_is_fenced_by_earlier_open(make: MakeCheckpointer, 
         assert open_attempt(log, owner=owner, closing_wait_s=0.0).resume is not None
 
     def save() -> None:
-        loop.train(1, ckpt)  # step() itself tries, once its back-off is over
+        loop.train(1, ckpt)  # step() itself retries after its back-off
         ckpt.save("user").wait(60)
 
     with pytest.raises(FencedError, match="advanced since it was restored"):

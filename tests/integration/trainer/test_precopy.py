@@ -1,4 +1,4 @@
-"""Copies ahead of cuts, with a real sidecar: what is durable is what was there at the cut, whatever ends the copy."""
+"""Copies ahead of snapshots, with a real sidecar: the stored state is that of the snapshot, however the copy ends."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class PrecopyProgram(PrecopiedProgram):
         eventually(lambda: self.train() or done(), what=what)
 
     def begin_copy(self) -> None:
-        """Train until a copy ahead has just begun. Hold `memory.reading`: then nothing is copied yet."""
+        """Train until a copy ahead has just begun. Hold `memory.reading`, so that nothing is copied yet."""
         eventually(lambda: self.copying is not None or self.train(), what="a copy ahead")
 
     def end_copy(self) -> None:
-        """Train until no copy goes on: how many steps before its cut one begins depends on the machine."""
+        """Train until no copy is in progress. The number of steps between a copy and its snapshot depends on the machine."""
         eventually(lambda: self.copying is None or self.train(), what="the cut of a copy")
         self.wait_idle()
 
@@ -69,23 +69,23 @@ class PrecopyProgram(PrecopiedProgram):
 
     @property
     def inconsistent(self) -> list[dict[str, Any]]:
-        """What was told of snapshots that are wrong."""
+        """Return the reports of inconsistent snapshots."""
         return [facts for name, facts in self.messages if name == "snapshot_inconsistent"]
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Programs whose cuts are all copied ahead."""
+    """Return a factory of programs that copy all snapshots ahead."""
     with precopied_programs(tmp_path, monkeypatch, PrecopyProgram) as build:
         yield build
 
 
 @pytest.mark.parametrize("differential", ["full", "one-shot", "consecutive", "intermittent"])
 def test_step_interval_snapshots_match_their_step(make: Any, differential: str) -> None:
-    """The copy begins some steps before; each cut is the step it was asked for, and holds that step."""
+    """The copy begins some steps before. Each snapshot is of the requested step and holds its state."""
     program = make(every_steps=12, differential=differential)
     counts = program.ckpt.stats.precopy
-    # Steps of microseconds: on a busy machine twelve are over before the copying thread ran once, and a cut has no copy.
+    # Steps take microseconds: on a busy machine twelve end before the copying thread runs once, and a snapshot has no copy.
     while len(program.snapshots) < 6 or (counts.snapshots < 4 and len(program.snapshots) < 60):
         for _ in range(12):
             program.train()
@@ -99,7 +99,7 @@ def test_step_interval_snapshots_match_their_step(make: Any, differential: str) 
 
 @pytest.mark.parametrize("how", ["swap", "copy"])
 def test_evaluation_with_swapped_weights_during_precopy(make: Any, how: str) -> None:
-    """Through `.data` and put back, so that no version tells. What is stored is the step; what was written is noticed."""
+    """The swap uses `.data` and is reverted, so no version changes. The step is stored, and the write is detected."""
     program = make(every_steps=10)
     program.train(14)
     program.end_copy()
@@ -127,18 +127,20 @@ def test_evaluation_with_swapped_weights_during_precopy(make: Any, how: str) -> 
 
 
 def save_with_stray_row(program: PrecopyProgram) -> int:
-    """A cut that has row 5 of the first table as it was while it was copied only; returns its step."""
+    """Save a snapshot with the value of row 5 of the first table from the copy only, and return its step."""
     program.train(14)
     program.end_copy()
     weight = program.first.weight
     with torch.no_grad():
-        weight[1:8:2] += 1  # so that all of it is copied ahead: another table, odd rows are never trained
+        weight[1:8:2] += (
+            1  # so that all rows are copied ahead: training never changes another table's odd rows
+        )
     with memory.read_lock:
         program.begin_copy()
         kept = weight.detach()[5].clone()
         weight.data[5] = 7.0
     for table in program.copying.tables:
-        # Of these rows the cut looks at a few, drawn anew each time: not at row 5, as it would once in 2,000 times.
+        # The snapshot checks a random sample of these rows. The sample excludes row 5, which it has once in 2,000 times.
         table._random = np.random.default_rng(0)
     program.wait_for_copy()
     weight.data[5] = kept
@@ -148,7 +150,7 @@ def save_with_stray_row(program: PrecopyProgram) -> int:
 
 
 def newest_is(program: PrecopyProgram, step: int) -> bool:
-    """Whether the newest checkpoint has the rows that the first table had at this step."""
+    """Return whether the newest checkpoint has the first table's rows of this step."""
     first = program.snapshots[step]["first.weight"]
     with deltashard.open_checkpoint(program.folder / "store", "r", which="latest") as stored:
         return torch.equal(stored.rows("first.weight", torch.arange(program.rows)).weights, first)
@@ -157,7 +159,7 @@ def newest_is(program: PrecopyProgram, step: int) -> bool:
 def test_rows_changed_during_precopy_are_reported_and_resaved(
     make: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stored wrong once: reported, and a save of all rows comes at once, which names the wrong one."""
+    """The inconsistent snapshot is reported, and a save of all rows follows immediately and names it."""
     program = make(every_steps=10)
     step = save_with_stray_row(program)
     program.wait_idle()
@@ -180,7 +182,7 @@ def test_rows_changed_during_precopy_are_reported_and_resaved(
 
 
 def test_close_resaves_rows_changed_during_precopy(make: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """close() saves all rows of the step, as any other request for a save does there."""
+    """close() saves all rows of the step, as another save request would."""
     program = make(every_steps=10)
     step = save_with_stray_row(program)
     program.ckpt.close()
@@ -193,7 +195,7 @@ def test_close_resaves_rows_changed_during_precopy(make: Any, caplog: pytest.Log
 def test_failed_comparison_is_reported(
     make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is known of the cut then: it is reported, and the next one, or that of close(), takes every row."""
+    """The snapshot's correctness is unknown. This is reported, and the next save, or close(), takes every row."""
 
     def fails(_ahead: precopy.TablePrecopy) -> None:
         raise MemoryError("none left")
@@ -214,12 +216,12 @@ def test_failed_comparison_is_reported(
 
 
 def test_more_rows_than_blocks(make: Any) -> None:
-    """What has no block is copied at the cut; a cut larger than the arena goes through."""
+    """Rows without a block are copied at the snapshot. A snapshot may be larger than the arena."""
     program = make(every_steps=8, arena_bytes=32 << 20, rows=400_000, differential="full")
     program.train(8)
 
     def twice_full() -> bool:
-        program.wait_for_copy()  # else its step may overtake it
+        program.wait_for_copy()  # otherwise its step may overtake it
         return program.ckpt.stats.precopy.discarded["arena full"] >= 2
 
     program.train_until(twice_full, "two cuts that filled the arena ahead")
@@ -230,7 +232,7 @@ def test_more_rows_than_blocks(make: Any) -> None:
 
 @pytest.mark.parametrize("when", ["asked", "copied"])
 def test_sidecar_killed_during_precopy(make: Any, when: str) -> None:
-    """Training goes on; the next save, by the next sidecar, covers what was copied for nobody."""
+    """Training continues. The next sidecar's save includes the rows of the lost copy."""
     program = make(every_steps=40)
     program.train(40)
     program.wait_idle()
@@ -248,7 +250,7 @@ def test_sidecar_killed_during_precopy(make: Any, when: str) -> None:
 
 
 def test_close_and_exit_during_precopy(make: Any) -> None:
-    """close() takes its cut with what was copied; no thread is left that reads the model."""
+    """close() uses the copied rows for its snapshot. No thread that reads the model remains."""
     program = make(every_steps=20)
     program.train_until(lambda: program.copying is not None, "a copy ahead")
     program.ckpt.close()

@@ -1,4 +1,4 @@
-"""The run is removed under a real trainer: it is told once and clearly, trains on, and its close() ends."""
+"""A run is removed under a real trainer: the trainer warns once, trains on, and its close() returns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCheckp
 def test_new_run_over_existing_data_warns(
     make: MakeCheckpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A copy that was cut short before its log was begun, say: training would begin at step 0 without a word."""
+    """For example an interrupted copy has no log yet. Training would silently start at step 0."""
     open_store(f"file://{tmp_path}/store", create=True).put(
         f"r/data/{1:020d}/{1:08d}/00000-{'a' * 16}-00000.pack", b"x"
     )

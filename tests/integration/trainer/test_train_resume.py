@@ -1,4 +1,4 @@
-"""A training loop with a real child sidecar on file://: what is saved, what comes back, what never harms training."""
+"""A training loop with a real child sidecar on file://: saves, restores, and no effect of faults on training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.checkpointers import MakeCheckpointer, checkpointers, simulat
 from tests.support.eventually import eventually
 from tests.support.trainer.toy_loop import ToyLoop
 
-# torch's own optimizers build sparse tensors without saying whether to check them.
+# torch's own optimizers build sparse tensors without an explicit invariant check setting.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 ROWS, DIM = 300, 16
 
@@ -39,7 +39,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCheckp
 def resumed(
     make: MakeCheckpointer, loop: ToyLoop, *, step: int, **options: object
 ) -> deltashard.Checkpointer:
-    """A Checkpointer that has restored this step into `loop`."""
+    """Yield a Checkpointer that has restored this step into `loop`."""
     ckpt = make(loop, **options)
     restored = ckpt.restore()
     assert restored.step == step
@@ -48,7 +48,7 @@ def resumed(
 
 @pytest.mark.parametrize("encoding", ["q8", "q4", "q3", "q2"])
 def test_restored_state_is_decode_encode_of_snapshot(make: MakeCheckpointer, encoding: str) -> None:
-    """Row for row, weights through the codec and row-wise state exactly."""
+    """Each row's weights pass through the codec, and its row-wise state is exact."""
     loop = ToyLoop()
     ckpt = make(loop, encoding=encoding, content_hash=True)
     assert ckpt.restore() is None
@@ -76,7 +76,7 @@ def test_restored_state_is_decode_encode_of_snapshot(make: MakeCheckpointer, enc
 
 
 def test_trainer_on_synthetic_baselines_resumes_exactly(make: MakeCheckpointer, tmp_path: Path) -> None:
-    """Its marks count from what the sidecar compacts; each resume, and what is trained after it, is exact."""
+    """The trainer's marks count from compacted checkpoints. Each resume and the training after it are exact."""
     store = open_store(f"file://{tmp_path / 'store'}")
 
     def log() -> RunLog:
@@ -94,7 +94,7 @@ def test_trainer_on_synthetic_baselines_resumes_exactly(make: MakeCheckpointer, 
         for _ in range(40):
             loop.train(1, ckpt)
             commit = ckpt.save().wait(120)
-            # More cuts, while a slow machine compacts what this one was built on, would end with a full one.
+            # More saves, while a slow machine compacts this save's base, would end with a full one.
             for seq in log().state.checkpoints[commit.seq].covered:
                 eventually(lambda seq=seq: not compactable(log().state, seq), what="what was owed is made")
             if len(log().state.compactions) > made + 1:
@@ -108,7 +108,7 @@ def test_trainer_on_synthetic_baselines_resumes_exactly(make: MakeCheckpointer, 
 
 
 def test_forked_children_do_not_affect_run(make: MakeCheckpointer) -> None:
-    """Workers of a loader, while saves go on; a child may leave the block, close, and is told that it cannot save."""
+    """Loader workers run during saves. A child may leave the block and close, and gets an error when it saves."""
     loop = ToyLoop()
     ckpt = make(loop, every_steps=1)
     ckpt.restore()
@@ -143,7 +143,7 @@ def test_forked_children_do_not_affect_run(make: MakeCheckpointer) -> None:
 
 
 def test_exception_and_torn_step_are_never_saved(make: MakeCheckpointer) -> None:
-    """The step that it tore must not become the newest checkpoint: parameters moved after the last step()."""
+    """The interrupted step must not become the newest checkpoint: parameters changed after the last step()."""
     loop = ToyLoop()
     with pytest.raises(ZeroDivisionError), make(loop) as ckpt:  # noqa: PT012 - the block is what is tested
         ckpt.restore()
@@ -160,14 +160,14 @@ def test_exception_and_torn_step_are_never_saved(make: MakeCheckpointer) -> None
         ckpt.restore()
     loop.train(1)
     handle = ckpt.save()
-    with pytest.raises(WaitError):  # this thread would have to cut, at its next step()
+    with pytest.raises(WaitError):  # this thread would have to save at its next step()
         handle.wait(5)
     with pytest.raises(SaveFailed, match="boundary is gone"):
         ckpt.close(deadline_s=60)
 
 
 def test_gradient_accumulation_waits_for_the_next_optimizer_step(make: MakeCheckpointer) -> None:
-    """A due cut between two optimizer steps would lose the gradients gathered so far."""
+    """A due save between two optimizer steps would lose the gradients accumulated so far."""
     loop = ToyLoop()
     snapshots: list[int] = []
     ckpt = make(
@@ -196,7 +196,7 @@ def test_gradient_accumulation_waits_for_the_next_optimizer_step(make: MakeCheck
 
 
 def test_sigterm_saves_then_calls_the_previous_handler(make: MakeCheckpointer) -> None:
-    """At the next step, durable, and only then."""
+    """The save happens at the next step. The previous handler runs only after its commit."""
     called: list[int | None] = []
     loop = ToyLoop()
     previous = signal.signal(signal.SIGTERM, lambda *_: called.append(committed()))
@@ -218,7 +218,7 @@ def test_sigterm_saves_then_calls_the_previous_handler(make: MakeCheckpointer) -
 
 
 def test_pins_seqs_and_steps_can_be_restored(make: MakeCheckpointer) -> None:
-    """Also two pins of one cut, of parts of a program that do not know of each other. fresh=True begins anew."""
+    """Two pins of one snapshot from independent parts of a program are included. fresh=True starts a new run."""
     loop = ToyLoop()
     ckpt = make(loop)
     ckpt.restore()
@@ -248,7 +248,7 @@ def test_pins_seqs_and_steps_can_be_restored(make: MakeCheckpointer) -> None:
 
 
 def test_warm_start_from_another_run(make: MakeCheckpointer) -> None:
-    """Reads that run, commits to ours, and begins with a baseline."""
+    """The warm start reads that run, commits to the new run, and begins with a baseline."""
     loop = ToyLoop()
     with make(loop, run="first") as ckpt:
         loop.train(3, ckpt)
@@ -262,7 +262,7 @@ def test_warm_start_from_another_run(make: MakeCheckpointer) -> None:
 
 
 def test_grown_table_is_refused_or_reported(make: MakeCheckpointer) -> None:
-    """With strict=False the prefix comes back, the rest keeps its values, and the next cut is whole."""
+    """With strict=False the prefix is restored, the rest keeps its values, and the next snapshot is full."""
     loop = ToyLoop()
     with make(loop) as ckpt:
         loop.train(3, ckpt)
@@ -280,7 +280,7 @@ def test_grown_table_is_refused_or_reported(make: MakeCheckpointer) -> None:
 
 
 def test_setting_unsupported_by_sidecar(make: MakeCheckpointer) -> None:
-    """It was said in an argument, of which the message speaks."""
+    """The setting came from an argument, and the message names it."""
     with pytest.raises(UserError, match=r"no setting 'nope' \[Checkpointer\(sidecar=\)\]"):
         make(ToyLoop(), sidecar={"nope": 1})
     with pytest.raises(UserError, match="keep_last is a separate argument"):

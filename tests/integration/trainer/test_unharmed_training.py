@@ -1,4 +1,4 @@
-"""Training goes on whatever the user's code raises inside a save: the save fails, by name and counted."""
+"""Training continues whatever the user's code raises inside a save: the failed save is counted, and its error named."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarn
 
 
 class PreemptionError(Exception):
-    """What a user's signal handler raises."""
+    """The exception of a user's signal handler."""
 
 
 class Hooks:
-    """The user's code in a save: each raises what it is told to."""
+    """User code in a save: each hook raises the configured exception."""
 
     def __init__(self) -> None:
         self.getter: BaseException | None = None
@@ -54,7 +54,7 @@ class Hooks:
 
 
 class HookedLoop(ToyLoop):
-    """With its Checkpointer, and an optimizer that has no state, which a table may outgrow."""
+    """A loop with its Checkpointer, and a stateless optimizer whose table may grow."""
 
     ckpt: deltashard.Checkpointer
 
@@ -95,9 +95,10 @@ RAISED = [
 def test_user_code_exceptions_do_not_reach_loop(
     loop: HookedLoop, hooks: Hooks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Getters, validate= and on_event=, of whatever class; the next save is whole.
+    """Getters, validate= and on_event= raise exceptions of any class. The next save is complete.
 
-    KeyboardInterrupts, and what a handler of the user's raises, leave.
+    KeyboardInterrupt and exceptions of the user's signal handlers propagate.
+
     """
     for error in RAISED:
         hooks.getter = error
@@ -143,7 +144,7 @@ def test_user_code_exceptions_do_not_reach_loop(
 def test_training_without_step_is_reported_at_close(
     loop: HookedLoop, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing was saved: a warning and an event, where evaluation alone says nothing."""
+    """Without a save there are a warning and an event. A program that only evaluates gets neither."""
     events: list[str] = []
     loop.ckpt._listener._on_event = lambda name, facts: events.append(name)
     loop.ckpt._warn_if_unsaved()
@@ -155,7 +156,7 @@ def test_training_without_step_is_reported_at_close(
 
 
 def test_nested_save_joins_outer_save(loop: HookedLoop, hooks: Hooks) -> None:
-    """By a getter, as by a signal's handler: the outer snapshot is whole, and none is asked for beside it."""
+    """The inner save comes from a getter or a signal handler. The outer snapshot is complete, and no second one is taken."""
     asked: list[deltashard.SaveHandle] = []
 
     def ask() -> None:
@@ -178,7 +179,7 @@ def test_nested_save_joins_outer_save(loop: HookedLoop, hooks: Hooks) -> None:
 
 
 def test_failed_constructor_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its handler of SIGTERM nor the lock of its run."""
+    """Its SIGTERM handler and its run's lock are removed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
     before = signal.getsignal(signal.SIGTERM)

@@ -125,7 +125,7 @@ def test_new_policy_is_found_and_missing_one_is_named(http: Rest, shared_webhook
 def test_unchanged_manifest_can_be_reapplied(
     http: Rest, shared_webhook: WebhookProcess, tmp_path: Path, how: list[str], grace: dict[str, int]
 ) -> None:
-    """kubectl apply succeeds twice, client-side and server-side."""
+    """Two runs of kubectl apply succeed, client-side and server-side."""
     manifest = tmp_path / "job.json"
     name = f"again-{len(how)}-{grace.get('terminationGracePeriodSeconds', 0)}"
     inits = [{"name": "one", "image": "i"}, {"name": "two", "image": "i"}]

@@ -34,7 +34,7 @@ def token(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pauses for a test's patience; the end waits for a machine that is busier than a node."""
+    """Shorten the pauses between reports. The last report gets a longer deadline, for a busy machine."""
     monkeypatch.setattr(report_schedule, "BACKOFF", Backoff(first_s=0.05, longest_s=0.1))
     monkeypatch.setattr(report_schedule, "UNKNOWN_POD", Backoff(first_s=0.05, longest_s=0.1))
     monkeypatch.setattr(report_schedule, "PAUSE_S", dict.fromkeys((400, 401, 403, 409, 413), 0.1))
@@ -42,7 +42,7 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeReporter:
-    """What a sidecar says, and does with what it hears."""
+    """The sidecar's side of the client: it supplies the reports and records the directives."""
 
     is_reporter = False
 
@@ -88,7 +88,7 @@ def client(
 
 
 def test_report_has_identity_and_state(authority: CertificateAuthority, token: Path) -> None:
-    """At once, at a change, when nudged, at the end; what comes back reaches the sidecar, a bad directive once."""
+    """Reports are sent at the start, on a change, on a nudge, and at the end. An invalid directive is logged once."""
     side = FakeReporter()
     with FleetServer(authority, next_s=300) as server, client(side, server.address, authority, token) as one:
         eventually(lambda: server.reports, "the first report")
@@ -118,7 +118,7 @@ def test_report_has_identity_and_state(authority: CertificateAuthority, token: P
 
 
 def test_token_is_read_for_each_report(authority: CertificateAuthority, token: Path) -> None:
-    """It rotates under the client; a refusal is a metric, and trying goes on."""
+    """The token may rotate. A rejection is counted, and the client keeps retrying."""
     side = FakeReporter()
     token.unlink()
     with FleetServer(authority) as server, client(side, server.address, authority, token):
@@ -127,7 +127,7 @@ def test_token_is_read_for_each_report(authority: CertificateAuthority, token: P
         eventually(lambda: side.refused("unauthenticated"), "the refusal is counted")
         token.write_text("good")
         eventually(lambda: server.reports, "taken")
-    side = FakeReporter()  # no token reaches a server that the injected authority does not vouch for
+    side = FakeReporter()  # no token is sent to a server without a certificate of the injected authority
     with FleetServer(CertificateAuthority()) as impostor, client(side, impostor.address, authority, token):
         eventually(lambda: side.refused("verification") >= 2, "the failed verification is counted")
         assert not impostor.tokens
@@ -140,7 +140,7 @@ def test_token_is_read_for_each_report(authority: CertificateAuthority, token: P
 def test_every_refusal_is_retried(
     authority: CertificateAuthority, token: Path, status: int, cause: str
 ) -> None:
-    """And counted by its cause; a report that could not be read comes again without the texts of its incidents."""
+    """Each failure is counted by its cause. After an unreadable report the client omits the texts of incidents."""
     side = FakeReporter()
     side.incidents.add(fleet.INCIDENT_KIND_FENCED, cause="fenced", message="m")
     with FleetServer(authority) as server:

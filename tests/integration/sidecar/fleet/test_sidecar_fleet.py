@@ -1,4 +1,4 @@
-"""A real sidecar and who takes its reports: what it tells in a life, what it follows, and that nothing waits for it."""
+"""A real sidecar and a controller's server: reports over its lifetime, directives, and no blocking."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def flags(tmp_path: Path, server: FleetServer, **more: object) -> dict[str, Any]
 
 
 def wait_for_report(server: FleetServer, what: str, **expected: object) -> fleet.ReportRequest:
-    """Wait for a last report of a pod with these values."""
+    """Wait until the last report of a pod has these values."""
     eventually(
         lambda: all(getattr(server.last.pod, name) == value for name, value in expected.items()),
         what=f"{what}, last heard: {server.last}",
@@ -53,7 +53,7 @@ def wait_for_incident(server: FleetServer, kind: fleet.IncidentKind) -> fleet.In
 
 
 def over(server: FleetServer, name: str) -> fleet.SaveOver:
-    """Wait for how an ordered save ended."""
+    """Wait for the result of an ordered save."""
     ends = lambda: {each.id: each for report in list(server.reports) for each in report.saves_over}  # noqa: E731
     eventually(lambda: name in ends(), what=f"the end of {name}")
     return ends()[name]
@@ -77,7 +77,7 @@ def stored_as(entry: Checkpoint) -> set[str]:
 
 
 def test_pod_lifecycle_is_reported(tmp_path: Path, url: str, server: FleetServer) -> None:
-    """Waiting, training, a commit, a killed trainer, a restore, a failed save, closed in order."""
+    """The phases are waiting, training, a commit, a killed trainer, a restore, a failed save, and an orderly close."""
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
         first = wait_for_report(server, "waiting", phase=fleet.PHASE_WAITING)
         assert (first.pod.run, first.pod.attempt, first.pod.store_ok) == ("ns/job", 0, True)
@@ -96,7 +96,7 @@ def test_pod_lifecycle_is_reported(tmp_path: Path, url: str, server: FleetServer
         kept = run.checkpoints[0]
         assert (kept.seq, kept.step, kept.bytes) == (commit.seq, 5, commit.stored_bytes)
         assert 0 < run.newest_age_s == kept.age_s < DEADLINE_S
-        # The trainer dies without a word (its lock goes with its descriptors), another takes its place.
+        # The trainer dies without notice (its lock ends with its descriptors), and another replaces it.
         trainer.model.step = 7
         trainer.report_step()
         trainer.close()
@@ -124,7 +124,11 @@ def test_pod_lifecycle_is_reported(tmp_path: Path, url: str, server: FleetServer
 
 
 def test_directive_takes_effect_while_running(tmp_path: Path, url: str, server: FleetServer) -> None:
-    """Timer, the next cut's encodings, the trainer's notice, the report, the commit's metadata; a bad one is void."""
+    """It affects the timer, the next snapshot's encodings, the trainer's notice, the report and the commit's metadata.
+
+    An invalid directive has no effect.
+
+    """
     with training(tmp_path, url, **flags(tmp_path, server)) as (_, trainer):
         line = trainer.arena.line(0)
         assert line[SAVE_AT_STEP] == NEVER
@@ -134,7 +138,7 @@ def test_directive_takes_effect_while_running(tmp_path: Path, url: str, server: 
         policy = pb.Policy(every_steps=40, encoding="q4", differential="full", state_encoding="bf16")
         server.set_reply(directive=fleet.Directive(id=2, policy=policy))
         wait_for_report(server, "in force", directive=2)
-        # The cut that has begun stays what it was.
+        # The snapshot in progress keeps its settings.
         first.write_all()
         first.seal()
         trainer.committed(first.number)
@@ -163,7 +167,7 @@ def test_directive_takes_effect_while_running(tmp_path: Path, url: str, server: 
 
 
 def test_restart_without_controller_keeps_directive(tmp_path: Path, url: str, server: FleetServer) -> None:
-    """Pods of the workload adopt it from the newest commit, at Open or re-attach; another workload's do not."""
+    """The workload's pods adopt it from the newest commit at Open or re-attach. Other workloads' pods do not."""
     with training(tmp_path, url, **flags(tmp_path, server)) as (_, trainer):
         wait_for_report(server, "connected", attempt=1)
         server.set_reply(directive=fleet.Directive(id=4, policy=pb.Policy(every_steps=25, encoding="q8")))
@@ -191,13 +195,13 @@ def test_restart_without_controller_keeps_directive(tmp_path: Path, url: str, se
 
 
 def test_ordered_save_is_executed_once(tmp_path: Path, url: str, server: FleetServer) -> None:
-    """By the next cut, with its pin; one that fails or comes too late is told as well, and a restart repeats none."""
+    """The next snapshot executes it with its pin. Failures and expiry are reported, and a restart repeats no order."""
     first = fleet.SaveOrder(id="u-1", reason="request", pin="release")
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
         server.set_reply(saves=[first, fleet.SaveOrder(id="late", reason="request", deadline_s=0.1)])
         assert over(server, "late").outcome == fleet.SaveOver.OUTCOME_EXPIRED
         trainer = Trainer(process.socket, FakeModel())
-        trainer.open()  # only now is there a trainer to be asked
+        trainer.open()  # only now is there a trainer that can save
         eventually(lambda: trainer.urgent, what="asked")
         assert [(each.reason, each.urgent) for each in trainer.urgent] == [("request", False)]
         commit = trainer.save_and_commit()
@@ -229,7 +233,7 @@ def test_ordered_save_is_executed_once(tmp_path: Path, url: str, server: FleetSe
 
 
 def test_sidecar_without_rank_0_executes_order(tmp_path: Path, url: str, server: FleetServer) -> None:
-    """Ranks cut together, so that any of them may ask; told to, it speaks for the run."""
+    """Ranks save together, so any of them may request it. The designated sidecar reports for the run."""
     server.set_reply(speaks=True, saves=[fleet.SaveOrder(id="u-1", reason="request")])
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
         trainer = Trainer(process.socket, FakeModel(), rank=1, world_size=2, attempt=1, layout="0" * 32)
@@ -239,7 +243,7 @@ def test_sidecar_without_rank_0_executes_order(tmp_path: Path, url: str, server:
 
 
 def test_nudge_triggers_report(tmp_path: Path, url: str, server: FleetServer) -> None:
-    """On the metrics port, without a word or a secret; nothing else is served there but metrics."""
+    """A nudge on the metrics port needs no body and no secret. The port serves nothing but metrics otherwise."""
     server.set_reply(next_s=300)
     with sidecar(tmp_path, url, metrics_port=0, metrics_host="::", **flags(tmp_path, server)) as process:
         eventually(lambda: server.reports, what="the first report")
@@ -254,7 +258,7 @@ def test_nudge_triggers_report(tmp_path: Path, url: str, server: FleetServer) ->
 
 
 def test_silent_controller_blocks_nothing(tmp_path: Path, url: str, server: FleetServer) -> None:
-    """One that accepts connections and never says a word: saves commit, the sidecar ends in time."""
+    """The controller accepts connections and never responds. Saves commit, and the sidecar ends in time."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent_flags = flags(tmp_path, server) | {"fleet": f"localhost:{silent.getsockname()[1]}"}
         for_ever = {"deltashard_sidecar.fleet.report_client.DEADLINE_S": 86400.0}
@@ -276,7 +280,7 @@ def test_silent_controller_blocks_nothing(tmp_path: Path, url: str, server: Flee
 def test_library_applies_directive_and_reports_fault(
     tmp_path: Path, url: str, server: FleetServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real trainers: what comes back after other encodings is what was cut; writes behind our back become an incident."""
+    """Real trainers restore what the new encodings stored. A write outside of the optimizer becomes an incident."""
     table = torch.nn.EmbeddingBag(60_000, 8, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:

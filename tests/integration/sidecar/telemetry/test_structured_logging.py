@@ -1,4 +1,4 @@
-"""The log file of a child sidecar stays small, and a log that cannot be written costs nothing but itself."""
+"""A child sidecar's log file has a bounded size, and an unwritable log affects nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(path: Path, out: Path) -> list[str]:
 
 
 def test_log_file_is_rotated_with_one_backup(tmp_path: Path) -> None:
-    """Many events: two files of about the limit, the newest lines are all there. A stderr that is another's is left."""
+    """After many events there are two files of about the limit with the newest lines. A redirected stderr is unchanged."""
     path = tmp_path / "sidecar.log"
     lines = run(path, path)
     assert path.stat().st_size < 10_000
@@ -58,7 +58,7 @@ os._exit(0)
 
 
 def test_full_log_disk_raises_nothing() -> None:
-    """ENOSPC from the kernel at every line: a save that would log it must not fail of that."""
+    """The kernel returns ENOSPC for every line. A save that logs must not fail because of it."""
     with Path("/dev/full").open("ab") as full:
         command = [sys.executable, "-c", FULL]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, timeout=240, check=False)

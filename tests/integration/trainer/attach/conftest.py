@@ -1,4 +1,4 @@
-"""Sidecars are spawned here, as for users: how they are started is what these tests look at."""
+"""Sidecars are spawned here, as in production, because these tests cover the start."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def forked_sidecars() -> None:
-    """Take the place of the folder's above."""
+    """Override the parent folder's fixture."""

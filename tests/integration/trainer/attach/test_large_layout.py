@@ -1,4 +1,4 @@
-"""A layout of millions of boxes passes from library to sidecar; where it cannot, the user is told why."""
+"""A layout of millions of boxes passes from library to sidecar, or the error explains why it cannot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LARGE_BYTES = 64 << 20
 
 
 def _layout(ranks: int, tables: int) -> Layout:
-    """Every table cut by rows over all ranks, a row each."""
+    """Return a layout of tables split by rows over all ranks, with one row for each."""
     rank = np.repeat(np.arange(ranks), tables)
     return Layout(
         world_size=ranks,
@@ -43,7 +43,7 @@ def _layout(ranks: int, tables: int) -> Layout:
 
 @contextmanager
 def _link(address: str) -> Iterator[Link]:
-    """The library's own channel and calls."""
+    """Return the library's own channel and stubs."""
     with grpc.insecure_channel(address, options=session._OPTIONS) as channel:
         yield Link(
             path=Path(),
@@ -58,7 +58,7 @@ def _link(address: str) -> Iterator[Link]:
 
 
 def test_layout_over_64_mib_opens_attempt(tmp_path: Path) -> None:
-    """2.1 million boxes, over a real sidecar: it is stored as it was sent."""
+    """The layout of 2.1 million boxes passes through a real sidecar and is stored unchanged."""
     layout = _layout(2100, 1000)
     assert len(layout.data) > LARGE_BYTES
     url = (tmp_path / "store").as_uri()

@@ -1,4 +1,4 @@
-"""Arenas of killed sidecars: freed when idle and unlocked, and only then."""
+"""Arenas of killed sidecars are freed when they are idle and unlocked, and only then."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ sys.stdin.read()
 
 
 def home(base: Path, name: str, *, age_s: float) -> Path:
-    """A runtime directory as a killed sidecar leaves it, everything in it `age_s` old."""
+    """Create a runtime directory of a killed sidecar in which every file is `age_s` old."""
     made = base / name
     made.mkdir()
     (made / "arena").write_bytes(bytes(4096))
@@ -32,7 +32,7 @@ def home(base: Path, name: str, *, age_s: float) -> Path:
 
 
 def test_only_idle_unlocked_arenas_are_freed(tmp_path: Path) -> None:
-    """Young ones, the caller's own, and those with a living sidecar or trainer stay; a freed one keeps its log."""
+    """Recent arenas, the caller's own, and those with a live sidecar or trainer remain. A freed arena keeps its log."""
     old = 25 * 3600.0
     gone = home(tmp_path, "gone", age_s=old)
     mine = home(tmp_path, "mine", age_s=old)
@@ -56,7 +56,7 @@ def test_only_idle_unlocked_arenas_are_freed(tmp_path: Path) -> None:
             "gone"
         ]
         assert (gone / "sidecar.log").exists()
-        # Looking did not drop the lock that this process holds.
+        # The scan did not release the lock that this process holds.
         probe = subprocess.run(
             [sys.executable, "-c", "import fcntl,sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)",
              here / "trainer-0.lock"], capture_output=True, timeout=60, check=False,

@@ -1,4 +1,4 @@
-"""Locks of a live trainer: other processes see them, forked children do not have them, a second use does not drop them."""
+"""Locks of a live trainer: visible to other processes, not inherited by forked children, and kept on a second use."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LARGER = ArenaShape(blocks=9, block_bytes=1 << 16)
 
 
 def create(path: Path, shape: ArenaShape) -> Arena:
-    """As a sidecar does."""
+    """Create an arena as a sidecar does."""
     return Arena.create(path, os.open(path, os.O_RDWR | os.O_CREAT), shape)
 
 
 def in_child(work: Callable[[], object]) -> str:
-    """Name of the exception that `work` raises in a forked process, empty when none."""
+    """Return the name of the exception that `work` raises in a forked process, or an empty string."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -41,12 +41,12 @@ def in_child(work: Callable[[], object]) -> str:
 
 
 def locked_elsewhere(path: Path, line: int = 0) -> str:
-    """What another process meets that wants this line's lock."""
+    """Return the exception of another process that locks this line."""
     return in_child(lambda: lock_line(open_arena(path, SHAPE), line, deadline_s=0.05))
 
 
 def grow(path: Path) -> None:
-    """As a sidecar does that restarts with a larger arena."""
+    """Recreate the arena as a sidecar does that restarts with a larger one."""
     assert in_child(lambda: create(path, LARGER)) == ""
 
 
@@ -61,7 +61,7 @@ def arena_path(tmp_path: Path) -> Path:
 
 
 def test_writer_lock_excludes_other_processes(arena_path: Path) -> None:
-    """And only on its own line."""
+    """Other lines remain free."""
     arena = open_arena(arena_path, SHAPE)
     lock_line(arena, 0)
     assert locked_elsewhere(arena_path, 0) == "AnotherTrainer"
@@ -71,7 +71,7 @@ def test_writer_lock_excludes_other_processes(arena_path: Path) -> None:
 
 
 def test_grown_arena_is_remapped_on_same_descriptor(arena_path: Path) -> None:
-    """The sidecar may grow it while it restarts."""
+    """The sidecar may enlarge the arena while it restarts."""
     first = open_arena(arena_path, SHAPE)
     lock_line(first, 0)
     grow(arena_path)
@@ -83,10 +83,10 @@ def test_grown_arena_is_remapped_on_same_descriptor(arena_path: Path) -> None:
 
 
 def test_collected_mapping_keeps_lock(arena_path: Path) -> None:
-    """A mapping has a descriptor of its own: it must not close, whenever its last reader goes, under a newer lock."""
+    """A mapping has a separate descriptor. Garbage collection must not close it while a newer lock depends on it."""
     before = open_files()
     first = open_arena(arena_path, SHAPE)
-    # As a Checkpointer does that was closed, or has not heard yet that its sidecar is another one.
+    # Like a Checkpointer that was closed, or that does not know of its new sidecar yet.
     line = first.line(0)
     release_arena(first)
     second = open_arena(arena_path, SHAPE)
@@ -104,7 +104,7 @@ def test_collected_mapping_keeps_lock(arena_path: Path) -> None:
 
 
 def test_one_trainer_per_run_and_machine(tmp_path: Path) -> None:
-    """The second process is refused; the same process may hold it twice."""
+    """A second process is refused. The same process may take the lock twice."""
     path = tmp_path / "trainer.lock"
     hold_file(path)
     hold_file(path)
@@ -116,7 +116,7 @@ def test_one_trainer_per_run_and_machine(tmp_path: Path) -> None:
 
 
 def test_non_arena_file_is_refused(tmp_path: Path) -> None:
-    """Missing, or shorter than the sidecar says."""
+    """The file is missing or shorter than the sidecar reported."""
     with pytest.raises(SidecarUnavailable):
         open_arena(tmp_path / "none", SHAPE)
     (tmp_path / "short").write_bytes(bytes(SHAPE.total_bytes - 1))
@@ -125,7 +125,7 @@ def test_non_arena_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_symlinks_are_not_followed(arena_path: Path, tmp_path: Path) -> None:
-    """Neither to map an arena nor to write and lock a file; what it leads to stays as it is."""
+    """Mapping, writing and locking refuse symlinks. The target stays unchanged."""
     (tmp_path / "precious").write_text("precious")
     for name in ("link.lock", "arena-link"):
         (tmp_path / name).symlink_to(tmp_path / "precious")

@@ -1,4 +1,4 @@
-"""The runtime and cache directories under a living trainer: removed, linked elsewhere, truncated, not to be had."""
+"""The runtime and cache directories of a live trainer: removed, linked, truncated, or unavailable."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def home_of(store: Path) -> Path:
 
 
 def assert_saves_again(run: ToyRun, store: Path, first: int | None) -> None:
-    """A sidecar other than `first` comes, and holds what is saved."""
+    """Assert that a sidecar other than `first` starts and commits a save."""
     eventually(
         lambda: (run.train(1), run.kinds("attached") and run.ckpt.arena_path)[1], what="another sidecar"
     )
@@ -39,7 +39,7 @@ def assert_saves_again(run: ToyRun, store: Path, first: int | None) -> None:
 
 
 def test_removed_runtime_directory_is_recreated(store: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The sidecar that nobody can find any more stops, the trainer says why and starts another."""
+    """The unreachable sidecar stops, and the trainer logs the reason and starts another."""
     with ToyRun(store) as run:
         run.train(2)
         first = run.ckpt.sidecar_pid
@@ -49,7 +49,7 @@ def test_removed_runtime_directory_is_recreated(store: Path, caplog: pytest.LogC
 
 
 def test_removed_pack_cache_is_recreated(store: Path, tmp_path: Path) -> None:
-    """No save fails for it; the sidecar's log says so."""
+    """No save fails because of it, and the sidecar logs it."""
     with ToyRun(store) as run:
         run.train(2)
         run.save()
@@ -61,18 +61,18 @@ def test_removed_pack_cache_is_recreated(store: Path, tmp_path: Path) -> None:
 
 
 def test_truncated_arena_is_restored_to_size(store: Path) -> None:
-    """The sidecar stops, rather than to die by SIGBUS, or is ended by it: the next one makes the file whole again."""
+    """The sidecar stops before or by SIGBUS. The next one restores the file's size."""
     with ToyRun(store) as run:
         run.train(2)
         first = run.ckpt.sidecar_pid
-        # The control lines stay: the trainer itself writes its own at each step.
+        # The control lines stay: the trainer itself writes its own line at each step.
         os.truncate(run.ckpt.arena_path or "", BLOCKS_OFFSET)
         assert_saves_again(run, store, first)
 
 
 @pytest.mark.parametrize("name", ["LOCK", "arena", "sidecar.log", "trainer-0.lock"])
 def test_symlink_in_runtime_directory_is_refused(name: str, store: Path, tmp_path: Path) -> None:
-    """At once, by its name; what it leads to is neither written nor truncated."""
+    """The error names the link immediately. The target is neither written nor truncated."""
     precious = tmp_path / "precious"
     precious.write_text("precious")
     home_of(store).mkdir(parents=True)
@@ -84,7 +84,7 @@ def test_symlink_in_runtime_directory_is_refused(name: str, store: Path, tmp_pat
 
 @pytest.mark.parametrize("name", ["ready.json.new", "ready.json", "arguments.json.new"])
 def test_symlink_at_replaced_file_is_replaced(name: str, store: Path, tmp_path: Path) -> None:
-    """These are always new files."""
+    """These files are always created new."""
     precious = tmp_path / "precious"
     precious.write_text("precious")
     home_of(store).mkdir(parents=True)
@@ -97,7 +97,7 @@ def test_symlink_at_replaced_file_is_replaced(name: str, store: Path, tmp_path: 
 def test_missing_package_is_named_at_once(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`pip install deltashard[trainer]` brings no structlog, which the sidecar needs."""
+    """`pip install deltashard[trainer]` does not install structlog, which the sidecar needs."""
     (tmp_path / "without").mkdir()
     (tmp_path / "without" / "structlog.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'structlog'\", name='structlog')"
@@ -108,7 +108,7 @@ def test_missing_package_is_named_at_once(
 
 
 def test_missing_torch_names_extra() -> None:
-    """`pip install deltashard` alone."""
+    """Covers `pip install deltashard` without extras."""
     done = subprocess.run(
         [sys.executable, "-c", "import sys; sys.modules['torch'] = None; import deltashard"],
         capture_output=True, text=True, check=False,
@@ -117,7 +117,7 @@ def test_missing_torch_names_extra() -> None:
 
 
 def test_cache_is_temporary_without_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A container's user may have no entry in the password database, or a HOME that it may not write."""
+    """A container's user may have no password entry, or a HOME that is not writable."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
 

@@ -1,4 +1,4 @@
-"""SIGTERM after the urgent save, also for the first process of a container; several handlers, and forked children."""
+"""SIGTERM after the urgent save: also as process 1 of a container, with several handlers, and with forked children."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ sys.exit(0)
 
 
 def run_program(code: str, *prefix: str) -> tuple[int, str]:
-    """Exit code and output of a program."""
+    """Run a program and return its exit code and output."""
     command = [*prefix, sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     return done.returncode, done.stdout
 
 
 def test_process_ends_even_as_pid_1() -> None:
-    """By the default action; process 1, which it cannot end, exits with 143, never with 0, and loses no output."""
+    """The default action ends the process. Process 1 ignores it and therefore exits with 143 and loses no output."""
     code, text = run_program(PROGRAM)
     assert code == -signal.SIGTERM
     assert "still here" not in text
@@ -62,13 +62,13 @@ print("parent untouched")
 
 
 def test_forked_child_has_previous_handler() -> None:
-    """It ends at once; the parent keeps ours."""
+    """The child ends immediately. The parent keeps the library's handler."""
     assert run_program(CHILD) == (0, "parent untouched\n")
 
 
 @pytest.fixture
 def received() -> Iterator[list[str]]:
-    """What the test's own SIGTERM handler hears."""
+    """Return the signals that the test's own SIGTERM handler received."""
     said: list[str] = []
     before = signal.signal(signal.SIGTERM, lambda *_: said.append("user"))
     yield said
@@ -83,7 +83,7 @@ def installed(notice: Callable[[], None]) -> TermHandler:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0), (0, 2, 1)])
 def test_handlers_are_removed_in_any_order(received: list[str], order: tuple[int, int, int]) -> None:
-    """The newest that is left hears the signal, and passes it on to the others; a closed one never does."""
+    """The newest remaining handler gets the signal and forwards it to the others. A closed one gets none."""
     users = signal.getsignal(signal.SIGTERM)
     handlers = [installed(lambda n=n: received.append(str(n))) for n in range(3)]
     handlers[order[0]].remove()
@@ -98,7 +98,7 @@ def test_handlers_are_removed_in_any_order(received: list[str], order: tuple[int
 
 
 def test_removed_handler_under_foreign_one_forwards_signal(received: list[str]) -> None:
-    """Somebody installed their own after us, calls ours from it, and we close."""
+    """A foreign handler was installed later and calls the library's handler, which is then closed."""
     handler = installed(lambda: received.append("ours"))
     ours = signal.getsignal(signal.SIGTERM)
     assert callable(ours)

@@ -1,7 +1,8 @@
-"""One life of a training on a device: `gpu_life.py WHAT...` as JSON; it trains, and dies where it is told.
+"""One process of a training on a device: `gpu_life.py WHAT...` as JSON. It trains and exits at a given step.
 
-Prints a line of JSON for the restore, for every cut and for the end: the step, and a digest of all that a resumed run
-needs (every parameter and optimizer state, the generators, and what is drawn next).
+It prints a line of JSON for the restore, for every snapshot and for the end: the step, and a digest of everything that
+a resumed run needs (every parameter and optimizer state, the generators, and the next random draws).
+
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import warnings
 from typing import Any
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks for, to be deterministic
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch for determinism
 
 import deltashard
 import torch
@@ -27,7 +28,7 @@ ROWS, COLUMNS, BATCH = 20_000, 32, 64
 
 
 class GradientNet(nn.Module):
-    """Every way of a gradient: sparse and dense, of an embedding and of bags; and a dropout, which draws."""
+    """Sparse and dense gradients of embeddings and bags, and a dropout, which draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ def optimizers_of(net: GradientNet) -> list[torch.optim.Optimizer]:
 
 
 def digest(net: GradientNet, optimizers: list[torch.optim.Optimizer], generator: torch.Generator) -> str:
-    """Of all of it; draws nothing."""
+    """Return a digest of the complete state without drawing random numbers."""
     drawn = [generator.get_state(), torch.get_rng_state()]
     if generator.device.type == "cuda":
         drawn.append(torch.cuda.get_rng_state())
@@ -72,7 +73,7 @@ def digest(net: GradientNet, optimizers: list[torch.optim.Optimizer], generator:
 
 
 def main(url: str, *, device: str, steps: int, dies_at: int | None = None, strict: bool = True) -> None:
-    """Train from the newest checkpoint to `steps`, or until the process ends itself at the end of step `dies_at`."""
+    """Train from the newest checkpoint to `steps`, or until the process kills itself at the end of step `dies_at`."""
     warnings.simplefilter("ignore", UserWarning)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(0)
@@ -93,7 +94,7 @@ def main(url: str, *, device: str, steps: int, dies_at: int | None = None, stric
     ckpt.restore(strict=strict)
     said("restored", step=ckpt.steps, digest=digest(net, optimizers, generator))
     while ckpt.steps < steps:
-        # Skewed, as lookups are.
+        # Skewed, as real lookups are.
         ids = (torch.rand((BATCH, 4), device=device, generator=generator) ** 3 * ROWS).long()
         for optimizer in optimizers:
             optimizer.zero_grad()

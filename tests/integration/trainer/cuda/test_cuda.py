@@ -1,4 +1,4 @@
-"""A training on a GPU with a real sidecar: what is stored is what was there at the cut, whatever streams, graphs or memory do."""
+"""Training on a GPU with a real sidecar: snapshots hold the state of their step under any streams, graphs or memory use."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TABLES = {
 
 
 class CudaProgram(PrecopiedProgram):
-    """Six tables and a dense layer; tables on `device`, the dense layer on `dense`."""
+    """Six tables on `device` and a dense layer on `dense`."""
 
     def __init__(self, folder: Path, *, device: str, dense: str, rows: int = 8_000, **options: Any) -> None:
         torch.manual_seed(2)
@@ -72,7 +72,7 @@ class CudaProgram(PrecopiedProgram):
             optimizer.zero_grad()
         self.top(pooled.to(self.dense)).square().mean().backward()
         if self.stream is not None:
-            torch.cuda._sleep(2_000_000)  # what is cut is far from computed when it is asked for
+            torch.cuda._sleep(2_000_000)  # the saved values are not computed yet when the save is requested
         for optimizer in self.optimizers:
             optimizer.step()
         self.now = self.state()
@@ -92,7 +92,7 @@ class CudaProgram(PrecopiedProgram):
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Programs whose cuts are all copied ahead."""
+    """Return a factory of programs that copy all snapshots ahead."""
     with precopied_programs(tmp_path, monkeypatch, CudaProgram) as build:
         yield build
 
@@ -106,7 +106,7 @@ PLACES = [
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "at the cut"])
 @pytest.mark.parametrize(("device", "dense"), PLACES)
 def test_every_checkpoint_matches_its_step(make: Any, device: str, dense: str, ahead: bool) -> None:
-    """Every kind of gradient and state, wherever tables and dense parameters lie; with rows copied while training goes on."""
+    """The cases cover every kind of gradient and state, and every device, with rows that are copied during training."""
     program = make(device=device, dense=dense, every_steps=7, precopy=ahead)
     for _ in range(6):
         program.train(7)
@@ -114,7 +114,7 @@ def test_every_checkpoint_matches_its_step(make: Any, device: str, dense: str, a
     program.check()
     assert [*program.snapshots] == [7, 14, 21, 28, 35, 42]
     counts = program.ckpt.stats.precopy
-    ahead = ahead and device == "cpu"  # from a GPU all are copied at the cut
+    ahead = ahead and device == "cpu"  # from a GPU all rows are copied at the snapshot
     assert (counts.snapshots >= 3) == ahead, counts
     if ahead:
         assert counts.precopied_rows > counts.recopied_rows > 0
@@ -127,7 +127,7 @@ def test_every_checkpoint_matches_its_step(make: Any, device: str, dense: str, a
 @needs_gpu
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "staged"])
 def test_training_on_separate_stream(make: Any, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
-    """`step()` is called where another stream is current, right after work that is not done, and training goes on at once."""
+    """`step()` runs under another current stream right after unfinished work, and training continues immediately."""
     if not direct:
         monkeypatch.setattr(pinned, "_register", lambda _arena: 0)
     program = make(device="cuda", dense="cuda", every_steps=5)
@@ -135,7 +135,7 @@ def test_training_on_separate_stream(make: Any, monkeypatch: pytest.MonkeyPatch,
     program.stream.wait_stream(torch.cuda.current_stream())
     for _ in range(6):
         program.train(5)
-        program.train(1)  # while nothing was waited for since the cut
+        program.train(1)  # without a synchronization since the snapshot
         program.wait_idle()
     program.check()
     assert not program.ckpt._program.tracking.faults
@@ -144,7 +144,7 @@ def test_training_on_separate_stream(make: Any, monkeypatch: pytest.MonkeyPatch,
 
 @needs_gpu
 def test_arena_not_registrable_with_cuda(make: Any) -> None:
-    """Registered by somebody else, say: rows go through pinned buffers, and nobody finds CUDA's error later."""
+    """Another component may have registered it. Rows then use pinned buffers, and no CUDA error remains pending."""
     program = make(device="cuda", dense="cuda", every_steps=5)
     (arena,) = [arena for arena, address in pinned._pinned.values() if address]
     held = pinned._pinned.pop(id(arena))
@@ -161,7 +161,7 @@ def test_arena_not_registrable_with_cuda(make: Any) -> None:
 @needs_gpu
 @pytest.mark.parametrize("chosen", [False, True])
 def test_copies_in_flight_do_not_change(chosen: bool) -> None:
-    """Writes of the same stream that come after a copy was asked for come after it, whatever else the device is busy with."""
+    """Later writes on the same stream run after the requested copy, even if the device is busy."""
     rows = 300_000
     weights = torch.randn(rows, COLUMNS, device="cuda")
     state = torch.randn(rows, device="cuda")
@@ -184,7 +184,7 @@ def test_copies_in_flight_do_not_change(chosen: bool) -> None:
 
 @needs_gpu
 def test_model_moved_to_device(make: Any) -> None:
-    """Built and saved on the CPU, then moved: tables that were found by hashes, and by gradients, are saved as they are."""
+    """The model is built and saved on the CPU and then moved. Tables tracked by hashes and by gradients are saved."""
     program = make(device="cpu", dense="cpu", every_steps=5)
     program.train(10)
     program.wait_idle()
@@ -199,7 +199,7 @@ def test_model_moved_to_device(make: Any) -> None:
 
 
 class Captured(PrecopiedProgram):
-    """A table and a layer whose whole step, or its gradients alone, are a CUDA graph."""
+    """A table and a layer whose whole step, or whose gradients alone, are a CUDA graph."""
 
     def __init__(self, folder: Path, *, whole: bool) -> None:
         self.whole = whole
@@ -253,7 +253,7 @@ class Captured(PrecopiedProgram):
 def test_replayed_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, whole: bool
 ) -> None:
-    """No hook tells what a replay changes: the table goes over to hashes, which the log says; saves go on, and are right."""
+    """No hook reports a replay's writes. The table falls back to hashes with a log entry, and saves remain correct."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     caplog.set_level(logging.INFO, logger="deltashard.tracking")
     program = Captured(tmp_path, whole=whole)
@@ -280,7 +280,7 @@ def test_replayed_graphs(
 
 @needs_gpu
 def test_step_inside_graph_is_refused(make: Any) -> None:
-    """No replay would call it: said at the capture, and the program goes on without."""
+    """A replay would not call it. The capture fails with an error, and the program continues without the call."""
     program = make(device="cuda", dense="cuda", every_steps=5)
     program.train(5)
     program.wait_idle()
@@ -300,7 +300,7 @@ def test_step_inside_graph_is_refused(make: Any) -> None:
 
 
 def _use_up() -> list[torch.Tensor]:
-    """All memory of the device that this process may still get."""
+    """Allocate all remaining device memory of this process."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -315,7 +315,7 @@ def _use_up() -> list[torch.Tensor]:
 
 @needs_gpu
 def test_out_of_memory_fails_one_save(make: Any) -> None:
-    """The save fails, and says by what; training goes on, and the next save has the rows."""
+    """The save fails and names the cause. Training continues, and the next save has the rows."""
     program = make(device="cuda", dense="cuda")
     program.train(3)
     program.ckpt.save().wait()
@@ -335,7 +335,7 @@ def test_out_of_memory_fails_one_save(make: Any) -> None:
         handle = program.ckpt.save()
         try:
             handle.wait()
-        except SaveFailed:  # it backs off for a while
+        except SaveFailed:  # the trainer backs off for a while
             return False
         return True
 

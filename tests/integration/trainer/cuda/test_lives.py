@@ -1,4 +1,4 @@
-"""A training on a GPU dies and goes on in another process: the state is that of the step, and the run the same run."""
+"""A training on a GPU is killed and resumed in another process with the same state and the same result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 60
 
 
 def live(store: Path, *, code: int = 0, **how: Any) -> list[dict[str, Any]]:
-    """One process; what it said."""
+    """Run one process and return its printed lines."""
     environment = {name: value for name, value in os.environ.items() if name != "DELTASHARD_SOCKET"}
     environment |= {"XDG_CACHE_HOME": str(store.parent / "cache"), "DELTASHARD_PRECOPY_BYTES": "1"}
     told = json.dumps({"url": f"file://{store}", **how})
@@ -33,13 +33,13 @@ def live(store: Path, *, code: int = 0, **how: Any) -> list[dict[str, Any]]:
 
 
 def end_of(life: list[dict[str, Any]]) -> dict[str, Any]:
-    """What it said when it had trained to its end."""
+    """Return the printed line of a training that ended."""
     return next(said for said in life if said["what"] == "end")
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_killed_training_resumes_exactly(tmp_path: Path, device: str) -> None:
-    """SIGKILL between two cuts; the restored state is that of the cut, bit for bit, and the end that of a run that lived."""
+    """SIGKILL hits between two snapshots. The restored state equals the snapshot, and the end equals an uninterrupted run."""
     first = live(tmp_path / "store", device=device, steps=STEPS, dies_at=37, code=-signal.SIGKILL)
     snapshots = {said["step"]: said["digest"] for said in first if said["what"] == "cut"}
     second = live(tmp_path / "store", device=device, steps=STEPS)
@@ -48,12 +48,12 @@ def test_killed_training_resumes_exactly(tmp_path: Path, device: str) -> None:
     assert restored["digest"] == snapshots[restored["step"]], "not the state of the step that was cut"
     whole, again = (end_of(live(tmp_path / name, device=device, steps=STEPS)) for name in ("whole", "again"))
     print(json.dumps({"deterministic": whole["digest"] == again["digest"], **whole}))
-    if whole["digest"] == again["digest"]:  # atomics may make two runs differ, without anybody's fault
+    if whole["digest"] == again["digest"]:  # atomics may make two runs differ legitimately
         assert end["digest"] == whole["digest"], "the resumed run is another one"
     assert not whole["failures"]
     assert not whole["faults"]
     if device == "cuda":
-        assert whole["ahead"] == 0  # from a GPU all rows are copied at the cut
+        assert whole["ahead"] == 0  # from a GPU all rows are copied at the snapshot
     trackers = {name: how for name, (how, _) in whole["trackers"].items()}
     assert [*trackers.values()] == ["gradients"] * 3 + ["hashes"] * 3, whole["trackers"]
 
@@ -61,7 +61,7 @@ def test_killed_training_resumes_exactly(tmp_path: Path, device: str) -> None:
 @needs_gpu
 @pytest.mark.parametrize("way", [("cuda", "cpu"), ("cpu", "cuda")], ids=" to ".join)
 def test_checkpoint_from_another_device(tmp_path: Path, way: tuple[str, str]) -> None:
-    """Tables, state and dense parameters are of no device; only generators are, which strict=False leaves alone."""
+    """Tables, state and dense parameters are device-independent. Generators are not, and strict=False skips them."""
     there, here = way
     live(tmp_path / "store", device=there, steps=17, strict=False)
     second = live(tmp_path / "store", device=here, steps=24, strict=False)

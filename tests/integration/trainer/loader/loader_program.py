@@ -1,5 +1,5 @@
 # ruff: noqa: NPY002 - the global generators are what is tested
-"""Loops over wrapped loaders as people write them: each trains in a `SimulatedTrainer` until that says it is over."""
+"""Typical loops over wrapped loaders. Each trains in a `SimulatedTrainer` until it raises RunEnded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Make, Loop = Callable[[], Any], Callable[[Any, Any, SimulatedTrainer], Iterator[
 
 
 class Numbers(Dataset[Any]):
-    """0..n-1, each with noise from the global generators if asked."""
+    """The numbers 0..n-1, each with optional noise from the global generators."""
 
     def __init__(self, n: int = 23, *, noisy: bool = False) -> None:
         self.n = n
@@ -44,12 +44,12 @@ def noisy(*sizes: int) -> Make:
 
 
 def make_loader(data: Callable[[], Any] = Numbers, **options: Any) -> Make:
-    """A loader of such a dataset, in batches of four."""
+    """Return a loader of such a dataset in batches of four."""
     return lambda: DataLoader(data(), batch_size=4, **options)
 
 
 def loop(make: Make, how: str = "for", other: Make | None = None, **options: Any) -> LoaderProgram:
-    """`how` is a name in `LOOPS`."""
+    """Return the program of a loop. `how` is a name in `LOOPS`."""
 
     def program(world: SimulatedTrainer) -> None:
         loader = world.wrap(make(), **options)
@@ -96,7 +96,7 @@ def _alternated(loader: Any, other: Any, world: SimulatedTrainer) -> Iterator[An
 
 
 def _validated(loader: Any, other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
-    """The training data are read once more after each epoch, or other data, whole and in part."""
+    """Read the training data again after each epoch, or other data, completely and partially."""
     held = other or loader
     for epoch in range(loader.epoch, 100):
         for batch in loader:
@@ -107,7 +107,7 @@ def _validated(loader: Any, other: Any, _world: SimulatedTrainer) -> Iterator[An
 
 
 def _validated_first(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
-    """With loaders that are not wrapped."""
+    """The loaders of the validation are not wrapped."""
     inorder, mixed = DataLoader(Numbers(9), batch_size=4), shuffled(9)
     while True:
         assert list(inorder)
@@ -164,12 +164,12 @@ def _pipelined(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[A
 
 
 def _over_epochs(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
-    """A prefetcher that is in the next epoch before the last batch of this one is used."""
+    """The prefetcher starts the next epoch before the last batch of this epoch is used."""
     return _ahead(batch for _ in itertools.count() for batch in loader)
 
 
 def _by_thread(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
-    """Another thread asks for batches, two ahead."""
+    """Another thread requests batches, two ahead."""
     batches: queue.Queue[Any] = queue.Queue(maxsize=2)
     ended = threading.Event()
 
@@ -193,7 +193,7 @@ def _by_thread(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[A
 
 
 def _spare_iterators(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
-    """As a probe whether it can be iterated."""
+    """Create iterators without reading them, as a check for iterability does."""
     iter(loader)
     kept = iter(loader)
     while True:
@@ -203,7 +203,7 @@ def _spare_iterators(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iter
 
 
 def _peeked(loader: Any, other: Any, world: SimulatedTrainer) -> Iterator[Any]:
-    """A batch to initialise lazy modules with."""
+    """Read one batch to initialise lazy modules."""
     next(iter(loader))
     return _plain(loader, other, world)
 
@@ -244,7 +244,7 @@ LOOPS: dict[str, Loop] = {
 
 
 class OwnGeneratorSampler(Sampler[int]):
-    """Its own generator."""
+    """A sampler with its own generator."""
 
     def __init__(self, n: int = 23) -> None:
         self.n = n
@@ -260,7 +260,7 @@ class OwnGeneratorSampler(Sampler[int]):
 
 
 class Walk(OwnGeneratorSampler):
-    """Draws from a global generator as it is asked, and remembers: nobody can replay that."""
+    """A dataset that draws from a global generator when iterated and keeps state, so that it cannot be replayed."""
 
     def __iter__(self) -> Iterator[int]:
         pool = list(range(self.n))
@@ -269,7 +269,7 @@ class Walk(OwnGeneratorSampler):
 
 
 class Noise(Numbers):
-    """Draws from generators of its own for each sample."""
+    """A dataset that draws from its own generators for each sample."""
 
     def __init__(self, n: int = 23) -> None:
         super().__init__(n)
@@ -281,7 +281,7 @@ class Noise(Numbers):
 
 
 class ReadCounter(Numbers):
-    """Its content depends on how often it was read, which no generator says."""
+    """A dataset whose content depends on the number of reads, which no generator state contains."""
 
     reads = 0
 
@@ -291,7 +291,7 @@ class ReadCounter(Numbers):
 
 
 class ModuleGenerator:
-    """A generator that samples are drawn from, and that is no attribute of the dataset."""
+    """A dataset that draws samples from a generator that is no attribute of it."""
 
     def __init__(self) -> None:
         self.generator = np.random.default_rng(5)
@@ -308,7 +308,7 @@ def in_state(world: SimulatedTrainer) -> None:
 
 
 class Buffered(IterableDataset[Any]):
-    """A shuffle buffer that draws from a generator that training draws from, too."""
+    """A shuffle buffer that draws from a generator that training also uses."""
 
     def __iter__(self) -> Iterator[int]:
         buffer: list[int] = []

@@ -1,5 +1,5 @@
 # ruff: noqa: NPY002 - numpy's global generator is what is tested
-"""A training process in miniature, around wrapped loaders only: it is cut at a step, and a new one resumes from the cut."""
+"""A minimal training process around wrapped loaders: a snapshot is taken at a step, and a new process resumes from it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.support.trainer.step_count import StepCount
 
 
 class RunEnded(Exception):
-    """The run is over."""
+    """The run reached its last step."""
 
 
 class LoaderSnapshot(NamedTuple):
-    """What a checkpoint holds of a World, encoded."""
+    """The encoded content of a SimulatedTrainer's checkpoint."""
 
     step: int
     rng: bytes
@@ -32,7 +32,7 @@ class LoaderSnapshot(NamedTuple):
 
 
 class SimulatedTrainer:
-    """What a program may use: `wrap` and `step`, as of a Checkpointer, and what it saw."""
+    """The `wrap` and `step` of a Checkpointer for a program, and a record of the batches."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class SimulatedTrainer:
         self.registry = LoaderRegistry(self.steps)
 
     def restore(self, state: Mapping[str, Any] | None = None) -> None:
-        """As of a Checkpointer with this `state=`; `wrap` calls it without one."""
+        """Restore as a Checkpointer does with this `state=`. `wrap` calls it without an argument."""
         if self.registry.loaders:
             return
         self.state = dict(state or {})
@@ -82,7 +82,7 @@ class SimulatedTrainer:
         return self.registry.wrap(loader, name=name, **options)
 
     def step(self, *seen: Any) -> None:
-        """A training step: draws as dropout would, of all global generators."""
+        """Train a step that draws from all global generators, as dropout would."""
         drawn = float(torch.rand(())), random.random(), float(np.random.rand())
         self.log.append((*(plain(each) for each in seen), drawn))
         self.steps.now += 1
@@ -93,7 +93,7 @@ class SimulatedTrainer:
             raise RunEnded
 
     def save(self) -> None:
-        """A cut, now."""
+        """Take a snapshot now."""
         state = {source.name: source.get() for source in sources(self.state)}
         rng, positions = self.registry.capture()
         self.cut = LoaderSnapshot(
@@ -105,7 +105,7 @@ class SimulatedTrainer:
 
 
 def plain(value: Any) -> Any:
-    """Comparable."""
+    """Return the batch in a comparable form."""
     if isinstance(value, (list, tuple)):
         return tuple(plain(each) for each in value)
     if isinstance(value, (torch.Tensor, np.ndarray)):
@@ -114,7 +114,7 @@ def plain(value: Any) -> Any:
 
 
 class CapturedWarnings(logging.Handler):
-    """Warnings of the library, while it is entered."""
+    """Collects the library's warnings inside its context."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -135,7 +135,7 @@ class CapturedWarnings(logging.Handler):
 
 
 class ResumeResult(NamedTuple):
-    """Of a program that was cut and resumed."""
+    """The result of a program that was interrupted and resumed."""
 
     wanted: list[Any]
     """What the lost process saw after the cut."""
@@ -149,7 +149,7 @@ class ResumeResult(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether both saw the same."""
+        """Return whether both processes saw the same batches."""
         return self.seen == self.wanted
 
 
@@ -164,7 +164,7 @@ def resumed(
     after: LoaderProgram | None = None,
     on_change: OnChange = "restart",
 ) -> ResumeResult:
-    """`program` cut after step `at` and trained on until `end`, and resumed (as `after`, if it is given) from the cut."""
+    """Interrupt `program` after step `at`, train it until `end`, and resume it (or `after`, if given) from the snapshot."""
     with CapturedWarnings() as heard:
         lost = SimulatedTrainer(4, snapshot_at=at, end=end)
         run(program, lost)
@@ -172,13 +172,13 @@ def resumed(
         again = SimulatedTrainer(99, snapshot_at=at, end=end, cut=lost.cut, on_change=on_change)
         run(after or program, again)
     for world in (lost, again):
-        world.registry.close()  # or the collector ends their workers, and torch waits 5 s for each
+        world.registry.close()  # otherwise the collector ends their workers, and torch waits 5 s for each
     delivered = [tree["delivered"] for tree in decode_value(lost.cut.positions).values()]
     return ResumeResult(lost.log[at:], again.log, heard.texts + again.notes, heard.infos, delivered)
 
 
 def run(program: LoaderProgram, world: SimulatedTrainer) -> None:
-    """Until it is over."""
+    """Run the program until it ends."""
     try:
         program(world)
     except RunEnded:

@@ -1,4 +1,4 @@
-"""Loader programs that nobody wrote: drawn, run whole, killed at any step and resumed. Two outcomes: exact, or told."""
+"""Generated loader programs, interrupted at any step and resumed: the result is exact or there is a warning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOISE = ["none", "torch", "numpy", "own", "rare", "count", "time"]
 
 
 class NoisyItems(Dataset[Any]):
-    """0..n-1 with random noise, or none."""
+    """The numbers 0..n-1 with optional random noise."""
 
     def __init__(self, noise: str) -> None:
         self.noise, self.own, self.reads = noise, np.random.default_rng(5), 0
@@ -48,7 +48,7 @@ class NoisyItems(Dataset[Any]):
 
 
 class NoisyStream(IterableDataset[Any]):
-    """The same in the dataset's order."""
+    """The same items as an iterable dataset in the dataset's order."""
 
     def __init__(self, noise: str) -> None:
         self.items = NoisyItems(noise)
@@ -76,10 +76,11 @@ def made(kind: str, noise: str, generator: bool, **options: Any) -> Any:
 @settings(max_examples=int(os.environ.get("DELTASHARD_PROGRAMS", "30")))
 @given(data=st.data())
 def test_drawn_loader_resumes_exactly_or_warns(data: st.DataObject) -> None:
-    """Whatever is put together; few with workers, which take long to start.
+    """The strategy combines all parts. Few cases have workers, which start slowly.
 
-    What no generator tells (a count of reads, the time) is compared with the last batch of the epoch: at the beginning
-    of one there is none.
+    State outside of generators (a count of reads, the time) is compared with the last batch of the epoch, so at an epoch's
+    beginning there is no comparison.
+
     """
 
     def one_of(*values: Any) -> Any:

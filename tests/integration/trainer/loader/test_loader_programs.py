@@ -1,4 +1,4 @@
-"""Whole loops over wrapped loaders, lost and resumed: bit-exact, or with a warning that names what is lost."""
+"""Complete loops over wrapped loaders, interrupted and resumed: bit-exact, or with a warning that names the loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 16
 @pytest.mark.parametrize("at", [3, 6, 13])
 @pytest.mark.parametrize("program", EXACT.values(), ids=EXACT)
 def test_resumed_program_matches_uninterrupted_one(program: LoaderProgram, at: int) -> None:
-    """In the middle and at the end of an epoch, without a warning."""
+    """The interruption is in the middle or at the end of an epoch, without a warning."""
     outcome = resumed(program, at, at + STEPS)
     assert outcome.seen == outcome.wanted
     assert not outcome.warnings
@@ -22,7 +22,7 @@ def test_resumed_program_matches_uninterrupted_one(program: LoaderProgram, at: i
 @pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("program", EXACT.values(), ids=EXACT)
 def test_early_resume_is_exact_or_warns(program: LoaderProgram, at: int) -> None:
-    """Which loader lies within another one's batches is not known yet."""
+    """At this point the nesting of loaders is not known yet."""
     outcome = resumed(program, at, at + STEPS)
     assert outcome.exact or outcome.warnings
 
@@ -30,14 +30,14 @@ def test_early_resume_is_exact_or_warns(program: LoaderProgram, at: int) -> None
 @pytest.mark.parametrize("at", [3, 9])
 @pytest.mark.parametrize("program", WORKERS.values(), ids=WORKERS)
 def test_workers_give_the_same_batches(program: LoaderProgram, at: int) -> None:
-    """A sampler of the user's in front of them, workers that outlive their epoch, random numbers drawn in them."""
+    """The cases cover a user's sampler, persistent workers, and random numbers drawn in workers."""
     outcome = resumed(program, at, at + STEPS)
     assert outcome.seen == outcome.wanted
 
 
 @pytest.mark.parametrize("name", INEXACT)
 def test_inexact_resume_warns(name: str) -> None:
-    """With the remedy, wherever the run was cut."""
+    """The warning contains the remedy at every step of interruption."""
     program, words = INEXACT[name]
     for at in (3, 7, 9):
         outcome = resumed(program, at, at + 2 * STEPS)

@@ -12,7 +12,7 @@ from tests.support.trainer.sampler_lives import Data, SamplerLife, check_each_on
 @pytest.mark.parametrize(
     "lives",
     [
-        # What workers had fetched and nobody was handed is not used up; 40 samples are 20 batches.
+        # Samples that workers fetched and did not deliver are not used up. 40 samples are 20 batches.
         [
             SamplerLife(saved=3, lost=2, workers=2),
             SamplerLife(saved=4, workers=1),

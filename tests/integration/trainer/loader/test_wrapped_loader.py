@@ -1,4 +1,4 @@
-"""Wrapped loaders: kinds, loaders that changed over a restart, and what is reported."""
+"""Kinds of wrapped loaders, loaders that change over a restart, and reports."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.integration.trainer.loader.loader_world import (
 )
 from tests.support.trainer.step_count import StepCount
 
-# torchdata asks torch for what torch has deprecated.
+# torchdata uses a deprecated function of torch.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 
 class Queue:
-    """A stream that cannot go back, as a consumer group of a broker."""
+    """A stream that cannot rewind, like a consumer group of a broker."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -46,21 +46,21 @@ class Queue:
 
 
 class FromNumpy(OwnGeneratorSampler):
-    """Draws its order from NumPy's global generator."""
+    """A sampler that draws its order from NumPy's global generator."""
 
     def __iter__(self) -> Iterator[int]:
         yield from np.random.permutation(self.n).tolist()  # noqa: NPY002 - as users do
 
 
 class RandomStream(IterableDataset[Any]):
-    """Draws its order from the default generator."""
+    """A stream that draws its order from the default generator."""
 
     def __iter__(self) -> Iterator[int]:
         yield from torch.randperm(23).tolist()
 
 
 class Shards(IterableDataset[Any]):
-    """Each worker reads its share."""
+    """A stream in which each worker reads its share."""
 
     def __iter__(self) -> Iterator[int]:
         info = torch.utils.data.get_worker_info()
@@ -93,24 +93,24 @@ KINDS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("at", [1, 5, 6, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_resumes_exactly_or_warns(kind: str, at: int) -> None:
-    """In the middle, at the end and at the start of an epoch."""
+    """The interruption is in the middle, at the end or at the start of an epoch."""
     outcome = resumed(loop(KINDS[kind]), at, at + 9)
     assert outcome.exact or (outcome.warnings and kind == "stateful own generator")
 
 
 def test_stateful_loader_without_order_warns() -> None:
-    """Its sampler draws from NumPy, which its state_dict() does not know."""
+    """Its sampler draws from NumPy, which its state_dict() does not contain."""
     outcome = resumed(loop(lambda: StatefulDataLoader(Numbers(), batch_size=4, sampler=FromNumpy())), 8, 16)
     assert outcome.exact or any(
         "state_dict() does not contain everything" in text for text in outcome.warnings
     )
 
 
-# Another loader after the restart
+# A changed loader after the restart
 
 
 def reading(make: Callable[[], Any], seen: list[float], **options: Any) -> LoaderProgram:
-    """A loop that notes what it read in the epoch it began or resumed in."""
+    """Return a loop that records the samples of its first or resumed epoch."""
 
     def program(world: SimulatedTrainer) -> None:
         loader = world.wrap(make(), **options)
@@ -153,7 +153,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_loader_restarts_epoch(change: str) -> None:
-    """The default: told with numbers and the remedy, no sample is left out."""
+    """This is the default. The warning has numbers and the remedy, and no sample is skipped."""
     before, after, words = CHANGES[change]
     seen: list[float] = []
     outcome = resumed(loop(before), 3, 20, after=reading(after, seen))
@@ -172,13 +172,13 @@ def test_changed_loader_is_refused_or_continued_on_request() -> None:
 
 
 def test_change_between_epochs_does_not_warn() -> None:
-    """A checkpoint of the very last step of an epoch."""
+    """The checkpoint is of an epoch's very last step."""
     outcome = resumed(loop(shuffled), 6, 20, after=loop(lambda: shuffled(30)))
     assert not outcome.warnings
 
 
 def test_non_seekable_stream_loses_nothing() -> None:
-    """The batch that it gives is trained on."""
+    """Training uses the batch that the stream returns."""
     stream = Queue()
     outcome = resumed(loop(lambda: stream), 3, 8)
     assert [entry[0] for entry in outcome.seen] == [9, 10, 11, 12, 13]
@@ -218,7 +218,6 @@ def test_unordered_worker_batches_warn() -> None:
 
 @pytest.mark.parametrize("thing", [iter([1, 2]), 7])
 def test_one_shot_iterable_is_refused(thing: Any) -> None:
-    """With the remedy."""
     registry = LoaderRegistry(StepCount())
     with pytest.raises(StateError):
         registry.wrap(thing)
@@ -230,7 +229,7 @@ def test_one_shot_iterable_is_refused(thing: Any) -> None:
 
 
 def test_epochs_are_counted() -> None:
-    """One step for all batches of a pass, behind the loop, makes an epoch; a pass without a step does not."""
+    """One step for all batches of a pass, after the loop, makes an epoch. A pass without a step does not."""
     steps = StepCount()
     registry = LoaderRegistry(steps)
     wrapped = registry.wrap(DataLoader(list(range(6)), batch_size=2))

@@ -1,4 +1,4 @@
-"""A training of several ranks under DistributedDataParallel, and what may happen to it: scenarios for `rank_zygote`."""
+"""Scenarios for `rank_zygote`: several ranks under DistributedDataParallel, with kills, signals and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS, DIM, BATCH = 900, 8, 4
 
 
 class BasketDataset(torch.utils.data.Dataset):
-    """240 baskets of 5 items and a label; each knows its number."""
+    """A dataset of 240 baskets of 5 items with a label. Each basket contains its number."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -59,7 +59,7 @@ class DdpProgram:
     def __init__(
         self, rank: int, workdir: Path, *, ckpt: bool = True, data: str = "dealt", **options: Any
     ) -> None:
-        """`data`: "dealt" out by torch's sampler or ours ("sampled"), "shared" by all ranks, or each rank's "own"."""
+        """`data`: split by torch's sampler ("dealt") or deltashard's ("sampled"), "shared" by all ranks, or each rank's "own"."""
         self.rank = rank
         torch.manual_seed(3)
         self.model = DistributedDataParallel(GroupNet())
@@ -92,7 +92,7 @@ class DdpProgram:
             self.loader = self.ckpt.wrap(self.loader, shared=self.shared)
 
     def steps(self) -> Iterator[int]:
-        """Train for ever; yields the number of each step that ended."""
+        """Train without end and yield the number of each finished step."""
         epoch = self.loader.epoch if self.ckpt is not None else 0
         step = 0 if self.ckpt is None else self.ckpt.steps
         while True:
@@ -113,13 +113,13 @@ class DdpProgram:
             epoch += 1
 
     def train(self, until: int) -> None:
-        """So many steps in all."""
+        """Train up to step `until`."""
         for step in self.steps():
             if step >= until:
                 break
 
     def state(self) -> dict[str, Any]:
-        """Of everything that a later step depends on, as text."""
+        """Return a text form of everything that a later step depends on."""
         return self.sums() | {
             "torch": torch.rand(1).item(),
             "python": random.random(),
@@ -127,25 +127,24 @@ class DdpProgram:
         }
 
     def sums(self) -> dict[str, str]:
-        """Of the model and its optimizer, as text."""
+        """Return hashes of the model and its optimizer state."""
         tensors = dict(self.model.module.state_dict())
         for i, held in self.optimizer.state_dict()["state"].items():
             tensors |= {f"{i}/{key}": torch.as_tensor(value) for key, value in held.items()}
         return {k: xxhash.xxh3_64_hexdigest(v.contiguous().numpy().tobytes()) for k, v in tensors.items()}
 
 
-# Scenarios: (rank, workdir, options) -> what is written.
+# Scenarios: (rank, workdir, options) -> result of the rank.
 
 
 def plain(rank: int, workdir: Path, until: str, data: str = "dealt") -> Any:
-    """Train without deltashard."""
     program = DdpProgram(rank, workdir, ckpt=False, data=data)
     program.train(int(until))
     return {"state": program.state(), "seen": program.seen}
 
 
 def killed(rank: int, workdir: Path, save_at: str, kill_at: str, data: str = "dealt") -> Any:
-    """Save once, and be killed some steps later."""
+    """Save once and kill the process some steps later."""
     program = DdpProgram(rank, workdir, data=data)
     program.ckpt.restore()
     for step in program.steps():
@@ -156,9 +155,10 @@ def killed(rank: int, workdir: Path, save_at: str, kill_at: str, data: str = "de
 
 
 def survived(rank: int, workdir: Path, until: str, save_at: str = "0", kill_at: str = "0") -> Any:
-    """Partial recovery: rank 0, which saves most of what all hold, is killed; what each has before and after.
+    """Partial recovery: rank 0, which saves most replicated data, is killed. Return each rank's state before and after.
 
-    The others wait for one another in a collective that cannot end, until SIGTERM comes, as from torchrun.
+    The other ranks wait in a collective that cannot finish, until SIGTERM arrives, as from torchrun.
+
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with devices recovery is full
     (workdir / f"pid-{rank}").write_text(str(os.getpid()))
@@ -184,7 +184,7 @@ def survived(rank: int, workdir: Path, until: str, save_at: str = "0", kill_at: 
                 if step == int(until):
                     break
     except RuntimeError:
-        os._exit(0)  # the group is broken: nothing of the harness may wait for it
+        os._exit(0)  # the group is broken: the harness must not wait for it
     return {
         "begun": begun, "seen": program.seen, "mode": restored.mode, "step": restored.step, "pls": restored.pls,
         "scheduler": program.scheduler.last_epoch, "committed": program.ckpt.stats.last_commit.step,
@@ -199,7 +199,7 @@ def resumed(
     data: str = "dealt",
     run: str = "group",
 ) -> Any:
-    """Restore, train to the end, close."""
+    """Restore, train to the end, and close."""
     program = DdpProgram(rank, workdir, data=data, run=run)
     restored = program.ckpt.restore(loaders=loaders)
     at = program.ckpt.steps
@@ -216,14 +216,14 @@ def resumed(
 
 
 def all_agree(here: bool) -> bool:
-    """Whether it is so on all ranks, whose news comes at different steps."""
+    """Return whether the condition holds on all ranks, which learn of commits at different steps."""
     said = torch.tensor([int(here)])
     dist.all_reduce(said, dist.ReduceOp.MIN)
     return bool(said.item())
 
 
 def terminated(rank: int, workdir: Path) -> Any:
-    """SIGTERM in the middle of training, to every rank at another instant: all leave with one step saved."""
+    """Each rank gets SIGTERM at another instant during training. All ranks exit with the same step saved."""
     program = DdpProgram(rank, workdir, grace_s=30.0)
     program.ckpt.restore()
     for step in program.steps():
@@ -233,12 +233,12 @@ def terminated(rank: int, workdir: Path) -> Any:
 
 
 def disagreeing(rank: int, workdir: Path, what: str) -> Any:
-    """Ranks that are not of one training: a sentence on each of them."""
+    """The ranks' trainings differ. Each rank gets an error message."""
     options: dict[str, Any] = {"url": workdir / "store", "run": "group"}
     torch.manual_seed(rank if what == "replicas" else 0)
     model: nn.Module = GroupNet(ROWS + (rank if what == "model" else 0))
     if what in ("run", "encoding") and rank == 1:
-        os.environ.update(GROUP_RANK="1", LOCAL_RANK="0")  # under an agent, and with a sidecar, of its own
+        os.environ.update(GROUP_RANK="1", LOCAL_RANK="0")  # with a separate agent and sidecar
         options |= {"run": "another"} if what == "run" else {"encoding": "q4"}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ckpt = deltashard.Checkpointer(model, optimizer, **options)
@@ -250,7 +250,7 @@ def disagreeing(rank: int, workdir: Path, what: str) -> Any:
 
 
 def uneven(rank: int, workdir: Path) -> Any:
-    """Ranks that end at different steps: close() says so, and the checkpoint before stays."""
+    """Ranks end at different steps. close() reports it, and the previous checkpoint remains."""
     program = DdpProgram(rank, workdir)
     program.ckpt.restore()
     program.train(4)
@@ -261,7 +261,7 @@ def uneven(rank: int, workdir: Path) -> Any:
 
 
 def replicas(rank: int, workdir: Path) -> Any:
-    """A parameter that one rank changes for itself: nothing of it is committed twice, and it is said."""
+    """One rank changes a replicated parameter locally. Nothing inconsistent is committed, and an event reports it."""
     program = DdpProgram(rank, workdir)
     events = []
     program.ckpt._listener._on_event = lambda name, facts: events.append([name, facts.get("error")])
@@ -274,7 +274,7 @@ def replicas(rank: int, workdir: Path) -> Any:
         if step == 6:
             program.ckpt.save().wait(60)
         if step >= 8:
-            # Rank 0 compares on a thread of its own: until it has, steps go on.
+            # Rank 0 compares on a separate thread, so steps continue until it has finished.
             known = torch.tensor([int(any(name == "replicas_differ" for name, _ in events))])
             dist.all_reduce(known)
             if known.item():

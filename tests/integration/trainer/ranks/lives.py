@@ -1,7 +1,8 @@
-"""Lives of a group of ranks that may die anywhere, and what each rank says of itself, outside of any store.
+"""Runs of a group of ranks that may die at any point, and each rank's own record outside of the store.
 
-Each rank appends to `WORKDIR/said-{rank}` what it went through: lines of JSON that are written before, or as soon as, it
-happens, so that they outlive the rank. `test_lives` holds them against one another and against the store.
+Each rank appends JSON lines to `WORKDIR/said-{rank}`, before or as soon as an event happens, so that they outlive
+the rank. `test_lives` compares them with one another and with the store.
+
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ class RankNet(nn.Module):
 
 
 class RankTraining:
-    """One rank's life, data-parallel; its batches are drawn from its own random numbers.
+    """One rank's data-parallel training. Batches come from its own random numbers.
 
-    Gradients are averaged here: DistributedDataParallel makes its buckets anew after the first step of a process, and so
-    adds up four ranks' in another order than a process that was not started anew.
+    Gradients are averaged here, because DistributedDataParallel rebuilds its buckets after a process' first step and
+    would then sum four ranks' gradients in another order than in a process that was not restarted.
+
     """
 
     def __init__(self, rank: int, workdir: Path, **options: Any) -> None:
@@ -83,7 +85,7 @@ class RankTraining:
         return len(self.committed)
 
     def content(self) -> str:
-        """A sum of everything that a later step depends on."""
+        """Return a hash of everything that a later step depends on."""
         found = xxhash.xxh3_64()
         for tensor in self.model.state_dict().values():
             found.update(tensor.numpy().tobytes())
@@ -104,7 +106,7 @@ class RankTraining:
             )  # fmt: skip
 
     def steps(self) -> Iterator[int]:
-        """Train; yields the number of each step that ended, which was said before a cut could be taken of it."""
+        """Train and yield the number of each finished step, which is recorded before a snapshot can include it."""
         for step in range(self.ckpt.steps + 1, MOST_STEPS):
             self.optimizer.zero_grad()
             self.model(torch.randint(ROWS, (4, TABLES))).square().mean().backward()
@@ -121,13 +123,13 @@ class RankTraining:
 
 
 def _set_node(rank: int, nodes: int, first: int = 0) -> None:
-    """Of which machine this rank is."""
+    """Set the node that this rank runs on."""
     share = dist.get_world_size() // nodes
     os.environ.update(GROUP_RANK=str(first + rank // share), LOCAL_RANK=str(rank % share))
 
 
 def _arm(rank: int, workdir: Path, victim: str, point: str, nth: int) -> None:
-    """Have this rank die at `point`, or the sidecar that it is about to start; one that lives makes room for that."""
+    """Make this rank, or the sidecar that it starts, die at `point`. A running sidecar is killed first."""
     if victim == f"rank {rank}":
         crash_point._armed, crash_point._left = point, nth
     node = int(os.environ["GROUP_RANK"])
@@ -140,7 +142,7 @@ def _arm(rank: int, workdir: Path, victim: str, point: str, nth: int) -> None:
         os.environ["DELTASHARD_CRASH_AT"] = f"{point}:{nth}"
 
 
-# Scenarios: (rank, workdir, options) -> what is written.
+# Scenarios: (rank, workdir, options) -> result of the rank.
 
 
 def live(
@@ -154,10 +156,12 @@ def live(
     nth: str = "1",
     wakes: str = "",
 ) -> Any:
-    """Restore, train until all ranks were told of so many commits, and close, or be killed.
+    """Restore, train until all ranks know of `commits` commits, and close or be killed.
 
-    Meanwhile `victim`, "rank 2", "sidecar 1" or "sidecar of any", dies when it comes to `point` the nth time. `nodes`: how many machines
-    there are. `wakes`: a process that was stopped goes on after the first commit, on machines that are none of ours.
+    Meanwhile `victim` ("rank 2", "sidecar 1" or "sidecar of any") dies when it reaches `point` the nth time.
+    `nodes` is the number of machines. `wakes` is the pid of a stopped process that continues after the first commit, on
+    other machines than these.
+
     """
     _set_node(rank, int(nodes), first=2 if wakes else 0)
     _arm(rank, workdir, victim, point, int(nth))
@@ -182,7 +186,7 @@ def live(
 
 
 def zombie(rank: int, workdir: Path) -> Any:
-    """All are killed but rank 2, which is stopped, on a machine that nobody hears of, and later goes on alone."""
+    """All ranks but rank 2 are killed. Rank 2 is stopped on an unreachable machine and continues alone later."""
     _set_node(rank, 2)
     life = RankTraining(rank, workdir, every_steps=12)
     life.restore()
@@ -198,8 +202,8 @@ def zombie(rank: int, workdir: Path) -> Any:
     os.kill(os.getpid(), signal.SIGSTOP)
     met = []
     for what in (
-        lambda: next(life.steps()),  # its peers are gone
-        life.ckpt.step,  # a program that goes on all the same
+        lambda: next(life.steps()),  # its peers have exited
+        life.ckpt.step,  # a program that continues in spite of the error
         lambda: life.ckpt.save().wait(20),
         lambda: life.ckpt.close(deadline_s=10),
     ):
@@ -213,9 +217,9 @@ def zombie(rank: int, workdir: Path) -> Any:
 
 
 def unlike(rank: int, workdir: Path) -> Any:
-    """Rank 2 is ten times as slow as the others; rank 1 is stopped while an order waits for it, until that is off."""
+    """Rank 2 is ten times slower. Rank 1 is stopped while an order waits for it, until the order is cancelled."""
     coordinator_thread.ANSWER_S = 1.0
-    # No order but those asked for here: one that rank 1 has answered needs it no more until its step.
+    # Only explicit saves create orders here: an order that rank 1 has answered does not need rank 1 until its step.
     life = RankTraining(rank, workdir, every_s=3600)
     life.restore()
     orders, pids = life.ckpt._wiring.coordinator_thread, [0] * dist.get_world_size()

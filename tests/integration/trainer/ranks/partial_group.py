@@ -1,4 +1,4 @@
-"""TorchRec's tables over several ranks of which one dies, under `recovery="partial"`; scenarios for `rank_zygote`."""
+"""Scenarios for `rank_zygote`: TorchRec's tables over several ranks, one of which dies, under `recovery="partial"`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EPOCH = 7
 
 
 def checkpointer(workdir: Path, training: ShardedTraining, **options: Any) -> Checkpointer:
-    """With partial recovery, unless `options` say otherwise."""
+    """Return a Checkpointer with partial recovery unless `options` override it."""
     return Checkpointer(
         training.model,
         [training.dense],
@@ -39,7 +39,7 @@ def checkpointer(workdir: Path, training: ShardedTraining, **options: Any) -> Ch
 
 
 def held(ckpt: Checkpointer, training: ShardedTraining) -> dict[str, np.ndarray]:
-    """All that this rank has: shards, their state, the dense part."""
+    """Return all data of this rank: shards, their state, the dense part."""
     found = {
         f"dense|{n}": p.detach().numpy().copy() for n, p in training.model.named_parameters() if "over" in n
     }
@@ -61,9 +61,10 @@ def train(
     which: str = "'latest'",
     **options: str,
 ) -> Any:
-    """Train from what there is to the end; perhaps save once, and perhaps ranks `kill` die at a step.
+    """Resume and train to the end, with an optional save, and optionally kill ranks `kill` at a step.
 
-    What each rank had after restore() is written to `begun-{rank}.npz`, after its last step to `held-{rank}.npz`.
+    Each rank writes its state after restore() to `begun-{rank}.npz`, and after its last step to `held-{rank}.npz`.
+
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with devices recovery is full
     print("begins anew", flush=True)
@@ -100,7 +101,7 @@ def train(
                     if ckpt.steps >= int(until):
                         break
     except (RuntimeError, DeltashardError) as error:
-        # The group is broken: nothing of the harness may wait for it.
+        # The group is broken: the harness must not wait for it.
         traceback.print_exc()
         said["error"] = type(error).__name__
         (workdir / "out" / f"{rank}.json").write_text(json.dumps(said))

@@ -1,4 +1,4 @@
-"""Sharded tables of TorchRec over several ranks: saved in one sharding, read in all; scenarios for `rank_zygote`."""
+"""Scenarios for `rank_zygote`: TorchRec's sharded tables over several ranks, saved in one sharding and read in all."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.trainer.sharded_case import ShardedTraining, batch
 
 
 def _training(sharding: str, optimizer: str) -> ShardedTraining:
-    """With fused Adagrad the dense optimizer has its rule, so that a table may leave its kernel."""
-    os.environ["LOCAL_WORLD_SIZE"] = "2"  # what torchrun says on hosts of two ranks
+    """With fused Adagrad the dense optimizer uses the same rule, so that a table may leave its kernel."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # torchrun's value on hosts of two ranks
     dense = torch.optim.Adagrad if optimizer == "adagrad" else torch.optim.Adam
     return ShardedTraining(sharding, optimizer, dense=dense)
 
@@ -28,7 +28,7 @@ def _checkpointer(workdir: Path, training: ShardedTraining, run: str, encoding: 
 
 
 def _shards(ckpt: Checkpointer) -> dict[str, np.ndarray]:
-    """`table|rows|columns|section` -> values, of every shard that this rank saves."""
+    """Return `table|rows|columns|section` -> values for every shard that this rank saves."""
     found = {}
     for table in ckpt._program.tracking.saved:
         box = table.box
@@ -39,7 +39,7 @@ def _shards(ckpt: Checkpointer) -> dict[str, np.ndarray]:
 
 
 def save(rank: int, workdir: Path, sharding: str, optimizer: str, encoding: str, run: str) -> Any:
-    """Train, save all rows, train on, save what changed; write what this rank's shards are then."""
+    """Train, save all rows, train further, save the changes, and write this rank's shards."""
     training = _training(sharding, optimizer)
     ckpt = _checkpointer(workdir, training, run, encoding)
     ckpt.restore()
@@ -57,7 +57,7 @@ def save(rank: int, workdir: Path, sharding: str, optimizer: str, encoding: str,
 
 
 def read(rank: int, workdir: Path, socket: str, runs: str, shardings: str, optimizer: str) -> Any:
-    """Restore each of the runs into each sharding, and compare every cell with what is expected of it."""
+    """Restore each run into each sharding and compare every cell with the expected value."""
     os.environ["DELTASHARD_SOCKET"] = socket
     compared = 0
     for sharding in shardings.split(","):
@@ -83,9 +83,10 @@ def read(rank: int, workdir: Path, socket: str, runs: str, shardings: str, optim
 
 
 def _by_row(expected: Any, name: str, a: int, b: int, c: int, d: int) -> np.ndarray:
-    """One value a row of rows [a, b) and columns [c, d): that of the shards that had them, by their share of columns.
+    """Return one value for each row of rows [a, b) and columns [c, d), averaged over the shards by their columns.
 
-    m = sum over shards of (columns in common / all) m_s, and m_s itself where all say the same.
+    m = sum over shards of (columns in common / all) m_s, and m_s itself where all shards have the same value.
+
     """
     total, least, most = np.zeros(b - a), np.full(b - a, np.inf), np.full(b - a, -np.inf)
     for key, values in expected.items():

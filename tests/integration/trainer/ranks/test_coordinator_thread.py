@@ -1,6 +1,7 @@
-"""Conductors over a real store: who closed is waited for by nobody, who comes late cuts at once, who lost the store goes on.
+"""Coordinator threads over a real store: closed ranks, late attempts, and a lost store.
 
-That all ranks cut at the same steps, whatever they do, is the group model's.
+The group model tests that all ranks save at the same steps.
+
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _store(tmp_path: Path) -> Iterator[None]:
 
 
 def conductors(step: int = 0) -> list[CoordinatorThread]:
-    """Of two ranks, which stand at this step."""
+    """Return the threads of two ranks at this step."""
     found = []
     for number in range(2):
         clock = StepClock(Tracking(nn.Linear(1, 1)))
@@ -39,7 +40,7 @@ def conductors(step: int = 0) -> list[CoordinatorThread]:
 
 
 def test_late_attempt_is_saved_at_next_step() -> None:
-    """The steps before it took no time in it: taken for its pace, they put its first cut as many steps off."""
+    """The earlier steps took no time in the attempt. Counting them for its pace would delay its first snapshot."""
     ranks = conductors(1_000_000)
     ranks[1].request(Proposal(reason="user"))
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""The examples of several ranks under torchrun: a rank is killed, torchrun starts them again, and training comes back."""
+"""The examples of several ranks under torchrun: a rank is killed, torchrun restarts the ranks, and training resumes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOREVER, MORE = 10_000_000, 100
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Iterator[Start]:
-    """Starts an example on two ranks, for so many steps, into `store`; returns torchrun's process and what all print."""
+    """Start an example on two ranks for a number of steps into `store`. Return torchrun's process and the output."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(
@@ -36,7 +36,7 @@ def torchrun(tmp_path: Path) -> Iterator[Start]:
         log = tmp_path / f"log-{len(started)}"
         said = {
             "OMP_NUM_THREADS": "1",
-            # After a restart gloo finds no addresses of dead ranks in a store that they left.
+            # After a restart gloo must not find addresses of dead ranks in a leftover store.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "DELTASHARD_URL": f"file://{tmp_path / 'store'}",
             "DELTASHARD_RUN": "run",
@@ -50,7 +50,7 @@ def torchrun(tmp_path: Path) -> Iterator[Start]:
 
     yield start
     for process in started:
-        process.terminate()  # it ends its ranks
+        process.terminate()  # torchrun ends its ranks
         process.wait(60)
 
 
@@ -70,10 +70,11 @@ def _steps(root: Path) -> list[int]:
 def _run_to_end(
     process: subprocess.Popen[bytes], again: Callable[[], tuple[subprocess.Popen[bytes], Path]]
 ) -> list[Path]:
-    """Wait until torchrun ends well; as a Job would, start it again where it does not. Returns the logs of these.
+    """Wait until torchrun succeeds, and restart it after a failure as a Job would. Return the logs of these runs.
 
-    Restarted by torchrun, gloo's own connecting was seen to fail, and then to wait for its timeout of half an hour,
-    before a line of ours ran.
+    After a restart by torchrun, gloo's own connection setup sometimes fails and waits for its timeout of half an hour
+    before any code of deltashard runs.
+
     """
     logs: list[Path] = []
     for _ in range(3):
@@ -94,7 +95,7 @@ def _begun(said: str) -> list[int]:
 
 def _losses(said: str) -> dict[tuple[str, str], set[str]]:
     found: dict[tuple[str, str], set[str]] = {}
-    # torchrun's Python writes a line's end by itself: the other rank's line may stand before it.
+    # torchrun's Python writes line ends separately: the other rank's line may precede it.
     for rank, step, loss in re.findall(r"rank (\d) step (\d+) loss ([-+.e\d]+)", said):
         found.setdefault((rank, step), set()).add(loss)
     return found
@@ -106,10 +107,11 @@ def _last(log: Path) -> int:
 
 @pytest.mark.parametrize("example", ["ddp", "torchrec"])
 def test_restarted_group_resumes_exactly(torchrun: Start, tmp_path: Path, example: str) -> None:
-    """Each step that is trained again has the losses of both ranks that it had, to the last bit.
+    """Each repeated step has the same losses on both ranks, to the last bit.
 
-    Of "ddp" one rank is killed, and torchrun starts all again. TorchRec's tables over two ranks, behind a pipeline: all are
-    killed, and started anew.
+    In "ddp" one rank is killed, and torchrun restarts all ranks. With TorchRec's tables over two ranks and a pipeline, all
+    ranks are killed and restarted.
+
     """
     process, log = torchrun(example, every_s=1 if example == "torchrec" else 0.2)
 
@@ -121,7 +123,7 @@ def test_restarted_group_resumes_exactly(torchrun: Start, tmp_path: Path, exampl
     assert process.poll() is None, log.read_text()
     ranks = _ranks(process)
     if example == "torchrec":
-        process.kill()  # first, or it starts others in their place
+        process.kill()  # first, because torchrun would start other ranks
         process.wait(60)
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Several ranks under DistributedDataParallel: one run, one checkpoint at a time, and back from it bit for bit."""
+"""Several ranks under DistributedDataParallel: one run, one checkpoint at a time, and exact restores."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ RunRanks = Callable[..., list[Any]]
 
 @pytest.fixture(scope="module")
 def run(rank_zygote: RankZygote) -> RunRanks:
-    """What each rank of a scenario of `group` returned."""
+    """Return the results of all ranks of a scenario of `group`."""
     return partial(rank_zygote.run, "tests.integration.trainer.ranks.group")
 
 
 def commits(workdir: Path) -> dict[int, int]:
-    """Steps by seq."""
+    """Return the step of each committed seq."""
     return {seq: entry.step for seq, entry in checkpoints(workdir).items()}
 
 
 def checkpoints(workdir: Path) -> Mapping[int, Checkpoint]:
-    """By seq."""
+    """Return the checkpoints by seq."""
     with open_store((workdir / "store").as_uri()) as store:
         return RunLog(store, "group").refresh().checkpoints
 
@@ -38,7 +38,11 @@ def checkpoints(workdir: Path) -> Mapping[int, Checkpoint]:
 def test_killed_group_matches_uninterrupted_one(
     run: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And another run that begins with its checkpoint does, too: tables, optimizer, scheduler, each rank's random numbers and its part of the data: bit for bit, no sample twice."""
+    """A second run that starts from its checkpoint also matches bit for bit. No sample is read twice.
+
+    The state covers tables, optimizer, scheduler, and each rank's random numbers and share of the data.
+
+    """
     whole = run(tmp_path / "plain", 2, "plain", until=50)
     assert run(tmp_path / "ckpt", 2, "killed", save_at=17, kill_at=23) == [None, None]
     assert commits(tmp_path / "ckpt") == {2: 17}
@@ -63,12 +67,12 @@ def test_sigterm_saves_one_step_of_all_ranks(run: RunRanks, tmp_path: Path) -> N
     assert codes == [-15, -15]
     found = commits(tmp_path)
     reached = [int((tmp_path / f"step-{rank}").read_text()) for rank in range(2)]
-    assert len(set(reached)) == 1  # each ended within the step() after this one
+    assert len(set(reached)) == 1  # each rank ended within the step() after this one
     assert max(found.values()) == reached[0] + 1
 
 
 def test_replicated_state_survives_its_saving_rank(run: RunRanks, tmp_path: Path) -> None:
-    """Partial recovery under DDP loses nothing but random numbers: tables, dense part, optimizer, place in the data."""
+    """Under DDP partial recovery loses random numbers only. Tables, dense part, optimizer and data position remain."""
     plain = run(tmp_path / "plain", 3, "plain", until=12)
     run(tmp_path, 3, "survived", until=20, save_at=4, kill_at=9)
     back = run(tmp_path, 3, "survived", until=12)
@@ -76,13 +80,13 @@ def test_replicated_state_survives_its_saving_rank(run: RunRanks, tmp_path: Path
     for rank in range(3):
         assert (back[rank]["mode"], back[rank]["step"], back[rank]["pls"]) == ("partial", 9, 0.0)
         assert back[rank]["begun"] == held
-        assert back[rank]["seen"] == plain[rank]["seen"][9 * 4 :]  # no sample twice, none skipped
+        assert back[rank]["seen"] == plain[rank]["seen"][9 * 4 :]  # no sample is repeated or skipped
         assert (back[rank]["scheduler"], back[rank]["committed"]) == (12, 12)
 
 
 @pytest.mark.parametrize("data", ["dealt", "sampled", "shared"])
 def test_epoch_continues_with_other_world_size(run: RunRanks, tmp_path: Path, data: str) -> None:
-    """4 ranks, killed, then 2, then 3: each of the epoch's 240 samples is seen once, and the next epoch is whole."""
+    """4 ranks are killed, then 2 run, then 3. Each of the epoch's 240 samples is seen once, and the next epoch is complete."""
     begun = run(tmp_path / "plain", 4, "plain", until=5, data=data)
     assert run(tmp_path, 4, "killed", save_at=5, kill_at=8, data=data) == [None] * 4
     by_two = run(tmp_path, 2, "resumed", until=10, data=data)
@@ -96,9 +100,9 @@ def test_epoch_continues_with_other_world_size(run: RunRanks, tmp_path: Path, da
             f"shared among {number}; its last batch is not compared"
         )
         assert all(goes_on in rank["restored"]["notes"] for rank in ranks)
-    # Rank 2 has rank 0's position, and numbers of its own, from its first batch on.
+    # Rank 2 has rank 0's position, and separate random numbers from its first batch on.
     assert len({rank["state"]["torch"] for rank in by_three}) == 3
-    steps = 10  # of the three that end the epoch
+    steps = 10  # of the three ranks that end the epoch
     epoch = [rank["seen"] for rank in (*begun, *by_two)] + [rank["seen"][: 4 * steps] for rank in by_three]
     assert sorted(number for seen in epoch for number in seen) == list(range(240))
     after = [number for rank in by_three for number in rank["seen"][4 * steps :]]
@@ -106,7 +110,7 @@ def test_epoch_continues_with_other_world_size(run: RunRanks, tmp_path: Path, da
 
 
 def test_epoch_with_unknown_rest_restarts_or_is_refused(run: RunRanks, tmp_path: Path) -> None:
-    """Each rank draws an order of its own: it is unknown which samples were used up."""
+    """Each rank draws its own order, so the used samples are unknown."""
     run(tmp_path, 2, "resumed", until=8, data="own")
     for said in run(tmp_path, 3, "resumed", until=10, loaders="refuse", data="own"):
         assert said["error"] in ("CheckpointMismatch", "RestoreFailed")
@@ -143,7 +147,7 @@ def test_mismatched_ranks_are_reported(run: RunRanks, tmp_path: Path, what: str,
 
 
 def test_ranks_ending_at_different_steps_are_reported(run: RunRanks, tmp_path: Path) -> None:
-    """Rank 0 has nothing left to save, and closes; rank 1 says that its own last step is in no checkpoint."""
+    """Rank 0 has nothing left to save and closes. Rank 1 reports that no checkpoint has its last step."""
     zero, one = run(tmp_path, 2, "uneven")
     assert zero is None
     assert one["error"] == "SaveFailed"

@@ -1,10 +1,12 @@
-"""Four ranks, of which one, or a sidecar, dies at a named instant of a save or of a restore; then all start anew.
+"""Four ranks: one, or a sidecar, dies at a named point of a save or a restore, and then all restart.
 
-After each death: what is restored is one committed step on all ranks, bit for bit what it was (each rank wrote sums of
-each step outside of the store), no older than the newest commit that any rank was told of; training comes through the
-same steps to the same bits, and to a next commit; whatever was told to be committed is in the log, of its step.
+After each death all ranks restore the same committed step, bit for bit (each rank records hashes of each step outside
+of the store). It is no older than the newest commit that any rank was notified of. Training repeats the same steps to
+the same bits and reaches a next commit. Every commit that a rank was notified of is in the log with its step.
 
-Some instants; `DELTASHARD_TEST_LIVES=full` has a death at every one, of rank 0 and another, of each of two sidecars.
+By default some points are tested. `DELTASHARD_TEST_LIVES=full` tests a death at every one, of rank 0 and another rank,
+and of each of two sidecars.
+
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RANKS = 4
 FULL = os.environ.get("DELTASHARD_TEST_LIVES") == "full"
 
-# Instants that a rank comes to, once it trains and while it comes back; those of rank 0 alone.
+# Points that a rank reaches while it trains and restores, and those that only rank 0 reaches.
 SAVE = (
     "order.answered",
     "order.read",
@@ -46,7 +48,7 @@ RESTORE = (
 )
 LEADERS_SAVE = ("order.proposed", "order.settled")
 LEADERS_RESTORE = ("rendezvous.welcomed", "open.before_publish", "open.after_publish", "agree.published")
-# Instants of a sidecar, of each pod's; then those of the one that commits, whichever that is.
+# Points that each pod's sidecar reaches, and those that only the committing sidecar reaches.
 SIDECAR_SAVE = (
     "stage.granted",
     "stage.batch_received",
@@ -75,18 +77,18 @@ FIRST = ("attempt.before_genesis", "attempt.after_genesis", "layout.before_put",
 
 @pytest.fixture(scope="module")
 def run(rank_zygote: RankZygote) -> RunRanks:
-    """What each rank of a scenario of `lives` returned."""
+    """Return the results of all ranks of a scenario of `lives`."""
     return partial(rank_zygote.run, "tests.integration.trainer.ranks.lives")
 
 
 def records(workdir: Path, rank: int) -> list[list[Any]]:
-    """What a rank said in all its lives."""
+    """Return a rank's records of all its processes."""
     path = workdir / f"said-{rank}"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def check(workdir: Path, url: str = "") -> list[list[dict[str, Any]]]:
-    """What must be true whatever happened; returns what each rank restored, life by life."""
+    """Check the invariants of all cases, and return what each rank restored in each process."""
     told: dict[int, int] = {}
     restored: list[list[dict[str, Any]]] = []
     for rank in range(RANKS):
@@ -94,7 +96,7 @@ def check(workdir: Path, url: str = "") -> list[list[dict[str, Any]]]:
         mine: list[dict[str, Any]] = []
         for what, facts in records(workdir, rank):
             if what == "step":
-                # Also where a later life comes through it again.
+                # Also where a later process repeats it.
                 assert contents.setdefault(facts["step"], facts["content"]) == facts["content"], (rank, facts)
             elif what == "told":
                 assert told.setdefault(facts["seq"], facts["step"]) == facts["step"]
@@ -114,7 +116,7 @@ def check(workdir: Path, url: str = "") -> list[list[dict[str, Any]]]:
 
 
 def newest_reported(workdir: Path) -> int:
-    """Seq of the newest commit that any rank was told of; 0: none was."""
+    """Return the newest seq that any rank was notified of, or 0."""
     every = [facts for rank in range(RANKS) for what, facts in records(workdir, rank) if what == "told"]
     return max((facts["seq"] for facts in every), default=0)
 
@@ -124,7 +126,7 @@ def codes(workdir: Path) -> list[int]:
 
 
 def assert_recovers(run: RunRanks, workdir: Path, nodes: int) -> None:
-    """The next life of the group: from the newest commit at least, through the same steps, to a next commit."""
+    """Start the group again: it resumes from at least the newest commit, repeats the same steps, and commits."""
     before = newest_reported(workdir)
     run(workdir, RANKS, "live", agent=True, nodes=nodes, commits=1, end="close")
     assert codes(workdir) == [0] * RANKS
@@ -136,7 +138,7 @@ def assert_recovers(run: RunRanks, workdir: Path, nodes: int) -> None:
 def run_with_kill(
     run: RunRanks, workdir: Path, nodes: int, commits: int, victim: str, point: str, nth: int
 ) -> None:
-    """A life in which `victim` dies at `point`; a sidecar's ranks restore and train on, and are killed later."""
+    """Run the group while `victim` dies at `point`. A dead sidecar's ranks restore and train, and are killed later."""
     said = run(
         workdir, RANKS, "live", agent=True,
         nodes=nodes, commits=commits, end="kill", victim=victim, point=point, nth=nth,
@@ -155,7 +157,7 @@ def run_with_kill(
 
 
 def kill_cases() -> Iterator[Any]:
-    """(nodes, victim, point, where): where is "save", "restore" or "first"."""
+    """Return (nodes, victim, point, where) for each case. `where` is "save", "restore" or "first"."""
     for point in SAVE:
         yield from ((1, "rank 0", point, "save"), (1, "rank 2", point, "save"))
     for point in LEADERS_SAVE:
@@ -200,7 +202,7 @@ def test_group_recovers_from_kill_at_any_point(
 
 
 def test_stale_rank_commits_nothing_and_gets_reason(run: RunRanks, tmp_path: Path) -> None:
-    """It was stopped while its group died and another was started elsewhere, and goes on beside it."""
+    """The rank was stopped while its group died and a new group started elsewhere. It then continues at the same time."""
     run(tmp_path, RANKS, "zombie", agent=True, spare=2)
     pid = (tmp_path / "stopped").read_text()
     before = newest_reported(tmp_path)

@@ -1,4 +1,4 @@
-"""Some ranks die: under `recovery="partial"` the others keep their rows, bit for bit, or all go back, and it is said."""
+"""Some ranks die: under `recovery="partial"` the others keep their rows bit for bit, or all roll back with a log entry."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL_ROWS = 97 + 60 + 3 + 41
 
 @pytest.fixture(scope="module")
 def run(rank_zygote: RankZygote) -> RunRanks:
-    """What each rank of a scenario of `partial_group` returned."""
+    """Return the results of all ranks of a scenario of `partial_group`."""
     return partial(rank_zygote.run, "tests.integration.trainer.ranks.partial_group")
 
 
@@ -60,7 +60,7 @@ def staged(workdir: Path) -> Path:
 
 
 def test_survivors_keep_rows_and_lost_rank_rolls_back(run: RunRanks, tmp_path: Path) -> None:
-    """Two crashes before the next commit: each rank's rows are those of its own last step, or of the checkpoint."""
+    """Two crashes precede the next commit. Each rank has the rows of its own last step or of the checkpoint."""
     first = run(tmp_path, 4, "train", until=20, save_at=3, kill_at=6, kill="2")
     assert first[2] is None
     assert sorted(path.name for path in staged(tmp_path).iterdir()) == [f"rank-{r}.part" for r in (0, 1, 3)]
@@ -97,7 +97,7 @@ def test_survivors_keep_rows_and_lost_rank_rolls_back(run: RunRanks, tmp_path: P
     assert entry.step == 11
     assert float(entry.metadata["deltashard/pls"]) == pytest.approx(sums)
     assert entry.metadata["deltashard/partial-recoveries"] == "2"
-    # From that commit on everything is exact again, and the sum stays.
+    # From that commit on the state is exact, and the sum is constant.
     ended = {rank: arrays(tmp_path, "ended", rank) for rank in range(4)}
     fourth = run(tmp_path, 4, "train", until=12)
     for rank in range(4):
@@ -107,7 +107,7 @@ def test_survivors_keep_rows_and_lost_rank_rolls_back(run: RunRanks, tmp_path: P
 
 
 def check_restored(workdir: Path, kept: dict[int, dict[str, np.ndarray]], lost: dict[int, Any]) -> None:
-    """After a restore: survivors' rows are as kept, those of the lost as they were saved, the dense part rank 0's."""
+    """Check a restore: survivors have their rows, lost ranks the saved ones, and the dense part is rank 0's."""
     for rank, held in kept.items():
         begun = arrays(workdir, "begun", rank)
         check_rows(begun, lost.get(rank, held))
@@ -116,7 +116,7 @@ def check_restored(workdir: Path, kept: dict[int, dict[str, np.ndarray]], lost: 
 
 @pytest.fixture(scope="module")
 def crashed(run: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose rank 2 died at step 6, with a checkpoint of step 3, and copies of store and staged parts."""
+    """Return a run whose rank 2 died at step 6, with a checkpoint of step 3, and copies of store and staged parts."""
     workdir = tmp_path_factory.mktemp("crashed")
     run(workdir, 4, "train", until=20, save_at=3, kill_at=6, kill="2")
     shutil.copytree(workdir / "store", workdir / "store-then")
@@ -170,14 +170,14 @@ def test_invalid_staged_parts_roll_back_all_ranks(
 
 
 def copy_crash_state(workdir: Path) -> None:
-    """Store and staged parts as they were right after the crash."""
+    """Copy store and staged parts as they were right after the crash."""
     for now, then in ((workdir / "store", "store-then"), (staged(workdir), "staged-then")):
         shutil.rmtree(now, ignore_errors=True)
         shutil.copytree(workdir / then, now)
 
 
 def check_full(messages: list[Any], workdir: Path, why: str) -> None:
-    """All ranks went back to the checkpoint, bit for bit, and rank 0 said why."""
+    """Check that all ranks rolled back to the checkpoint bit for bit, and that rank 0 logged the reason."""
     for rank, each in enumerate(messages):
         assert (each["mode"], each["step"], each["pls"], each["rank_steps"]) == ("full", 3, 0.0, [])
         check_same(arrays(workdir, "begun", rank), arrays(workdir, "saved", rank))

@@ -1,4 +1,4 @@
-"""Ranks find one another over their group's store, whatever an older life left there; who is missing is named."""
+"""Ranks rendezvous over their group's store despite keys of an older group. Missing ranks are named."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deltashard.group.rendezvous import Rendezvous
 
 @pytest.fixture(autouse=True)
 def _store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A store; ranks are threads here, so that each says for itself that this is its first meeting."""
+    """Return a store. Ranks are threads here, so each declares that this is its first rendezvous."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
     monkeypatch.setattr(rendezvous, "_numbers", itertools.repeat(1))
     yield
@@ -29,7 +29,7 @@ def join_all(world: int) -> list[Rendezvous]:
 
 
 def test_stale_keys_are_not_ranks() -> None:
-    """Its hello is welcomed in vain, its welcome is nobody's, and what was told there is not heard here."""
+    """Stale hellos, welcomes and messages of an older group have no effect."""
     old = join_all(2)
     old[0].broadcast("open/1", b"old")
     new = join_all(2)
@@ -40,7 +40,7 @@ def test_stale_keys_are_not_ranks() -> None:
 
 
 def test_any_rank_sends_its_data_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever wants it takes it; it goes when all have it. A rank that cannot give it says so, or is missed."""
+    """Any rank may read the data. They are deleted when all have read them. An unavailable sender is reported."""
     monkeypatch.setattr(rendezvous, "_CHUNK_BYTES", 1000)
     ranks = join_all(3)
     data = bytes(range(256)) * 10

@@ -1,4 +1,4 @@
-"""Any sharding to any sharding, over any number of ranks: weights and optimizer state, cell by cell; and deterministic."""
+"""Any sharding to any sharding over any number of ranks: weights and optimizer state match in each cell."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ FULL = os.environ.get("DELTASHARD_TEST_RESHARD") == "full"
 
 @pytest.fixture(scope="module")
 def run(rank_zygote: RankZygote) -> RunRanks:
-    """What each rank of a scenario of `sharded_group` returned."""
+    """Return the results of all ranks of a scenario of `sharded_group`."""
     return partial(rank_zygote.run, "tests.integration.trainer.ranks.sharded_group")
 
 
 def shardings(world: int, optimizer: str) -> tuple[str, ...]:
-    """Those that run in a world of this size; a data-parallel table is updated by the dense optimizer's rule."""
+    """Return the shardings for a world of this size. The dense optimizer's rule updates a data-parallel table."""
     found = OF_ANY + (OF_HOSTS if world == 4 else ())
     return found if optimizer == "adagrad" else found[1:]
 
 
 def _expected(workdir: Path, run: str, world: int, encoding: str) -> None:
-    """Write what a run holds: whole sections `table|section`, and `table|section|rows|columns` of one value a row.
+    """Write a run's expected content: sections `table|section`, and `table|section|rows|columns` of one value for each row.
 
-    Put together from what its ranks held; what an encoding changes is as the plain reader decodes it.
+    It is assembled from the ranks' data. Lossy encodings are applied with the plain reader's decoding.
+
     """
     found: dict[str, np.ndarray] = {}
     for rank in range(world):
@@ -68,7 +69,7 @@ def _expected(workdir: Path, run: str, world: int, encoding: str) -> None:
     [("rowwise", "q8"), *([("adagrad", "fp32"), ("adagrad", "q8"), ("rowwise", "fp32")] if FULL else ())],
 )
 def test_any_sharding_to_any_sharding(run: RunRanks, tmp_path: Path, optimizer: str, encoding: str) -> None:
-    """All rows, and then a delta, of every sharding, are read back into every other."""
+    """All rows, and then a delta, of every sharding are restored into every other."""
     (tmp_path / "store").mkdir()
     worlds = (1, 2, 4)
     sources: dict[int, list[str]] = {}

@@ -1,6 +1,7 @@
-"""Under torchrun: survivors of a lost rank stand in a collective that cannot end, and SIGTERM ends them all the same.
+"""Under torchrun: survivors of a lost rank wait in a collective that cannot finish, and SIGTERM still ends them.
 
-gloo waits for half an hour, and torchrun for 30 s before it sends SIGKILL, which it says.
+gloo waits for half an hour. torchrun waits for 30 s before it sends SIGKILL, which it logs.
+
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PROGRAM = "tests.integration.trainer.ranks.torchrun_partial"
 
 
 def _torchrun(workdir: Path, recovery: str, where: str) -> tuple[int, str]:
-    """Run to the end; the exit code, and what all printed. Torchrun itself starts nothing again."""
+    """Run torchrun without restarts to its end and return the exit code and the output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD)]
     command += ["--max-restarts", "0", "--monitor-interval", "0.2"]
     command += ["-m", PROGRAM, str(workdir), recovery, where]
@@ -48,9 +49,10 @@ def _torchrun(workdir: Path, recovery: str, where: str) -> tuple[int, str]:
 def test_blocked_collective_is_terminated(
     rank_zygote: RankZygote, tmp_path: Path, recovery: str, where: str
 ) -> None:
-    """At once, by the signal's own action; what the survivors held is there, or all go back to the checkpoint.
+    """The signal's default action ends it immediately. Survivors' rows are staged, or all roll back to the checkpoint.
 
-    In pods no rank sees another's process: that one of them is dead, its beats say.
+    In pods no rank sees another's process, so the missing heartbeats show that a rank is dead.
+
     """
     (tmp_path / "store").mkdir()
     with ExitStack() as stack:
@@ -62,7 +64,7 @@ def test_blocked_collective_is_terminated(
         begun = rank_zygote.run(PROGRAM, tmp_path, WORLD, "train", recovery=recovery, where=where)
     assert code != 0
     assert said.count("(SIGTERM)") >= WORLD - 1, said
-    assert "forcefully exiting" not in said  # nobody had to be killed
+    assert "forcefully exiting" not in said  # no process had to be killed
     assert said.count("rows of step 6 are staged on top of checkpoint 2") == (
         WORLD - 1 if recovery == "partial" else 0
     )

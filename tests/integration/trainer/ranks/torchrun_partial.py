@@ -1,6 +1,7 @@
-"""What torchrun runs in `test_torchrun_partial`: a rank dies, and the others are in a collective that cannot end.
+"""The program of `test_torchrun_partial`: a rank dies, and the others are in a collective that cannot finish.
 
-Their next life is a scenario for `rank_zygote`.
+Their next run is a scenario for `rank_zygote`.
+
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WORLD, SAVE_AT, KILL_AT, UNTIL, LOST = 3, 3, 6, 9, 1
 
 
 def train(rank: int, workdir: Path, recovery: str, where: str) -> Any:
-    """Train to the end; the first life is cut short. In `pods` each rank has a sidecar and a volume of its own."""
+    """Train to the end. The first run is interrupted. In `pods` each rank has a separate sidecar and volume."""
     if where == "pods":
         pod = workdir / f"pod-{rank}"
         os.environ["DELTASHARD_SOCKET"] = str(pod / "run" / "sidecar.sock")
@@ -48,7 +49,7 @@ def train(rank: int, workdir: Path, recovery: str, where: str) -> Any:
             dist.barrier()
             if rank == LOST:
                 os.kill(os.getpid(), signal.SIGKILL)
-            # Not of the dead rank, whose end gloo would see at once: each waits for another that waits as well.
+            # Not with the dead rank, whose exit gloo would detect: each rank waits for another one that also waits.
             alive = [each for each in range(WORLD) if each != LOST]
             dist.recv(torch.zeros(1), src=alive[(alive.index(rank) + 1) % len(alive)])
     ckpt.close()

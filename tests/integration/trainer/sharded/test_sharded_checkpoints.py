@@ -1,4 +1,4 @@
-"""Checkpoints of sharded tables: they come back bit for bit, in any other sharding, and what cannot is refused by name."""
+"""Checkpoints of sharded tables restore bit for bit into any other sharding. Unsupported cases are refused by name."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning:torchrec",
     "ignore::UserWarning:torchrec",
-    "ignore:fbgemm..dense_embedding_codegen_lookup_function:UserWarning",  # told at the first backward pass
+    "ignore:fbgemm..dense_embedding_codegen_lookup_function:UserWarning",  # logged at the first backward pass
 )
 
 
 @pytest.fixture(autouse=True)
 def _single_rank_group(tmp_path: Path) -> Iterator[None]:
-    """A group of one rank."""
+    """Initialise a group of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -56,7 +56,7 @@ def _checkpointer(folder: Path, model: Any, optimizer: Any, **more: Any) -> Chec
 
 
 def _whole(ckpt: Checkpointer) -> dict[str, Tensor]:
-    """Whole tables and their state; of row-wise state of column shards the mean, by their widths."""
+    """Return unsharded tables and their state. Row-wise state of column shards is averaged by their widths."""
     found: dict[str, Tensor] = {}
     for table in ckpt._program.tracking.tables:
         box, schema = table.box, table.schema
@@ -80,7 +80,7 @@ def _equal(a: dict[str, Tensor], b: dict[str, Tensor], *, bits: bool = True) -> 
 
 
 def _saved(folder: Path, training: Any, steps: int = 5) -> dict[str, Tensor]:
-    """Trains and saves, most steps as a delta; the tables as they are then."""
+    """Train and save, mostly deltas, and return the final tables."""
     ckpt = _checkpointer(folder, training.model, training.dense)
     assert ckpt.restore() is None
     for step in range(steps):
@@ -103,7 +103,7 @@ def _saved(folder: Path, training: Any, steps: int = 5) -> dict[str, Tensor]:
     ],
 )
 def test_restored_sharded_training_continues_exactly(tmp_path: Path, sharding: str, optimizer: str) -> None:
-    """A new process' model with other initial rows gets all of it back, and its next steps are the same."""
+    """A new process' model has other initial rows. It restores everything, and its next steps are the same."""
     first = case.ShardedTraining(sharding, optimizer)
     saved = _saved(tmp_path, first)
     torch.manual_seed(99)
@@ -128,7 +128,7 @@ def test_restored_sharded_training_continues_exactly(tmp_path: Path, sharding: s
 
 
 def test_restore_into_unsharded_model(tmp_path: Path) -> None:
-    """The plain collections have tables of the same names: for evaluation, say."""
+    """Unsharded collections have tables of the same names, for example for evaluation."""
     saved = _saved(tmp_path, case.ShardedTraining("column_wise"))
     plain = case.ShardedModel("cpu")
     ckpt = _checkpointer(tmp_path, plain, ())
@@ -140,7 +140,7 @@ def test_restore_into_unsharded_model(tmp_path: Path) -> None:
 
 
 def test_unfused_table_keeps_state_of_same_optimizer(tmp_path: Path) -> None:
-    """Fused Adagrad keeps what torch's Adagrad keeps; Adam keeps something else, and is refused."""
+    """Fused Adagrad has the same state as torch's Adagrad. Adam has different state and is refused."""
     first = case.ShardedTraining("row_wise", "adagrad", dense=torch.optim.Adagrad)
     saved = _saved(tmp_path, first)
     replicated = case.ShardedTraining("data_parallel", "adagrad", dense=torch.optim.Adagrad)
@@ -167,7 +167,7 @@ def test_unfused_table_keeps_state_of_same_optimizer(tmp_path: Path) -> None:
     ],
 )
 def test_other_fused_optimizer_is_refused(tmp_path: Path, then: str, now: str, words: str) -> None:
-    """State of one rule is not made up from that of another; the remedy names what keeps the planner from leaving one."""
+    """One rule's state is not converted to another's. The remedy names the option that keeps tables fused."""
     _saved(tmp_path, case.ShardedTraining("row_wise", then))
     replicated = now == "data_parallel"
     training = case.ShardedTraining(
@@ -180,13 +180,13 @@ def test_other_fused_optimizer_is_refused(tmp_path: Path, then: str, now: str, w
 
 
 def test_untested_sharding_is_refused_by_name() -> None:
-    """Sharded modules of other kinds, two-dimensional parallelism, optimizers of TorchRec that hold state apart."""
+    """The cases are other sharded modules, two-dimensional parallelism, and TorchRec optimizers with separate state."""
     training = case.ShardedTraining("table_wise")
     for kind, words in (
         (DMPCollection, "2D parallelism"),
         (ShardedManagedCollisionEmbeddingBagCollection, "ShardedManagedCollisionEmbeddingBagCollection is"),
     ):
-        module = kind.__new__(kind)  # none of them can be built on a CPU
+        module = kind.__new__(kind)  # none of these modules can be built on a CPU
         nn.Module.__init__(module)
         with pytest.raises(UserError, match=words):
             discover(nn.ModuleDict({"it": module}), find=find)
@@ -203,7 +203,7 @@ def test_untested_sharding_is_refused_by_name() -> None:
 
 
 def test_external_write_marks_all_rows() -> None:
-    """Loading a state_dict moves torch's version of the kernel's memory, which its own updates do not."""
+    """Loading a state_dict increments torch's version of the kernel's memory. The kernel's own updates do not."""
     training = case.ShardedTraining("column_wise")
     tracking = Tracking(training.model, settings=TrackingSettings(hash_below_bytes=0))
     watch = case.MarkChecker(tracking)
