@@ -31,7 +31,7 @@ ON = {
     "monitoring": {name: {"enabled": True} for name in ("podMonitor", "serviceMonitor", "rules", "dashboard")}
 }
 RUN_NAME = "train"
-"""The run that the dashboard shows alone."""
+"""The only run that the dashboard shows."""
 
 
 def rules() -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def queries() -> list[str]:
 
 RUNBOOKS = ROOT / "docs" / "kubernetes" / "runbooks"
 FOREIGN = {"apiserver_admission_webhook_rejection_count"}
-"""Metrics of the API server; that it has them, and with which labels, is a test of `test_webhook`."""
+"""Metrics of the API server. `test_webhook` tests that they exist with these labels."""
 SUFFIXES = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
 
 
@@ -311,7 +311,7 @@ def lost_steps(steps: float, *, from_s: float) -> Samples:
 
 
 RETRAINED = lost_steps(0.1 * 0.75 * DAY / 2, from_s=DAY / 2)
-"""A tenth of what was trained in three quarters of a day."""
+"""A tenth of the steps of three quarters of a day."""
 RECOVERY = phases(0.25 * DAY, 0.5 * DAY)
 SAVING = {f"deltashard_run_save_cost_seconds{RUN}": constant(3.0), INTERVAL: constant(300)}
 FRESH = {LAST: sampled(lambda at: at - at % 300), SINCE: constant(0.0), INTERVAL: constant(300)}
@@ -326,7 +326,7 @@ OTHER_RUN = {
     f"deltashard_run_trained_seconds_total{OTHER}": sampled(lambda at: at / 3),
     'deltashard_run_phase{namespace="team-a",run="other",phase="Training"}': constant(1.0),
 }
-"""Another run, a third as long and without any loss."""
+"""A second run, a third as long and without lost steps."""
 
 RECORDS: list[tuple[str, str, Samples, float | None]] = [
     ("run_step_skew:steps", "two pods", {STEP % (0, 0): constant(12), STEP % (1, 8): constant(9)}, 3.0),
@@ -472,7 +472,7 @@ ABSENT = {
     "deltashard_node_failures_total": "no node failed since this controller began",
     "sum by (condition) (deltashard_run_condition": "it has no trouble",
 }
-"""Beginnings of the queries that rightly give nothing, and why; an empty why: they give something all the same."""
+"""Prefixes of queries that correctly return no data, with the reason. With an empty reason they return data."""
 
 
 def scraped() -> Samples:

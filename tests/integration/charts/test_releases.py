@@ -216,7 +216,7 @@ RIGHTS: dict[str, dict[str, set[str]]] = {
         "authentication.k8s.io/tokenreviews": {"create"},
     },
 }
-"""All that they may do in any namespace."""
+"""The complete rights in any namespace."""
 RESOURCES = {resource for rights in RIGHTS.values() for resource in rights} | {
     "secrets",
     "configmaps",
@@ -238,7 +238,7 @@ RESOURCES = {resource for rights in RIGHTS.values() for resource in rights} | {
 VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
 LEASES = "coordination.k8s.io/leases"
 CREATED = {"create"}
-"""A right that cannot name an object."""
+"""Verbs whose rights cannot be limited to named objects."""
 OWN = {
     "secrets": ("deltashard-tls",),
     "configmaps": ("deltashard-fleet-ca",),

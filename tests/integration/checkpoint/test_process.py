@@ -23,7 +23,7 @@ UNREACHABLE_KUBECONFIG = {
     "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
     "current-context": "c",
 }
-"""A kubeconfig of an API server that is not there."""
+"""A kubeconfig of an unreachable API server."""
 API = "--kubeconfig={at}/kubeconfig --certificate-dir={at}"
 PROGRAMS = {
     "webhook": f"deltashard_operator.main --port={{port}} {API}",

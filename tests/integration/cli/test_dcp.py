@@ -43,7 +43,7 @@ pytestmark = [
 Checkpointers = Callable[..., deltashard.Checkpointer]
 GOLDEN = Path(__file__).parents[2] / "golden" / "v1"
 LIVE_SEQS = (4, 5, 7, 9, 10, 13)
-"""Checkpoints of the golden run of many ranks."""
+"""Checkpoints of the golden multi-rank run."""
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.support.checkpoint.written_run import WrittenRun
 from tests.support.command_line import Cli
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\u202eevil\u2066\u200b\r\b\x7f[red]x[/red]:smile:\nerror: FORGED\ud800"
-"""A terminal's title, a cleared screen, C1, bidi, rubbed out characters, rich's markup, a forged line, no UTF-8."""
+"""A terminal title, a cleared screen, C1, bidi, erased characters, rich's markup, a forged line, invalid UTF-8."""
 ENCODABLE = EVIL[:-1]
 
 ARGUMENTS = {

@@ -19,7 +19,7 @@ from tests.support.command_line import Cli, json_output
 
 RUN = "team/run-1"
 COUNTED = Evidence(exposure_s=360_000, lossy=2.5, restores=4)
-"""By the run's own decider."""
+"""Counted by the run's own decider."""
 SIZED = ("plan", "--bytes", "400GiB", "--pods", "16", "--mtbf", "20h")
 
 

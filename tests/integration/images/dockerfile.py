@@ -14,7 +14,7 @@ class BuildStage:
 
     name: str
     base: str
-    """An image or the name of an earlier stage, arguments put in."""
+    """An image or the name of an earlier stage, with arguments substituted."""
     instructions: list[tuple[str, str]] = field(default_factory=list)
 
     def all(self, keyword: str) -> list[str]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 NAMES = st.sampled_from(["worker", "a", "b-1", "istio-proxy", "logger"])
 RARELY = st.integers(0, 9).map(lambda n: n == 7)
-"""Zero would be what Hypothesis likes best."""
+"""Not zero, because Hypothesis prefers zero."""
 VOLUME_NAMES = ["data", "deltashard-cache", "scratch"]
 TAKEN = ["deltashard-shm", "deltashard-store", "deltashard-token"]
 CPU = st.sampled_from(["100m", "1", "2", "1500m", "0.5"])

@@ -61,7 +61,7 @@ network:
   noProxy: minio.example,.internal
   caBundle: {configMap: authorities, key: ca.crt}
 """)
-"""Every field there is."""
+"""A policy with every field."""
 
 
 def volume(**fields: Any) -> dict[str, Any]:
@@ -186,7 +186,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"sidecar": {"resources": {"limits": {"cpu": "0"}}}}, "above 0"),
     ({"sidecar": {"metricsPort": 65536}}, "less than or equal to 65535"),
 ]
-"""Wrong values, and what the API server's sentence says of each."""
+"""Invalid values, and a part of the API server's message for each."""
 
 
 KINDS = ("CheckpointPolicy", "ClusterCheckpointPolicy")

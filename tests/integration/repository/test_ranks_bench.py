@@ -41,5 +41,5 @@ def test_store_requests_stay_within_budgets(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 KNOWN = ("the same, uploads within 30 s", "GETs of rank 0's pod")
-"""Budgets that are missed. The first only here: the slowest of 7 pods ends seconds apart from cut to cut, of 511 it does not.
-The other one stands in docs/scale-ranks.md, too."""
+"""Budgets that are exceeded. The first one is exceeded only here: the end of the slowest of 7 pods varies by seconds.
+docs/scale-ranks.md documents the other one."""

@@ -24,7 +24,7 @@ from tests.support.fake_trainer import SaveStreamFailed, Trainer
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
 LONG_WAIT = {"deltashard_sidecar.save_service.BRIEF_WAIT_S": 30.0}
-"""A rank does not begin a cut anew that was refused, as a lone trainer does where the end of its last one is told slowly."""
+"""A rank does not retry a refused save, unlike a lone trainer that learns late of the end of its last save."""
 
 
 class RankGroup:

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_command_line(tmp_path: Path, url: str) -> None:
-    """stdout is empty, ready.json appears, health and notify work, a directory has one owner, SIGTERM leaves no files."""
+    """Nothing is printed to stdout, ready.json appears, health and notify work, a directory has one owner, SIGTERM leaves no files."""
     command = [sys.executable, "-m", "deltashard_sidecar.main"]
     flags = ["--url", url, "--run", "r", "--dir", str(tmp_path / "d"), "--cache-dir", str(tmp_path / "c")]
     flags += ["--arena-bytes", "32MiB", "--metrics-port", "0"]

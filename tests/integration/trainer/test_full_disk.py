@@ -28,7 +28,7 @@ DISK_BYTES = 6 << 20
 ToyLoop = partial(AnyLoop, rows=16_000, columns=8)
 """Tables of about 0.6 MiB with their optimizer state."""
 Document = Callable[..., Any]
-"""Of arguments: a command's JSON document."""
+"""A function from arguments to a command's JSON document."""
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.support.trainer.toy_loop import ToyLoop
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 FOREVER_S = 1e6
-"""A close() that waited for its deadline would never end within a test."""
+"""With this deadline, a close() that waits for it would never end within a test."""
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from tests.support.server.minio_server import free_port
 from tests.support.tool import require_tool
 
 OF_JOB = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "0b4f", "controller": True}
-"""As the Job's controller puts it on the pods it makes."""
+"""The owner reference that the Job's controller sets on its pods."""
 
 
 def test_webhook_outage_affects_annotated_objects_only(http: Rest) -> None:

@@ -20,7 +20,7 @@ from tests.support.server.apiserver import ApiServer
 from tests.support.server.minio_server import free_port
 
 NEVER: Any = None
-"""To call the API of a cache that is not asked to look."""
+"""The API caller of a cache that makes no API call."""
 # asyncio leaves the socket of an aborted TLS handshake to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -41,7 +41,7 @@ class WatchRecorder:
     def __init__(self, api: ApiAccess, selector: str = "", namespaces: tuple[str, ...] = ()) -> None:
         self.notifications: list[tuple[str, str]] = []
         self.known: dict[str, int] = {}
-        """Name -> size, as the newest word has it."""
+        """Name -> size from the newest notification."""
         self.lists = 0
         self.counts: Counter[str] = Counter()
         kind = WatchedKind("things", THINGS, self._take, self._drop, selector)

@@ -50,7 +50,7 @@ class CudaProgram(PrecopiedProgram):
         torch.manual_seed(2)
         self.rows, self.device, self.dense = rows, device, dense
         self.stream: torch.cuda.Stream | None = None
-        """What training runs on; None: the stream on which everything is called."""
+        """The stream of the training. None means the caller's stream."""
         tables = {
             name: kind(rows, COLUMNS, sparse=sparse).to(device) for name, (kind, sparse, _) in TABLES.items()
         }
@@ -58,7 +58,7 @@ class CudaProgram(PrecopiedProgram):
         optimizers = [OPTIMIZER_OF[rule]([tables[name].weight]) for name, (*_, rule) in TABLES.items()]
         optimizers.append(torch.optim.Adam(top.parameters(), lr=0.01))
         self.now: dict[str, torch.Tensor] = {}
-        """What was there at the end of the last step."""
+        """The state at the end of the last step."""
         super().__init__(folder, tables, optimizers, top, **{"arena_bytes": 128 << 20} | options)
 
     def on_cut(self) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 from tests.integration.trainer.loader.loader_world import LoaderProgram, SimulatedTrainer
 
 Make, Loop = Callable[[], Any], Callable[[Any, Any, SimulatedTrainer], Iterator[Any]]
-"""A loop, of a loader, perhaps another one, and the world, yields what to train on; a step follows each."""
+"""A loop over a loader, an optional second one, and the trainer yields batches. A step follows each."""
 
 
 class Numbers(Dataset[Any]):
@@ -339,7 +339,7 @@ EXACT: dict[str, LoaderProgram] = {
     "own noise": loop(make_loader(lambda: Subset(Noise(), range(19)), shuffle=True)),
     "generator in state=": in_state,
 }
-"""Resume bit-exactly at any step without a warning, but for the first steps of all."""
+"""These programs resume bit-exactly at any step without a warning, except for the very first steps."""
 
 INEXACT: dict[str, tuple[LoaderProgram, str]] = {
     "peeked": (loop(shuffled, "peeked"), ""),
@@ -355,7 +355,7 @@ INEXACT: dict[str, tuple[LoaderProgram, str]] = {
     "counting": (loop(make_loader(ReadCounter, shuffle=True)), "the same samples with different content"),
     "closure": (loop(lambda: ModuleGenerator().loader()), "the same samples with different content"),
 }
-"""Resume bit-exactly, or with a warning that has these words."""
+"""These programs resume bit-exactly, or with a warning that contains this text."""
 
 WORKERS: dict[str, LoaderProgram] = {
     "own sampler, workers": loop(
@@ -364,4 +364,4 @@ WORKERS: dict[str, LoaderProgram] = {
     "persistent workers": loop(lambda: shuffled(num_workers=1, persistent_workers=True)),
     "noise in workers": loop(lambda: shuffled(noisy=True, num_workers=2)),
 }
-"""Resume bit-exactly; starting worker processes is slow."""
+"""These programs resume bit-exactly. Their worker processes start slowly."""

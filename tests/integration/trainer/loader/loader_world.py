@@ -138,14 +138,14 @@ class ResumeResult(NamedTuple):
     """The result of a program that was interrupted and resumed."""
 
     wanted: list[Any]
-    """What the lost process saw after the cut."""
+    """The batches of the lost process after the snapshot."""
     seen: list[Any]
-    """What the resumed one saw."""
+    """The batches of the resumed process."""
     warnings: list[str]
-    """On the way, and notes of the restore."""
+    """Warnings of both processes, and notes of the restore."""
     infos: list[str]
     delivered: list[int]
-    """Of the loaders, in their epochs, at the cut."""
+    """The batches that each loader delivered in its epoch before the snapshot."""
 
     @property
     def exact(self) -> bool:

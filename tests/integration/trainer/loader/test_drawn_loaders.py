@@ -20,7 +20,7 @@ from tests.integration.trainer.loader.loader_world import resumed
 SAMPLES = 22
 KINDS = ["shuffled", "sequential", "resumable", "stream", "list"]
 NOT_DRAWN = {"drawn head", "prefetched by a thread", "pipeline over epochs", "peeked"}
-"""The loop itself draws, batches that draw are fetched while others are trained on, or it ends where an epoch did."""
+"""The loop itself draws, prefetched batches draw during training, or the loop ends with an epoch."""
 NOISE = ["none", "torch", "numpy", "own", "rare", "count", "time"]
 
 

@@ -63,7 +63,7 @@ class RankTraining:
         self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.05)
         torch.manual_seed(100 + rank)
         self.committed: list[int] = []
-        """Steps of the checkpoints that it was told of."""
+        """Steps of the checkpoints that this rank was notified of."""
         self.ckpt = deltashard.Checkpointer(
             self.model, self.optimizer, on_event=self.on_event, run="group",
             **{"url": workdir / "store", "encoding": "fp32", "content_hash": True, "grace_s": None,

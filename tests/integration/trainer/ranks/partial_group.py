@@ -21,7 +21,7 @@ from tests.support.trainer.sharded_case import ShardedTraining, batch
 
 PLANNED = 1000
 EPOCH = 7
-"""Batches."""
+"""Length in batches."""
 
 
 def checkpointer(workdir: Path, training: ShardedTraining, **options: Any) -> Checkpointer:

@@ -22,7 +22,7 @@ from tests.support.tool import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Start = Callable[..., tuple["subprocess.Popen[bytes]", Path]]
 FOREVER, MORE = 10_000_000, 100
-"""Steps: of who is stopped from outside, however fast the machine; and of who goes on after it, to the end."""
+"""Numbers of steps: of a run that is always killed before its end, and of its continuation to the end."""
 
 
 @pytest.fixture

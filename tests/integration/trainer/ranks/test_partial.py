@@ -21,7 +21,7 @@ from tests.support.trainer.rank_zygote import RankZygote
 RunRanks = Callable[..., list[Any]]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROWS_OF_RANK = {0: 25 + 15 + 1 + 11, 1: 25 + 15 + 1 + 11, 2: 25 + 15 + 1 + 11}
-"""Of the tables of 97, 60, 3 and 41 rows, dealt out by rows."""
+"""Rows of each rank from the tables of 97, 60, 3 and 41 rows, split by rows."""
 ALL_ROWS = 97 + 60 + 3 + 41
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(1800)
 OF_ANY = ("data_parallel", "table_wise", "row_wise", "column_wise", "table_column_wise")
 OF_HOSTS = ("table_row_wise", "grid_shard")
 FULL = os.environ.get("DELTASHARD_TEST_RESHARD") == "full"
-"""Every pair of shardings and worlds, under each optimizer and encoding; else some of each."""
+"""Test every pair of shardings and worlds with each optimizer and encoding, instead of a selection."""
 
 
 @pytest.fixture(scope="module")
