@@ -1,7 +1,6 @@
 """A real API server accepts every object of the chart without unknown fields and under PodSecurity `restricted`.
 
 Third-party custom resources have their own definitions, see `crds/README.md`.
-
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Webhook and controller with a release's service accounts and namespaced rights, on a real API server.
 
 `tests/load` runs both with cluster-wide rights and compares their requests with the audit log.
-
 """
 
 from __future__ import annotations
@@ -103,7 +102,6 @@ def test_programs_run_with_namespaced_rights(apiserver: ApiServer, http: Rest, t
     """Both programs become ready with rights in a list of namespaces. The webhook refuses annotated Jobs elsewhere.
 
     The next pod of a Job that already has its sidecar is admitted.
-
     """
     ours = {"deltashard.io/managed-by": "deltashard"}
     for name in ("team-a", "team-b", "team-c"):

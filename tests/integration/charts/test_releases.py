@@ -100,7 +100,6 @@ def test_uninstall_removes_webhook_first(release: Release, apiserver: ApiServer,
     """The webhook configuration is deleted before the pods, so that no annotated Job is refused in between.
 
     Without the chart's hooks Helm deletes in the opposite order.
-
     """
     release.install()
     fill_as_controller(http)
@@ -290,7 +289,6 @@ def test_chart_test_rights_are_removed_after_run(release: Release, http: Rest, p
     """While the test pod runs, its account may create Jobs in one namespace. Afterwards it has no rights.
 
     The test takes the kubelet's part.
-
     """
     release.install()
     created = "batch/jobs"

@@ -2,7 +2,6 @@
 
 `WORKDIR/whole.pt` holds a dict of unsharded tensors. `save` shards them in each supported way into
 `WORKDIR/saved-KIND`. `load` reads `WORKDIR/exported` into shards of other sizes and compares them.
-
 """
 
 from pathlib import Path

@@ -322,7 +322,6 @@ def test_multi_rank_checkpoint_is_imported(
     """DTensors by rows and by columns, uneven ShardedTensors and replicas give the same run, bit for bit.
 
     Tables are read in ranges of a few rows across the borders of pieces. Each piece is read once.
-
     """
     read: list[str] = []
 

@@ -171,7 +171,6 @@ def test_image_modules_import_with_installed_packages(target: str, packages: lis
 
     `deltashard_cli.dcp` uses torch's own format: its commands import torch when they run and report a missing torch.
     `deltashard_cli.kubectl` is a plugin for a user's machine and reports missing packages.
-
     """
     allowed = sorted(_requirements(target))
     done = subprocess.run(

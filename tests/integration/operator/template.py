@@ -3,7 +3,6 @@
 A real API server admits most of the templates. The rest does not test injection. `MAX` bounds keep one template small.
 Together the templates cover every rule of injection: QoS classes, pod-level resources, declared volumes, groups,
 host networks, meshes, own init containers and native sidecars, ports, taken names, grace periods.
-
 """
 
 from __future__ import annotations

@@ -35,10 +35,9 @@ def _post(http: Rest, document: dict[str, Any], namespace: str) -> None:
 
 
 def test_api_server_accepts_examples(http: Rest) -> None:
-    """The API server accepts every built-in kind and the policy, as written and as injected, under PodSecurity restricted.
+    """Every built-in kind and the policy are accepted, as written and as injected, under PodSecurity restricted.
 
     No field is unknown and no warning appears. The pods of all workloads with their sidecar also fit the standard.
-
     """
     http.namespace(
         "examples", {f"pod-security.kubernetes.io/{how}": "restricted" for how in ("enforce", "warn")}

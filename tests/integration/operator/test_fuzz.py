@@ -4,7 +4,6 @@ A dry run decides whether a Job is valid and returns it with its defaults, as th
 A valid Job is either refused with a message or injected. After injection the applied patch equals the injected object,
 the API server accepts it, a second admission changes nothing, and the user's fields change only as documented.
 `DELTASHARD_FUZZ=5000` (or more) sets the number of templates.
-
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ def check(
 
 @pytest.mark.timeout(3600)
 def test_generated_templates(apiserver: ApiServer) -> None:
-    """At least two thirds of the templates are valid, and most of these are injected, so that the test is not vacuous."""
+    """At least two thirds of the templates are valid, and most of these are injected."""
 
     @settings(
         max_examples=EXAMPLES,

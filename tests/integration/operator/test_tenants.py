@@ -144,7 +144,7 @@ def test_webhook_answers_contain_no_secrets(teams: Teams, shared_webhook: Webhoo
 def test_documented_keys_reach_own_namespace_only(
     minio_server: MinioServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the documented policy at a real store, a namespace can access its own run, and access to another's is denied."""
+    """Under the documented policy at a real store a namespace can access its own runs only."""
     bucket = minio_server.new_bucket()
     (found,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     document = json.loads(found.replace("arn:aws:s3:::checkpoints", f"arn:aws:s3:::{bucket}"))

@@ -25,7 +25,7 @@ def test_store_requests_stay_within_budgets(monkeypatch: pytest.MonkeyPatch) -> 
     assert missed == list(KNOWN), {what: rows[what] for what in missed}
     one, other = found["reading"]["one rank"], found["reading"]["another world"]
     links = found["scale"]["cuts"]
-    # One index of each link, and the indexes of the newest that hold dense tensors. A pod's first rank caches some itself.
+    # One index of each link, and the newest link's indexes with dense tensors. A pod's first rank caches some.
     assert one["gets"]["index"] == links + 7
     # From the log: HINT's folded state, the entry that confirms it, and the newest entry.
     assert one["gets"] == {"log": 3, "layout": 1, "manifest": links, "index": links + 7}

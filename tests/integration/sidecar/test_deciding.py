@@ -76,7 +76,6 @@ def reported_interval_s(server: FleetServer) -> float:
     """Return the interval of the last report.
 
     It is read before the report's other fields, which may be newer and are never older.
-
     """
     return server.last.run.policy.every_s
 
@@ -84,7 +83,7 @@ def reported_interval_s(server: FleetServer) -> float:
 def test_interval_choice_is_reported_and_adopted_after_restart(
     tmp_path: Path, url: str, server: FleetServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sidecar measures at the reported interval first, then uses the longest allowed interval. A restart does not measure again."""
+    """The sidecar measures first and then chooses the longest allowed interval. A restart does not measure again."""
     said = flags(tmp_path, server, goal="auto", every_s=0.1, most_s=300, metrics_port=0)
     with sidecar(tmp_path, url, **said) as process:
         monkeypatch.setenv("DELTASHARD_SOCKET", str(process.socket))

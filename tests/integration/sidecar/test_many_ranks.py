@@ -98,7 +98,7 @@ def pods(root: Path, url: str, count: int, **flags: object) -> Iterator[list[Sid
 def start_group(
     root: Path, count: int = 2, ranks: int = 4, **flags: object
 ) -> Iterator[tuple[str, RankGroup, int]]:
-    """Return a function that starts pods and ranks for a store's URL and returns the group and its first checkpoint's seq."""
+    """Yield a store's URL, a group of ranks on `count` pods, and the seq of its first checkpoint."""
     url = (root / "store").as_uri()
     with pods(root, url, count, **flags) as sidecars:
         group = RankGroup(sidecars, ranks)
@@ -213,7 +213,7 @@ def test_ranks_read_common_and_own_blobs(
 def test_rank_abort_drops_snapshot_and_next_one_has_rows(
     tmp_path: Path,
 ) -> None:
-    """Its own pod drops the snapshot at once, and the other pod after the log's record. No rank waits for the deadline."""
+    """Its own pod drops the snapshot at once, and the other pod when it learns of the abort, before the deadline."""
     with start_group(tmp_path) as (url, group, base):
         group.train()
         snapshots = []

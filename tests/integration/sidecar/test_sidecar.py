@@ -231,7 +231,6 @@ def test_fenced_sidecar_stops_maintenance(tmp_path: Path, url: str) -> None:
 
     The first commit's maintenance round runs immediately, and the next one after the pause: before the rewind, or, on a
     fast machine, after it.
-
     """
     flags = {
         "encoding": "fp32",

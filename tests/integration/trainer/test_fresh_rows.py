@@ -1,4 +1,4 @@
-"""A part's list of new rows (`since`) is correct and complete relative to the previous checkpoint, with a real sidecar."""
+"""A part's list of new rows (`since`) is correct and complete, with a real sidecar."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _check(folder: Path) -> list[int]:
 def test_since_is_omitted_where_invalid_or_redundant(
     make: MakeCheckpointer, tmp_path: Path, encoding: str, differential: str
 ) -> None:
-    """In q4 all rows of a frame share an exponent, so a row may decode differently in another frame. `covers` has the rest."""
+    """A q4 row depends on its frame's shared exponent. Consecutive deltas already have this information in `covers`."""
     rng = np.random.default_rng(3)
     loop = SparseWriteLoop()
     ckpt = make(loop, encoding=encoding, differential=differential)

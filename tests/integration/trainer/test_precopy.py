@@ -127,7 +127,7 @@ def test_evaluation_with_swapped_weights_during_precopy(make: Any, how: str) -> 
 
 
 def save_with_stray_row(program: PrecopyProgram) -> int:
-    """Save a snapshot with the value of row 5 of the first table from the copy only, and return its step."""
+    """Save a snapshot with a value that row 5 of the first table has during the copy only, and return its step."""
     program.train(14)
     program.end_copy()
     weight = program.first.weight
@@ -140,7 +140,7 @@ def save_with_stray_row(program: PrecopyProgram) -> int:
         kept = weight.detach()[5].clone()
         weight.data[5] = 7.0
     for table in program.copying.tables:
-        # The snapshot checks a random sample of these rows. The sample excludes row 5, which it has once in 2,000 times.
+        # The snapshot checks a sample of these rows. This seed's sample excludes row 5, unlike one random sample in 2,000.
         table._random = np.random.default_rng(0)
     program.wait_for_copy()
     weight.data[5] = kept

@@ -98,7 +98,6 @@ def test_user_code_exceptions_do_not_reach_loop(
     """Getters, validate= and on_event= raise exceptions of any class. The next save is complete.
 
     KeyboardInterrupt and exceptions of the user's signal handlers propagate.
-
     """
     for error in RAISED:
         hooks.getter = error

@@ -48,7 +48,7 @@ class TestSharedMount(StoreTests):
 
 
 def test_link_with_lost_reply_succeeds(client: Mounter) -> None:
-    """The client repeats the link request and gets "exists" because of its own first request."""
+    """The client repeats the link request and gets "exists" because its first request succeeded."""
     store = client("-repeat-links")
     store.put_if_absent("log/0", b"mine")
     assert store.get("log/0") == b"mine"

@@ -42,7 +42,6 @@ def _answer(
     """Return the answer for a Job with a `run-id` while the API is silent, and the number of unknown run holders.
 
     `known`: the policy is in the cache.
-
     """
     (folder / "policy.yaml").write_text(yaml.safe_dump(sample.DEFAULTS))
     metrics = WebhookMetrics()

@@ -196,7 +196,7 @@ def test_rotation_under_load_fails_no_admission(http: Rest, webhook: WebhookProc
 def test_webhook_lifecycle_from_no_certificate_to_drain(
     http: Rest, apiserver: ApiServer, tmp_path: Path
 ) -> None:
-    """The process is alive without a certificate and ready with it. After SIGTERM it is not ready and drains requests."""
+    """The process is live without a certificate, and ready with it. After SIGTERM it drains requests."""
     webhook = WebhookProcess(apiserver, tmp_path, drain_s=10.0)
     webhook.start(certificate=False)
     eventually(lambda: webhook.get("healthz") == (503, "no certificate is loaded"), what="the policies")

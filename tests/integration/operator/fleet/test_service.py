@@ -141,7 +141,7 @@ def test_api_outage_is_retryable(apiserver: ApiServer, http: Rest, pod: ApiPod, 
 def test_idle_peers_are_disconnected(
     api: ApiAccess, pod: ApiPod, token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that is idle before or after its handshake is disconnected when another connects. Partial bodies time out."""
+    """A new connection displaces a client that is idle before or after its handshake. Partial bodies time out."""
 
     async def scenario() -> None:
         async with serving(api) as service:

@@ -133,7 +133,7 @@ async def test_concurrent_acquire_has_one_winner(api: ApiAccess, namespace: str)
 
 
 def test_no_leader_without_right_to_create_lease(apiserver: ApiServer, http: Rest, namespace: str) -> None:
-    """Argo CD does not apply Leases, so a manifest cannot provide one. With the right to create it, a controller leads."""
+    """Argo CD does not apply Leases from manifests. With the right to create one, a controller leads."""
     rule = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "update"]}
     http.grant("controller", namespace, rule)
 

@@ -158,7 +158,7 @@ def proxied(server: ApiServer, proxy: FaultyProxy) -> ApiAccess:
 def test_initial_objects_then_list_then_changes(
     api: ApiAccess, things: Things, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lists are paged and filtered by label. A document that raises an error does not stop the others, and nothing is written."""
+    """Lists are paged and filtered by label. An invalid document does not stop the others, and nothing is written."""
     monkeypatch.setattr(object_watch, "CHUNK", 2)
     mine = {"of": "mine"}
     before = [things.create(f"a{n}", n, labels=mine) for n in range(5)]

@@ -1,7 +1,6 @@
 """The webhook's certificate is loaded completely or not at all.
 
 `test_rotation_under_load_fails_no_admission` covers its replacement.
-
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def client(
 
 
 def test_report_has_identity_and_state(authority: CertificateAuthority, token: Path) -> None:
-    """Reports are sent at the start, on a change, on a nudge, and at the end. An invalid directive is logged once."""
+    """Reports are sent at the start, on a change, on a nudge, and at the end. An invalid directive is not applied."""
     side = FakeReporter()
     with FleetServer(authority, next_s=300) as server, client(side, server.address, authority, token) as one:
         eventually(lambda: server.reports, "the first report")

@@ -127,7 +127,6 @@ def test_directive_takes_effect_while_running(tmp_path: Path, url: str, server: 
     """It affects the timer, the next snapshot's encodings, the trainer's notice, the report and the commit's metadata.
 
     An invalid directive has no effect.
-
     """
     with training(tmp_path, url, **flags(tmp_path, server)) as (_, trainer):
         line = trainer.arena.line(0)

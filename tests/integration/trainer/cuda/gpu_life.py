@@ -2,7 +2,6 @@
 
 It prints a line of JSON for the restore, for every snapshot and for the end: the step, and a digest of everything that
 a resumed run needs (every parameter and optimizer state, the generators, and the next random draws).
-
 """
 
 from __future__ import annotations

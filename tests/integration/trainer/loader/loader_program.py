@@ -260,7 +260,7 @@ class OwnGeneratorSampler(Sampler[int]):
 
 
 class Walk(OwnGeneratorSampler):
-    """A dataset that draws from a global generator when iterated and keeps state, so that it cannot be replayed."""
+    """A sampler that draws from a global generator while it is iterated, so that its order cannot be replayed."""
 
     def __iter__(self) -> Iterator[int]:
         pool = list(range(self.n))
@@ -291,7 +291,7 @@ class ReadCounter(Numbers):
 
 
 class ModuleGenerator:
-    """A dataset that draws samples from a generator that is no attribute of it."""
+    """A collate function that draws from a generator that is no attribute of the dataset."""
 
     def __init__(self) -> None:
         self.generator = np.random.default_rng(5)

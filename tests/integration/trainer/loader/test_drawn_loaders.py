@@ -80,7 +80,6 @@ def test_drawn_loader_resumes_exactly_or_warns(data: st.DataObject) -> None:
 
     State outside of generators (a count of reads, the time) is compared with the last batch of the epoch, so at an epoch's
     beginning there is no comparison.
-
     """
 
     def one_of(*values: Any) -> Any:

@@ -158,7 +158,6 @@ def survived(rank: int, workdir: Path, until: str, save_at: str = "0", kill_at: 
     """Partial recovery: rank 0, which saves most replicated data, is killed. Return each rank's state before and after.
 
     The other ranks wait in a collective that cannot finish, until SIGTERM arrives, as from torchrun.
-
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with devices recovery is full
     (workdir / f"pid-{rank}").write_text(str(os.getpid()))

@@ -2,7 +2,6 @@
 
 Each rank appends JSON lines to `WORKDIR/said-{rank}`, before or as soon as an event happens, so that they outlive
 the rank. `test_lives` compares them with one another and with the store.
-
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class RankTraining:
 
     Gradients are averaged here, because DistributedDataParallel rebuilds its buckets after a process' first step and
     would then sum four ranks' gradients in another order than in a process that was not restarted.
-
     """
 
     def __init__(self, rank: int, workdir: Path, **options: Any) -> None:
@@ -161,7 +159,6 @@ def live(
     Meanwhile `victim` ("rank 2", "sidecar 1" or "sidecar of any") dies when it reaches `point` the nth time.
     `nodes` is the number of machines. `wakes` is the pid of a stopped process that continues after the first commit, on
     other machines than these.
-
     """
     _set_node(rank, int(nodes), first=2 if wakes else 0)
     _arm(rank, workdir, victim, point, int(nth))

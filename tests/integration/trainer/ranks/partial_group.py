@@ -64,7 +64,6 @@ def train(
     """Resume and train to the end, with an optional save, and optionally kill ranks `kill` at a step.
 
     Each rank writes its state after restore() to `begun-{rank}.npz`, and after its last step to `held-{rank}.npz`.
-
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with devices recovery is full
     print("begins anew", flush=True)

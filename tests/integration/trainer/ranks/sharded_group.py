@@ -86,7 +86,6 @@ def _by_row(expected: Any, name: str, a: int, b: int, c: int, d: int) -> np.ndar
     """Return one value for each row of rows [a, b) and columns [c, d), averaged over the shards by their columns.
 
     m = sum over shards of (columns in common / all) m_s, and m_s itself where all shards have the same value.
-
     """
     total, least, most = np.zeros(b - a), np.full(b - a, np.inf), np.full(b - a, -np.inf)
     for key, values in expected.items():

@@ -1,7 +1,6 @@
 """Coordinator threads over a real store: closed ranks, late attempts, and a lost store.
 
 The group model tests that all ranks save at the same steps.
-
 """
 
 from __future__ import annotations

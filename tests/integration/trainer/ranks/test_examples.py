@@ -74,7 +74,6 @@ def _run_to_end(
 
     After a restart by torchrun, gloo's own connection setup sometimes fails and waits for its timeout of half an hour
     before any code of deltashard runs.
-
     """
     logs: list[Path] = []
     for _ in range(3):
@@ -111,7 +110,6 @@ def test_restarted_group_resumes_exactly(torchrun: Start, tmp_path: Path, exampl
 
     In "ddp" one rank is killed, and torchrun restarts all ranks. With TorchRec's tables over two ranks and a pipeline, all
     ranks are killed and restarted.
-
     """
     process, log = torchrun(example, every_s=1 if example == "torchrec" else 0.2)
 

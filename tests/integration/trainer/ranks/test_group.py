@@ -41,7 +41,6 @@ def test_killed_group_matches_uninterrupted_one(
     """A second run that starts from its checkpoint also matches bit for bit. No sample is read twice.
 
     The state covers tables, optimizer, scheduler, and each rank's random numbers and share of the data.
-
     """
     whole = run(tmp_path / "plain", 2, "plain", until=50)
     assert run(tmp_path / "ckpt", 2, "killed", save_at=17, kill_at=23) == [None, None]

@@ -6,7 +6,6 @@ the same bits and reaches a next commit. Every commit that a rank was notified o
 
 By default some points are tested. `DELTASHARD_TEST_LIVES=full` tests a death at every one, of rank 0 and another rank,
 and of each of two sidecars.
-
 """
 
 from __future__ import annotations

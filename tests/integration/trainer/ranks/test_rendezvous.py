@@ -16,7 +16,7 @@ from deltashard.group.rendezvous import Rendezvous
 
 @pytest.fixture(autouse=True)
 def _store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Return a store. Ranks are threads here, so each declares that this is its first rendezvous."""
+    """Initialise a group. Ranks are threads here, so each declares that this is its first rendezvous."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
     monkeypatch.setattr(rendezvous, "_numbers", itertools.repeat(1))
     yield

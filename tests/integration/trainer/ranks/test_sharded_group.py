@@ -42,7 +42,6 @@ def _expected(workdir: Path, run: str, world: int, encoding: str) -> None:
     """Write a run's expected content: sections `table|section`, and `table|section|rows|columns` of one value for each row.
 
     It is assembled from the ranks' data. Lossy encodings are applied with the plain reader's decoding.
-
     """
     found: dict[str, np.ndarray] = {}
     for rank in range(world):

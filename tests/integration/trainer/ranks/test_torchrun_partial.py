@@ -1,7 +1,6 @@
 """Under torchrun: survivors of a lost rank wait in a collective that cannot finish, and SIGTERM still ends them.
 
 gloo waits for half an hour. torchrun waits for 30 s before it sends SIGKILL, which it logs.
-
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ def test_blocked_collective_is_terminated(
     """The signal's default action ends it immediately. Survivors' rows are staged, or all roll back to the checkpoint.
 
     In pods no rank sees another's process, so the missing heartbeats show that a rank is dead.
-
     """
     (tmp_path / "store").mkdir()
     with ExitStack() as stack:

@@ -1,7 +1,6 @@
 """The program of `test_torchrun_partial`: a rank dies, and the others are in a collective that cannot finish.
 
 Their next run is a scenario for `rank_zygote`.
-
 """
 
 from __future__ import annotations
