@@ -82,7 +82,10 @@ def test_upgrade_keeps_controller_data(release: Release, http: Rest) -> None:
 
 
 def test_certificate_mode_switch_and_back(release: Release, http: Rest) -> None:
-    """An external authority replaces the built-in one. After the switch back the controller fills the empty field again."""
+    """An external authority replaces the built-in one.
+
+    After the switch back the controller fills the empty field again.
+    """
     release.install()
     fill_as_controller(http)
     existing = {"webhookCa": CERTIFICATE, "fleetCa": CERTIFICATE}

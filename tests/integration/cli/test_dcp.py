@@ -231,7 +231,7 @@ def test_many_ranks_load_single_process_export(
 def test_exported_model_resumes_in_plain_torch(
     cli: Cli, checkpointer: Checkpointers, tmp_path: Path, kind: str
 ) -> None:
-    """dcp.load and torch's own setters restore model and optimizer, including groups, to the bits of uninterrupted training."""
+    """With dcp.load and torch's setters, model and optimizer equal those of uninterrupted training bit for bit."""
     lost = make_training(kind)
     with checkpointer(*lost) as ckpt:
         assert ckpt.restore() is None
@@ -287,7 +287,10 @@ def bits(tensor: torch.Tensor) -> bytes:
 def test_training_resumes_from_import(
     cli: Cli, checkpointer: Checkpointers, tmp_path: Path, kind: str
 ) -> None:
-    """A trainer restores a checkpoint of plain torch in full and continues bit for bit. Its next checkpoints are deltas."""
+    """A trainer restores a checkpoint of plain torch in full and continues bit for bit.
+
+    Its next checkpoints are deltas.
+    """
     plain = make_training(kind)
     train(plain, range(5))
     saved = {"model": get_model_state_dict(plain[0]), "optim": get_optimizer_state_dict(*plain), "epoch": 2}

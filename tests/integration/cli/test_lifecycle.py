@@ -163,7 +163,10 @@ def test_gc_explains_why_objects_are_kept(cli: Cli, url: str, tmp_path: Path) ->
 
 
 def test_pin_survives_live_trainer_and_moves(cli: Cli, url: str, tmp_path: Path) -> None:
-    """The trainer's log handle is older than each pin. Its next commit succeeds, and retention keeps pinned checkpoints."""
+    """The trainer's log handle is older than each pin.
+
+    Its next commit succeeds, and retention keeps pinned checkpoints.
+    """
     written = chain(url, tmp_path)
     assert json_output(cli, "pin", run_url(url), "paper", "-c", "step:200")["checkpoint"] == 3
     base = written.save(step=400, directive="steps")
@@ -399,7 +402,10 @@ def test_rm_removes_only_that_run(cli: Cli, url: str, tmp_path: Path) -> None:
 def test_rm_reports_objects_written_meanwhile(
     cli: Cli, file_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer continues to put objects. rm reports the remaining objects, the run stays closed, and a second rm succeeds."""
+    """A writer continues to put objects.
+
+    rm reports the remaining objects, the run stays closed, and a second rm succeeds.
+    """
     chain(file_url, tmp_path).close()
     delete, late = FileStore.delete, iter(range(10**6))
 

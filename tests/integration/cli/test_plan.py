@@ -33,7 +33,10 @@ def profile() -> str:
 
 @pytest.fixture
 def written(tmp_path: Path) -> str:
-    """Return the store's URL of a run with two attempts, three checkpoints in a chain, one after a failure, and a profile."""
+    """Return the URL of a store with a run.
+
+    The run has two attempts, three checkpoints in a chain, one after a failure, and a profile.
+    """
     url = f"file://{tmp_path}/store"
     run = WrittenRun(open_store(url), RUN, tmp_path)
     first = run.save(step=100)

@@ -91,7 +91,10 @@ def teams(minio_server: MinioServer, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_documented_keys_cover_own_runs_only(
     teams: tuple[Team, Team], minio_server: MinioServer, cli: Cli, tmp_path: Path
 ) -> None:
-    """Save, restore, list, verify, gc and export work on the namespace's runs. Errors for other runs name the keys' source."""
+    """Save, restore, list, verify, gc and export work on the namespace's runs.
+
+    Errors for other runs name the keys' source.
+    """
     mine, other = teams
     other.train(STEPS)
     began, weights = mine.train(STEPS)

@@ -46,7 +46,10 @@ def test_usage_error_is_json_document_under_json(
 
 
 def test_extra_commands_are_found_by_entry_points(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entry points of other packages add commands. A command with missing packages names them, and other commands work."""
+    """Entry points of other packages add commands.
+
+    A command with missing packages names them, and other commands work.
+    """
     known = [
         each for each in command_line.entry_points(group=EXTRAS) if each.value.startswith("deltashard_cli")
     ]

@@ -38,7 +38,7 @@ def test_missing_base_is_detected_and_next_save_is_baseline(
         trainer.model.train()
         commits = []
         if noticed_by == "housekeeping":
-            # Its commit makes the check due. On a slow machine the check after the second save is late enough to see it.
+            # Its commit makes the check due. On a slow machine the second save's check is late enough to see it.
             commits.append(trainer.save_and_commit())
             eventually(lambda: "deltashard_chain_broken_total 1.0" in process.metrics_page())
         else:

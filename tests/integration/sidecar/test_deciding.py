@@ -1,4 +1,4 @@
-"""A real sidecar and trainer with a goal: the interval follows the cost of saves, is explained, and survives restarts."""
+"""A real sidecar and trainer with a goal: the interval follows the cost of saves and survives restarts."""
 
 from __future__ import annotations
 

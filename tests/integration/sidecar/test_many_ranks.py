@@ -28,7 +28,7 @@ LONG_WAIT = {"deltashard_sidecar.save_service.BRIEF_WAIT_S": 30.0}
 
 
 class RankGroup:
-    """W ranks with their own tables, distributed over sidecars, and the part of the trainer library that coordinates them."""
+    """W ranks with their own tables, distributed over sidecars. It coordinates them as the trainer library would."""
 
     def __init__(self, sidecars: list[SidecarProcess], world_size: int, *, seed: int = 0) -> None:
         self.models = [FakeModel(seed=seed + rank, of_rank=rank, rows=120) for rank in range(world_size)]
@@ -124,7 +124,10 @@ def _assert_holds(url: str, seq: int, models: list[FakeModel]) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_four_ranks_save_and_resume(tmp_path: Path, count: int) -> None:
-    """Each snapshot has one entry, with deltas after a baseline. A new group resumes from it, each rank with its own rows."""
+    """Each snapshot has one entry, with deltas after a baseline.
+
+    A new group resumes from it, each rank with its own rows.
+    """
     url = (tmp_path / "store").as_uri()
     with pods(tmp_path, url, count) as sidecars:
         group = RankGroup(sidecars, 4)
@@ -250,7 +253,7 @@ def test_ranks_at_different_steps_make_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_inconsistent_group_is_refused_with_remedy(tmp_path: Path) -> None:
-    """The faults are another world size, a duplicate rank, a second opener, and a layout that does not tile its tables."""
+    """The faults are another world size, a duplicate rank, a second opener, and a layout with gaps or overlaps."""
     url = (tmp_path / "store").as_uri()
     with pods(tmp_path, url, 1) as sidecars:
         group = RankGroup(sidecars, 2)

@@ -82,7 +82,10 @@ def adagrad(params: Any) -> torch.optim.Optimizer:
 
 
 def test_late_row_state_restores_over_older_baseline(make: MakeCheckpointer) -> None:
-    """A table gets its row state at its first use after the baseline. Earlier frames without the state are superseded."""
+    """A table gets its row state at its first use after the baseline.
+
+    Earlier frames without the state are superseded.
+    """
     loop = PairLoop(adam, seed=0)
     ckpt = make(loop)
     ckpt.restore()
@@ -145,7 +148,10 @@ def test_pod_trainer_uses_grace_period_from_sidecar(
     pod_s: int,
     expected_s: int,
 ) -> None:
-    """A long step and an upload of an older save do not prevent the urgent save. The script's own value takes precedence."""
+    """A long step and an upload of an older save do not prevent the urgent save.
+
+    The script's own value takes precedence.
+    """
     committed: list[int | None] = []
     loop = PairLoop(adagrad, seed=0)
     previous = signal.signal(signal.SIGTERM, lambda *_: committed.append(ckpt._outcomes.committed_step))

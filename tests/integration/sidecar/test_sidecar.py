@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_command_line(tmp_path: Path, url: str) -> None:
-    """Nothing is printed to stdout, ready.json appears, health and notify work, a directory has one owner, SIGTERM leaves no files."""
+    """The checks cover empty stdout, ready.json, health, notify, one owner for each directory, and SIGTERM."""
     command = [sys.executable, "-m", "deltashard_sidecar.main"]
     flags = ["--url", url, "--run", "r", "--dir", str(tmp_path / "d"), "--cache-dir", str(tmp_path / "c")]
     flags += ["--arena-bytes", "32MiB", "--metrics-port", "0"]
@@ -49,7 +49,10 @@ def test_command_line(tmp_path: Path, url: str) -> None:
         )
 
         def notified() -> bool:
-            """Return whether the sidecar got the notification. The hook gives up without output when the sidecar is busy."""
+            """Return whether the sidecar got the notification.
+
+            The hook gives up without output when the sidecar is busy.
+            """
             hook = [*command, "notify", "--reason", "eviction", *socket]
             assert subprocess.run(hook, check=False).returncode == 0
             return '"trainers.notified"' in log.read_text()
@@ -120,7 +123,10 @@ def test_attach_refuses_unsupported_request(process: SidecarProcess, tmp_path: P
 
 
 def test_rank_belongs_to_one_process(process: SidecarProcess, trainer: Trainer) -> None:
-    """The error for a second live process names the first. The same process may attach again, which ends its old session."""
+    """The error for a second live process names the first.
+
+    The same process may attach again, which ends its old session.
+    """
     request = pb.AttachRequest(protocol_min=1, protocol_max=1, world_size=1, pid=os.getpid() + 1)
     with pytest.raises(grpc.RpcError, match=f"process {os.getpid()} trains as local rank 0"):
         trainer.stub.Attach(request, timeout=60)

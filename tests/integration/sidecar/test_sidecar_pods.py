@@ -107,7 +107,10 @@ def test_returning_replaced_pod_stays_fenced(tmp_path: Path, url: str) -> None:
 
 @pytest.mark.minio
 def test_next_pod_waits_for_last_save_of_terminating_pod(tmp_path: Path, own_minio: MinioServer) -> None:
-    """After SIGTERM the pod saves urgently with a slow upload. The next pod's Open waits and resumes from that snapshot."""
+    """After SIGTERM the pod saves urgently with a slow upload.
+
+    The next pod's Open waits and resumes from that snapshot.
+    """
     bucket = own_minio.new_bucket()
     direct = own_minio.url(bucket)
     with (

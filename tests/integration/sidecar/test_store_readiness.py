@@ -151,7 +151,10 @@ def test_open_waits_for_late_store(
 
 @pytest.mark.skipif(bool(mount_error()), reason=mount_error())
 def test_unreachable_mount_fails_saves_only(tmp_path: Path) -> None:
-    """Calls block in the kernel. Training continues, the save ends at its deadline, and the next one holds every row."""
+    """Calls block in the kernel.
+
+    Training continues, the save ends at its deadline, and the next one holds every row.
+    """
     mount = SharedMount(tmp_path / "exported", tmp_path / "client", "-cache", "3")
     try:
         with training(tmp_path, f"file://{mount.path}/store", encoding="fp32", save_deadline_s=5) as (

@@ -1,4 +1,4 @@
-"""A due save that does not happen is reported consistently by log, event, `doctor()` and metric, with a real sidecar."""
+"""Log, event, `doctor()` and metric report a due save that does not happen, with a real sidecar."""
 
 from __future__ import annotations
 

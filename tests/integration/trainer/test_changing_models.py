@@ -57,7 +57,10 @@ def same(a: Made, b: Made) -> None:
 def test_added_table_and_replaced_module_are_saved(
     checkpointer: Build,
 ) -> None:
-    """The next commit holds them in full, later ones their changes. A program that builds them restores the same bits."""
+    """The next commit holds them in full, later ones their changes.
+
+    A program that builds them restores the same bits.
+    """
     kind = torch.optim.Adagrad
     changing = made(kind)
     model, optimizer = changing

@@ -59,7 +59,10 @@ class PrecopyProgram(PrecopiedProgram):
         eventually(lambda: self.copying is not None or self.train(), what="a copy ahead")
 
     def end_copy(self) -> None:
-        """Train until no copy is in progress. The number of steps between a copy and its snapshot depends on the machine."""
+        """Train until no copy is in progress.
+
+        The number of steps between a copy and its snapshot depends on the machine.
+        """
         eventually(lambda: self.copying is None or self.train(), what="the cut of a copy")
         self.wait_idle()
 
@@ -85,7 +88,7 @@ def test_step_interval_snapshots_match_their_step(make: Any, differential: str) 
     """The copy begins some steps before. Each snapshot is of the requested step and holds its state."""
     program = make(every_steps=12, differential=differential)
     counts = program.ckpt.stats.precopy
-    # Steps take microseconds: on a busy machine twelve end before the copying thread runs once, and a snapshot has no copy.
+    # Steps take microseconds: on a busy machine twelve end before the copying thread runs once, without a copy.
     while len(program.snapshots) < 6 or (counts.snapshots < 4 and len(program.snapshots) < 60):
         for _ in range(12):
             program.train()
@@ -140,7 +143,7 @@ def save_with_stray_row(program: PrecopyProgram) -> int:
         kept = weight.detach()[5].clone()
         weight.data[5] = 7.0
     for table in program.copying.tables:
-        # The snapshot checks a sample of these rows. This seed's sample excludes row 5, unlike one random sample in 2,000.
+        # The snapshot checks a sample of these rows. This seed's sample excludes row 5.
         table._random = np.random.default_rng(0)
     program.wait_for_copy()
     weight.data[5] = kept

@@ -155,7 +155,10 @@ def test_training_without_step_is_reported_at_close(
 
 
 def test_nested_save_joins_outer_save(loop: HookedLoop, hooks: Hooks) -> None:
-    """The inner save comes from a getter or a signal handler. The outer snapshot is complete, and no second one is taken."""
+    """The inner save comes from a getter or a signal handler.
+
+    The outer snapshot is complete, and no second one is taken.
+    """
     asked: list[deltashard.SaveHandle] = []
 
     def ask() -> None:

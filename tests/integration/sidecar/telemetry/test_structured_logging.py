@@ -30,7 +30,10 @@ def run(path: Path, out: Path) -> list[str]:
 
 
 def test_log_file_is_rotated_with_one_backup(tmp_path: Path) -> None:
-    """After many events there are two files of about the limit with the newest lines. A redirected stderr is unchanged."""
+    """After many events there are two files of about the limit with the newest lines.
+
+    A redirected stderr is unchanged.
+    """
     path = tmp_path / "sidecar.log"
     lines = run(path, path)
     assert path.stat().st_size < 10_000

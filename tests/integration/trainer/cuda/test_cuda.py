@@ -1,4 +1,4 @@
-"""Training on a GPU with a real sidecar: snapshots hold the state of their step under any streams, graphs or memory use."""
+"""Training on a GPU with a real sidecar: snapshots are exact under any use of streams, graphs or memory."""
 
 from __future__ import annotations
 

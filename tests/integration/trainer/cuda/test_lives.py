@@ -39,7 +39,10 @@ def end_of(life: list[dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_killed_training_resumes_exactly(tmp_path: Path, device: str) -> None:
-    """SIGKILL hits between two snapshots. The restored state equals the snapshot, and the end equals an uninterrupted run."""
+    """SIGKILL hits between two snapshots.
+
+    The restored state equals the snapshot, and the end equals an uninterrupted run.
+    """
     first = live(tmp_path / "store", device=device, steps=STEPS, dies_at=37, code=-signal.SIGKILL)
     snapshots = {said["step"]: said["digest"] for said in first if said["what"] == "cut"}
     second = live(tmp_path / "store", device=device, steps=STEPS)

@@ -1,5 +1,5 @@
 # ruff: noqa: NPY002 - numpy's global generator is what is tested
-"""A minimal training process around wrapped loaders: a snapshot is taken at a step, and a new process resumes from it."""
+"""A minimal training process around wrapped loaders that is interrupted at a step and resumed from a snapshot."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def resumed(
     after: LoaderProgram | None = None,
     on_change: OnChange = "restart",
 ) -> ResumeResult:
-    """Interrupt `program` after step `at`, train it until `end`, and resume it (or `after`, if given) from the snapshot."""
+    """Train `program` until `end`, and resume it (or `after`, if given) from a snapshot of step `at`."""
     with CapturedWarnings() as heard:
         lost = SimulatedTrainer(4, snapshot_at=at, end=end)
         run(program, lost)

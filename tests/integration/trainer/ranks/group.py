@@ -59,7 +59,7 @@ class DdpProgram:
     def __init__(
         self, rank: int, workdir: Path, *, ckpt: bool = True, data: str = "dealt", **options: Any
     ) -> None:
-        """`data`: split by torch's sampler ("dealt") or deltashard's ("sampled"), "shared" by all ranks, or each rank's "own"."""
+        """`data`: "dealt" (torch's sampler), "sampled" (deltashard's), "shared" by all ranks, or each rank's "own"."""
         self.rank = rank
         torch.manual_seed(3)
         self.model = DistributedDataParallel(GroupNet())

@@ -85,7 +85,10 @@ def test_replicated_state_survives_its_saving_rank(run: RunRanks, tmp_path: Path
 
 @pytest.mark.parametrize("data", ["dealt", "sampled", "shared"])
 def test_epoch_continues_with_other_world_size(run: RunRanks, tmp_path: Path, data: str) -> None:
-    """4 ranks are killed, then 2 run, then 3. Each of the epoch's 240 samples is seen once, and the next epoch is complete."""
+    """4 ranks are killed, then 2 run, then 3.
+
+    Each of the epoch's 240 samples is seen once, and the next epoch is complete.
+    """
     begun = run(tmp_path / "plain", 4, "plain", until=5, data=data)
     assert run(tmp_path, 4, "killed", save_at=5, kill_at=8, data=data) == [None] * 4
     by_two = run(tmp_path, 2, "resumed", until=10, data=data)

@@ -201,7 +201,10 @@ def test_group_recovers_from_kill_at_any_point(
 
 
 def test_stale_rank_commits_nothing_and_gets_reason(run: RunRanks, tmp_path: Path) -> None:
-    """The rank was stopped while its group died and a new group started elsewhere. It then continues at the same time."""
+    """The rank was stopped while its group died and a new group started elsewhere.
+
+    It then continues at the same time.
+    """
     run(tmp_path, RANKS, "zombie", agent=True, spare=2)
     pid = (tmp_path / "stopped").read_text()
     before = newest_reported(tmp_path)

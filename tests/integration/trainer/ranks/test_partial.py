@@ -1,4 +1,4 @@
-"""Some ranks die: under `recovery="partial"` the others keep their rows bit for bit, or all roll back with a log entry."""
+"""Some ranks die: under `recovery="partial"` the others keep their rows, or all roll back with a log entry."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def staged(workdir: Path) -> Path:
 
 
 def test_survivors_keep_rows_and_lost_rank_rolls_back(run: RunRanks, tmp_path: Path) -> None:
-    """Two crashes precede the next commit. Each rank has the rows of its own last step or of the checkpoint."""
+    """Two crashes precede the next commit. Each rank has the rows of its last step or of the checkpoint."""
     first = run(tmp_path, 4, "train", until=20, save_at=3, kill_at=6, kill="2")
     assert first[2] is None
     assert sorted(path.name for path in staged(tmp_path).iterdir()) == [f"rank-{r}.part" for r in (0, 1, 3)]

@@ -39,7 +39,9 @@ def shardings(world: int, optimizer: str) -> tuple[str, ...]:
 
 
 def _expected(workdir: Path, run: str, world: int, encoding: str) -> None:
-    """Write a run's expected content: sections `table|section`, and `table|section|rows|columns` of one value for each row.
+    """Write a run's expected content.
+
+    Sections are `table|section`, and `table|section|rows|columns` of one value for each row.
 
     It is assembled from the ranks' data. Lossy encodings are applied with the plain reader's decoding.
     """

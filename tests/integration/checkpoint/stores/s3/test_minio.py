@@ -135,7 +135,10 @@ def test_lost_acknowledgement_is_ambiguous(minio_server: MinioServer, minio_url:
 
 
 def test_truncated_read_resumes_at_offset(minio_server: MinioServer, minio_url: str) -> None:
-    """A response that is truncated three times is completed by range requests. Only the missing bytes are sent again."""
+    """A response that is truncated three times is completed by range requests.
+
+    Only the missing bytes are sent again.
+    """
     data = bytes(range(256)) * 20_000
     bucket = minio_url.split("/")[2].partition("?")[0]
     with (
