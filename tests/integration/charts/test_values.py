@@ -104,7 +104,7 @@ def assert_rendered(rendering: Rendering, place: str, wanted: Any) -> None:
 
 
 def test_controller_surges_before_old_pod_stops() -> None:
-    """A single new replica is ready without the Lease, so Helm waits for it, and the old one then releases the Lease."""
+    """A new replica is ready without the Lease, so Helm waits for it. The old one then releases the Lease."""
     for replicas in (1, 2):
         found = values_at(
             render({"controller": {"replicas": replicas}}), "Deployment/deltashard-controller spec.strategy"

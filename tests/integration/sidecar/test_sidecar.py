@@ -233,7 +233,7 @@ def test_run_size_is_bounded(tmp_path: Path, url: str) -> None:
 
 
 def test_fenced_sidecar_stops_maintenance(tmp_path: Path, url: str) -> None:
-    """A user rewinds while a trainer still holds the run. The trainer's sidecar must not retire the detached checkpoints.
+    """A user rewinds while a trainer holds the run, whose sidecar must not retire the detached checkpoints.
 
     The first commit's maintenance round runs immediately, and the next one after the pause: before the rewind, or, on a
     fast machine, after it.

@@ -180,7 +180,7 @@ def test_unreachable_mount_fails_saves_only(tmp_path: Path) -> None:
 def test_save_survives_full_and_unavailable_store(
     tmp_path: Path, own_minio: MinioServer, server: FleetServer
 ) -> None:
-    """The error is reported and no data are lost: blocks are released, frames wait on disk, and the save commits later."""
+    """The error is reported. Blocks are released, frames wait on disk, and the save commits later."""
     bucket, kind = own_minio.new_bucket(), fleet.INCIDENT_KIND_STORE_UNAVAILABLE
     flags = pod(**server.flags(tmp_path), save_deadline_s=600, metrics_port=0)
     with training(tmp_path, own_minio.url(bucket, "prefix"), **flags) as (process, trainer):
