@@ -1,4 +1,4 @@
-"""Each extra of the package brings what its code imports, and nothing else; what all parts import is in the base."""
+"""Each extra of the package has exactly what its code imports; what all parts import is in the base."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ELSEWHERE = {"torch"}
 
 
 def names(requirements: list[str]) -> set[str]:
-    """Distributions, those of the extras that they refer to among them."""
+    """Return the distributions of extras, with those of the extras that they refer to."""
     found = set()
     for each in requirements:
         name, more = re.fullmatch(r"([\w.-]+)(?:\[([\w,]+)\])?[^\[]*", each).groups()  # type: ignore[union-attr]
@@ -55,7 +55,7 @@ DISTRIBUTIONS = packages_distributions()
 
 @cache
 def imported(path: Path) -> set[str]:
-    """Modules, also those that are imported when a function runs."""
+    """Return the imported modules, including imports within functions."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -66,7 +66,7 @@ def imported(path: Path) -> set[str]:
 
 
 def needed(folders: tuple[str, ...]) -> set[str]:
-    """Distributions of what the modules under the folders import."""
+    """Return the distributions that the modules under the folders import."""
     found: set[str] = set()
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         if not any(path.is_relative_to(ROOT / each) for each in OPTIONAL_EXTRAS - {*folders}):

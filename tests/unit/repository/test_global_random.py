@@ -1,4 +1,4 @@
-"""The global generators are the program's: what the library draws from them changes the bits of a training."""
+"""The global random generators belong to the program: the library must not draw from them."""
 
 from __future__ import annotations
 
