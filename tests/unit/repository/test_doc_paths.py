@@ -41,7 +41,6 @@ def test_every_stop_of_the_walk_exists() -> None:
 
 
 def test_every_page_of_docs_is_linked() -> None:
-    """A page is linked by the site's navigation or by another page."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     navigation = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     linked = {ROOT / "docs" / page for page in navigation}

@@ -35,9 +35,9 @@ FOLDERS = {
     "kubectl": (KUBECTL,),
 }
 OPTIONAL_EXTRAS = {S3, CLOUD, KUBECTL}
-"""What these folders import is brought by their own extras."""
+"""Folders whose imports belong to their own extras."""
 ELSEWHERE = {"torch"}
-"""The commands on torch's formats, which say what they lack."""
+"""Imports of the commands on torch's formats, which report a missing package."""
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -55,7 +55,6 @@ DISTRIBUTIONS = packages_distributions()
 
 @cache
 def imported(path: Path) -> set[str]:
-    """Return the imported modules, including imports within functions."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -66,7 +65,6 @@ def imported(path: Path) -> set[str]:
 
 
 def needed(folders: tuple[str, ...]) -> set[str]:
-    """Return the distributions that the modules under the folders import."""
     found: set[str] = set()
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         if not any(path.is_relative_to(ROOT / each) for each in OPTIONAL_EXTRAS - {*folders}):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 ALLOWED = {"Random", "SystemRandom", "getstate", "setstate"}
-"""What draws nothing from `random`'s global generator; `seed` is `rng.reseed_for_rank`'s, for a rank that has none."""
+"""Names of `random` that draw nothing from its global generator. Only `rng.reseed_for_rank` may use `seed`."""
 
 
 def _drawn(path: Path) -> Iterator[str]:

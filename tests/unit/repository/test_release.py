@@ -22,7 +22,6 @@ def steps(job: str) -> list[dict[str, Any]]:
 
 
 def test_every_named_file_exists() -> None:
-    """The files are scripts, the Dockerfile, the chart and the tests of the kernels."""
     named = set(re.findall(r"\b(?:tools|images|charts|tests)/[\w./-]*[\w/]", TEXT))
     assert {"tools/wheels.py", "images/requirements", "tests/unit/checkpoint/codecs"} <= named
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
@@ -31,7 +30,6 @@ def test_every_named_file_exists() -> None:
 
 
 def test_images_match_chart_and_docs() -> None:
-    """Each target has its name and both architectures."""
     assert JOBS["images"]["strategy"]["matrix"]["target"] == [each.target for each in PUBLISHED]
     (build,) = [each["with"] for each in steps("images") if "build-push" in each.get("uses", "")]
     registry = WORKFLOW["env"]["REGISTRY"]

@@ -103,7 +103,7 @@ def test_frames_are_split_by_weight_or_tail_size(encoding: str, rows: int) -> No
         raw, state = (
             32 * 4 + 3,
             32 * 8 * len(fields),
-        )  # a row that cannot be encoded with its id; the size of its tail
+        )  # bytes of a row that cannot be encoded, with its id; bytes of its state
         limits = FRAME_WEIGHT_BYTES // stored, MAX_FRAME_BYTES // max(raw, state)
         assert n <= min(limits) <= 1.01 * n
 

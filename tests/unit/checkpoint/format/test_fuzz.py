@@ -32,7 +32,7 @@ from tests.support.checkpoint.sample import RUN, sample_frames, schema, whole
 SAMPLES = {name: bytes(frame.data) for name, frame in sample_frames().items()}
 TAILS = [bytes(frame.tail) for frame in sample_frames().values() if frame.tail is not None]
 LIMIT_BYTES = 192 << 20
-"""No single decoding may hold more: MAX_ROWS ids of 8 bytes, twice, and some."""
+"""The most memory that one decoding may use: a little more than twice MAX_ROWS ids of 8 bytes."""
 
 
 def _mutate(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:

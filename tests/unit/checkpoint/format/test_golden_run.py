@@ -41,7 +41,7 @@ from tests.support.checkpoint.snapshot import arrays_of, read_checkpoint
 
 RUN, RUN_2, RUN_3, RUN_4 = "run", "run-2", "run-3", "run-4"
 COLUMNS = ("rank", "table", "row_start", "row_stop", "col_start", "col_stop")
-"""Of a layout."""
+"""The columns of a layout."""
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
 PAGE = (Path(__file__).parents[4] / "docs" / "format.md").read_text()
 LIVE_SEQS = (2, 4, 5, 6, 11, 14, 17, 19, 20)
@@ -53,7 +53,7 @@ EACH = [
     for run, living in ((RUN, LIVE_SEQS), (RUN_2, LIVE_SEQS_2), (RUN_3, LIVE_SEQS_3), (RUN_4, LIVE_SEQS_4))
     for seq in living
 ]
-"""All living checkpoints."""
+"""All live checkpoints as (run, seq)."""
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ BAD = {
     *(f"{run}/{entry_key(seq)}" for run, seq in ((RUN, 12), (RUN_2, 3), (RUN_2, 6), (RUN_2, 9))),
     f"{RUN}/{fold_key(FoldName(19, 'c6087aae931eae3b72fa4416c8b847e0'))}",
 }
-"""Rot, an entry of a kind that nobody knows, one of a newer version; a folded state that no entry names."""
+"""Corrupt entries, an entry of an unknown kind, an entry of a newer version, and a folded state that no entry names."""
 
 
 def rewritten(run: str, key: str, data: bytes) -> bytes:

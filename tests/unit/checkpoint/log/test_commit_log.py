@@ -98,7 +98,7 @@ def folds_of(run: MemoryRun) -> list[str]:
 
 
 def test_only_the_last_two_folds_are_kept():
-    """A fold grows with the run. HINT names one of the two folds that are kept."""
+    """A fold grows with the run. HINT names the newer of the two."""
     run, attempt = started_run()
     for cut in range(1, 40):
         run.commit(attempt, cut)

@@ -49,7 +49,7 @@ class CompactedRun(SampleRun):
         return decode_index(self.store.get(f"{RUN}/{key}"), key=key, run=RUN)
 
     def collect_elsewhere(self) -> RunLog:
-        """Collect garbage from another process, which takes the objects of the running compaction for debris."""
+        """Retire the objects of the running compaction from another process, which takes them for debris."""
         other = RunLog(self.store, RUN)
         litter = garbage_collection.orphaned_prefixes(other, other.refresh(), compaction_timeout_s=-1.0)
         append_retirement(other, Retention(), orphaned_prefixes=litter)

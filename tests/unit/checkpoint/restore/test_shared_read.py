@@ -54,7 +54,7 @@ def test_concurrent_reader_waits_for_the_first() -> None:
         assert not any(each.done() for each in others)
         go.set()
         assert first.result(60) == b"bytes"
-        # A reader that starts after all others reads again, because nothing is kept.
+        # A reader that came after the first read ended reads again, because nothing is kept.
         assert {each.result(60) for each in others} <= {b"bytes", b"itself"}
     assert reads == [1]
 

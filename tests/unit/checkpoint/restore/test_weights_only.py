@@ -13,7 +13,7 @@ from deltashard_checkpoint.vocabulary import ENCODINGS
 from tests.support.checkpoint.sample import RUN, SampleRun, whole
 
 ROWS, COLUMNS, BATCH = 300_000, 64, 15_872
-"""As many rows as a trainer sends at once."""
+"""The number of rows that a trainer sends at once."""
 TABLE = TableSchema(
     fqn="items", rows=ROWS, columns=COLUMNS, dtype="float32",
     fields=(FieldSpec(name="sum", kind="pointwise", dtype="float32"),),

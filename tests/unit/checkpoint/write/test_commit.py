@@ -157,7 +157,7 @@ def test_report_with_mismatched_hash_is_ignored(bad):
 
 
 class ListingPages:
-    """Counts listing requests under `data/`: one request for each page of `cut_reports.LIST_PAGE` names."""
+    """Counts listing requests under `data/`: one request for each page of `snapshot_reports.LIST_PAGE` names."""
 
     def __init__(self, run: MemoryRun) -> None:
         self.count = 0

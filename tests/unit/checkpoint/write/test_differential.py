@@ -32,7 +32,7 @@ def saved(
 
 
 def at(share: float, precision: StoredPrecision) -> float:
-    """Return S of an increment with the given share of all rows, calculated by hand."""
+    """Calculate S of an increment with the given share of all rows independently of the code under test."""
     row = stored_row_bytes(TABLE, 32, ENCODINGS[precision.of_table("t")], precision.state)
     return (BLOBS + share * 1000 * row) / (BLOBS + 1000 * row)
 

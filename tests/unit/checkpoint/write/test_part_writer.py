@@ -51,7 +51,7 @@ def _write(writer: PartWriter) -> None:
 
 
 def test_writers_of_a_small_cache_do_not_deadlock(tmp_path: Path) -> None:
-    """Four ranks with two kinds of packs each share room for four packs."""
+    """Each of four ranks writes two kinds of packs, and the cache has room for four packs."""
     store, frames = MemoryStore(), SampleModel(TABLE).frames(range(4000), per_frame=50, encoding="q8")
     assert all(frame.tail is not None for frame in frames)
     largest = max(len(each) for frame in frames for each in (frame.data, frame.tail) if each is not None)
