@@ -27,7 +27,6 @@ CRD = ROOT / "charts/deltashard/templates/crds/checkpointpolicies.yaml"
 
 
 def test_encoding_names_and_codes_are_unique() -> None:
-    """The codes are part of the format."""
     assert {name: e.code for name, e in ENCODINGS.items()} == {
         "fp32": 1, "fp16": 2, "bf16": 3, "fp64": 4, "q8": 5, "q4": 6, "q3": 7, "q2": 8,
     }  # fmt: skip
@@ -90,7 +89,6 @@ def test_chart_schemas_have_the_same_enums():
 
 
 def test_documentation_lists_the_same_values() -> None:
-    """The text at a field of the protocol or an argument of the Checkpointer has the whole list."""
     proto = (ROOT / "proto/deltashard/v1/trainer.proto").read_text()
     assert f"string encoding = 3;  // {' '.join(ENCODING_CHOICES)}\n" in proto
     assert f"string differential = 4;  // {' '.join(DIFFERENTIALS)}\n" in proto

@@ -23,7 +23,6 @@ def checks(monkeypatch):
 
 
 def bump(array):
-    """Change the first value by one bit."""
     array.reshape(-1)[0] = np.nextafter(array.reshape(-1)[0], np.float32(9))
 
 

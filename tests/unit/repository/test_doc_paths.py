@@ -19,7 +19,6 @@ STOP = re.compile(r"^\| *\d+ \| `([^`]+)` · `([\w.]+)` \|", re.MULTILINE)
     "page", sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
 )
 def test_every_path_on_a_page_exists(page: str) -> None:
-    """A path in code marks is a file or a folder of this repository, and the file contains each test named with it."""
     wrong = []
     for path, test in PATH.findall((ROOT / "docs" / page).read_text()):
         place = ROOT / path
@@ -29,7 +28,6 @@ def test_every_path_on_a_page_exists(page: str) -> None:
 
 
 def test_every_stop_of_the_walk_exists() -> None:
-    """The walk has fewer than thirty stops. The file of each stop defines its class and method or function."""
     stops = STOP.findall(WALK)
     assert 20 < len(stops) < 30
     for path, name in stops:

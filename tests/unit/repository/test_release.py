@@ -41,7 +41,6 @@ def test_images_match_chart_and_docs() -> None:
 
 
 def test_publishing_requires_a_tag() -> None:
-    """Each step that logs in, pushes, signs or releases has the condition, or its job has it."""
     for name, job in JOBS.items():
         for step in job["steps"]:
             text = yaml.safe_dump(step)

@@ -36,7 +36,6 @@ def test_evicts_least_recently_used_pack_first(tmp_path: Path) -> None:
 
 
 def test_pinned_packs_are_kept_and_create_waits_for_an_unpin(tmp_path: Path) -> None:
-    """A pack that is not uploaded yet is never evicted. `create` waits for room and reports why it got none."""
     with PackCache(tmp_path, budget_bytes=1280) as cache:
         _put(cache, "a", b"a" * 640, unpin=False)
         _put(cache, "b", b"b" * 640, unpin=False)

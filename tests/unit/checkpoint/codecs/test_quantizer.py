@@ -182,7 +182,6 @@ def test_overflowing_cast_keeps_finite_rows(kernel_set, encoding, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("search", [PLAIN, Search(kind="refit", starts=3, passes=2)])
 def test_largest_weights_never_decode_as_inf(kernel_set, encoding, dtype, search):
-    """Neither a rounded scale nor a range that a search widened makes a finite weight Inf."""
     most = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": np.finfo(np.float32).max}
     largest = most[dtype]
     rng = np.random.default_rng(3)

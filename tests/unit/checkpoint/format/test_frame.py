@@ -73,7 +73,6 @@ def test_any_rows_round_trip(rows, columns, share, encoding, state, seed):
 
 
 def test_rows_are_split_into_frames_below_the_limit() -> None:
-    """No frame has more than 1 MiB of weights, frames have similar sizes, and each row occurs once."""
     table = TableSchema(
         fqn="wide", rows=4000, columns=2048, dtype="float32",
         fields=(FieldSpec(name="m", kind="pointwise", dtype="float32"),),

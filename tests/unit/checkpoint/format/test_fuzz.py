@@ -206,7 +206,6 @@ def test_mutated_indexes_are_refused_or_round_trip() -> None:
     ("run", "attempt", "cut", "rank"), [("other", 3, 2, 1), (RUN, 4, 2, 1), (RUN, 3, 1, 1), (RUN, 3, 2, 0)]
 )
 def test_index_of_another_snapshot_is_refused(run: str, attempt: int, cut: int, rank: int) -> None:
-    """The index of another run, attempt, cut or rank is refused although its hash matches."""
     key, data = _index()
     name = object_key.parse_index_key(key)
     moved = object_key.index_key(attempt=attempt, cut=cut, rank=rank, token=name.token, xxh3=name.xxh3)

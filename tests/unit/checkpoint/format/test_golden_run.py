@@ -227,7 +227,6 @@ def members(value: object) -> set[str]:
 
 
 def golden_members() -> set[str]:
-    """Return the members of all documents of the golden runs."""
     documents = {
         path for ending in ("json", "part", "manifest") for path in GOLDEN.glob(f"run*/*/**/*.{ending}")
     }

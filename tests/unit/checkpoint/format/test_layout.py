@@ -20,7 +20,6 @@ COLUMNS = ("rank", "table", "row_start", "row_stop", "col_start", "col_stop")
 
 
 def _reencoded(layout: Layout) -> bytes:
-    """Return the bytes that are written from what was read."""
     columns = {name: getattr(layout, name) for name in COLUMNS}
     return Layout(world_size=layout.world_size, tables=layout.tables, columns=columns).data
 

@@ -156,7 +156,6 @@ def test_folds_are_parsed_strictly():
 
 
 def places_in(value: object, path: tuple = ()) -> list[tuple]:
-    """Return the path of every value in a JSON document."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(place for key, each in inner for place in places_in(each, (*path, key)))]
 

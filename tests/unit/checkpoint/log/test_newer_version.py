@@ -38,7 +38,6 @@ ACTORS: dict[str, Callable[[MemoryRun], object]] = {
 
 
 def newer_run(change: dict[str, object]) -> tuple[MemoryRun, dict[str, bytes]]:
-    """Return a run of three checkpoints, the newest of a newer version, and its objects with those of its parts."""
     run, attempt = started_run()
     first = run.commit(attempt, 1)
     run.commit(attempt, 2, first)

@@ -24,7 +24,6 @@ SHAPES = {"a": (9, 4), "b": (5, 6)}
 
 
 def tiling(chance: random.Random, world_size: int) -> Layout:
-    """Return two tables, cut on both axes and assigned to ranks."""
     boxes: dict[int, list[Box]] = {}
     for table, (rows, columns) in SHAPES.items():
         pieces = [Box(table=table, row_start=0, row_stop=rows, col_start=0, col_stop=columns)]
@@ -51,7 +50,6 @@ def listed_part(covers: int | None, common: bool, token: str = "a" * 16, xxh3: s
 
 
 def entry_of(seq: int, parts: PartList) -> Checkpoint:
-    """Return the checkpoint entry of a manifest of these parts."""
     manifest = Manifest(run=RUN, attempt=1, cut=seq, step=seq, layout=parts.layout.digest, parts=parts.listed)
     return Checkpoint(
         seq=seq, previous="", writer="", at_s=0.0, attempt=1, cut=seq, step=seq, listed=manifest.listed, tables=(),
@@ -164,7 +162,6 @@ def test_rank_reads_its_own_indexes_and_shared_blobs(tmp_path: Path) -> None:
     def reads(
         rank: int | None, *boxes: Box, names: bool | list[str] = True, world: int | None = None
     ) -> list[tuple[int, int]]:
-        """Return (cut, rank) of the indexes that a plan reads."""
         read.clear()
         wants = [Want(schema=TABLE, boxes=boxes)] if boxes else []
         plan = plan_restore(run.store, state, seq, wants, rank=rank, world_size=world, blobs=names)

@@ -17,7 +17,6 @@ from tests.support.checkpoint.run_builder import MemoryRun, started_run
 
 
 def chains(run: MemoryRun, attempt: int, count: int = 4) -> list[tuple[int, int]]:
-    """Return (baseline, delta) pairs."""
     found = []
     for n in range(count):
         base = run.commit(attempt, 10 * n + 1, step=100 * n)

@@ -172,7 +172,6 @@ def test_schema_differences_are_reported_and_may_be_allowed() -> None:
 
 
 def test_renamed_and_new_tables() -> None:
-    """A mapping applies a rename. A new table keeps its initial values only when this is allowed."""
     model = SampleModel(schema("old.name"))
     parts = [_part(model.table, model.frames(range(200)), seq=1, covers=None)]
     renamed = schema("new.name")

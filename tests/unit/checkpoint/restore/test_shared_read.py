@@ -19,7 +19,6 @@ from tests.support.checkpoint.sample import RUN, SampleModel, SampleRun, schema,
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40), st.integers(0, 400))
 def test_reads_return_stored_bytes_within_the_budget(asked, budget):
-    """One reader forgets some keys after it read them. The key that was used last is still cached."""
     shared = SharedReads(budget_bytes=budget)
     for key, wrong in asked:
         stored = bytes([key]) * 50 * key
@@ -109,7 +108,6 @@ def _restored(run: SampleRun, shared: SharedReads) -> list[bytes]:
 
 
 def _reads(run: SampleRun) -> dict[str, int]:
-    """Return the number of reads by kind of object."""
     read = [call.key for call in run.store.calls if call.operation in {"get", "get_into"}]
     run.store.calls.clear()
     return {kind: sum(key.endswith(kind) for key in read) for kind in ("index", "pack")}

@@ -15,7 +15,6 @@ from tests.support.checkpoint.run_builder import MemoryRun
 
 
 def unfinished(directory: Path, *, old: bool = True, name: str = "dead") -> Path:
-    """Leave an unfinished file in a directory, as a killed writer does."""
     path = directory / f"{TEMPORARY}{name}"
     path.write_bytes(b"half")
     if old:

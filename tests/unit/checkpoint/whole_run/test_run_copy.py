@@ -56,7 +56,6 @@ def cache(tmp_path: Path) -> Iterator[PackCache]:
 
 
 def assert_restores(store: Store, run: str, pairs: dict[int, int], golden: str) -> None:
-    """Assert that each checkpoint of the copy restores the same as its golden checkpoint."""
     state = RunLog(store, run).refresh()
     assert state.stopped is None
     blobs = json.loads((GOLDEN / f"{golden}-expected" / "blobs.json").read_text())

@@ -26,7 +26,6 @@ def known(*increments: float) -> History:
 def saved(
     run: MemoryRun, attempt: int, cut: int, share: float, covers: int | None = None, **more: object
 ) -> int:
-    """Save a checkpoint with the given share of all rows."""
     rows = round(TABLE.rows * share)
     return run.commit(attempt, cut, covers, tables=(TABLE,), rows=rows, raw_bytes=rows * ROW + BLOBS, **more)
 

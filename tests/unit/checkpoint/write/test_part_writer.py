@@ -40,7 +40,6 @@ def _target(**changes: object) -> PartTarget:
 
 
 def _uploads() -> list[threading.Thread]:
-    """Return the uploads of all parts that still run."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("upload")]
 
 
@@ -68,7 +67,6 @@ def test_writers_of_a_small_cache_do_not_deadlock(tmp_path: Path) -> None:
 
 
 def test_concurrent_frames_are_packed_and_indexed(cache: PackCache) -> None:
-    """Each frame occurs once, intact, at its place. Packs have the requested size, and the Part has what the log needs."""
     store, model = MemoryStore(), SampleModel(TABLE)
     frames = model.frames(range(4000), per_frame=50, encoding="q8")
     with PartWriter(store, _target(), cache, pack_bytes=20_000) as writer, ThreadPoolExecutor(8) as pool:
@@ -128,7 +126,6 @@ def test_unavailable_store_fills_the_cache_then_fails_the_part(
 
 
 def test_abort_from_another_thread_stops_writers_and_leaves_no_files(cache: PackCache) -> None:
-    """Many threads add frames during the abort and get a named error. No file or descriptor is left."""
     before = open_descriptors()
     for round_ in range(10):
         writer = PartWriter(MemoryStore(), _target(cut=round_), cache, pack_bytes=20_000)
