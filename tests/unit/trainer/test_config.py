@@ -106,7 +106,6 @@ def test_all_forms_of_the_optimizers_argument() -> None:
 
 
 def test_config_fields_match_checkpointer_arguments() -> None:
-    """Each field has the name and the default of its argument."""
     arguments = {
         each.name: dataclasses.MISSING if each.default is inspect.Parameter.empty else each.default
         for each in inspect.signature(deltashard.Checkpointer).parameters.values()
@@ -139,7 +138,6 @@ def test_invalid_metadata_is_refused_at_save(metadata: Any) -> None:
 
 @pytest.mark.parametrize("pin", ["", " best", "best ", "a\tb", "\ud800", "p" * 201, 7])
 def test_invalid_pins_are_refused_at_save(pin: object) -> None:
-    """A pin that the command line can express is accepted."""
     check_pin(None)
     check_pin("epoch 3/best-auc: 0.8, größte")
     with pytest.raises(UserError, match="pin= takes 1 to 200 printable characters"):

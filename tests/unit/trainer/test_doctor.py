@@ -21,7 +21,6 @@ GRADIENTS = TrackingSettings(hash_below_bytes=0, audit_rows=0)
 def _program(
     model: nn.Module, optimizers: Any, settings: TrackingSettings | None = None, **state: Any
 ) -> Program:
-    """Return the parts of a program that a Checkpointer would save."""
     return Program(Tracking(model, optimizers, settings=settings), state)
 
 
@@ -72,7 +71,7 @@ def test_doctor_reports_unsaved_state() -> None:
 def test_forgotten_scheduler_is_reported_at_the_first_snapshot(
     given: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Reported once, and only if no given object could hold the scheduler."""
+    """A scheduler is reported only if no given object could hold it."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)

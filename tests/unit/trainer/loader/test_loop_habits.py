@@ -67,7 +67,10 @@ class RandomDataset(Dataset[float]):
     ("data", "reported"), [(RandomDataset(), True), (list(range(12)), False)], ids=["drawn", "plain"]
 )
 def test_worker_count_matters_if_fetching_uses_randomness(data: Any, reported: bool) -> None:
-    """In mid-epoch. Without randomness any number of workers delivers the same batches."""
+    """The number of workers must match in mid-epoch.
+
+    Without randomness any number of workers delivers the same batches.
+    """
     registry, step_done = registry_at()
     for _, _ in zip(range(5), registry.wrap(DataLoader(data, 2)), strict=False):
         step_done()

@@ -140,7 +140,7 @@ def test_sampler_works_in_a_batch_sampler_and_without_batching() -> None:
 
 
 def test_replay_fetches_the_same_order() -> None:
-    """With `skip="replay"` and one batch size."""
+    """The replay has `skip="replay"` and one batch size."""
     data = Data(samples=20)
     (lost,) = resume(data, SamplerLife(saved=0), [], skip="replay")
     lost.take(14)

@@ -83,7 +83,7 @@ def test_a_restored_optimizer_continues_bit_for_bit(name, sparse):
 
 
 def test_param_groups_are_restored_in_place():
-    """Covers tensor learning rates that a scheduler holds, and groups that are matched by their parameters."""
+    """The groups include tensor learning rates that a scheduler holds, and are matched by their parameters."""
 
     def build(lr):
         model = nn.ModuleDict({"a": nn.Embedding(8, 2), "b": nn.Linear(2, 2)})
@@ -126,8 +126,6 @@ def test_low_precision_weights_keep_float32_state():
 
 
 def test_parameters_outside_the_model_are_saved_with_their_optimizer():
-    """A temperature that the model does not hold is saved and restored under a separate name."""
-
     def build(value):
         model, extra = nn.Embedding(8, 2), nn.Parameter(torch.full((1,), value))
         return model, extra, Tracking(model, torch.optim.SGD([*model.parameters(), extra], lr=0.1))
@@ -317,8 +315,6 @@ def test_extra_optimizer_attributes_are_restored(kind, caplog):
 
 
 def test_unchanged_attributes_are_not_restored():
-    """A setting to which the user gives another value in the new process keeps that value."""
-
     class Tuned(UserAdagrad):
         def __init__(self, params, gain=1.0):
             super().__init__(params)

@@ -39,7 +39,6 @@ class Script:
 
 
 def trained(steps: int) -> dict[str, memoryview]:
-    """Return the checkpoint of a script after a number of steps."""
     script = Script()
     script.begin()
     return script.train(steps).cut()

@@ -112,7 +112,6 @@ def test_model_copy_is_not_tracked() -> None:
 
 
 def test_failed_mark_is_reported_and_backward_continues() -> None:
-    """The table changes to hashes then."""
     holder = _Holder()
     lost: list[Exception] = []
     LookupTracker(BatchedKernel(holder).shards[0], Marks(1), lost.append)

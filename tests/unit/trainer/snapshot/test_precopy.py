@@ -176,7 +176,7 @@ def _small(monkeypatch):
 @settings(max_examples=400, deadline=None)
 @given(lives)
 def test_snapshot_holds_the_current_value_of_every_changed_row(script):
-    """Covers any writes during the copy, any progress of the copy, and snapshots that commit, fail or are lost."""
+    """Rows are written at any point of the copy. Snapshots commit, fail or are lost."""
     play(script)
 
 

@@ -59,12 +59,10 @@ class TrackedProgram:
             self.copy()
 
     def copy(self):
-        """Let the copying thread copy one batch."""
         if self.ahead is not None and (batch := next(self.batches, None)) is not None:
             self.written.append((self.ahead, batch))
 
     def train_and_copy(self):
-        """Train and copy, as most programs do between two snapshots."""
         self.training.train()
         self.watch()
         self.copy()
@@ -163,7 +161,6 @@ def _small(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_stored_rows_equal_the_live_rows(device, case, events, seed, split_batches):
-    """After every snapshot of any optimizer, table and sequence of events, no row is of another step."""
     if "replace_module" in events:  # torch cannot give the state of a parameter that no group holds any more
         events = [event for event in events if event != "reload_optimizer"]
     with quiet(), torch.device(device):

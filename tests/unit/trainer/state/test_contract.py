@@ -143,7 +143,7 @@ def _equal(a: Any, b: Any) -> bool:
 def test_resumed_module_equals_the_uninterrupted_one(
     make: Callable[[], nn.Module], wrap: Callable[[nn.Module], nn.Module]
 ) -> None:
-    """Equal bit for bit, including plain attributes that the module's contract names."""
+    """The state is equal bit for bit, including plain attributes that the module's contract names."""
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
@@ -279,7 +279,7 @@ def test_buffers_that_cannot_be_stored_are_refused_at_construction(
 
 
 def test_sharded_tensors_are_refused_at_construction() -> None:
-    """Covers DTensors of FSDP2 and similar. FSDP1 holds a flat parameter, a different piece on every rank."""
+    """The cases are DTensors of FSDP2 and similar. FSDP1 holds a flat parameter, a different piece on every rank."""
 
     class ShardedSubclass(Tensor):
         @classmethod

@@ -21,7 +21,7 @@ def draws() -> tuple[Any, ...]:
 
 
 def test_global_generators_resume() -> None:
-    """Python, numpy (with its cached Gaussian) and torch, through the typed tree."""
+    """The generators are Python's, numpy's (with its cached Gaussian) and torch's, through the typed tree."""
     draws()
     captured = capture_globals()
     first = draws()
@@ -73,7 +73,6 @@ def test_cuda_generators_are_not_dropped_silently() -> None:
 
 @needs_gpu
 def test_cuda_generators_are_restored() -> None:
-    """The default generator of each device, and one that the program makes."""
     own = torch.Generator("cuda").manual_seed(3)
     torch.rand(5, device="cuda")
     held = decode_value(encode_value({"all": capture_globals(), "own": capture_own(own)}).to_bytes())

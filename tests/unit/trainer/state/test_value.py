@@ -21,7 +21,7 @@ DTYPES = "float32", "float64", "float16", "bfloat16", "int64", "uint8", "bool", 
 @pytest.mark.parametrize("dtype", [getattr(torch, name) for name in DTYPES])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 4)])
 def test_tensors_round_trip_with_dtype_shape_and_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Includes scalars, empty tensors, and types that numpy does not have."""
+    """The cases include scalars, empty tensors, and types that numpy does not have."""
     value = (torch.rand(shape) * 10).to(dtype)
     back = through({"t": value})["t"]
     assert back.dtype == dtype
@@ -110,8 +110,6 @@ def test_all_supported_state_is_restored_in_place() -> None:
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
 def test_containers_of_stateful_objects_are_restored(kind: type) -> None:
-    """Each scheduler, module or generator of a list, tuple or dict is read and written separately."""
-
     def members(seed: int) -> Any:
         torch.manual_seed(seed)
         things = [torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.Generator().manual_seed(seed)]

@@ -96,7 +96,6 @@ def accumulated(loop: TwoTowerLoop, i: int) -> None:
 
 
 def one_after_the_other(loop: TwoTowerLoop, _: int, *, to_none: bool = True) -> None:
-    """Zero the discriminator's gradients before it steps."""
     loop.generate()
     loop.second.zero_grad(set_to_none=to_none)
     loop.loss(detached=True).backward()

@@ -94,7 +94,7 @@ def test_selection_contains_every_changed_row_for_any_notifications(device, scri
     )
 )
 def test_selection_is_exact_with_prompt_notifications(script):
-    """With one snapshot at a time, acknowledged before the next, no unchanged row is marked."""
+    """Each snapshot is acknowledged before the next one. No unchanged row is marked."""
     marks, model = Marks(ROWS), MarksModel()
     marks.snapshot_taken(1, full=True)
     marks.committed(1, baseline=True)

@@ -204,7 +204,6 @@ def test_dense_and_sparse_gradients_of_one_table_do_not_hide_rows():
 
 
 def test_hashed_tables_are_compared_in_chunks(monkeypatch):
-    """Each chunk is hashed once, by any thread. The marks equal those of sequential hashing."""
     from deltashard.state import row_hash
 
     monkeypatch.setattr(row_hash, "_CHUNK_BYTES", 512)
