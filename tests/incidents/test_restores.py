@@ -1,4 +1,4 @@
-"""Restore failures of other systems."""
+"""Restore failures of other systems that deltashard avoids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Save failures of other systems. A test's name contains the issue."""
+"""Save failures of other systems that deltashard avoids. A test's name contains the project and the issue."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Two hundred annotated pods in runs of 1, 5 and 32 pods: all are reported, and no user object is written.
 
-Real are the API server, the Job controller, the webhook over TLS, the controller with the chart's permissions, and each
-sidecar's reports over TLS with its own token. kwok replaces the kubelets. `make bench-fleet` measures the same with 25
-times as many pods.
+The API server and the Job controller are real, as are the webhook over TLS, the controller with the chart's permissions,
+and each sidecar's reports over TLS with its own token. kwok replaces the kubelets. `make bench-fleet` measures the same
+with 25 times as many pods.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_no_admission_fails(system: LoadSystem) -> None:
 
 
 def test_lost_pod_is_reported_in_its_run(system: LoadSystem) -> None:
-    """An evicted or killed pod appears in the status of its own run only, within a bound. Its successor trains."""
+    """An evicted or killed pod appears only in its run's status, within a bound. Its successor trains."""
     by_run = {pod.job_uid: pod for pod in workload.live_pods(system.plane)}
     victims = list(by_run.values())[: RUNS // 4]
     evicted = {pod.uid for pod in victims[::2]}
