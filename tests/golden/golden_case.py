@@ -48,7 +48,6 @@ def sample_places(frames: Iterable[EncodedFrame]) -> tuple[tuple[Place, ...], tu
 
 
 def sample_packs(places: Iterable[Place]) -> tuple[Pack, ...]:
-    """Return the packs of `sample_places`."""
     pieces = [piece for place in places for piece in place.pieces]
     return tuple(
         Pack(
@@ -75,7 +74,6 @@ def golden_tree() -> dict[Any, Any]:
 
 
 def main() -> None:
-    """Write the missing files of frames, index and tree."""
     files: dict[str, bytes | bytearray | memoryview | None] = {
         "part.index": encode_index(golden_index()),
         "state.tree": typed_tree.encode(golden_tree()).to_bytes(),

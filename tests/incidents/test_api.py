@@ -31,7 +31,6 @@ def launcher(root: Path, **flags: object) -> ChildLauncher:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
-    """Return a store with one checkpoint of a toy."""
     with ToyRun(tmp_path / "store") as run:
         run.train(2)
         run.save()
@@ -80,7 +79,6 @@ def test_sidecar_still_starting_is_reused(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_environment_hash_covers_only_sidecar_variables() -> None:
-    """The trainer's and unrelated variables do not replace the sidecar. The hash depends on its salt."""
     was = {"AWS_REGION": "eu", "MINIO_ACCESS_KEY": "a", "DELTASHARD_EVERY_S": "3", "PATH": "/bin"}
     for same in ({"PATH": "/usr/bin"}, {"DELTASHARD_CONTENT_HASH": "1"}, {"DELTASHARD_SOCKET": "/x"}):
         assert environment_hash(was | same, "s") == environment_hash(was, "s")
@@ -144,7 +142,6 @@ def resized(stored: Path, *, rows: int = ROWS, width: int = 16, dtype: torch.dty
     ],
 )
 def test_changed_table_error_names_both_shapes(stored: Path, change: dict[str, Any], now: str) -> None:
-    """The message has the table, the stored shape, the model's shape and one remedy."""
     _, ckpt = resized(stored, **change)
     try:
         with pytest.raises(CheckpointMismatch) as caught:

@@ -179,7 +179,6 @@ def test_run_with_unreadable_only_commit_is_not_restarted(tmp_path: Path) -> Non
 
 
 def test_run_with_checkpoints_requires_restore(tmp_path: Path) -> None:
-    """Without `restore()`, the first step is refused."""
     with ToyRun(tmp_path / "store") as run:
         run.train(2)
         run.save()

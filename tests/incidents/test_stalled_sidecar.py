@@ -44,8 +44,6 @@ def stopped(pid: int | None) -> Iterator[None]:
 
 
 def assert_saves_resume(ckpt: deltashard.Checkpointer, train: Callable[[], None]) -> None:
-    """Check that saves resume after the back-off once the sidecar runs again."""
-
     def saved() -> bool:
         train()
         try:
@@ -191,7 +189,6 @@ def test_wait_without_timeout_ends_when_sidecar_is_gone(
 
 
 def test_save_failing_before_send_backs_off(tmp_path: Path) -> None:
-    """Requests during the back-off are not tried at every step."""
     with ToyRun(tmp_path / "store") as run:
         run.train(1)
         run.ckpt._wiring.records.failure_tracker._failures = 10  # the next pause is the longest: a minute

@@ -57,7 +57,6 @@ def test_step_interrupted_by_ctrl_c_is_never_cut(tmp_path: Path, torn: str) -> N
 
 
 def test_close_refuses_a_torn_step(tmp_path: Path) -> None:
-    """The newest checkpoint remains that of the last whole step."""
     with ToyRun(tmp_path / "store") as run:
         run.train(2)
         run.save()
@@ -173,7 +172,6 @@ def test_pin_requested_during_save_keeps_its_step_or_fails(tmp_path: Path) -> No
 
 
 def test_vetoed_save_fails_with_reason(tmp_path: Path) -> None:
-    """`wait()` does not call validate() forever."""
     with ToyRun(tmp_path / "store", validate=lambda: False) as run:
         run.train(1)
         with pytest.raises(SaveFailed, match="vetoed"):

@@ -80,11 +80,9 @@ class ToyRun:
         return eventually(cut, what=f"the cut {reason!r}")
 
     def save(self) -> deltashard.Commit:
-        """Save after the last step and wait until the save is durable."""
         return self.ckpt.save("test").wait(60)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return a copy of all state of the model that a checkpoint must hold."""
         weight = self.model.items.weight
         return {
             "weights": weight.detach().numpy().copy(),
@@ -99,18 +97,15 @@ class ToyRun:
 def checkpointer(
     model: nn.Module, optimizers: Any, url: str | Path, **options: Any
 ) -> deltashard.Checkpointer:
-    """Return a Checkpointer of the run `run` that stores exact values and is small."""
     defaults: dict[str, Any] = {"run": "run", "encoding": "fp32", "arena_bytes": 64 << 20}
     return deltashard.Checkpointer(model, optimizers, url=url, **(defaults | options))
 
 
 def stored(url: str | Path, which: str = "latest", name: str = "run") -> Snapshot:
-    """Return a checkpoint read from the store without a sidecar."""
     return read_checkpoint(open_store(str(url)), name, which)
 
 
 def assert_holds(snapshot: Snapshot, state: Mapping[str, np.ndarray]) -> None:
-    """Check that weights, state and dense parameters of the snapshot equal `state` bit for bit."""
     table = snapshot.tables[TABLE]
     assert np.array_equal(table.weights, state["weights"])
     assert np.array_equal(table.fields["sum"], state["sum"])
@@ -119,12 +114,10 @@ def assert_holds(snapshot: Snapshot, state: Mapping[str, np.ndarray]) -> None:
 
 
 def newest_step(url: str | Path, name: str = "run") -> int | None:
-    """Return the step of the newest committed checkpoint in the log."""
     newest = RunLog(open_store(str(url)), name).refresh().newest()
     return None if newest is None else newest.step
 
 
 def kill(pid: int | None) -> None:
-    """Send SIGKILL, like the loss of a node."""
     assert pid is not None
     os.kill(pid, signal.SIGKILL)

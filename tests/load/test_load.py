@@ -1,8 +1,8 @@
 """Two hundred annotated pods in runs of 1, 5 and 32 pods: all are reported, and no user object is written.
 
-The API server and the Job controller are real, as are the webhook over TLS, the controller with the chart's permissions,
-and each sidecar's reports over TLS with its own token. kwok replaces the kubelets. `make bench-fleet` measures the same
-with 25 times as many pods.
+The API server and the Job controller are real, as are the webhook over TLS, the controller with the chart's
+permissions, and each sidecar's reports over TLS with its own token. kwok replaces the kubelets. `make bench-fleet`
+measures the same with 25 times as many pods.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadSystem]:
-    """Start the whole system and wait until all runs train."""
     folder = tmp_path_factory.mktemp("load")
     with LoadSystem(folder, sizes=SIZES, nodes=NODES, every_s=EVERY_S) as system:
         yield system
 
 
 def test_every_run_is_reported_training(system: LoadSystem) -> None:
-    """Each Job has one CheckpointRun with all of its pods and the reported step and checkpoint."""
     print(system.took_s)
     assert system.view.training() == sum(system.view.phases().values()) == RUNS
     for job_uid, pods in Counter(pod.job_uid for pod in workload.live_pods(system.plane)).items():
@@ -89,7 +87,6 @@ def test_requested_save_reaches_sidecar_immediately(system: LoadSystem) -> None:
 
 
 def test_restarted_controller_recovers_all_runs(system: LoadSystem) -> None:
-    """Every run reports at once, and no loss is invented or counted twice."""
     before = {uid: system.view.status(uid).get("failures", 0) for uid in _jobs(system)}
     print(system.restart(), system.swarm.report()["refusals"])
     assert {uid: system.view.status(uid).get("failures", 0) for uid in _jobs(system)} == before
@@ -100,7 +97,6 @@ def _jobs(system: LoadSystem) -> set[str]:
 
 
 def test_finished_job_finishes_its_run(system: LoadSystem) -> None:
-    """All pods of some Jobs succeed: their runs finish, and the others continue to train."""
     done = sorted(_jobs(system))[:3]
     pods = [pod for pod in workload.live_pods(system.plane) if pod.job_uid in done]
     system.swarm.remove([pod.uid for pod in pods])
@@ -115,7 +111,6 @@ def test_finished_job_finishes_its_run(system: LoadSystem) -> None:
 
 
 def test_controller_memory_is_within_budget(system: LoadSystem) -> None:
-    """The limit applies to the highest memory use."""
     for name, usage in system.usages().items():
         print(name, usage)
     usage = system.controller.usage()
@@ -123,7 +118,6 @@ def test_controller_memory_is_within_budget(system: LoadSystem) -> None:
 
 
 def test_controller_writes_no_user_objects(system: LoadSystem) -> None:
-    """The audit log of the API server has only writes of the controller's own objects, and no forbidden request."""
     print(system.requests())
     assert system.violations() == []
     assert "create deltashard.io/checkpointruns" in system.requests(), "the log has the controller's requests"

@@ -99,14 +99,12 @@ def draw(seed: int) -> Spec:
 
 
 def with_defaults(differences: Spec) -> Spec:
-    """Return the program that differs from the plain one in these dimensions."""
     if unknown := differences.keys() - DIMENSIONS.keys():
         raise ValueError(f"no such dimension: {sorted(unknown)}")
     return consistent(_PLAIN | differences)
 
 
 def differences(spec: Spec) -> Spec:
-    """Return the differences from the plain program."""
     return {name: value for name, value in spec.items() if value != _PLAIN[name]}
 
 

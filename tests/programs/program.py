@@ -510,7 +510,6 @@ class UserProgram:
             self._zero(set_to_none=True)
 
     def _change(self) -> None:
-        """Apply the program's mid-run change, once before step 5."""
         s, net = self.s, self.net
         if s.freeze in ("table", "unfreeze"):
             self.tables[0].requires_grad_(s.freeze == "unfreeze")
@@ -545,7 +544,6 @@ class UserProgram:
         self.tables[0] = weight
 
     def _exchange(self, old: list[Any], new: list[Any]) -> None:
-        """Replace parameters in the optimizers, their state and the list of dense parameters."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for gone, come in zip(old, new, strict=True):

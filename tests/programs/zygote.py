@@ -75,7 +75,6 @@ def _run_process(root: Path, spec: Spec, out: Path, *, kill: int, restarted: boo
 
 
 def _run_child(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool) -> None:
-    """Run the child process; does not return."""
     log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -132,7 +131,6 @@ def _read(out: Path) -> dict[str, Any]:
 
 
 def evaluate(spec: Spec) -> dict[str, Any]:
-    """Run one program and return its verdict."""
     root = Path(tempfile.mkdtemp(prefix="programs-"))
     sidecars = []
     try:
@@ -194,7 +192,6 @@ def _compare_lives(spec: Spec, whole: dict[str, Any], lives: list[dict[str, Any]
 
 
 def serve() -> None:
-    """Answer specs until stdin ends."""
     warnings.simplefilter("ignore")
     import torch
 

@@ -45,7 +45,6 @@ class LibraryProgramRun:
     reported: list[str] = field(default_factory=list)
 
     def checkpointer(self, model: nn.Module, optimizer: Any, **state: Any) -> deltashard.Checkpointer:
-        """Return the Checkpointer that a user's program creates, restored."""
         ckpt = deltashard.Checkpointer(
             model, optimizer, state=state, url=self.store, run="run", encoding="fp32", every_steps=5,
             arena_bytes=32 << 20, on_event=lambda kind, facts: self.reported.append(f"event {kind}: {dict(facts)}"),
@@ -148,7 +147,6 @@ def lightning(life: LibraryProgramRun, *, manual: bool = False, workers: int = 0
 
 
 def lightning_manual(life: LibraryProgramRun) -> dict[str, bytes]:
-    """Train with Lightning's manual optimization and worker processes."""
     return lightning(life, manual=True, workers=2)
 
 
@@ -184,7 +182,6 @@ def accelerate(life: LibraryProgramRun, **loaders: Any) -> dict[str, bytes]:
 
 
 def accelerate_stateful(life: LibraryProgramRun) -> dict[str, bytes]:
-    """Train with Accelerate's stateful loaders."""
     return accelerate(life, use_stateful_dataloader=True)
 
 
@@ -194,7 +191,6 @@ def accelerate_seedable(life: LibraryProgramRun) -> dict[str, bytes]:
 
 
 def torch_rechub(life: LibraryProgramRun) -> dict[str, bytes]:
-    """Train DeepFM with torch-rechub's trainer on its own loaders."""
     from torch_rechub.basic.features import DenseFeature, SparseFeature
     from torch_rechub.models.ranking import DeepFM
     from torch_rechub.trainers import CTRTrainer

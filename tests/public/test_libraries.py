@@ -31,7 +31,6 @@ KILL_STEPS = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, int]]]:
-    """Return the folder of all results and the exit codes of the processes."""
     work = tmp_path_factory.mktemp("libraries")
     environment = os.environ | {"XDG_CACHE_HOME": str(work / "cache"), "OMP_NUM_THREADS": "1"}
     results = subprocess.run(

@@ -38,7 +38,6 @@ class AuditedRequest:
 
     @property
     def kind(self) -> str:
-        """The verb and the resource, for counting."""
         return f"{self.verb} {self.what}"
 
     def __str__(self) -> str:

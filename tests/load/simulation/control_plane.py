@@ -47,7 +47,6 @@ _CONTROLLERS = (
 
 
 def account(name: str) -> str:
-    """Return the user name of a service account of the system."""
     return f"system:serviceaccount:{SYSTEM}:{name}"
 
 
@@ -132,13 +131,11 @@ class ControlPlane:
         self.apiserver.stop()
 
     def make(self, document: dict[str, Any], namespace: str = "default") -> dict[str, Any]:
-        """Create an object and return it as stored."""
         reply = self.rest.create(document, namespace)
         assert reply.status == 201, reply.document
         return reply.document
 
     def namespace(self, name: str) -> None:
-        """Create a namespace in which pods can be created."""
         self.make({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
         path = f"/api/v1/namespaces/{name}/serviceaccounts/default"
         eventually(lambda: self.rest("GET", path).status == 200, what=path, timeout_s=TIMEOUT_S)
@@ -187,7 +184,6 @@ class ControlPlane:
 
 
 def objects(rest: Rest, path: str) -> Iterator[dict[str, Any]]:
-    """Return all items of a list, read in pages."""
     more = ""
     while True:
         page = rest("GET", f"{path}{'&' if '?' in path else '?'}limit=500{more}")

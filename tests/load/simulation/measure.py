@@ -37,7 +37,6 @@ class Histogram:
         return self.bounds[-1][1] if self.bounds else 0.0
 
     def since(self, before: Histogram) -> Histogram:
-        """Return the values added after `before`."""
         then = dict(before.bounds)
         return Histogram(bounds=[(bound, count - then.get(bound, 0.0)) for bound, count in self.bounds])
 
@@ -67,7 +66,6 @@ def histogram(page: str, name: str, /, **labels: str) -> Histogram:
 
 
 def spread(samples: Mapping[str, float] | Sequence[float]) -> dict[str, float]:
-    """Return p50, p99 and the maximum of samples, for a report."""
     values = list(samples.values()) if isinstance(samples, Mapping) else list(samples)
     return {
         "p50": quantile(values, 0.5),

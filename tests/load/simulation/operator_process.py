@@ -44,12 +44,10 @@ class OperatorService:
         self._http = urllib3.PoolManager(retries=False, timeout=20.0)
 
     def start(self) -> None:
-        """Start the process and wait until it is ready."""
         self.process.start()
         eventually(self.ready, what=f"{self.name} ready", timeout_s=control_plane.TIMEOUT_S)
 
     def ready(self) -> bool:
-        """Whether the readiness probe succeeds; mounts the certificate first, as a kubelet does."""
         self.process.check()
         self.plane.mount("secrets", "deltashard-tls", self.folder)
         return self.get("healthz")[0] == 200
@@ -89,7 +87,6 @@ class LoadWebhook(OperatorService):
         )
 
     def start(self) -> None:
-        """Wait for the authority that the controller creates, and start."""
         eventually(
             lambda: self.plane.mount("configmaps", "deltashard-fleet-ca", self.folder),
             what="the authority",
@@ -114,12 +111,10 @@ class LoadController(OperatorService):
         )
 
     def ready(self) -> bool:
-        """Whether the controller leads and has listed all objects."""
         leads = measure.value(self.get("metrics")[1], "deltashard_controller_leading") == 1
         return leads and super().ready()
 
     def fleet_authority(self) -> str:
-        """Return the PEM of the authority that sidecars trust."""
         folder: Path = self.folder / "fleet"
         eventually(
             lambda: self.plane.mount("configmaps", "deltashard-fleet-ca", folder),

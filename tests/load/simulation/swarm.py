@@ -184,7 +184,6 @@ class SimulatedSidecar:
             self.changed()
 
     async def _post(self, body: bytes) -> tuple[int, float, bytes]:
-        """Return status, Retry-After and body of the response."""
         reader, writer = await asyncio.open_connection(
             "127.0.0.1",
             self._world.port,
@@ -350,7 +349,6 @@ class Swarm:
         self._log = folder / f"{name}.log"
 
     def add(self, members: Iterable[SwarmMember], *, within_s: float) -> None:
-        """Start these sidecars, spread over some seconds."""
         self._send(do="add", members=[asdict(each) for each in members], within_s=within_s)
 
     def reopen(self, workloads: Iterable[str]) -> None:

@@ -213,7 +213,6 @@ class LoadSystem:
         self.swarm.add(members, within_s=1.0)
 
     def violations(self) -> list[str]:
-        """Return the controller's requests that are not allowed."""
         return audit.violations(self._audited_requests())
 
     def requests(self) -> dict[str, int]:

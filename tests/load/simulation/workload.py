@@ -84,7 +84,6 @@ def job(name: str, *, pods: int, node: str) -> dict[str, Any]:
 
 
 def in_threads(work: Callable[[T], object], items: Iterable[T], threads: int = THREADS) -> None:
-    """Call `work` for each item in threads; raises the first failure."""
     with ThreadPoolExecutor(threads) as pool:
         for _ in pool.map(work, items):
             pass
@@ -176,7 +175,6 @@ def _wait_running(plane: ControlPlane, pods: int) -> None:
 
 
 def live_pods(plane: ControlPlane) -> list[ClusterPod]:
-    """Return the pods of all runs that train."""
     path = f"/api/v1/pods?labelSelector={cluster_name.MANAGED_BY}%3D{cluster_name.MANAGED_BY_VALUE}"
     found = (ClusterPod.read(each) for each in control_plane.objects(plane.rest, path))
     return [pod for pod in found if pod.is_live]
@@ -216,7 +214,6 @@ def members(
 
 
 def evict(plane: ControlPlane, pod: ClusterPod) -> None:
-    """Evict the pod as a drain does."""
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod.name}}
     reply = plane.rest("POST", f"{pod.path}/eviction", body)
     assert reply.status == 201, reply.document

@@ -23,7 +23,6 @@ SAVED = {
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Return a directory that `dcp.save` wrote."""
     dcp.save(SAVED, checkpoint_id=tmp_path / "saved")
     return tmp_path / "saved"
 

@@ -33,7 +33,6 @@ def assert_recorded(result: dict[str, Any], path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_admission_produces_the_golden_object(case: str) -> None:
-    """An independent library applies the patch."""
     document = manifests(case)[-1]
     response = sample.answer(document, policy(case))
     assert response["allowed"], response

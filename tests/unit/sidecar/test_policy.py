@@ -29,7 +29,6 @@ def test_directive_overrides_startup_settings() -> None:
 
 
 def test_timer_directive_disables_the_other_timer() -> None:
-    """A policy can switch from seconds to steps and back. A directive without timers keeps both."""
     held = ActivePolicy(initial=BASE)
     steps = fleet.Directive(id=1, policy=pb.Policy(every_steps=20), whole=[*TIMERS, "of a newer controller"])
     held = held.with_directive(received(steps, ""))
@@ -40,7 +39,6 @@ def test_timer_directive_disables_the_other_timer() -> None:
 
 
 def test_directive_cannot_disable_saving() -> None:
-    """The directive comes from the controller or from a commit's metadata."""
     with pytest.raises(BadDirective, match="every timer"):
         received(fleet.Directive(id=1, policy=pb.Policy(encoding="q8"), whole=TIMERS), "")
     with pytest.raises(BadDirective, match="every timer"):
@@ -53,7 +51,6 @@ def test_directive_cannot_disable_saving() -> None:
 
 
 def test_recorded_form_round_trips() -> None:
-    """The form is short, readable text in a commit's metadata."""
     message = fleet.Directive(id=7, policy=pb.Policy(every_s=45.5, encoding="q2"))
     directive = received(message, "uid-1")
     assert parse_directive(format_directive(directive)) == directive

@@ -54,7 +54,6 @@ def attachment() -> pb.AttachRequest:
 def test_directive_during_attachment_sets_the_timer(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At any moment of the attachment the trainer is notified of the new interval and the timer uses it."""
     step_of = sidecar.keeper.step_of
     directive = fleet.Directive(id=1, policy=pb.Policy(every_s=7.0))
     threads: list[threading.Thread] = []

@@ -43,7 +43,6 @@ def waits(signals: StopSignals, *, signal_at: int) -> tuple[bool, bool]:
 
 @pytest.mark.timeout(60)
 def test_signal_at_any_line_of_the_wait_is_handled(signals: StopSignals) -> None:
-    """The handler does not wait for a lock that is held at that line."""
     line = 1
     while (result := waits(signals, signal_at=line))[0]:
         assert result[1] or signals.wait(0.001), line

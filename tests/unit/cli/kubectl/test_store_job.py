@@ -14,7 +14,6 @@ STORE = {"serviceAccountToken": {"path": "store", "audience": "sts.amazonaws.com
 
 
 def pod(*tokens: dict[str, Any]) -> dict[str, Any]:
-    """Return an injected pod spec whose sidecar has these tokens."""
     volumes: list[dict[str, Any]] = [
         {"name": "deltashard-shm", "emptyDir": {"medium": "Memory"}},
         {"name": "deltashard-cache", "emptyDir": {}},

@@ -93,7 +93,6 @@ def test_a_rewind_is_a_restore_and_no_failure():
 
 
 def test_closed_trainer_is_no_failure():
-    """A restore after a clean close counts as a restore only."""
     log = [
         opened(1, 0.0),
         *day(2, 0.0, attempt=1, end="close"),

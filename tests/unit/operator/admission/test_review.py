@@ -96,7 +96,6 @@ OUTSIDE = {"fleet": {"address": "10.0.0.7:9443"}, "store": {"url": "s3://bkt"}}
     ],
 )
 def test_warnings(document: Document, spec: Document, said: str) -> None:
-    """Each case has at most one warning."""
     found = sample.answer(document, spec).get("warnings", [])
     assert len(found) == bool(said)
     assert all(said in each and len(each) <= 200 for each in found)
@@ -116,7 +115,6 @@ def test_volumes_are_excluded_from_autoscaler_and_backups() -> None:
     "body", [{}, [], {"request": {}}, {"apiVersion": "admission.k8s.io/v1beta1", "request": {"uid": "x"}}]
 )
 def test_malformed_review_is_refused(body: Any) -> None:
-    """The response blames the caller."""
     with pytest.raises(review.InvalidReview):
         review.parse(json.dumps(body).encode())
 

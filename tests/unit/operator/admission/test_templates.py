@@ -23,7 +23,6 @@ def created(document: Document) -> Document:
 
 
 def template_of(document: Document, name: str = "Worker") -> Document:
-    """Return the pod template of a JobSet's first Job, or of a replica type of a PyTorchJob."""
     if document["kind"] == "JobSet":
         (replicated,) = document["spec"]["replicatedJobs"]
         document, name = replicated["template"], "spec"

@@ -64,7 +64,7 @@ def held(*events: Document) -> dict[str, WatchedRun]:
 
 
 def test_job_of_an_unwatched_owner_is_ignored() -> None:
-    """The listed Jobs do not include it, although it exists."""
+    """The Job is not listed, although it exists."""
     run = held(pod(("batch.volcano.sh/v1alpha1", "Job", "o-1")))["o-1"]
     assert (run.workload.native, run.workload.display_name) == ("", "Job.batch.volcano.sh w")
     assert not watched_run.without_pod(run, "p-1", node_ready=True, now_s=1.0).finished

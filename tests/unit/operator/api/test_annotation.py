@@ -12,7 +12,6 @@ OPT_IN = {PREFIX + "policy": "p"}
 
 
 def test_every_annotation_is_parsed() -> None:
-    """Parses all keys at once. Annotations of other systems and the marker are ignored."""
     said = {
         "policy": "p",
         "container": "c",
@@ -57,7 +56,6 @@ def test_every_annotation_is_parsed() -> None:
     ],
 )
 def test_invalid_value_is_refused_with_an_explanation(key: str, values: list[str]) -> None:
-    """The message names the key, shows the value and lists the accepted values."""
     for value in values:
         with pytest.raises(Refusal) as caught:
             annotation.read(OPT_IN | {PREFIX + "run-id": "own"} | {PREFIX + key: value})
@@ -66,7 +64,6 @@ def test_invalid_value_is_refused_with_an_explanation(key: str, values: list[str
 
 
 def test_unknown_key_is_refused_with_the_known_keys() -> None:
-    """A misspelled key must not be ignored."""
     with pytest.raises(Refusal, match="no such annotation") as caught:
         annotation.read(OPT_IN | {PREFIX + "intervall": "5m"})
     assert all(key in caught.value.sentence for key in KEYS)

@@ -29,7 +29,6 @@ def test_authority_is_reloaded_on_change(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["- a", "{", "", None])
 def test_invalid_defaults_are_refused_at_startup(tmp_path: Path, content: str | None) -> None:
-    """The refusal does not wait for the first admission."""
     if content is not None:
         (tmp_path / "policy.yaml").write_text(content)
     with pytest.raises(BadDefaults, match="the default policy"):

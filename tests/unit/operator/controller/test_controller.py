@@ -210,7 +210,6 @@ async def test_unreadable_counters_are_not_overwritten() -> None:
 async def test_pending_events_are_bounded_and_refused_ones_are_not_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The number of Events per run is bounded, too."""
     monkeypatch.setattr(writer, "MAX_PENDING_EVENTS", 3)
     bench = ControllerBench()
     await bench.begin()

@@ -96,7 +96,6 @@ class ReclaimerBench:
         self.set_policy()
 
     def set_policy(self, namespace: str = "n", interval: Document | None = None, **reclaim: Any) -> None:
-        """Set the namespace's policy."""
         reclaim_spec = {"policy": "Delete", "after": "0s", **reclaim}
         spec = {"store": STORE, "reclaim": reclaim_spec, "interval": interval or {}}
         metadata = {"namespace": namespace, "name": "default", "uid": f"q-{namespace}"}
@@ -244,7 +243,6 @@ async def test_changes_during_the_check_are_honored(
 
 @async_test
 async def test_blocked_namespace_does_not_block_others(bench: ReclaimerBench) -> None:
-    """The namespace's Jobs hang, or its policy is invalid."""
     entries = [bench.add_job(ended_job(number=n)) for n in range(1, 30)]
     for namespace, number in (("other", 98), ("bad", 99)):
         bench.set_policy(namespace)

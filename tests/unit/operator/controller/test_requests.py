@@ -40,7 +40,6 @@ class RequestApi:
         self.deleted = False
 
     def modify(self) -> None:
-        """Change the object as another client."""
         metadata = self.document["metadata"]
         version = str(int(metadata["resourceVersion"]) + 1)
         self.document = {**self.document, "metadata": {**metadata, "resourceVersion": version}}

@@ -49,7 +49,6 @@ def make_job(name: str, *, ended_s_ago: float | None = None) -> Document:
 
 
 def make_pod(name: str, phase: str = "Succeeded") -> Document:
-    """Return a pod of the Job of this name."""
     found = pod()
     owner = {**found["metadata"]["ownerReferences"][0], "name": name, "uid": f"uid-{name}"}
     found["metadata"] |= {"name": f"{name}-x", "uid": f"pod-{name}", "ownerReferences": [owner]}
@@ -58,7 +57,6 @@ def make_pod(name: str, phase: str = "Succeeded") -> Document:
 
 
 def controller_and_clock(api: FakeApi) -> tuple[Controller, SimpleNamespace]:
-    """Return a controller and its clock."""
     clock = SimpleNamespace(now_s=BEGIN_S)
     controller = controller_of(api, keep_finished_s=KEEP_S, wall=lambda: clock.now_s)
     controller.watches.on_list()

@@ -50,7 +50,6 @@ class WriteQueueBench:
         self.queue.offer(key, priority, work)
 
     async def after(self, seconds: float) -> list[Hashable]:
-        """Return the writes after this time."""
         self.now_s += seconds
         before = len(self.written)
         self.queue.tick()

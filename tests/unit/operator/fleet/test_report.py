@@ -43,7 +43,6 @@ def _values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
 
 
 def messages(kind: type[Message]) -> st.SearchStrategy[Any]:
-    """Generate arbitrary messages of a kind."""
     return st.fixed_dictionaries(
         {},
         optional={
@@ -61,7 +60,6 @@ def report(**changes: Any) -> wire.ReportRequest:
 
 
 def assert_bounded(value: Any) -> None:
-    """Check the bounds of everything in a value, at every depth."""
     match value:
         case bool() | None:
             return

@@ -27,7 +27,6 @@ from hypothesis import strategies as st
     ],
 )
 def test_every_form_is_parsed(text: str, value: Fraction) -> None:
-    """Forms are binary, decimal and exponent."""
     assert quantity.parse(text) == value
 
 

@@ -30,7 +30,6 @@ JOBSET_LABELS = {"jobset.sigs.k8s.io/jobset-name": "ads", "jobset.sigs.k8s.io/jo
 def environment(
     template: dict[str, Any], recipe: run_identity.IdentityRecipe, **annotations: Any
 ) -> dict[str, str]:
-    """Return the sidecar's environment in a running pod."""
     injected = inject(template, sample.policy(**annotations), recipe)
     return sample.expanded(sample.sidecar_of(injected), FIELDS)
 
@@ -95,7 +94,6 @@ def test_old_jobset_without_uid_label_is_known_by_the_jobs_owner() -> None:
 
 @pytest.mark.parametrize("run_id", [None, "nightly"])
 def test_sidecar_accepts_the_environment(run_id: str | None) -> None:
-    """The sidecar's reader accepts every value and recognizes every variable."""
     template = sample.template()
     values = environment(template, run_identity.of_job(template), run_id=run_id)
     read = settings.load([], values)

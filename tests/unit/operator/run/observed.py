@@ -112,7 +112,6 @@ def seen(run: WatchedRun, *pods: PodView, at_s: float = NOW_S, node_ready: bool 
 
 
 def training(**more: Any) -> WatchedRun:
-    """Return a run of one pod that trains."""
     run = seen(watched_run.with_job(WatchedRun(workload=TRAIN), job(), NOW_S))
     return apply_report(run, report(**{"seq": 1} | more))
 

@@ -13,7 +13,6 @@ from deltashard_sidecar.policy import ActivePolicy
 
 
 def changed(policy: pb.Policy, **fields: Any) -> pb.Policy:
-    """Return the policy with these fields replaced."""
     return pb.Policy(**{field.name: value for field, value in policy.ListFields()} | fields)
 
 

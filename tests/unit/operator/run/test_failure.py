@@ -92,7 +92,6 @@ def test_repeated_failure_without_a_commit_is_a_crash_loop(
 
 
 def document(*containers: dict[str, Any]) -> observed_object.PodView:
-    """Return a pod as the API serves it."""
     return observed_object.pod_of(
         {
             "metadata": {"namespace": "team", "name": "train-x", "uid": "p-1"},

@@ -136,7 +136,6 @@ class LedgerModel:
         self.reconcile_run()
 
     def visible_state(self) -> tuple[Phase, dict[str, str]]:
-        """Return the phase and the conditions that users see."""
         return self.run.phase, {each.type: each.status for each in self.run.conditions}
 
     def step(self, what: str, n: int) -> None:

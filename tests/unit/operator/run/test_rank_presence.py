@@ -50,7 +50,6 @@ def rank_report(n: int, *, step: int = 50, size: int = 4, phase: At = At.TRAININ
 
 
 def group(pods: int = 4) -> WatchedRun:
-    """Return a group whose pods all train."""
     run = seen(WatchedRun(workload=TRAIN), *map(of, range(pods)))
     for n in range(pods):
         run = apply_report(run, rank_report(n, size=pods))

@@ -42,12 +42,10 @@ def reconciled(
 
 
 def moved(run: WatchedRun, state: ReclaimState) -> WatchedRun:
-    """Return the run after its removal Job reached this state."""
     return replace(run, reclaim=reclaim.with_state(run.reclaim, state, "so it is", NOW_S + 60))
 
 
 def state(run: WatchedRun) -> tuple[ReclaimState, bool] | None:
-    """Return the state, and whether removal is ready."""
     return None if run.reclaim is None else (run.reclaim.state, run.reclaim.ready)
 
 

@@ -39,7 +39,6 @@ def test_an_arena_too_small_for_one_more_rank_refuses_it() -> None:
 
 
 def test_only_granted_blocks_may_be_handed_over() -> None:
-    """Closed, foreign, free and out-of-range blocks are refused by name."""
     blocks = ledger(12, 0, 1)
     (a,) = blocks.grant(0, 1)
     blocks.check_granted(0, a)

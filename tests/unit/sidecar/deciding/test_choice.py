@@ -20,7 +20,6 @@ def measured(cost_s: float, *, world_size: int = 1) -> Measurements:
 
 
 def test_pls_goal_applies_from_the_first_attempt() -> None:
-    """The trainer's own partial-recovery flag applies, without a restart."""
     known, policy = measured(0.1, world_size=4), pb.Policy(goal="pls=0.0001")
     assert "needs partial recovery" in decide(known, policy).decision.unreachable
     save = MeasuredSave(cut=1, started=Reading(9, 4.5), timed=True)

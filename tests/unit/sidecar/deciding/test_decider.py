@@ -88,7 +88,6 @@ class DeciderLife:
     def save(
         self, *, stall_s: float, slowdown_s: float = 0.0, durable_s: float = 1.0, timed: bool = True
     ) -> None:
-        """Save after the last finished step, and run the first step after the commit."""
         self.cut += 1
         save = MeasuredSave(cut=self.cut, started=Reading(self.step, self.now_s), timed=timed)
         self.decider.save_started(save, planned_steps=0, partial=False)
@@ -105,7 +104,6 @@ class DeciderLife:
         self.observe()
 
     def saves(self, count: int, cost_s: Callable[[], float] = lambda: 0.1, durable_s: float = 1.0) -> None:
-        """Save this many times at the active interval, each with this cost."""
         for _ in range(count):
             self.train(self.every_s, observations=2)
             drawn = cost_s()
@@ -182,7 +180,6 @@ def test_without_a_goal_timers_apply_and_auto_choice_is_shown() -> None:
 def test_cost_is_independent_of_observation_times(
     step_s: float, stall_s: float, slowdown_s: float, more_s: float, quiet_s: float
 ) -> None:
-    """The cost does not depend on the length of a step or on extra steps."""
     life = DeciderLife(step_s=step_s)
     life.open()
     life.train(max(quiet_s, 40 * step_s), observations=7)
@@ -238,7 +235,6 @@ def test_fourfold_cost_change_is_followed_within_40_saves(factor: float) -> None
 
 
 def test_failures_shorten_the_interval_and_clean_exits_do_not() -> None:
-    """The log records which checkpoint each trainer resumed from."""
     life = DeciderLife()
     life.open()
     life.saves(2 * MIN_SAVES, lambda: 0.5)
@@ -253,7 +249,6 @@ def test_failures_shorten_the_interval_and_clean_exits_do_not() -> None:
 
 
 def test_crash_loop_is_one_failure_unless_the_arena_saw_progress() -> None:
-    """Trainers that resume from the same commit are one failure, unless a later step was seen."""
     life = DeciderLife()
     life.open()
     life.saves(1)

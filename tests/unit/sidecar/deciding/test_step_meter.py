@@ -14,7 +14,7 @@ def metered(readings: list[tuple[int, float]]) -> StepMeter:
 
 
 def test_non_steps_are_ignored_and_pauses_until_frequent() -> None:
-    """Ignored are a repeated step, a clock set back, a restarted trainer, steps during a save, and an evaluation."""
+    """A repeated step, a clock set back, a restarted trainer, steps during a save and an evaluation are ignored."""
     meter = metered([(n, 0.1 * n) for n in range(100)])
     assert meter.read(Reading(99, 9.9), quiet=True) == meter
     for reading, quiet in ((Reading(100, 5.0), True), (Reading(3, 20.0), True), (Reading(100, 10.5), False)):

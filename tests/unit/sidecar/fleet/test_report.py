@@ -43,7 +43,6 @@ def test_opening_count(more: list[tuple[int, str, int | None, int | None, int]],
 
 
 def test_urgent_report_changes() -> None:
-    """A step, a number, or the end of an acknowledged field is not urgent."""
     acknowledged = fleet.ReportRequest(
         pod=fleet.PodState(phase=fleet.PHASE_TRAINING, store_ok=True, ranks=[fleet.Rank(step=1)]),
         incidents=[fleet.Incident(id=7)],
