@@ -9,7 +9,6 @@ import pytest
 
 @pytest.fixture(params=["file", "minio"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return the URL of an empty store."""
     if request.param == "file":
         return f"file://{tmp_path}/store"
     found = request.getfixturevalue("minio_url")

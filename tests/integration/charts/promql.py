@@ -25,12 +25,10 @@ class PromqlResult:
 def evaluate(
     expressions: Sequence[str], series: Samples | None = None, *, at_s: float = 0.0
 ) -> list[PromqlResult]:
-    """Return the value of each expression over the samples at one time."""
     return _evaluate([{"expression": each, "series": series or {}, "at": at_s} for each in expressions])
 
 
 def evaluate_at(expression: str, series: Samples, times_s: Sequence[float]) -> list[PromqlResult]:
-    """Return the value of one expression over the samples at each time."""
     return _evaluate([{"expression": expression, "series": series, "at": at_s} for at_s in times_s])
 
 

@@ -109,7 +109,6 @@ def prepared(http: Rest) -> Rest:
 
 
 def dry_run_create(http: Rest, document: Document, *, dry_run: bool = True) -> Reply:
-    """Create an object by a dry run and return the response."""
     path = collection(document, document["metadata"].get("namespace", ""))
     return http("POST", f"{path}?fieldValidation=Strict", document, dry_run=dry_run)
 

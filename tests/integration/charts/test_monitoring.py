@@ -35,7 +35,6 @@ RUN_NAME = "train"
 
 
 def rules() -> list[dict[str, Any]]:
-    """Return all rules in evaluation order."""
     groups = render(ON).find("PrometheusRule")["spec"]["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
@@ -51,7 +50,6 @@ def records() -> list[tuple[str, str]]:
 
 
 def queries() -> list[str]:
-    """Return all dashboard expressions with Grafana's variables filled in."""
     dashboard = json.loads((CHART / "dashboards" / "deltashard.json").read_text(encoding="utf-8"))
     found = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     for variable in dashboard["templating"]["list"]:
@@ -76,14 +74,12 @@ SUFFIXES = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "
 
 
 def exported(collector: Collector) -> Iterator[str]:
-    """Return the names of all series that the registry collects."""
     for family in collector.collect():
         for suffix in SUFFIXES[family.type]:
             yield family.name + suffix
 
 
 def all_series() -> Iterator[str]:
-    """Return the names of all series that deltashard exports."""
     controller = ControllerMetrics()
     stale = Condition(type="Stale", status="True", reason="Stale", message="m", since_s=1.0)
     controller.register_runs(lambda: (replace(full_run(), conditions=(stale,)),))
@@ -114,7 +110,6 @@ def test_alerts_and_panels_use_exported_metrics() -> None:
 
 
 def gauge_series(value: float, *, until_s: int = 3600) -> list[tuple[float, float]]:
-    """Return a gauge that is read every 30 s."""
     return [(float(at), value) for at in range(0, until_s + 1, 30)]
 
 
@@ -290,8 +285,6 @@ def constant(value: float) -> list[tuple[float, float]]:
 
 
 def phases(lost_from_s: float, lost_until_s: float) -> Samples:
-    """Return a day of training with one recovery."""
-
     def recovers(at_s: float) -> bool:
         return lost_from_s <= at_s < lost_until_s
 

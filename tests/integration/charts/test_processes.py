@@ -30,7 +30,6 @@ WAIT_S = 120.0
 
 
 def write_volume(folder: Path, data: dict[str, str], *, encoded: bool = False) -> Path:
-    """Write a Secret's or ConfigMap's data as a volume contains it."""
     folder.mkdir(exist_ok=True)
     for key, value in data.items():
         (folder / key).write_bytes(base64.b64decode(value) if encoded else value.encode())
@@ -44,13 +43,11 @@ class Programs:
         self._apiserver, self._http, self._folder, self.log = apiserver, http, folder, folder / "log"
 
     def mounted(self) -> Path:
-        """Return the certificate's volume with the Secret's current data."""
         data = self._http("GET", f"{SYSTEM}/secrets/deltashard-tls").document.get("data") or {}
         return write_volume(self._folder / "tls", data, encoded=True)
 
     @contextmanager
     def running(self, name: str, module: str, **flags: object) -> Iterator[None]:
-        """Start a program and wait until /healthz returns 200."""
         rendering, port = render(VALUES), free_port()
         args = rendering.find("Deployment", name)["spec"]["template"]["spec"]["containers"][0]["args"]
         policy = rendering.find("ConfigMap", "deltashard-default-policy")["data"]

@@ -50,12 +50,10 @@ def _configuration(http: Rest) -> dict[str, Any]:
 
 
 def bundles(http: Rest) -> set[str | None]:
-    """Return the CA bundles that the API server has for the webhook."""
     return {w["clientConfig"].get("caBundle") for w in _configuration(http)["webhooks"]}
 
 
 def is_kept(http: Rest) -> bool:
-    """Return whether everything that the controller issued is unchanged."""
     bundle = http("GET", f"/api/v1/namespaces/{NAMESPACE}/configmaps/deltashard-fleet-ca").document
     return http("GET", SECRET).document.get("data") == DATA and bundle.get("data") == {"ca.crt": "pem"}
 

@@ -27,7 +27,6 @@ VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletec
 
 
 def documented_verbs() -> dict[str, dict[str, set[str]]]:
-    """Return the page's table: role -> resource -> verbs."""
     _, _, table = PAGE.partition("| resource | `view` | `edit` and `admin`, besides |")
     rows = [line.strip("|").split("|") for line in table.splitlines()[2:6]]
     found: dict[str, dict[str, set[str]]] = {role: {} for role in ROLES}
@@ -40,7 +39,6 @@ def documented_verbs() -> dict[str, dict[str, set[str]]]:
 
 
 def bind(http: Rest, role: str, namespace: str) -> None:
-    """Bind a user with the role's name in the namespace."""
     group = "rbac.authorization.k8s.io"
     document = {
         "metadata": {"name": role},

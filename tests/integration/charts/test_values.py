@@ -31,7 +31,6 @@ CASES = cases()
 
 
 def prerequisites(path: str) -> dict[str, Any]:
-    """Return values that must be set for the given value to take effect."""
     more: Case = next((values for begins, values in TABLE["given"].items() if path.startswith(begins)), {})
     together = {name: value for name, value in more.items() if name != path} | CASES[path].get("given", {})
     return merged(*(nested(*each) for each in together.items()))

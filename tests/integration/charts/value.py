@@ -31,7 +31,6 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 
 def merged(*many: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge values as Helm does."""
     result: dict[str, Any] = {}
     for values in many:
         for key, value in values.items():
@@ -70,7 +69,6 @@ def _found(value: Any, path: list[str]) -> list[Any]:
 
 
 def values_at(rendering: Rendering, place: str) -> list[Any]:
-    """Return the values at a place in each object that the place names."""
     where, _, path = place.partition(" ")
     kind, _, name = where.partition("/")
     documents: list[Any] = [
@@ -93,7 +91,6 @@ def values_at(rendering: Rendering, place: str) -> list[Any]:
 
 
 def pod_specs(rendering: Rendering) -> list[Document]:
-    """Return the pod specs of all workloads in the rendering."""
     made = [values_at(rendering, f"{component} spec")[0] for component in ("webhook", "controller")]
     return [*made, rendering.find("Pod", "deltashard-test", hook=True)["spec"]]
 

@@ -18,7 +18,6 @@ KINDS = ("rows", "columns", "sharded", "plain", "replicated")
 
 
 def sharded(whole, kind, mesh, *, empty):
-    """Return the rank's part of a tensor, with its values or zeros."""
     values = torch.zeros_like(whole) if empty else whole
     if kind == "plain":
         return values.clone()

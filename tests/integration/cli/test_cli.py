@@ -35,7 +35,6 @@ json_output = partial(command_line.json_output, codes=(0, 1))
 
 
 def write(url: str, directory: Path, run: str = RUN) -> WrittenRun:
-    """Write three checkpoints in a chain: full, delta, delta in 8 bits."""
     written = WrittenRun(open_store(url), run, directory)
     first = written.save(step=100, pins=("best",), metadata={"git": "abc"})
     second = written.save(written.train(), step=200, covers=first)

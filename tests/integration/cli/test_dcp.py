@@ -131,7 +131,6 @@ def whole_of(model: ModelAndOptimizer) -> dict[str, Any]:
 
 
 def read_back(directory: Path) -> dict[str, Any]:
-    """Read the directory with torch."""
     dcp_to_torch_save(directory, directory.parent / "back.pt")
     found = torch.load(directory.parent / "back.pt", weights_only=True)
     assert isinstance(found, dict)

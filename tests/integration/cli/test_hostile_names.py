@@ -68,7 +68,6 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["sound", "damaged"])
 def url(request: pytest.FixtureRequest, stores: Path, tmp_path: Path) -> str:
-    """Return a separate copy of the store for the test."""
     shutil.copytree(stores / request.param, tmp_path / "store")
     return f"file://{tmp_path}/store"
 

@@ -27,7 +27,6 @@ class Cut(Exception):
 
 @pytest.fixture
 def store(file_url: str, tmp_path: Path) -> Store:
-    """Return a store with one complete run."""
     store = open_store(file_url)
     written = WrittenRun(store, RUN, tmp_path)
     first = written.save(step=100, directive="steps")

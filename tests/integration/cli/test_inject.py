@@ -77,6 +77,5 @@ def test_manifests_are_injected_without_creating_objects(
 
 
 def cron(made: dict[str, object]) -> dict[str, object]:
-    """Return the metadata and spec of a CronJob for this Job."""
     template = {"metadata": made["metadata"], "spec": made["spec"]}
     return {"metadata": {"name": "trains"}, "spec": {"schedule": "0 0 * * *", "jobTemplate": template}}

@@ -63,7 +63,6 @@ class TrainedWorkload:
 
 
 def injected(cluster: NamespaceObjects, name: str) -> dict[str, Any]:
-    """Return a Job with the webhook's sidecar."""
     golden = yaml.safe_load((Path(__file__).parents[2] / "golden/pods/job.out.yaml").read_text())
     document = copy.deepcopy(golden)
     document["metadata"]["name"] = name

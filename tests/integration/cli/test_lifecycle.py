@@ -25,7 +25,6 @@ RUN = "team/run-1"
 
 
 def expect_failure(cli: Cli, *arguments: object, code: int = 2) -> str:
-    """Run a command that must fail and return its output."""
     found, text = cli(*arguments)
     assert found == code, text
     assert "Traceback" not in text
@@ -43,7 +42,6 @@ def chain(url: str, directory: Path, run: str = RUN) -> WrittenRun:
 
 
 def keys(store: Store, run: str = RUN) -> dict[str, bytes]:
-    """Return every object of a run."""
     return {info.key: store.get(info.key) for info in store.list(f"{run}/")}
 
 
@@ -104,7 +102,6 @@ def test_log_shows_readable_part_of_damaged_log(cli: Cli, file_url: str, tmp_pat
 
 
 def reasons(cli: Cli, *arguments: object) -> dict[str, str]:
-    """Return the fate and reason of each object."""
     return {
         one["reason"]: one["status"] for one in json_output(cli, "gc", *arguments, "--dry-run")["reasons"]
     }
@@ -272,7 +269,6 @@ def test_rewind_refuses_incomplete_checkpoint(cli: Cli, file_url: str, tmp_path:
 
 @pytest.fixture
 def other(request: pytest.FixtureRequest, tmp_path: Path, url: str) -> str:
-    """Return an empty store of the other kind."""
     if url.startswith("file"):
         found = request.getfixturevalue("minio_url")
         assert isinstance(found, str)

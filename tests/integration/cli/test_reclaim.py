@@ -35,7 +35,6 @@ def reclaim(cli: Cli, url: str, *more: object) -> Any:
 def make_run(
     url: str, directory: Path, run: str = RUN, *, workload: str = MINE, pins: tuple[str, ...] = ()
 ) -> None:
-    """Write a run of two checkpoints whose attempt remains open."""
     directory.mkdir(parents=True)
     written = WrittenRun(open_store(url), run, directory, workload=workload)
     first = written.save(step=100, pins=pins)
@@ -43,7 +42,6 @@ def make_run(
 
 
 def remaining(url: str, run: str) -> int:
-    """Return the number of objects of a run."""
     return sum(1 for _ in open_store(url).list(f"{run}/"))
 
 

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.minio
 
 
 def page_policy(bucket: str, namespace: str) -> dict[str, Any]:
-    """Return the page's JSON policy for this bucket and namespace."""
     (text,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     assert text.count("team-a") == 2
     assert text.count("arn:aws:s3:::checkpoints") == 2

@@ -44,7 +44,6 @@ def read(path: Path) -> dict[str, BuildStage]:
 
 
 def lineage(stages: dict[str, BuildStage], name: str) -> list[BuildStage]:
-    """Return a stage after the stages that it is built from."""
     stage = stages[name]
     return [*(lineage(stages, stage.base) if stage.base in stages else []), stage]
 
@@ -56,7 +55,6 @@ def last(stages: list[BuildStage], keyword: str) -> str | None:
 
 
 def words(text: str | None) -> tuple[str, ...]:
-    """Return the arguments of an ENTRYPOINT or CMD in exec form."""
     return () if text is None else tuple(json.loads(text))
 
 

@@ -44,7 +44,6 @@ def _lists() -> dict[str, str]:
 
 
 def _requirements(name: str) -> dict[str, list[str]]:
-    """Return the hashes of each distribution."""
     text = _lists()[name]
     entries = re.findall(r"(?m)^([a-z0-9._-]+)==\S+.*?\\\n((?:    --hash=\S+(?: \\)?\n)+)", text)
     return {name: re.findall(r"sha256:[0-9a-f]{64}", hashes) for name, hashes in entries}

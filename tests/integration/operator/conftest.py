@@ -24,14 +24,12 @@ def apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 @pytest.fixture(scope="session")
 def http(apiserver: ApiServer) -> Iterator[Rest]:
-    """Return an HTTP client of the API server with cluster-admin rights."""
     with apiserver.http() as http:
         yield http
 
 
 @pytest.fixture
 def api(apiserver: ApiServer) -> ApiAccess:
-    """Return the access to the API server with cluster-admin rights."""
     return apiserver.access()
 
 
@@ -54,7 +52,6 @@ def shared_webhook(
 
 @pytest.fixture
 def webhook(apiserver: ApiServer, tmp_path: Path) -> Iterator[WebhookProcess]:
-    """Yield a running webhook for one test."""
     running = WebhookProcess(apiserver, tmp_path)
     running.start()
     yield running

@@ -23,7 +23,6 @@ SMALL_TEXT = st.text(alphabet="abc$()/ é'\"\\{}", max_size=12)
 
 
 def optional(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Return a strategy for objects in which each field may be absent."""
     return st.fixed_dictionaries({}, optional=fields)
 
 

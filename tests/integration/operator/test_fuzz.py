@@ -120,7 +120,6 @@ def strip_injected(job: dict[str, Any], before: dict[str, Any]) -> dict[str, Any
 def check(
     validator: DryRunValidator, template: dict[str, Any], annotations: dict[str, str], policy: dict[str, Any]
 ) -> None:
-    """Check one template from the manifest to the second admission."""
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",

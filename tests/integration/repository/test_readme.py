@@ -32,7 +32,6 @@ class ReadmeModel(torch.nn.Module):
 
 
 def blocks() -> tuple[str, str]:
-    """Return the README's two scripts."""
     without, with_it = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     return without, with_it
 

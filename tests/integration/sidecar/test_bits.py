@@ -72,7 +72,6 @@ def newest(tmp_path: Path) -> Checkpoint:
 
 
 def stored(tmp_path: Path) -> dict[str, str]:
-    """Return both tables' encodings in the newest commit."""
     said = parse_metadata(newest(tmp_path).metadata[PRECISION_KEY])
     return {table: said.of_table(f"{table}.weight") for table in ("large", "small")}
 

@@ -55,7 +55,6 @@ class PairLoop:
             ckpt.step()
 
     def content(self) -> dict[str, torch.Tensor]:
-        """Return clones of all parameters, and of the tables' row state."""
         found = {name: p.detach().clone() for name, p in self.net.named_parameters()}
         for name in ("first", "second"):
             entry = self.optimizer.state.get(getattr(self.net, name).weight, {})

@@ -28,7 +28,6 @@ DEADLINE_S = 90.0
 
 
 def credentials(path: Path, key: str, secret: str) -> None:
-    """Replace the file as the kubelet changes a mounted Secret."""
     new = path.with_name("new")
     new.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key={secret}\n")
     new.rename(path)
@@ -44,7 +43,6 @@ def from_file(path: Path) -> dict[str, str | None]:
 
 
 def commit_in_time(trainer: Trainer) -> pb.Commit | None:
-    """Return the commit of a save, or None if its deadline passed."""
     try:
         return trainer.save_and_commit()
     except SaveStreamFailed as refused:

@@ -36,7 +36,6 @@ class WatchdogRun(ToyRun):
         self.train()
 
     def blocked_s(self) -> float:
-        """Return the value of the sidecar's metric."""
         ready = json.loads((runtime_dir(self.ckpt.url, self.name) / "ready.json").read_text())
         page = urllib.request.urlopen(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=60).read()
         (line,) = [

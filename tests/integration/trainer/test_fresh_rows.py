@@ -74,7 +74,6 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCheckp
 
 
 def _save(loop: SparseWriteLoop, ckpt: deltashard.Checkpointer, rng: np.random.Generator, times: int) -> None:
-    """Train and save the given number of times."""
     for _ in range(times):
         loop.step(ckpt, rng)
         ckpt.save().wait(60)
@@ -89,7 +88,6 @@ def _checkpoints(folder: Path) -> dict[int, Checkpoint]:
 
 
 def _problems(folder: Path) -> Any:
-    """Return the findings of a deep verify."""
     return verify(Target(store=_store(folder), run="r"), deep=True).problems
 
 

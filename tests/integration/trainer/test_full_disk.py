@@ -67,7 +67,6 @@ def fill_wholly(disk: SmallDisk) -> None:
 
 
 def saved(make: MakeCheckpointer, *, saves: int = 2, **options: Any) -> torch.Tensor:
-    """Train and save, crash the trainer, and return the newest weights."""
     loop = ToyLoop()
     ckpt = make(loop, sidecar={"maintenance_interval_s": -1}, **options)
     ckpt.restore()

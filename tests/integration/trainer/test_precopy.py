@@ -72,13 +72,11 @@ class PrecopyProgram(PrecopiedProgram):
 
     @property
     def inconsistent(self) -> list[dict[str, Any]]:
-        """Return the reports of inconsistent snapshots."""
         return [facts for name, facts in self.messages if name == "snapshot_inconsistent"]
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return a factory of programs that copy all snapshots ahead."""
     with precopied_programs(tmp_path, monkeypatch, PrecopyProgram) as build:
         yield build
 

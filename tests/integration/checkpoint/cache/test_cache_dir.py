@@ -17,7 +17,6 @@ PACK = 640
 
 
 def make_cache(directory: Path, packs: int, used_s: float) -> None:
-    """Create the cache of a finished run with this time of last use."""
     with PackCache(directory, budget_bytes=1 << 20) as cache:
         for n in range(packs):
             spool = cache.create(str(n), capacity_bytes=PACK)

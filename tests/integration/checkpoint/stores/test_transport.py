@@ -32,7 +32,6 @@ def authority() -> CertificateAuthority:
 def tls_server(
     tmp_path_factory: pytest.TempPathFactory, authority: CertificateAuthority
 ) -> Iterator[MinioServer]:
-    """Yield a server with TLS and a key service."""
     server = MinioServer(
         tmp_path_factory.mktemp("tls-minio"),
         settings={"MINIO_KMS_SECRET_KEY": f"{KEY}:MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE="},

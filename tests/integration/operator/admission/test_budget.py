@@ -31,7 +31,6 @@ PATIENCE_S = 60.0
 
 @contextlib.contextmanager
 def silent() -> Iterator[ApiAccess]:
-    """Yield an API that accepts every request and never responds."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield access_to(listener.getsockname()[1])
 

@@ -26,8 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 def live_policy(api: ApiAccess, name: str) -> Any:
-    """Return the API's current version of a policy."""
-
     async def scenario() -> Any:
         call = Caller(api)
         try:

@@ -44,7 +44,6 @@ def token(**claims: Any) -> str:
 
 
 def answering(status: dict[str, Any], code: int = 201) -> FixedResponses:
-    """Return an API that gives one answer to every review."""
     body = json.dumps({"kind": "TokenReview", "status": status}).encode()
     return FixedResponses(code, body, {"Content-Type": "application/json"})
 

@@ -77,7 +77,6 @@ class WatchRecorder:
         self.lists += 1
 
     def wait_for_keys(self, **known: int) -> None:
-        """Wait until exactly these objects are known."""
         eventually(lambda: self.known == known, what=f"{known}", timeout_s=240)
 
 
@@ -88,11 +87,9 @@ class Things:
         self.http = http
 
     def define(self) -> None:
-        """Create the resource definition."""
         define(self.http, "watch.test", "v1", "Thing")
 
     def undefine(self) -> None:
-        """Delete the resource definition and all of its objects."""
         path = f"/apis/{GROUP}/customresourcedefinitions/things.watch.test"
         assert self.http("DELETE", path).status == 200
         eventually(lambda: self.http("GET", THINGS).status == 404, what="the definition's end")
@@ -142,14 +139,12 @@ def api(server: ApiServer) -> ApiAccess:
 
 @pytest.fixture
 def proxy(server: ApiServer) -> Iterator[FaultyProxy]:
-    """Yield a proxy between the watch and the API server."""
     with FaultyProxy(server.port) as proxy:
         yield proxy
 
 
 @pytest.fixture
 def proxied(server: ApiServer, proxy: FaultyProxy) -> ApiAccess:
-    """Return the access to the API server through the proxy."""
     api = server.access()
     api.configuration.host = f"https://127.0.0.1:{proxy.port}"
     return api

@@ -32,7 +32,6 @@ class IssuerNamespace:
     namespace: str = field(default_factory=lambda: f"system-{uuid.uuid4().hex[:8]}")
 
     def install(self) -> None:
-        """Create the chart's objects."""
         self.rest.namespace(self.namespace)
         for kind, name in (("Secret", SECRET), ("ConfigMap", BUNDLE)):
             document = {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}}
@@ -55,7 +54,6 @@ class IssuerNamespace:
         return set(bundles) == {secret["data"]["ca.crt"]}
 
     def authority(self, call: Caller) -> Authority:
-        """Return an issuer for this namespace."""
         return Authority(call, self.namespace, CollectorRegistry())
 
 

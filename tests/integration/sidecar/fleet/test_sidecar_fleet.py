@@ -38,7 +38,6 @@ def flags(tmp_path: Path, server: FleetServer, **more: object) -> dict[str, Any]
 
 
 def wait_for_report(server: FleetServer, what: str, **expected: object) -> fleet.ReportRequest:
-    """Wait until the last report of a pod has these values."""
     eventually(
         lambda: all(getattr(server.last.pod, name) == value for name, value in expected.items()),
         what=f"{what}, last heard: {server.last}",
@@ -53,7 +52,6 @@ def wait_for_incident(server: FleetServer, kind: fleet.IncidentKind) -> fleet.In
 
 
 def over(server: FleetServer, name: str) -> fleet.SaveOver:
-    """Wait for the result of an ordered save."""
     ends = lambda: {each.id: each for report in list(server.reports) for each in report.saves_over}  # noqa: E731
     eventually(lambda: name in ends(), what=f"the end of {name}")
     return ends()[name]

@@ -43,7 +43,6 @@ def _layout(ranks: int, tables: int) -> Layout:
 
 @contextmanager
 def _link(address: str) -> Iterator[Link]:
-    """Return the library's own channel and stubs."""
     with grpc.insecure_channel(address, options=session._OPTIONS) as channel:
         yield Link(
             path=Path(),

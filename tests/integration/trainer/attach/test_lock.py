@@ -18,7 +18,6 @@ LARGER = ArenaShape(blocks=9, block_bytes=1 << 16)
 
 
 def create(path: Path, shape: ArenaShape) -> Arena:
-    """Create an arena as a sidecar does."""
     return Arena.create(path, os.open(path, os.O_RDWR | os.O_CREAT), shape)
 
 
@@ -41,7 +40,6 @@ def in_child(work: Callable[[], object]) -> str:
 
 
 def locked_elsewhere(path: Path, line: int = 0) -> str:
-    """Return the exception of another process that locks this line."""
     return in_child(lambda: lock_line(open_arena(path, SHAPE), line, deadline_s=0.05))
 
 

@@ -27,7 +27,6 @@ sys.exit(0)
 
 
 def run_program(code: str, *prefix: str) -> tuple[int, str]:
-    """Run a program and return its exit code and output."""
     command = [*prefix, sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     return done.returncode, done.stdout
@@ -68,7 +67,6 @@ def test_forked_child_has_previous_handler() -> None:
 
 @pytest.fixture
 def received() -> Iterator[list[str]]:
-    """Return the signals that the test's own SIGTERM handler received."""
     said: list[str] = []
     before = signal.signal(signal.SIGTERM, lambda *_: said.append("user"))
     yield said

@@ -92,7 +92,6 @@ class CudaProgram(PrecopiedProgram):
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return a factory of programs that copy all snapshots ahead."""
     with precopied_programs(tmp_path, monkeypatch, CudaProgram) as build:
         yield build
 
@@ -300,7 +299,6 @@ def test_step_inside_graph_is_refused(make: Any) -> None:
 
 
 def _use_up() -> list[torch.Tensor]:
-    """Allocate all remaining device memory of this process."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory

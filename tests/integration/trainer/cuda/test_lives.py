@@ -20,7 +20,6 @@ STEPS = 60
 
 
 def live(store: Path, *, code: int = 0, **how: Any) -> list[dict[str, Any]]:
-    """Run one process and return its printed lines."""
     environment = {name: value for name, value in os.environ.items() if name != "DELTASHARD_SOCKET"}
     environment |= {"XDG_CACHE_HOME": str(store.parent / "cache"), "DELTASHARD_PRECOPY_BYTES": "1"}
     told = json.dumps({"url": f"file://{store}", **how})
@@ -33,7 +32,6 @@ def live(store: Path, *, code: int = 0, **how: Any) -> list[dict[str, Any]]:
 
 
 def end_of(life: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the printed line of a training that ended."""
     return next(said for said in life if said["what"] == "end")
 
 

@@ -44,7 +44,6 @@ def noisy(*sizes: int) -> Make:
 
 
 def make_loader(data: Callable[[], Any] = Numbers, **options: Any) -> Make:
-    """Return a loader of such a dataset in batches of four."""
     return lambda: DataLoader(data(), batch_size=4, **options)
 
 
@@ -203,7 +202,6 @@ def _spare_iterators(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iter
 
 
 def _peeked(loader: Any, other: Any, world: SimulatedTrainer) -> Iterator[Any]:
-    """Read one batch to initialise lazy modules."""
     next(iter(loader))
     return _plain(loader, other, world)
 

@@ -93,7 +93,6 @@ class SimulatedTrainer:
             raise RunEnded
 
     def save(self) -> None:
-        """Take a snapshot now."""
         state = {source.name: source.get() for source in sources(self.state)}
         rng, positions = self.registry.capture()
         self.cut = LoaderSnapshot(
@@ -105,7 +104,6 @@ class SimulatedTrainer:
 
 
 def plain(value: Any) -> Any:
-    """Return the batch in a comparable form."""
     if isinstance(value, (list, tuple)):
         return tuple(plain(each) for each in value)
     if isinstance(value, (torch.Tensor, np.ndarray)):
@@ -149,7 +147,6 @@ class ResumeResult(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Return whether both processes saw the same batches."""
         return self.seen == self.wanted
 
 
@@ -178,7 +175,6 @@ def resumed(
 
 
 def run(program: LoaderProgram, world: SimulatedTrainer) -> None:
-    """Run the program until it ends."""
     try:
         program(world)
     except RunEnded:

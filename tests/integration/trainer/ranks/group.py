@@ -92,7 +92,6 @@ class DdpProgram:
             self.loader = self.ckpt.wrap(self.loader, shared=self.shared)
 
     def steps(self) -> Iterator[int]:
-        """Train without end and yield the number of each finished step."""
         epoch = self.loader.epoch if self.ckpt is not None else 0
         step = 0 if self.ckpt is None else self.ckpt.steps
         while True:
@@ -119,7 +118,6 @@ class DdpProgram:
                 break
 
     def state(self) -> dict[str, Any]:
-        """Return a text form of everything that a later step depends on."""
         return self.sums() | {
             "torch": torch.rand(1).item(),
             "python": random.random(),
@@ -127,7 +125,6 @@ class DdpProgram:
         }
 
     def sums(self) -> dict[str, str]:
-        """Return hashes of the model and its optimizer state."""
         tensors = dict(self.model.module.state_dict())
         for i, held in self.optimizer.state_dict()["state"].items():
             tensors |= {f"{i}/{key}": torch.as_tensor(value) for key, value in held.items()}
@@ -144,7 +141,6 @@ def plain(rank: int, workdir: Path, until: str, data: str = "dealt") -> Any:
 
 
 def killed(rank: int, workdir: Path, save_at: str, kill_at: str, data: str = "dealt") -> Any:
-    """Save once and kill the process some steps later."""
     program = DdpProgram(rank, workdir, data=data)
     program.ckpt.restore()
     for step in program.steps():
@@ -198,7 +194,6 @@ def resumed(
     data: str = "dealt",
     run: str = "group",
 ) -> Any:
-    """Restore, train to the end, and close."""
     program = DdpProgram(rank, workdir, data=data, run=run)
     restored = program.ckpt.restore(loaders=loaders)
     at = program.ckpt.steps

@@ -83,7 +83,6 @@ class RankTraining:
         return len(self.committed)
 
     def content(self) -> str:
-        """Return a hash of everything that a later step depends on."""
         found = xxhash.xxh3_64()
         for tensor in self.model.state_dict().values():
             found.update(tensor.numpy().tobytes())
@@ -121,7 +120,6 @@ class RankTraining:
 
 
 def _set_node(rank: int, nodes: int, first: int = 0) -> None:
-    """Set the node that this rank runs on."""
     share = dist.get_world_size() // nodes
     os.environ.update(GROUP_RANK=str(first + rank // share), LOCAL_RANK=str(rank % share))
 

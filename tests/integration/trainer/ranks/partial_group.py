@@ -39,7 +39,6 @@ def checkpointer(workdir: Path, training: ShardedTraining, **options: Any) -> Ch
 
 
 def held(ckpt: Checkpointer, training: ShardedTraining) -> dict[str, np.ndarray]:
-    """Return all data of this rank: shards, their state, the dense part."""
     found = {
         f"dense|{n}": p.detach().numpy().copy() for n, p in training.model.named_parameters() if "over" in n
     }

@@ -26,7 +26,6 @@ def _store(tmp_path: Path) -> Iterator[None]:
 
 
 def conductors(step: int = 0) -> list[CoordinatorThread]:
-    """Return the threads of two ranks at this step."""
     found = []
     for number in range(2):
         clock = StepClock(Tracking(nn.Linear(1, 1)))

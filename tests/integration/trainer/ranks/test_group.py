@@ -25,12 +25,10 @@ def run(rank_zygote: RankZygote) -> RunRanks:
 
 
 def commits(workdir: Path) -> dict[int, int]:
-    """Return the step of each committed seq."""
     return {seq: entry.step for seq, entry in checkpoints(workdir).items()}
 
 
 def checkpoints(workdir: Path) -> Mapping[int, Checkpoint]:
-    """Return the checkpoints by seq."""
     with open_store((workdir / "store").as_uri()) as store:
         return RunLog(store, "group").refresh().checkpoints
 

@@ -81,7 +81,6 @@ def run(rank_zygote: RankZygote) -> RunRanks:
 
 
 def records(workdir: Path, rank: int) -> list[list[Any]]:
-    """Return a rank's records of all its processes."""
     path = workdir / f"said-{rank}"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -115,7 +114,6 @@ def check(workdir: Path, url: str = "") -> list[list[dict[str, Any]]]:
 
 
 def newest_reported(workdir: Path) -> int:
-    """Return the newest seq that any rank was notified of, or 0."""
     every = [facts for rank in range(RANKS) for what, facts in records(workdir, rank) if what == "told"]
     return max((facts["seq"] for facts in every), default=0)
 

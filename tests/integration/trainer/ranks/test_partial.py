@@ -170,7 +170,6 @@ def test_invalid_staged_parts_roll_back_all_ranks(
 
 
 def copy_crash_state(workdir: Path) -> None:
-    """Copy store and staged parts as they were right after the crash."""
     for now, then in ((workdir / "store", "store-then"), (staged(workdir), "staged-then")):
         shutil.rmtree(now, ignore_errors=True)
         shutil.copytree(workdir / then, now)

@@ -35,7 +35,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def _single_rank_group(tmp_path: Path) -> Iterator[None]:
-    """Initialise a group of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -80,7 +79,6 @@ def _equal(a: dict[str, Tensor], b: dict[str, Tensor], *, bits: bool = True) -> 
 
 
 def _saved(folder: Path, training: Any, steps: int = 5) -> dict[str, Tensor]:
-    """Train and save, mostly deltas, and return the final tables."""
     ckpt = _checkpointer(folder, training.model, training.dense)
     assert ckpt.restore() is None
     for step in range(steps):

@@ -39,7 +39,6 @@ def sts_answer(key: str, ends: str, kind: str = "WithWebIdentity") -> bytes:
 
 @pytest.fixture
 def token(tmp_path, monkeypatch) -> Path:
-    """Return the file of a web identity."""
     path = tmp_path / "token"
     path.write_text("a.web.token")
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(path))
@@ -141,7 +140,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def process_of(home: Path) -> str:
-    """Return a real credential_process whose keys are valid for an hour."""
     script = home / "keys.sh"
     script.write_text(PROCESS.format(folder=home, ends=in_an_hour()))
     script.chmod(0o755)
