@@ -75,7 +75,6 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """What failed is kept to be looked at."""
     temporary = Path(session.config.option.basetemp)
     controls = not hasattr(session.config, "workerinput")
     if controls and exitstatus == pytest.ExitCode.OK and temporary.name.startswith(TEMPORARY):
@@ -83,7 +82,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say loudly when a tier did not run."""
     skipped = [str(each.longrepr) for each in terminalreporter.stats.get("skipped", [])]
     for tool in sorted({found[1] for each in skipped if (found := MISSING.search(each))}):
         count = sum(f"no {tool}: `make servers`" in each for each in skipped)
@@ -123,7 +121,6 @@ def own_minio(
 
 @pytest.fixture
 def minio_url(minio_server: MinioServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """URL of a new, empty bucket of the session's MinIO, whose credentials are in the environment."""
     for name, value in minio_server.environment.items():
         monkeypatch.setenv(name, value)
     return minio_server.url(minio_server.new_bucket())
@@ -155,7 +152,6 @@ def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CloudServ
 
 @pytest.fixture
 def google(google_server: CloudServer, monkeypatch: pytest.MonkeyPatch) -> CloudServer:
-    """With its credentials in the environment."""
     for name, value in google_server.environment.items():
         monkeypatch.setenv(name, value)
     return google_server
@@ -163,7 +159,6 @@ def google(google_server: CloudServer, monkeypatch: pytest.MonkeyPatch) -> Cloud
 
 @pytest.fixture
 def azure(azure_server: CloudServer, monkeypatch: pytest.MonkeyPatch) -> CloudServer:
-    """With its credentials in the environment."""
     for name, value in azure_server.environment.items():
         monkeypatch.setenv(name, value)
     return azure_server
@@ -171,6 +166,5 @@ def azure(azure_server: CloudServer, monkeypatch: pytest.MonkeyPatch) -> CloudSe
 
 @pytest.fixture(params=["google", "azure"])
 def cloud(request: pytest.FixtureRequest) -> CloudServer:
-    """Each server in turn."""
     server: CloudServer = request.getfixturevalue(request.param)
     return server

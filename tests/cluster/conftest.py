@@ -35,7 +35,6 @@ def _is_full() -> bool:
 
 
 def _skip_reason() -> str:
-    """Why these tests do not run; empty when they do."""
     if os.environ.get("DELTASHARD_TEST_CLUSTER") not in {"1", "full"}:
         return "it changes the host while it runs, so ask for it: `make test-cluster`"
     lacks = cluster.missing()
@@ -43,7 +42,6 @@ def _skip_reason() -> str:
 
 
 def _build(config: pytest.Config) -> str:
-    """Build the stage if nobody has; returns why it cannot be."""
     if _SKIP_REASON not in config.stash:
         config.stash[_SKIP_REASON] = _skip_reason()
         if not config.stash[_SKIP_REASON]:
@@ -59,13 +57,11 @@ def _build(config: pytest.Config) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Of pytest-xdist: before a worker starts."""
     node.workerinput["deltashard_why"] = _build(node.config)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """After the workers ended: the host is as it was, or the session fails."""
     stage = session.config.stash.get(_STAGE, None)
     if stage is None:
         return
@@ -99,10 +95,6 @@ behind the first: so a long one stands behind a short one."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In the order that fills five processes; scenarios that take the stage for themselves last, as they are written.
-
-    Their limits are this machine's.
-    """
     for item in items:
         if (limit := item.get_closest_marker("timeout")) is not None:
             item.add_marker(pytest.mark.timeout(limit_s(limit.args[0]), **limit.kwargs), append=False)
@@ -116,7 +108,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say loudly when the tier did not run."""
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if "no test cluster" in str(r.longrepr)]
     if skipped:
         why = str(skipped[0].longrepr).partition("no test cluster: ")[2].rstrip("')")
@@ -127,7 +118,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def stage(pytestconfig: pytest.Config) -> ClusterStage:
-    """The cluster with its system, up."""
     workerinput = getattr(pytestconfig, "workerinput", None)
     why = (
         _build(pytestconfig) if workerinput is None else workerinput.get("deltashard_why", "run it by itself")
@@ -153,13 +143,11 @@ def witness(stage: ClusterStage) -> Iterator[WitnessServer]:
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    """The training that nothing happened to."""
     return Reference()
 
 
 @pytest.fixture(scope="session")
 def full() -> bool:
-    """Whether the long variants were asked for."""
     return _is_full()
 
 

@@ -24,7 +24,6 @@ _SLEEPER: Object = {
 
 
 def test_strict_cluster(bench: ScenarioBench) -> None:
-    """One pod has it all: PodSecurity restricted, quota, LimitRange, Guaranteed, a UID from nowhere, a mesh, inits."""
     api, namespace = bench.cluster.api, bench.namespace
     hard = {f"{what}.cpu": "2" for what in ("requests", "limits")}
     hard |= {f"{what}.memory": "4Gi" for what in ("requests", "limits")}

@@ -21,7 +21,6 @@ SECRET = f"/api/v1/namespaces/{NAMESPACE}/secrets/{authority.SECRET}"
 
 
 def test_rolling_upgrade(bench: ScenarioBench) -> None:
-    """A change of the chart's values replaces every replica of the webhook under a load of admissions."""
     system = bench.stage.system
     old = {pod["metadata"]["uid"] for pod in system.webhooks()}
     with AdmissionLoad(bench.cluster.api, bench.namespace, bench.manifest("load")) as load:
@@ -46,7 +45,6 @@ def served(pod: dict[str, dict[str, str]]) -> bytes:
 
 
 def test_rotated_certificate(bench: ScenarioBench) -> None:
-    """A certificate near its end is renewed by the controller and taken up by every replica, under a load of admissions."""
     api, system = bench.cluster.api, bench.stage.system
 
     def stored(key: str = "tls.crt") -> bytes:

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
 def test_job_completes(bench: ScenarioBench) -> None:
-    """Its last step is durable, the native sidecar is gone, `kubectl get checkpointruns` and Events tell the story."""
     job = bench.job("completes", steps=300, pace_s=0.1)  # long enough to be seen while it trains
     start_event = bench.start_event(job, 0)
     assert start_event["step"] == 0

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
 def test_killed_containers(bench: ScenarioBench) -> None:
-    """A killed or starved trainer resumes from its pod's cache; a killed sidecar does not stop training."""
     limits = {"requests": {"cpu": "10m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}}
     job = bench.job("killed", container={"resources": limits})
     start_event = bench.start_event(job, 0)

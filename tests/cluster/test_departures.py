@@ -18,7 +18,6 @@ SLOT = "deltashard.test/slot"
 
 @pytest.fixture
 def slots(bench: ScenarioBench) -> None:
-    """Every common node offers one slot."""
     for name, node in bench.cluster.nodes.items():
         if not node.pool:
             change = [{"op": "add", "path": f"/status/capacity/{SLOT.replace('/', '~1')}", "value": "1"}]

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.timeout(900, func_only=True)
 
 
 def test_restarted_jobset_keeps_run(bench: ScenarioBench, tmp_path: Path) -> None:
-    """A pod is evicted, so its Job fails, and the JobSet makes another one, with another UID, of all of its pods."""
     jobset.install(bench.cluster, tmp_path)
     bench.note("the JobSet controller answers")
     group = group_of_jobset(bench, "pair", pods=2, notes=NO_TIMER)

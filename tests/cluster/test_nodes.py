@@ -17,7 +17,6 @@ pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
 def wait_fenced(bench: ScenarioBench, job: TrainingJob, zombie: Event) -> None:
-    """The zombie is told that it is one, by deltashard."""
     fenced = bench.witness.wait(
         job.key,
         lambda e: e["life"] == zombie["life"] and e["kind"] == "fenced",
@@ -96,7 +95,6 @@ def test_lost_node(bench: ScenarioBench) -> None:
 
 
 def test_lost_kubelet(bench: ScenarioBench) -> None:
-    """Only the kubelet dies: two live trainers of one Job at once, and one of them writes."""
     job = bench.job("doubled", pool=DIRTY)
     zombie = bench.start_event(job, 0)
     node = bench.cluster.nodes[zombie["node"]]

@@ -31,7 +31,6 @@ NOWHERE = {"nodeSelector": {"deltashard.test/nowhere": "x"}}
 
 
 def resource_requests(containers: list[Object]) -> dict[str, Fraction]:
-    """What containers request, together."""
     requests = [(each.get("resources") or {}).get("requests") or {} for each in containers]
     return {
         what: sum((quantity.parse(each.get(what, 0)) for each in requests), Fraction()) for what in COUNTED
@@ -39,7 +38,6 @@ def resource_requests(containers: list[Object]) -> dict[str, Fraction]:
 
 
 def pod_requests(specs: list[Object]) -> dict[str, Fraction]:
-    """What pods request, each of them with a sidecar."""
     assert all(SIDECAR in {each["name"] for each in spec["initContainers"]} for spec in specs)
     sidecars = [
         each for spec in specs for each in spec["initContainers"] if each.get("restartPolicy") == "Always"
@@ -48,7 +46,6 @@ def pod_requests(specs: list[Object]) -> dict[str, Fraction]:
 
 
 def read(usage: Object) -> dict[str, Fraction]:
-    """What Kueue says that something takes."""
     return {what: quantity.parse(much) for what, much in usage.items()}
 
 

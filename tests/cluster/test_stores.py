@@ -32,7 +32,6 @@ def assert_store_problem(
     end: Callable[[], object],
     hold_s: float = 0.0,
 ) -> None:
-    """A trouble is told by a condition and an Event, does not stop training, and is over by itself when it is over."""
     at_begin = bench.witness.last_step(life["life"])
     began_s = time.monotonic()
     begin()
@@ -50,7 +49,6 @@ def assert_store_problem(
 
 
 def test_store_problems(bench: ScenarioBench, own_bridge_minio: MinioServer, full: bool) -> None:
-    """The server is down for 30 s, keys are changed, then gone, the bucket is full: told, survived, over by itself."""
     minio, namespace = own_bridge_minio, f"{bench.namespace}-tenant"
     old, new = Tenant(minio, bench.bucket), Tenant(minio, bench.bucket)
     bench.namespace_with_store(namespace, keys=old.environment)
@@ -104,7 +102,6 @@ def test_store_problems(bench: ScenarioBench, own_bridge_minio: MinioServer, ful
 
 
 def test_missing_bucket(bench: ScenarioBench) -> None:
-    """A policy names a bucket that is not there: told, of the run and of the policy; and once it is there, all is well."""
     bucket = f"{bench.bucket}-later"
     bench.policy(bench.namespace, "later", bucket=bucket)
     path = f"/apis/deltashard.io/v1alpha1/namespaces/{bench.namespace}/checkpointpolicies/later"

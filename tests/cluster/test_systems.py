@@ -63,14 +63,12 @@ def unrelated_objects(bench: ScenarioBench) -> list[tuple[str, Object]]:
 
 
 def test_helm_test_passes(bench: ScenarioBench) -> None:
-    """`helm test`: a pod with rights for nothing else asks the webhook, in dry runs, and says what it answered."""
     said = bench.stage.system.helm("test", RELEASE, "--logs", f"--timeout={limit_s(180):.0f}s")
     assert "Phase:          Succeeded" in said, said
     bench.note(said[said.index("POD LOGS") :])
 
 
 def test_training_continues_without_operator(bench: ScenarioBench) -> None:
-    """Controller and webhook are deleted: saves and restores go on, strangers work, annotated Jobs wait for their return."""
     cluster, system = bench.cluster, bench.stage.system
     job = bench.job("alone")
     life = bench.start_event(job, 0)

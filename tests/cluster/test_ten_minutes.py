@@ -40,7 +40,6 @@ def _empty(stage: ClusterStage) -> None:
 
 
 def test_every_page_command_works(empty_cluster: ClusterStage, tmp_path: Path) -> None:
-    """Nothing is replaced in a command; each prints what the page shows."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("helm", "kubectl"):

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
 def test_two_tenants(bench: ScenarioBench) -> None:
-    """Different policies, buckets and credentials at once: each run is saved and restored from its own store alone."""
     other_bucket = bench.minio.new_bucket()
     tenants = [Tenant(bench.minio, bucket) for bucket in (bench.bucket, other_bucket)]
     names = [f"{bench.namespace}-{each}" for each in ("one", "two")]

@@ -96,7 +96,6 @@ class DamageOutcome:
 
 
 def kind_of(key: str) -> str:
-    """The kind of an object, by its key below the run."""
     if key.startswith("log/"):
         return {"H": "HINT", "f": "folded state"}.get(key[4], "log entry")
     if key.startswith("layout/"):
@@ -261,7 +260,6 @@ def table(found: Iterable[DamageOutcome]) -> str:
 
 
 def main() -> None:
-    """Run all, write the figures and the table."""
     found: list[DamageOutcome] = []
     with tempfile.TemporaryDirectory() as name:
         for story in stored_runs(Path(name)):

@@ -196,7 +196,6 @@ class Sim:
         return True
 
     def end(self, process: SimProcess) -> None:
-        """Kill it: each of its threads ends where it stands."""
         process.dead, process.frozen = True, False
         for thread in [t for t in self.threads if t.process is process]:
             self.running = thread
@@ -204,8 +203,6 @@ class Sim:
                 thread.let.throw(RankKilled)
             self.running = None
         self.threads = [t for t in self.threads if t.process is not process]
-
-    # What the modules under test find in place of `time` and `threading`.
 
     @property
     def time(self) -> Any:
@@ -466,7 +463,6 @@ class GroupLife:
         self.pods = SimProcess()
 
     def collective(self, rank: int, step: int) -> None:
-        """What every step of data-parallel training waits for."""
         arrived = self.arrived[step]
         arrived.add(rank)
         while len(arrived) < RANKS:
@@ -527,7 +523,6 @@ class GroupLife:
         self.sim.start(self.pods, tell)
 
     def check(self, *, everyone: bool) -> None:
-        """Of all cuts, at the end."""
         for key, text in self.world.held.items():
             if not self.prefix or not key.startswith(f"{self.prefix}verdict/"):
                 continue
@@ -633,8 +628,6 @@ class GroupMember:
             loop, member, records, self.outcomes, parts, save_loop=self.loop, coordinator=book
         )
 
-    # For the taker: what the sidecar is to it.
-
     def open(self) -> None:
         """See `PreopenedStream`."""
 
@@ -669,8 +662,6 @@ class GroupMember:
     def post(self, event: Any) -> None:
         self.session.events.append(event)
         self.clock.wake()
-
-    # The program.
 
     def _main(self) -> None:
         try:
@@ -776,7 +767,6 @@ class GroupMember:
 
 
 def run_schedule(seed: int, *, faults: bool = True) -> Counter[str]:
-    """One schedule; raises `Violation`."""
     try:
         return GroupWorld(seed, faults=faults).run()
     except GroupViolation as error:

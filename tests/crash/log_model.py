@@ -165,9 +165,6 @@ class SimTask:
         return self.run.dead
 
 
-# Trainers
-
-
 @dataclass(eq=False)
 class CutJob:
     """One rank's part of one cut, on its way."""
@@ -300,11 +297,7 @@ def shards(split: str, size: int) -> list[tuple[Box, ...]]:
 
 
 def layout_of(split: str, size: int) -> Layout:
-    """The layout of these ranks."""
     return Layout.of(size, {"t": (TABLE.rows, TABLE.columns)}, dict(enumerate(shards(split, size))))
-
-
-# The world
 
 
 class LogWorld:
@@ -340,8 +333,6 @@ class LogWorld:
         self.pins: dict[str, int | None] = {}
         """Who has a pinned name, by the last commit or word about it."""
         self.counts = Counter(schedules=1)
-
-    # Processes
 
     def step(self) -> None:
         """Called by a process before each store call: the scheduler decides what happens now."""
@@ -397,8 +388,6 @@ class LogWorld:
 
     def live_gangs(self) -> list[Gang]:
         return [gang for gang in self.gangs if gang.alive]
-
-    # Objects
 
     def put_object(self, key: str, data: bytes) -> None:
         """A sidecar's put of a data object: retried, immutable, its name its own."""

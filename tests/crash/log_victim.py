@@ -31,7 +31,6 @@ BOX = Box(table="items", row_start=0, row_stop=ROWS, col_start=0, col_stop=COLUM
 
 
 def log_of(directory: Path) -> RunLog:
-    """The run's log on a file store."""
     return RunLog(open_store(f"file://{directory}/store"), "job")
 
 
@@ -43,7 +42,6 @@ def values(step: int, rows: np.ndarray) -> np.ndarray:
 def save(
     directory: Path, log: RunLog, attempt: int, cut: int, step: int, rows: np.ndarray, covers: int | None
 ) -> int:
-    """One whole save of one rank, as a sidecar does it."""
     report = written(directory, log, attempt, cut, step, rows, covers)
     return commit_parts(log, attempt=attempt, cut=cut, step=step, world_size=1, reports=[report]).seq
 
@@ -52,7 +50,6 @@ def written(
     directory: Path, log: RunLog, attempt: int, cut: int, step: int, rows: np.ndarray, covers: int | None, *,
     rank: int = 0, box: Box = BOX,
 ) -> PartReport:  # fmt: skip
-    """A rank's part, on the store."""
     token = new_token()
     target = PartTarget(
         run=log.run, attempt=attempt, cut=cut, step=step, rank=rank, token=token, tables=(TABLE,), boxes=(box,), covers=covers
@@ -99,7 +96,6 @@ def prepare(directory: Path) -> None:
 
 
 def act(directory: Path, action: str) -> None:
-    """Do one thing; the crash point ends it."""
     log = log_of(directory)
     state = log.refresh()
     newest = state.newest()

@@ -167,8 +167,6 @@ class ReportWorld:
         self.controllers: list[Controller] = []
         self.sidecars = [ModelSidecar(self, rank) for rank in range(2)]
 
-    # What happens.
-
     async def start(self) -> None:
         """Another controller: it has read the runs, and then sees all that there is."""
         api: Any = self.api
@@ -293,8 +291,6 @@ class ReportWorld:
             if each is not ends:
                 each.orders.ended(save)
 
-    # What must hold.
-
     def look(self) -> None:
         status = self.api.objects.get(RUN, {}).get("status", {})
         counted = status.get("restores", 0), status.get("lostSteps", 0)
@@ -343,13 +339,11 @@ class ReportWorld:
 
 
 async def converged() -> None:
-    """All that can go on without the world has."""
     for _ in range(12):
         await asyncio.sleep(0)
 
 
 def run_schedule(seed: int, steps: int = 250) -> None:
-    """Raises `Violation`."""
 
     async def scenario() -> None:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:

@@ -28,7 +28,6 @@ def started_store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[
 
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_sidecar_is_restarted(point, started_store, tmp_path, monkeypatch):
-    """The next one is started, and whatever was under way begins again; nothing is raised, and the next save works."""
     store, state = started_store
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("DELTASHARD_CRASH_AT", point)

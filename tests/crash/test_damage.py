@@ -31,7 +31,6 @@ def test_newest_intact_checkpoint_is_restored(stored_runs):
 
 
 def test_damaged_maintenance_entry_keeps_newest_commit(stored_runs):
-    """The newest commit comes back, whatever becomes of the compaction, retirement or pin behind it."""
     for story in stored_runs:
         newest = max(story.expected)
         if story.ranks == 1 and story.name != "ends in a checkpoint":

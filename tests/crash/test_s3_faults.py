@@ -73,7 +73,6 @@ class FaultScenario:
         )  # type: ignore[arg-type]
 
     def lives(self) -> None:
-        """One life: a sidecar, a trainer, and how it ends."""
         end = self.chance.choice(ENDS)
         point = self.chance.choice(POINTS.split())
         process = self.sidecar(point if end == "crash" else "")
@@ -88,7 +87,6 @@ class FaultScenario:
         assert '.unexpected"' not in process.log(), "an error of ours"
 
     def run_trainer(self, process: SidecarProcess, *, snapshots: int, end: str = "") -> None:
-        """A trainer comes back and saves, as far as it gets; whatever ends it, an error said so."""
         trainer: Trainer | None = None
         try:
             trainer = Trainer(process.socket, self.model, consecutive=self.consecutive)
@@ -122,7 +120,6 @@ class FaultScenario:
         self.messages[error.cause] += 1
 
     def assert_recovers(self, trainer: Trainer) -> None:
-        """Everything acknowledged is there, and what is restored is what was cut."""
         opened = trainer.open()
         newest = max(self.acknowledged, default=0)
         if not opened.HasField("resume_seq"):
@@ -158,7 +155,6 @@ class FaultScenario:
             self.check_error(error)
 
     def assert_healthy(self) -> None:
-        """Without troubles: it comes back, saves, verifies, and every live checkpoint is what was cut for it."""
         self.proxy.disable_faults()
         process = self.sidecar()
         try:

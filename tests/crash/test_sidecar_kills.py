@@ -82,7 +82,6 @@ class KillScenario:
                 assert same(got, cut[2 + 3 * i : 5 + 3 * i])
 
     def assert_recovers(self, process: SidecarProcess) -> None:
-        """A new trainer restores the newest checkpoint, exactly, and its next save commits and restores."""
         expected = self.newest()
         self.check()
         trainer = Trainer(process.socket, self.model)
@@ -100,7 +99,6 @@ class KillScenario:
         trainer.close()
 
     def killed(self, process: SidecarProcess, trainer: Trainer, **flags: object) -> None:
-        """The sidecar died at its point; the next one brings a new trainer back."""
         interrupted(process)
         trainer.close()
         with sidecar(self.root, self.url, encoding="fp32", **flags) as again:
@@ -133,7 +131,6 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> KillScenario:
 
 @pytest.fixture
 def scenario(begun: KillScenario, tmp_path: Path) -> KillScenario:
-    """A copy of the begun run, at the same model."""
     shutil.copytree(begun.root / "store", tmp_path / "store")
     shutil.copytree(begun.root / "cache", tmp_path / "cache")
     copy = KillScenario(tmp_path)
@@ -155,7 +152,6 @@ def test_sidecar_killed_during_a_save(scenario: KillScenario, point: str, commit
     trainer.restore(opened.resume_seq)
     with pytest.raises((SaveStreamFailed, grpc.RpcError)):  # noqa: PT012 - whichever notices first
         trainer.committed(scenario.cut(trainer))
-        # The acknowledgement itself arrived: the death is what is left to see.
         assert point == "ack.after_send"
         raise SaveStreamFailed("gone", "acknowledged, then killed")
     interrupted(process)
@@ -179,7 +175,6 @@ def test_sidecar_killed_while_cut_waits_for_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("point", ["stage.batch_received", "index.after_put", "commit.after_log_put"])
 def test_trainer_survives_killed_sidecar(scenario: KillScenario, point: str) -> None:
-    """It attaches to the next sidecar under its own attempt; the next save covers the rows of the lost one."""
     process = scenario.sidecar(crash_at=point)
     trainer = Trainer(process.socket, scenario.model)
     opened = trainer.open()
@@ -260,7 +255,9 @@ def test_missing_copy_source_is_reported_with_fix(scenario: KillScenario) -> Non
         trainer.close()
     with sidecar(scenario.root, scenario.url, encoding="fp32", **names) as process:
         trainer = Trainer(process.socket, FakeModel())
-        with pytest.raises(grpc.RpcError, match="an interrupted copy of the run's first checkpoint does not continue"):
+        with pytest.raises(
+            grpc.RpcError, match="an interrupted copy of the run's first checkpoint does not continue"
+        ):
             trainer.open()
         removal.remove(RunLog(open_store(scenario.url), "warm"))
         trainer.restore(trainer.open().resume_seq)
@@ -283,7 +280,6 @@ def test_sidecar_killed_during_run_creation(tmp_path: Path, point: str) -> None:
     "point", ["attempt.before_open", "attempt.after_open", "restore.planned", "restore.first_filled"]
 )
 def test_sidecar_killed_during_trainer_restart(scenario: KillScenario, point: str) -> None:
-    """Opening or restoring: the next sidecar does both from the start."""
     process = scenario.sidecar(crash_at=point)
     trainer = Trainer(process.socket, scenario.model)
     with pytest.raises((SaveStreamFailed, grpc.RpcError)):
@@ -344,8 +340,6 @@ def test_sidecar_killed_during_synthetic_baseline(scenario: KillScenario, point:
         scenario.check()
     scenario.killed(process, trainer, **flags)
 
-
-# The trainer dies.
 
 TRAINER = """
 import os, signal, sys

@@ -20,7 +20,6 @@ POINTS = (
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
-    """Every point's story, told by trainer_kills.py."""
     work = tmp_path_factory.mktemp("kills")
     environment = {**os.environ, "XDG_CACHE_HOME": str(work / "cache"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -35,7 +34,6 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 @pytest.mark.timeout(1800)  # the first one waits for all of the processes
 @pytest.mark.parametrize("point", POINTS)
 def test_trainer_recovers_from_kill(point: str, lives: tuple[Path, dict[str, Any], str]) -> None:
-    """Nothing before the seal becomes a checkpoint; what is sealed is the sidecar's to finish; the next save works."""
     work, told, said = lives
     assert point in told, said
     life = told[point]

@@ -17,7 +17,6 @@ MakeCheckpointer = Callable[..., deltashard.Checkpointer]
 
 
 def simulate_crash(ckpt: deltashard.Checkpointer) -> None:
-    """End as a crash of the program would: nothing is saved."""
     ckpt.__exit__(KeyboardInterrupt, None, None)
 
 

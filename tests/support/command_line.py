@@ -26,7 +26,6 @@ def running(capsys: pytest.CaptureFixture[str], entry: Callable[[list[str]], obj
 
 
 def run_url(url: str, run: str = "team/run-1") -> str:
-    """URL/RUN."""
     base, question, query = url.partition("?")
     return f"{base.rstrip('/')}/{run}{question}{query}"
 

@@ -38,7 +38,6 @@ def eventually(
 
 
 async def eventually_async(condition: Callable[[], T], what: str | Callable[[], str] = "condition") -> T:
-    """The same while an event loop runs."""
     for pause_s in _poll_delays(what, TIMEOUT_S, None, 0.01):
         if found := condition():
             return found

@@ -249,7 +249,6 @@ class Trainer:
         return done
 
     def assert_restores(self, seq: int, state: list[np.ndarray]) -> pb.RestoreReply.Done:
-        """Restore into a model that knows nothing: it has this state then."""
         self.model.wipe()
         done = self.restore(seq)
         assert same(self.model.state(), state)
@@ -307,7 +306,6 @@ class TrainerCut:
 
     @property
     def ended(self) -> bool:
-        """Whether it is known how it ended."""
         if not self.over.is_set():
             return False
         staged = self.end is not None and self.end.WhichOneof("kind") == "staged"
@@ -387,7 +385,6 @@ class TrainerCut:
         self.raw_bytes += len(data)
 
     def write_all(self) -> None:
-        """Every table and blob, as much as `begun.covers` asks for."""
         whole = not self.begun.HasField("covers")
         if self.begun.rebased:
             assert self.trainer.rebases

@@ -40,7 +40,6 @@ class HelmError(Exception):
 
 
 def run(*arguments: str | Path, env: Mapping[str, str] | None = None, timeout_s: float = 180) -> str:
-    """Helm's output; raises `HelmError`."""
     with tempfile.TemporaryDirectory() as home:
         done = subprocess.run(
             [str(require_tool("helm")), *map(str, arguments)],
@@ -130,7 +129,6 @@ class Release:
         )
 
     def upgrade(self, values: Mapping[str, Any] | None = None, *flags: str) -> str:
-        """`helm upgrade`, with these values alone."""
         return self("upgrade", self.name, CHART, "--reset-values", "--values", self._values(values), *flags)
 
     def uninstall(self, *flags: str) -> str:

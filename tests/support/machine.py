@@ -45,5 +45,4 @@ def timeout_scale() -> float:
 
 
 def limit_s(seconds: float) -> float:
-    """A limit in seconds for this machine."""
     return seconds * timeout_scale()

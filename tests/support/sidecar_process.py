@@ -156,7 +156,6 @@ class SidecarProcess:
 
 @contextmanager
 def sidecar(root: Path, url: str, **flags: object) -> Iterator[SidecarProcess]:
-    """A sidecar that is gone after the block."""
     process = SidecarProcess(root, url, **flags)  # type: ignore[arg-type]
     try:
         yield process

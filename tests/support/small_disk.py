@@ -34,7 +34,6 @@ class SmallDisk:
         return found.f_bavail * found.f_frsize
 
     def remount(self, option: str) -> None:
-        """`ro` or `rw`."""
         subprocess.run(["mount", "-o", f"remount,{option}", self.root], check=True)
 
 

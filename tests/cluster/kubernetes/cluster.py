@@ -183,7 +183,6 @@ class LocalCluster:
         self._servers.append(server)
 
     def _wait_answer(self, url: str) -> None:
-        """Until the server started last answers a GET with 200."""
         with urllib3.PoolManager(retries=False, timeout=2) as http:
 
             def healthy() -> bool:

@@ -196,7 +196,6 @@ class Image:
 
 
 def archive(path: Path, images: Sequence[Image]) -> Path:
-    """An OCI archive that `ctr images import` takes; layers that images share are in it once."""
     blobs: dict[str, bytes] = {}
 
     def blob(data: bytes, media: str) -> dict[str, object]:

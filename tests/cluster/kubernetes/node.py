@@ -134,7 +134,6 @@ class Node:
         (self.folder / "commands.json").write_text(json.dumps(commands))
 
     def attach(self) -> None:
-        """Know the servers of a prepared node."""
         commands = json.loads((self.folder / "commands.json").read_text())
         self.containerd, self.kubelet = (
             ServerProcess(f"{self.name}-{name}", command, folder=self.folder, ledger=self._ledger)
@@ -172,11 +171,9 @@ conf_dir = "{self._network}"
 """
 
     def ctr(self, *arguments: str | Path) -> str:
-        """Run containerd's own client, as the kubelet's namespace."""
         return run("ctr", "--address", self.socket, "--namespace", "k8s.io", *arguments)
 
     def start_runtime(self, images: Sequence[Path]) -> None:
-        """containerd, with these images in it."""
         self.containerd.start()
         self.containerd.wait_ready(lambda: self.socket.exists() and self._answers(), timeout_s=60)
         for image in images:

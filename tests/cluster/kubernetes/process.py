@@ -111,7 +111,6 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id; raises `ClusterError` when it is not running."""
         if (found := self._process()) is None:
             raise ClusterError(f"{self.name} does not run")
         return found[0]

@@ -103,7 +103,6 @@ class ScenarioBench:
         )
 
     def job(self, name: str, *, namespace: str = "", **more: Any) -> TrainingJob:
-        """A training Job, applied; deleted with its namespace."""
         return self.applied(self.manifest(name, **more), namespace=namespace)
 
     def applied(self, manifest: Object, kind: WorkloadType = JOB, *, namespace: str = "") -> TrainingJob:
@@ -170,7 +169,6 @@ class ScenarioBench:
         return dict(status["reclaim"])
 
     def plugin(self, *words: str | Path, status: int = 0) -> str:
-        """What `kubectl deltashard ...` says of the scenario's namespace; it must end with this status."""
         done = subprocess.run(
             [sys.executable, "-m", "deltashard_cli.kubectl.plugin", *words, "-n", self.namespace,
              f"--kubeconfig={self.cluster.kubeconfig}"],
@@ -180,7 +178,6 @@ class ScenarioBench:
         return done.stdout
 
     def note(self, what: str) -> None:
-        """Print when something happened, for whoever reads a report."""
         print(f"{time.monotonic() - self._began_s:6.1f} s  {what}")
 
     def clear(self) -> None:

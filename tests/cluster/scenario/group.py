@@ -35,7 +35,6 @@ GRACE_S = 60
 
 
 def ranked(template: Object, *, first: str, nodes: str, env: Mapping[str, str] | None = None) -> Object:
-    """A training pod's spec, made one of a group that meets at the host `first`; `nodes`: how many, such as 2:4."""
     container = template["containers"][0]
     more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **ENVIRONMENT, **(env or {})}
     container |= {
@@ -81,8 +80,6 @@ class TrainingGroup:
         self.bench, self.job = bench, job
         self.name = job.name
 
-    # What its ranks said.
-
     def events(self, kind: str) -> list[Event]:
         return self.bench.witness.of(self.job.key, kind)
 
@@ -97,7 +94,6 @@ class TrainingGroup:
         ]
 
     def wait_round(self, *, after: int = 0, world_size: int = 0, timeout_s: float = 300.0) -> Round:
-        """The first round of an attempt beyond `after` (with so many ranks), waiting for it if need be."""
 
         def begun() -> Round | None:
             return next(
@@ -116,7 +112,6 @@ class TrainingGroup:
         return found
 
     def wait_step(self, step: int, *, attempt: int, timeout_s: float = 180.0) -> None:
-        """Until a rank has done a step under an attempt."""
         self.bench.witness.wait(
             self.job.key,
             lambda e: e["kind"] == "step" and e["attempt"] == attempt and e["step"] >= step,
@@ -125,7 +120,6 @@ class TrainingGroup:
         )
 
     def wait_rank_step(self, rank: int, step: int, *, attempt: int) -> None:
-        """Until one rank has done a step under an attempt."""
         self.bench.witness.wait(
             self.job.key,
             lambda e: e["kind"] == "step" and (e["rank"], e["step"], e["attempt"]) == (rank, step, attempt),
@@ -134,10 +128,7 @@ class TrainingGroup:
         )
 
     def last_step(self, attempt: int) -> int:
-        """The newest step that any rank did under an attempt."""
         return max((e["step"] for e in self.events("step") if e["attempt"] == attempt), default=0)
-
-    # What becomes of them.
 
     def lose_pod(self, begun: Round, rank: int) -> None:
         """The pod of a rank is gone without a word: each of its containers killed, and no grace for the pod."""
@@ -155,8 +146,6 @@ class TrainingGroup:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         self.bench.note(f"{pod} is lost")
-
-    # What is asked of them.
 
     def assert_restored(self, back: Round, *, at_least: int) -> None:
         """Every rank began at one step, with exactly the rows and dense parameters that the ranks had at that step."""

@@ -38,7 +38,6 @@ def _field(name: str, path: str) -> Object:
 
 
 def policy(name: str, *, url: str, endpoint: str, secret: str = "store", **spec: Any) -> Object:
-    """A CheckpointPolicy: every second, exact, small."""
     store = {"url": url, "endpoint": endpoint, "secretRef": {"name": secret}}
     document = {
         "store": store,
@@ -74,7 +73,6 @@ def training_job(
     pod: Mapping[str, Any] | None = None,
     spec: Mapping[str, Any] | None = None,
 ) -> Object:
-    """A Job that trains; `container`, `pod` and `spec` replace fields of these."""
     env = {"STEPS": str(steps), "PACE_S": str(pace_s), "WITNESS": witness}
     trainer: Object = {
         "name": "trainer",
@@ -189,7 +187,6 @@ class TrainingJob:
         )
 
     def status(self) -> Object:
-        """Status of its CheckpointRun; nothing while there is none."""
         return dict((self.checkpoint_run() or {}).get("status") or {})
 
     def wait_status(self, what: str, matches: Callable[[Object], Any], *, timeout_s: float = 120.0) -> Object:
@@ -206,12 +203,10 @@ class TrainingJob:
         return found
 
     def events(self) -> list[Object]:
-        """Events about the Job, its pods and its run."""
         found = self.api.items(f"/api/v1/namespaces/{self.namespace}/events")
         return [each for each in found if each["involvedObject"]["name"].startswith(self.name)]
 
     def wait_event(self, reason: str, *, timeout_s: float = 120.0) -> Object:
-        """The first Event with this reason, waiting for it if need be."""
         found: list[Object] = []
 
         def told() -> bool:
@@ -226,7 +221,6 @@ class TrainingJob:
         return found[0]
 
     def wait_condition(self, kind: str, status: str = "True", *, timeout_s: float = 120.0) -> Object:
-        """A condition of the CheckpointRun, waiting for it if need be."""
 
         def told(run: Object) -> list[Object]:
             known = run.get("conditions", ())
@@ -238,7 +232,6 @@ class TrainingJob:
         self.wait_status(f"{phases}", lambda run: run.get("phase") in phases, timeout_s=timeout_s)
 
     def delete(self) -> None:
-        """Delete it and its pods, and wait until they are gone."""
         self.api.delete(self._path, propagationPolicy="Background")
         wait_until(lambda: not self.pods(), timeout_s=90, what=f"the pods of {self.name} gone")
 
@@ -293,7 +286,6 @@ class TrainingJob:
         return self.container(pod, name)
 
     def evict(self, pod: str) -> None:
-        """Ask for its eviction, as a drain or an autoscaler does."""
         body = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",

@@ -36,7 +36,6 @@ WAIT_FOR_MASTER = (
 
 @install_once
 def training_operator(cluster: LocalCluster, scratch: Path) -> None:
-    """Have version 1 answer; returns when a PyTorchJob would be taken."""
     waits = {
         "name": "init-pytorch",
         "image": f"{TRAINER}:{TAG}",
@@ -68,7 +67,6 @@ def training_operator(cluster: LocalCluster, scratch: Path) -> None:
 
 @install_once
 def trainer(cluster: LocalCluster, scratch: Path) -> None:
-    """Have version 2 answer; returns when a TrainingRuntime would be taken. JobSets' controller is there."""
     _install(
         cluster,
         scratch,
@@ -135,7 +133,6 @@ def _install(
 
 
 def _wait_taken(cluster: LocalCluster, kind: WorkloadType, called: str, spec: Object) -> None:
-    """Until the API server would take an object."""
     group = kind.api.removeprefix("/apis/")
     probe = {"apiVersion": group, "kind": called, "metadata": {"name": "probe"}, "spec": spec}
     wait_created(cluster, f"{kind.api}/namespaces/default/{kind.plural}?dryRun=All", probe)

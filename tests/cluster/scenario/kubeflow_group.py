@@ -14,7 +14,6 @@ from tests.cluster.scenario.job import JOBSET, PYTORCH_JOB, TRAIN_JOB
 
 
 def _pod(made: Object, called: str, **env: str) -> Object:
-    """The spec of the pods of a training Job's manifest, whose container is called otherwise and knows more."""
     spec: Object = made["spec"]["template"]["spec"]
     trainer = spec["containers"][0]
     trainer |= {"name": called, "args": ["/app/group.py"]}

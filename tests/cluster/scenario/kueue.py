@@ -119,7 +119,6 @@ def workload(job: TrainingJob) -> Object | None:
 
 
 def wait_condition(job: TrainingJob, kind: str, status: str = "True") -> Object:
-    """A condition of the workload in its queue, waiting for it if need be."""
     found: list[Object] = []
 
     def told() -> bool:

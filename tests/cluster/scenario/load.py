@@ -41,7 +41,6 @@ class AdmissionLoad:
             each.join(60)
 
     def wait_more(self, count: int, *, timeout_s: float = 120.0) -> None:
-        """Until so many more were admitted; at once when one failed."""
         goal = self.admitted + count
         wait_until(
             lambda: self.failures or self.admitted >= goal,

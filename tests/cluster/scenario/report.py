@@ -13,7 +13,6 @@ _TAIL_BYTES = 6000
 
 
 def sections(bench: ScenarioBench) -> list[tuple[str, str]]:
-    """Title and text, of the scenario's namespaces and of the system."""
     found: list[tuple[str, str]] = []
     for make in (_events, _pods, _runs, _logs):
         try:

@@ -73,7 +73,6 @@ class ClusterStage:
 
 @contextlib.contextmanager
 def hold_stage(*, exclusive: bool) -> Iterator[None]:
-    """Hold the stage together with others, or alone."""
     with _LOCK_FILE.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         yield

@@ -51,7 +51,6 @@ class ClusterRelease:
         )
 
     def uninstall(self) -> None:
-        """Uninstall the chart if it is there; returns when its objects are gone."""
         # Helm gives up before it is killed, which would leave a release that cannot be installed again.
         self.helm("uninstall", RELEASE, "--wait", "--ignore-not-found", f"--timeout={limit_s(200):.0f}s")
 

@@ -17,5 +17,4 @@ class Tenant:
         """Credentials, as `MinioServer.environment` has the administrator's."""
 
     def revoke_keys(self) -> None:
-        """The keys are good for nothing any more."""
         admin_of(self._server).user_disable(self.environment["AWS_ACCESS_KEY_ID"])

@@ -62,7 +62,6 @@ class WitnessServer:
             self._condition.notify_all()
 
     def of(self, job: str, kind: str) -> list[Event]:
-        """Everything of a kind that the pods of a Job said so far."""
         with self._condition:
             return [e for pod, e in self._events if e["kind"] == kind and pod.startswith(f"{job}-")]
 

@@ -21,7 +21,6 @@ PACE_S = float(os.environ.get("PACE_S", "0"))
 
 
 def eat(*_: object) -> None:
-    """More memory than any limit, every page of it touched."""
     eaten = [b"x" * (256 << 20)]
     while True:
         eaten.append(eaten[0] + b"x")

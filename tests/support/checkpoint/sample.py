@@ -36,7 +36,6 @@ def schema(
     *,
     pointwise: bool = True,
 ) -> TableSchema:
-    """A table with a row-wise and (perhaps) a point-wise field."""
     fields = [FieldSpec(name="sum", kind="rowwise", dtype="float32")]
     if pointwise:
         fields.append(FieldSpec(name="exp_avg", kind="pointwise", dtype="float32"))
@@ -44,12 +43,10 @@ def schema(
 
 
 def whole(table: TableSchema) -> Box:
-    """All of a table."""
     return box(table, 0, table.rows, 0, table.columns)
 
 
 def box(table: TableSchema, row_start: int, row_stop: int, col_start: int, col_stop: int) -> Box:
-    """A box of a table."""
     return Box(
         table=table.fqn, row_start=row_start, row_stop=row_stop, col_start=col_start, col_stop=col_stop
     )
@@ -79,7 +76,6 @@ class SampleModel:
         return ids
 
     def block(self, ids: np.ndarray | range) -> RowBlock:
-        """These rows in all columns."""
         at = np.asarray(ids)
         return RowBlock.of_whole_rows(
             self.table, ids, self.weights[at], {name: values[at] for name, values in self.fields.items()}
@@ -203,7 +199,6 @@ class SampleRun:
 
 
 def open_descriptors() -> int:
-    """How many this process has."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 

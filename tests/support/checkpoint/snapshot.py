@@ -49,7 +49,6 @@ def read_checkpoint(
 
 
 def arrays_of(snapshot: Snapshot) -> dict[str, np.ndarray]:
-    """By `table` or `table.field`."""
     found = {name: table.weights for name, table in snapshot.tables.items()}
     for name, table in snapshot.tables.items():
         found |= {f"{name}.{field}": values for field, values in table.fields.items()}

@@ -13,7 +13,6 @@ from deltashard_checkpoint.stores.probe import probe
 
 
 def get_range(store: Store, key: str, offset: int, length: int) -> bytes:
-    """The object's bytes [offset, offset + length); raises like `Store.get_into`."""
     out = bytearray(length)
     store.get_into(key, offset, memoryview(out))
     return bytes(out)
@@ -29,14 +28,12 @@ class StoreTests:
     """More than one page of an S3 listing."""
 
     def test_get_returns_last_put(self, store: Store) -> None:
-        """Any bytes, also none; from bytes, bytearray and memoryview; a shorter one in a longer one's place."""
         for data in (b"", bytes(range(256)) * 5, b"\0", bytearray(b"array"), memoryview(b"a view")[2:]):
             store.put("some/key", data)
             assert store.get("some/key") == data
             assert store.head("some/key").size_bytes == len(data)
 
     def test_missing_key_is_not_found(self, store: Store) -> None:
-        """Every read of a missing key says so, also where the key is another's prefix."""
         store.put("there/is", b"one")
         for key in ("missing", "there", "there/is/no", "there/isn't"):
             for read in (store.get, store.head, lambda key: get_range(store, key, 0, 1)):
@@ -67,7 +64,6 @@ class StoreTests:
         assert get_range(store, "big.pack", middle, 100_000) == data[middle : middle + 100_000]
 
     def test_put_if_absent_rejects_existing_key(self, store: Store) -> None:
-        """The second create finds the key taken, and the first's bytes stay; after a delete it is free."""
         store.put_if_absent("log/0", b"first")
         store.put("plain", b"x")
         for key, data in (("log/0", b"second"), ("log/0", b"first"), ("plain", b"y")):
@@ -117,7 +113,6 @@ class StoreTests:
             assert found == content(winners[0], number)
 
     def test_list_is_in_key_order(self, store: Store) -> None:
-        """Byte order of whole keys: `a-b` and `a.b` before `a/b`, whatever directories there are."""
         keys = ["a-b", "a.b", "a/b/c", "a/b-c", "a/b.c", "ab", "a0", "B", "z/1/2", "z/10", "z-"]
         for key in keys:
             store.put(key, key.encode())
@@ -129,7 +124,6 @@ class StoreTests:
             assert [found.key for found in store.list("", start_after=start_after)] == expected, start_after
 
     def test_list_by_prefix(self, store: Store) -> None:
-        """A prefix is a prefix of the key's characters, not only of its segments; with start_after both hold."""
         keys = ["log/1", "log/2", "log/20", "log/3", "logs/1", "data/1/x", "data/10/x", "data/2/x"]
         for key in keys:
             store.put(key, b"")
@@ -152,7 +146,6 @@ class StoreTests:
         assert list(store.list("many/")) == []
 
     def test_delete_is_idempotent(self, store: Store) -> None:
-        """Deleting what is not there, or twice, or nothing, is no error, and leaves the others."""
         store.put("keep/a", b"1")
         store.put("drop/a", b"2")
         store.put("drop/b", b"3")
@@ -180,7 +173,6 @@ class StoreTests:
         ],
     )
     def test_unsafe_keys_are_rejected(self, store: Store, key: str) -> None:
-        """No key leaves the store's root, and none is accepted that another store could not hold."""
         for call in (lambda: store.put(key, b"x"), lambda: store.get(key), lambda: store.delete([key])):
             with pytest.raises(BadKey):
                 call()

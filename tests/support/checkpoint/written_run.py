@@ -44,7 +44,6 @@ class WrittenRun(SampleRun):
         self.cache.close()
 
     def train(self, share: float = 0.1) -> np.ndarray:
-        """Change some rows of `items` and the dense tensor; their ids."""
         ids = np.flatnonzero(self.items.rng.random(ITEMS.rows) < share).astype(np.int64)
         self.items.weights[ids] += 1
         self.items.fields["sum"][ids] += 1
@@ -73,7 +72,6 @@ class WrittenRun(SampleRun):
         return seq
 
     def blobs(self, step: int) -> dict[str, bytes]:
-        """The blobs of a cut now."""
         shape = self.dense.shape
         dense = typed_tree.Tensor(
             dtype="float32", shape=shape, data=self.dense.reshape(-1).view(np.uint8).data

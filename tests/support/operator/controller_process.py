@@ -46,7 +46,6 @@ class ControllerProcess(OperatorProcess):
     fleet_port: int = 0
 
     def start(self, *, ready: bool = True) -> None:
-        """Start it, and wait until it leads."""
         self.fleet_port = self.fleet_port or free_port()
         put(self.directory, self.authority.issue())
         with self.apiserver.http() as http:
@@ -208,7 +207,6 @@ class NamespaceObjects:
         return self.status(owner)
 
     def condition(self, owner: Document, type_: str) -> Document:
-        """One of its conditions, {} while there is none."""
         return next((c for c in self.status(owner).get("conditions", []) if c["type"] == type_), {})
 
     def events(self, reason: str) -> list[Document]:

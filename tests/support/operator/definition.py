@@ -32,7 +32,6 @@ def install_definitions(server: ApiServer) -> None:
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[ApiServer]:
-    """A real API server that knows our resources."""
     server = ApiServer(folder)
     server.start()
     try:

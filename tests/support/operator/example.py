@@ -114,7 +114,6 @@ def admitted(path: Path) -> dict[str, Any]:
 
 
 def injected(path: Path) -> dict[str, Any]:
-    """The same after its admission."""
     document = admitted(path)
     response = sample.answer(document, merged(POLICY["spec"], DEFAULTS))
     assert response["allowed"], response

@@ -50,7 +50,6 @@ class ApiPod:
         return cls(namespace=namespace, name=name, uid=reply.document["metadata"]["uid"])
 
     def token(self, rest: Rest, audience: str = cluster_name.FLEET_AUDIENCE, seconds: int = 3600) -> str:
-        """A token as the kubelet would project it."""
         bound = {"apiVersion": "v1", "kind": "Pod", "name": self.name, "uid": self.uid}
         spec = {"audiences": [audience], "expirationSeconds": seconds, "boundObjectRef": bound}
         return request_token(rest, self.namespace, spec)
@@ -60,7 +59,6 @@ class ApiPod:
         assert rest("DELETE", path).status == 200
 
     def report(self, *, who: dict[str, Any] | None = None, **changes: Any) -> wire.ReportRequest:
-        """What its sidecar reports."""
         told: dict[str, Any] = {
             "namespace": self.namespace,
             "pod": self.name,
@@ -115,7 +113,6 @@ class ReportResponse:
 def post_report(
     url: str, trusted: bytes, token: str | None, body: wire.ReportRequest | bytes
 ) -> ReportResponse:
-    """Answer to a report, on a connection of its own."""
     context = create_urllib3_context()
     context.load_verify_locations(cadata=trusted.decode())
     headers = {"Content-Type": "application/x-protobuf"}
@@ -156,7 +153,6 @@ class FleetService:
 
 @asynccontextmanager
 async def serving(api: ApiAccess) -> AsyncIterator[FleetService]:
-    """A server that reviews tokens at this API."""
     authority, metrics, recorder = CertificateAuthority("fleet"), FleetMetrics(), RecordingLedger()
     call = Caller(api)
     reviewer = Reviewer(call, count=lambda outcome: metrics.reviews.labels(outcome).inc())

@@ -49,7 +49,6 @@ DECISION = Decision(
 
 
 def changed(message: M, **fields: Any) -> M:
-    """The message with other values of these fields."""
     return type(message)(**{field.name: value for field, value in message.ListFields()} | fields)
 
 

@@ -13,7 +13,6 @@ from deltashard_operator.kube.object_watch import ObjectWatch
 
 @contextlib.contextmanager
 def running(watch: ObjectWatch) -> Iterator[None]:
-    """The watch on a loop and a thread of its own."""
     loop = asyncio.new_event_loop()
     task = loop.create_task(watch.run())
     thread = threading.Thread(target=loop.run_until_complete, args=(asyncio.wait({task}),))

@@ -28,7 +28,6 @@ DEFAULTS: dict[str, Any] = {
 
 
 def policy(spec: Mapping[str, Any] | None = None, /, **annotations: Any) -> Policy:
-    """A policy: `spec` over the defaults, annotations by field name."""
     return read("default", over_defaults(spec or {}), Annotations(policy="default", **annotations))
 
 

@@ -47,7 +47,6 @@ class WebhookProcess(OperatorProcess):
         eventually(lambda: self.get(page)[0] == 200, timeout_s=120, what="the webhook")
 
     def client_config(self, *authorities: CertificateAuthority) -> dict[str, Any]:
-        """How the API server reaches it."""
         bundle = b"".join(each.pem for each in authorities or (self.authority,))
         return {
             "url": f"https://127.0.0.1:{self.port}{webhook_configuration.PATH}",

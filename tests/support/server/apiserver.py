@@ -178,7 +178,6 @@ class Rest:
         )
 
     def text(self, path: str) -> str:
-        """A page that is no document, such as the metrics."""
         reply = self._pool.request("GET", self._url + path, headers=self._headers)
         assert reply.status == 200, reply.status
         return reply.data.decode()
@@ -224,7 +223,6 @@ class Rest:
 
 
 def collection(document: dict[str, Any], namespace: str) -> str:
-    """Path of all objects of this one's kind, in a namespace (empty: in none)."""
     group, _, version = document["apiVersion"].rpartition("/")
     kind = document["kind"].lower()
     plural = kind[:-1] + "ies" if kind.endswith("y") else kind + "s"

@@ -57,7 +57,6 @@ class MinioServer(StoreServer):
         return {"AWS_ACCESS_KEY_ID": self.access_key, "AWS_SECRET_ACCESS_KEY": self.secret_key}
 
     def url(self, bucket: str, prefix: str = "", *, port: int | None = None) -> str:
-        """A store URL; `port` leads through a proxy."""
         return f"s3://{bucket}/{prefix}?endpoint={self.url_scheme}://{self.host}:{port or self.port}"
 
     def client(self) -> Minio:

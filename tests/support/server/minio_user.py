@@ -14,7 +14,6 @@ from tests.support.server.minio_server import MinioServer
 
 
 def admin_of(server: MinioServer) -> MinioAdmin:
-    """The server's administration."""
     provider = StaticProvider(server.access_key, server.secret_key)
     return MinioAdmin(endpoint=f"{server.host}:{server.port}", credentials=provider, secure=False)
 

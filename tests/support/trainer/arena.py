@@ -67,7 +67,6 @@ def table_snapshot(
     box: Box | None = None,
     selection: RowSelection = NO_ROWS,
 ) -> TableSnapshot:
-    """A cut of a table, or of its shard at `box`."""
     box = box or Box(table="t", row_start=0, row_stop=len(weights), col_start=0, col_stop=weights.shape[1])
     return TableSnapshot(
         position=0, fqn=box.table, key=box.table, box=box, weights=weights, fields=tuple(fields), selection=selection

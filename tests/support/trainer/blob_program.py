@@ -27,7 +27,6 @@ class BlobProgram:
         self.capture = Capture(self.parts, LoaderRegistry(lambda: 0), rank=Rank())
 
     def cut(self) -> dict[str, memoryview]:
-        """The blobs of a cut, by name."""
         self.tracking.adopt()
         self.tracking.refresh()
         return {name: memoryview(tree.to_bytes()) for name, tree in self.capture.blobs(0, None)}

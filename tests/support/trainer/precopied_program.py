@@ -55,7 +55,6 @@ class PrecopiedProgram:
         return self.ckpt._outcomes.precopy._now
 
     def wait_for_copy(self) -> None:
-        """Steps are shorter than a copy is begun."""
         if (now := self.copying) is not None:
             eventually(lambda: now.done, what="the copy")
 
@@ -67,7 +66,6 @@ class PrecopiedProgram:
                 job.exception(60)
 
     def newest(self) -> Any:
-        """The newest entry of the log."""
         return RunLog(open_store(f"file://{self.folder / 'store'}"), "r").refresh().newest()
 
     def check(self) -> None:

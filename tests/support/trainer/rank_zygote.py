@@ -95,7 +95,6 @@ class RankZygote:
         return codes
 
     def close(self) -> None:
-        """End it."""
         self._process.stdin.close()
         self._process.wait(30)
         self._process.stdout.close()

@@ -37,7 +37,6 @@ class CountingDataset(Dataset[int]):
         return i
 
     def reads(self) -> NDArray[np.int64]:
-        """int64[n]."""
         return np.frombuffer(self._shared, np.int64)
 
 
@@ -117,7 +116,6 @@ class SamplerRank:
         self.registry.close()
 
     def tree(self) -> dict[str, Any]:
-        """As a checkpoint would hold it."""
         return decode_value(encode_value(self.registry.capture()[1]).to_bytes())["loader"]
 
     def resume(self, tree: dict[str, Any]) -> None:

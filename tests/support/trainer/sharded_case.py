@@ -228,7 +228,6 @@ class ShardedTraining:
 
     @property
     def bare(self) -> nn.Module:
-        """The model without wrappers."""
         return self.model.module
 
     def train(self, *batches: ShardedBatch) -> None:

@@ -44,7 +44,6 @@ class ToyLoop:
 
     @property
     def weights(self) -> torch.Tensor:
-        """Of the table, without their history."""
         return self.net.items.weight.detach()
 
     def table(self) -> list[torch.Tensor]:
