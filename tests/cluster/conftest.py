@@ -1,8 +1,8 @@
-"""One stage for everybody, namespaces per scenario, and what a failed scenario leaves for its reader.
+"""Fixtures of the cluster tests: one shared stage, namespaces per scenario, and a report of each failed scenario.
 
-These tests change the host (and put it back) and need root, so they only run when asked: `make test-cluster`. Where the
-machine lacks something they are skipped, loudly; with CI=true they fail. Run by several processes (pytest-xdist), the
-controlling one builds the stage and takes it down.
+These tests change the host, restore it afterwards, and need root, so they run only on request: `make test-cluster`.
+Where the machine lacks a requirement they are skipped with a warning; with CI=true they fail. Under pytest-xdist, the
+controlling process builds the stage and takes it down.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _build(config: pytest.Config) -> str:
             try:
                 stage.build()
             except BaseException:
-                stage.tear_down()  # a session that cannot start does not finish either
+                stage.tear_down()  # a session that cannot start does not run pytest_sessionfinish either
                 raise
             config.stash[_STAGE] = stage
     return config.stash[_SKIP_REASON]
@@ -69,7 +69,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     print(f"\ncluster: {timings}")
     if left := stage.tear_down():
         print(f"the host is not as it was: {left}")
-        # Not that of a failed test, which one that passes alone would excuse.
+        # A failed test has its own status, which a passing rerun would excuse.
         session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
@@ -78,7 +78,7 @@ ROUNDS = 3
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """In the long variant, every scenario that leaves the stage as it was happens several times."""
+    """In the long variant, every scenario that leaves the stage unchanged runs several times."""
     alone = any(mark.name == "exclusive" for mark in metafunc.definition.iter_markers())
     if _is_full() and "bench" in metafunc.fixturenames and not alone:
         metafunc.fixturenames.append("again")
@@ -135,7 +135,7 @@ def stage(pytestconfig: pytest.Config) -> ClusterStage:
 
 @pytest.fixture(scope="session")
 def witness(stage: ClusterStage) -> Iterator[WitnessServer]:
-    """Hears every trainer of this process' scenarios."""
+    """Receive the reports of every trainer of this process' scenarios."""
     heard = WitnessServer(HOST_ADDRESS)
     yield heard
     heard.close()
@@ -153,7 +153,7 @@ def full() -> bool:
 
 @pytest.fixture
 def stage_lock(request: pytest.FixtureRequest, stage: ClusterStage) -> Iterator[None]:
-    """The stage together with others; alone with the mark `exclusive`."""
+    """Share the stage with other scenarios; the mark `exclusive` takes it alone."""
     with hold_stage(exclusive=request.node.get_closest_marker("exclusive") is not None):
         yield
 
@@ -162,7 +162,7 @@ def stage_lock(request: pytest.FixtureRequest, stage: ClusterStage) -> Iterator[
 def own_bridge_minio(
     stage: ClusterStage, stage_lock: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MinioServer]:
-    """A MinIO of this scenario's own, where pods reach it; stop it, start it, fill it."""
+    """A separate MinIO for this scenario at an address that pods reach; the test may stop, start and fill it."""
     server = MinioServer(tmp_path_factory.mktemp("own-minio"), host=HOST)
     server.start()
     stage.cluster.register_process("own-minio", server.pid)
@@ -180,7 +180,7 @@ def bench(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> Iterator[ScenarioBench]:
-    """A namespace and a bucket of the scenario's own; with `own_bridge_minio` among its fixtures, a server too."""
+    """A namespace and a bucket for one scenario; a scenario that uses `own_bridge_minio` gets its own server too."""
     own = "own_bridge_minio" in request.fixturenames
     minio: MinioServer = request.getfixturevalue("own_bridge_minio") if own else stage.minio
     for name, value in minio.environment.items():
@@ -197,7 +197,7 @@ def bench(
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failed scenario shows its events and what its pods said, before they are deleted."""
+    """Print a failed scenario's events and its pods' logs before the pods are deleted."""
     report = yield
     bench = getattr(item, "funcargs", {}).get("bench")
     if call.when == "call" and call.excinfo is not None and isinstance(bench, ScenarioBench):

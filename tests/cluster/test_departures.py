@@ -1,4 +1,4 @@
-"""A pod is preempted: what it saves in its grace period, and where its successor begins."""
+"""A pod is preempted: it saves in its grace period, and its successor begins there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def slots(bench: ScenarioBench) -> None:
 
 
 def test_preempted(bench: ScenarioBench, slots: None) -> None:
-    """It commits an urgent cut within the grace period. Pods that are evicted and deleted have groups to tell (test_groups)."""
+    """The pod commits an urgent cut within the grace period; test_groups covers eviction and deletion."""
     wants = {"cpu": "10m", "memory": "512Mi", SLOT: "1"}
     limits = {"memory": "2Gi", SLOT: "1"}
     job = bench.job("departs", notes=NO_TIMER, container={"resources": {"requests": wants, "limits": limits}})
@@ -46,7 +46,7 @@ def test_preempted(bench: ScenarioBench, slots: None) -> None:
 
 
 def preempt(api: KubeApi, namespace: str, node: str) -> None:
-    """A pod that matters more wants the node's only slot."""
+    """A pod with a higher priority takes the node's only slot."""
     classes = "/apis/scheduling.k8s.io/v1/priorityclasses"
     if api.find(f"{classes}/matters-more") is None:
         document = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "value": 1000}

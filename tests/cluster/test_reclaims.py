@@ -1,4 +1,4 @@
-"""What becomes of a finished run's checkpoints, where the policy has them deleted."""
+"""The removal of a finished run's checkpoints, where the policy deletes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store fails its users in the ways stores do: what the cluster says of it, and that training neither stops nor loses."""
+"""Store failures: the cluster reports them, and training neither stops nor loses steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assert_store_problem(
     job.wait_event(condition)
     bench.note(f"{condition}: {told['message']}")
     wait_until(lambda: time.monotonic() > began_s + hold_s, timeout_s=hold_s + 60, what="the outage's length")
-    bench.witness.wait_step(life["life"], at_begin + 1, timeout_s=60)  # training goes on
+    bench.witness.wait_step(life["life"], at_begin + 1, timeout_s=60)  # training continues
     at_end = bench.witness.last_step(life["life"])
     end()
     bench.wait_commits(job, beyond=at_end)
@@ -132,7 +132,7 @@ def test_missing_bucket(bench: ScenarioBench) -> None:
 
 
 def test_store_on_volume_claim(bench: ScenarioBench) -> None:
-    """A volume that all nodes share, the sidecar's user's own: a run goes on in its next pod, and its bytes are removed."""
+    """On a volume that all nodes share, owned by the sidecar's user, a run resumes in its next pod, and its bytes are removed."""
     folder, api, name = bench.folder / "volume", bench.cluster.api, bench.namespace
     folder.mkdir(mode=0o700)
     os.chown(folder, USER_ID, USER_ID)

@@ -1,7 +1,7 @@
-"""The Kubernetes API over HTTPS with a client certificate: JSON in, JSON out, nothing remembered.
+"""The Kubernetes API over HTTPS with a client certificate: JSON in, JSON out, no cached state.
 
-A few lines of urllib3 instead of a client library: tests post manifests as users write them, and the library would
-take longer to import than the cluster to start.
+A few lines of urllib3 replace a client library: tests post manifests as users write them, and the import of the
+library would take longer than the start of the cluster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Object = dict[str, Any]
 
 
 class ApiError(Exception):
-    """The apiserver refused; `code` is the HTTP status."""
+    """The apiserver refused a request; `code` is the HTTP status."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(f"{code}: {message}")

@@ -1,6 +1,6 @@
-"""Training Jobs as users write them: plain Jobs with the one annotation, a CheckpointPolicy, a Secret; and what is asked about them.
+"""Training Jobs as users write them: plain Jobs with the one annotation, a CheckpointPolicy, a Secret; and queries about them.
 
-Nothing here knows of sidecars: the webhook puts them in.
+This module does not mention sidecars: the webhook injects them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def policy(name: str, *, url: str, endpoint: str, secret: str = "store", **spec:
 
 
 def credentials(keys: Mapping[str, str]) -> dict[str, str]:
-    """The data of a Secret with a store's credentials, as an AWS credentials file."""
+    """Return the data of a Secret with a store's credentials, as an AWS credentials file."""
     text = "[default]\n" + "".join(f"{key.lower()} = {value}\n" for key, value in keys.items())
     return {"credentials": base64.b64encode(text.encode()).decode()}
 
@@ -118,7 +118,7 @@ def training_job(
 
 
 class WorkloadType(NamedTuple):
-    """Where workloads of a kind are, and how their pods are told."""
+    """Where workloads of a kind are, and how their pods are recognised."""
 
     api: str
     plural: str
@@ -134,7 +134,7 @@ JOBSET = WorkloadType("/apis/jobset.x-k8s.io/v1alpha2", "jobsets", "jobset.sigs.
 
 @dataclass(slots=True, kw_only=True)
 class TrainingJob:
-    """One Job (or JobSet, PyTorchJob, TrainJob), in its namespace, and its life there."""
+    """One Job (or JobSet, PyTorchJob, TrainJob), in its namespace, and its lives there."""
 
     api: KubeApi
     namespace: str
@@ -153,7 +153,7 @@ class TrainingJob:
 
     @property
     def run_id(self) -> str:
-        """Its run's name: of the workload, unless the user says another."""
+        """Return its run's name: the workload's, unless the user sets another."""
         named = self.manifest["metadata"].get("annotations", {}).get("deltashard.io/run-id")
         return str(named or f"{self.name}-{self.uid}")
 
@@ -180,7 +180,7 @@ class TrainingJob:
         self.api.patch(self._path, change)
 
     def checkpoint_run(self) -> Object | None:
-        """The CheckpointRun that tells of it, found by its spec; None when there is none (yet)."""
+        """Return the CheckpointRun that describes it, found by its spec; None when it does not exist."""
         path = f"/apis/deltashard.io/v1alpha1/namespaces/{self.namespace}/checkpointruns"
         return next(
             (each for each in self.api.items(path) if each["spec"]["workload"]["uid"] == self.uid), None
@@ -240,7 +240,7 @@ class TrainingJob:
         return {each["type"]: each["status"] for each in found}
 
     def wait_complete(self, *, timeout_s: float = 180.0) -> None:
-        """Wait until the Job is Complete; raises at once when it failed."""
+        """Wait until the Job is Complete; raise at once when it failed."""
 
         def complete() -> bool:
             conditions = self.conditions()
@@ -276,7 +276,7 @@ class TrainingJob:
         raise ClusterError(f"pod {pod} has no container {name} yet")
 
     def wait_container(self, pod: str, name: str, **wanted: Any) -> dict[str, Any]:
-        """The status of one container once it runs, with these values: its kubelet may tell later than it does itself."""
+        """Return the status of one container once it runs, with these values: its kubelet may report later than the container."""
 
         def told() -> bool:
             found = self.container(pod, name)
@@ -286,6 +286,7 @@ class TrainingJob:
         return self.container(pod, name)
 
     def evict(self, pod: str) -> None:
+        """Request its eviction, as a drain or an autoscaler does."""
         body = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",
@@ -294,6 +295,6 @@ class TrainingJob:
         self.api.create(f"/api/v1/namespaces/{self.namespace}/pods/{pod}/eviction", body)
 
     def delete_pod(self, pod: str, *, force: bool = False) -> None:
-        """What `kubectl delete pod` does; `force`: with `--grace-period=0 --force`."""
+        """Do what `kubectl delete pod` does; `force` adds `--grace-period=0 --force`."""
         query = {"gracePeriodSeconds": 0} if force else {}
         self.api.delete(f"/api/v1/namespaces/{self.namespace}/pods/{pod}", **query)

@@ -1,8 +1,8 @@
-"""Kubeflow's two controllers in the cluster, by their own manifests: built from Go modules, webhooks and certificates and all.
+"""Kubeflow's two controllers in the cluster, by their own manifests: built from Go modules, with webhooks and certificates.
 
-The training operator v1 is there for PyTorchJobs alone, whose definition is large enough. What its workers wait in until
-there is a master is an image of ours: the operator takes another template for it, and its own would not be let into a
-namespace under PodSecurity restricted. The Trainer v2 makes JobSets of TrainJobs, so their controller must be there.
+The training operator v1 serves PyTorchJobs only, whose definition is large enough. Its workers wait for a master in
+an init container with a project image: the operator accepts another template for it, and PodSecurity restricted would
+refuse the default one. The Trainer v2 makes JobSets of TrainJobs, so the JobSet controller must be installed.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ ANYTHING = "..."
 
 
 class PageError(Exception):
-    """A page is written wrongly, or a step did not do what it says."""
+    """A page is written wrongly, or a step did not have the documented result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What the reader of a failed scenario needs: events, pods, runs, and the last words of every container."""
+"""The report of a failed scenario: events, pods, runs, and the end of every container's log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def sections(bench: ScenarioBench) -> list[tuple[str, str]]:
     for make in (_events, _pods, _runs, _logs):
         try:
             found += make(bench)
-        except Exception as error:  # a report must not hide what it reports
+        except Exception as error:  # an error in the report must not hide the failure
             found.append((make.__name__, f"could not be read: {error}"))
     return found
 

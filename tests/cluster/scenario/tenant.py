@@ -1,4 +1,4 @@
-"""A user of a MinIO who may use one bucket: the keys, and what the administrator does to them."""
+"""A user of a MinIO who may use one bucket: the keys, and the administrator's operations on them."""
 
 from __future__ import annotations
 

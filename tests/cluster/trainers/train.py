@@ -1,7 +1,7 @@
 """The training script in the pods, as a user would write it, plus a witness.
 
-That is a TCP connection to the test, which hears of every step before deltashard does. So what was lost is counted by
-somebody who does not ask deltashard.
+The witness is a TCP connection to the test, which receives every step before deltashard does. So the count of lost
+steps does not depend on deltashard.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def eat(*_: object) -> None:
 
 
 def main() -> None:
-    """Train for STEPS steps, from wherever the last checkpoint left off."""
+    """Train for STEPS steps, from the last checkpoint."""
     signal.signal(signal.SIGUSR1, eat)
     witness = WitnessClient()
     training = RecommenderTraining()
