@@ -1,6 +1,6 @@
 """A process that dies in the middle of a copy or a removal: `python -m tests.crash.copy_victim DIRECTORY ACTION`.
 
-The run in DIRECTORY is `log_victim`'s, `job`; copies are `job` in `store2`, and `one` beside the run.
+The run in DIRECTORY is `log_victim`'s, `job`; its copies are `job` in `store2`, and `one` in the same store.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A process of a victim module that is killed at a crash point."""
+"""Runs a victim module in a process that is killed at a crash point."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Four ranks' save loops, orders and meetings under random schedules: one step or none, and nobody waits for ever.
+"""Four ranks' save loops, orders and meetings under random schedules: one step or none, and no endless wait.
 
 `DELTASHARD_TEST_ORDERS=2000` runs as many schedules; a failing seed repeats by itself.
 """
@@ -24,7 +24,7 @@ waits waits_failed held
 
 @functools.cache
 def counts_of(chunk: int) -> Counter[str]:
-    """What happened in a chunk's schedules, none of which broke a rule."""
+    """Return what occurred in a chunk's schedules, none of which broke a rule."""
     seeds = range(FIRST + chunk * CHUNK, FIRST + (chunk + 1) * CHUNK)
     return sum(map(run_schedule, seeds), Counter())
 
@@ -41,7 +41,7 @@ def test_schedules_cover_all_events() -> None:
 
 
 def test_every_save_commits_without_faults() -> None:
-    """Nobody dies, is away, or vetoes: only pins can fail, where the save before is not durable yet."""
+    """No rank dies, is absent, or vetoes: only pins can fail, where the previous save is not durable yet."""
     counts = sum((run_schedule(seed, faults=False) for seed in range(15)), Counter())
     assert counts["waits_failed"] == counts["pins_failed"]
     assert counts["commits"] == counts["cuts"]

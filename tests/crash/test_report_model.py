@@ -1,4 +1,4 @@
-"""Reports hold what they promise under random schedules, and each of their rules is needed: without it the model fails.
+"""Reports keep their guarantees under random schedules, and each of their rules is needed: the model fails without it.
 
 A failing seed repeats by `run_schedule(SEED)`.
 """
