@@ -75,7 +75,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Keep the logs of failed tests."""
+    """Keep the temporary folder of a failed run; delete that of a passed one."""
     temporary = Path(session.config.option.basetemp)
     controls = not hasattr(session.config, "workerinput")
     if controls and exitstatus == pytest.ExitCode.OK and temporary.name.startswith(TEMPORARY):

@@ -31,7 +31,7 @@ def run_url(url: str, run: str = "team/run-1") -> str:
 
 
 def json_output(cli: Cli, *arguments: object, codes: Container[int] = (0,)) -> Any:
-    """The JSON of a command that must end so; a warning may follow it."""
+    """Return the JSON of a command that must exit with this status; a warning may follow it."""
     code, text = cli(*arguments, "--json")
     assert code in codes, text
     return json.JSONDecoder().raw_decode(text)[0]

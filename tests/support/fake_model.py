@@ -68,7 +68,7 @@ class FakeModel:
     def __init__(
         self, *, rows: int = 300, columns: int = 8, seed: int = 0, of_rank: int | None = None
     ) -> None:
-        """`of_rank`: it owns tables and a dense tensor that no other rank has, and what is its own stands under it."""
+        """Create the model; `of_rank` gives it tables and a dense tensor that no other rank has, under that rank's name."""
         self.rng = np.random.default_rng(seed)
         self.rank = of_rank or 0
         self.prefix = "" if of_rank is None else f"rank{of_rank}."

@@ -1,6 +1,6 @@
 """Helm as a user runs it: the chart rendered to documents, and releases on a real API server.
 
-`timeout_s` is for an idle machine: this one may take longer.
+`timeout_s` is for an idle machine: the actual limit may be longer.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Rendering:
     """Templates that made something."""
 
     def find(self, kind: str, name: str | None = None, *, hook: bool = False) -> Document:
-        """The object of a kind and name; hooks are looked for only when asked."""
+        """Return the object of a kind and name; hooks are included only on request."""
         found = self.all(kind, name, hook=hook)
         assert len(found) == 1, (kind, name, [(d["kind"], d["metadata"]["name"]) for d in self.documents])
         return found[0]
@@ -80,14 +80,14 @@ class Rendering:
 
 
 def is_hook(document: Document) -> bool:
-    """Whether Helm handles an object outside of the release."""
+    """Return whether Helm handles an object outside of the release."""
     return "helm.sh/hook" in document["metadata"].get("annotations", {})
 
 
 def render(
     values: Mapping[str, Any] | None = None, *, namespace: str = NAMESPACE, version: str = VERSION
 ) -> Rendering:
-    """`helm template` with these values over the chart's, the caller's to change; raises `HelmError`."""
+    """Run `helm template` with these values over the chart's, and return objects that the caller may change; raise `HelmError`."""
     return copy.deepcopy(_render(json.dumps(values or {}, sort_keys=True), namespace, version))
 
 

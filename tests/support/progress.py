@@ -1,4 +1,4 @@
-"""What a person sees while tests run: which file runs now, and a failure's reason when it happens, not at the end."""
+"""Progress output of the tests: which file runs now, and a failure's reason when it happens, not at the end."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def child(request: dict) -> None:
 
 
 def orphan(request: dict) -> int:
-    """The pid of a sidecar whose parent, a fork between, has ended."""
+    """Return the pid of a sidecar whose parent, a process forked between, has ended."""
     answer, answered = os.pipe()
     between = os.fork()
     if between == 0:
@@ -64,7 +64,7 @@ def orphan(request: dict) -> int:
 
 
 def run() -> None:
-    # All that a sidecar imports while it starts, and nothing else: a second of processor time each, otherwise.
+    # All imports of a sidecar's start, and no others: each start would otherwise take a second of processor time.
     for name in ("main", "grpc_server", "sidecar", "arena.arena", "run.run", "telemetry.structured_logging"):
         importlib.import_module(f"deltashard_sidecar.{name}")
     print("ready", flush=True)
@@ -86,5 +86,5 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this directory's folders are no packages of those names
+    del sys.path[0]  # the folders of this directory are not packages of those names
     run()

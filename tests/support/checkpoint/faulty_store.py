@@ -26,7 +26,7 @@ from deltashard_checkpoint.stores.abc import Buffer, ObjectExists, ObjectInfo, S
 
 
 class Fault(StrEnum):
-    """What may go wrong; see the module's text."""
+    """The possible faults; the module docstring describes them."""
 
     UNAVAILABLE = "unavailable"
     LOST_ACK = "lost_ack"
@@ -65,7 +65,7 @@ class _Armed:
 
 
 class FaultyStore(Store):
-    """`inner` with faults; thread-safe; `calls` tells what happened."""
+    """`inner` with faults; thread-safe; `calls` records what happened."""
 
     def __init__(self, inner: Store, *, seed: int = 0, rates: Mapping[Fault, float] | None = None) -> None:
         self.inner = inner
@@ -89,7 +89,7 @@ class FaultyStore(Store):
             self._armed.append(armed)
 
     def flush_delayed(self, *, apply: bool = True) -> int:
-        """Let every late put take effect (or, `apply` false, never); returns how many there were."""
+        """Apply every late put (or, `apply` false, discard it); return how many there were."""
         with self._lock:
             late, self._delayed = self._delayed, []
         if apply:
@@ -171,7 +171,7 @@ class FaultyStore(Store):
         self.inner.close()
 
     def _inject_fault(self, operation: str, key: str) -> Fault | None:
-        """Land a late put now and then; choose this call's fault; raise if that is what it does."""
+        """Sometimes land a late put; choose this call's fault; raise if the fault raises."""
         with self._lock:
             landing = self._delayed.pop(0) if self._delayed and self._random.random() < 0.5 else None
         if landing is not None:

@@ -36,7 +36,7 @@ def layout_of(halves: Sequence[Box] = HALVES) -> Layout:
 
 @dataclass
 class FakeClock:
-    """Moves when somebody sleeps, and only then."""
+    """Advances only when a caller sleeps."""
 
     now_s: float = 1e9
     slept: list[float] = field(default_factory=list)
@@ -94,7 +94,7 @@ class MemoryRun:
         covers: Sequence[int | None] = (None, None),
         halves: Sequence[Box] = HALVES,
     ) -> Checkpoint:
-        """One checkpoint of two ranks with a layout."""
+        """Commit one checkpoint of two ranks with a layout."""
         self.step += 1
         each = enumerate(zip(covers, halves, strict=True))
         reports = [
@@ -139,6 +139,6 @@ def part(attempt: int, cut: int, rank: int, boxes: Sequence[Box], covers: int | 
 
 
 def rehashed(document: dict) -> bytes:
-    """A document with a hash that fits: what a hostile or broken writer could put."""
+    """Return the document with a matching hash: a hostile or broken writer could put it."""
     body = {key: value for key, value in document.items() if key != "hash"}
     return canonical({**body, "hash": hashlib.sha256(canonical(body)).hexdigest()})

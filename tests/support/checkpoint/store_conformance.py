@@ -1,4 +1,4 @@
-"""What every store must do, as a test class: a back-end's test inherits it, with a fixture `store` of an empty store."""
+"""The requirements of every store, as a test class: a back-end's test inherits it, with a fixture `store` of an empty store."""
 
 import random
 import threading
@@ -19,7 +19,7 @@ def get_range(store: Store, key: str, offset: int, length: int) -> bytes:
 
 
 class StoreTests:
-    """Inherit, and give a fixture `store`: an empty store."""
+    """Inherit this class and define a fixture `store`: an empty store."""
 
     big_bytes = 24 * 1024 * 1024 + 13
     racers = 8
@@ -41,7 +41,7 @@ class StoreTests:
                     read(key)
 
     def test_ranges(self, store: Store) -> None:
-        """Any range within an object, into the middle of a buffer; beyond its end is corrupt, never padded."""
+        """Any range within an object, into the middle of a buffer; a range beyond its end is corrupt, never padded."""
         data = random.Random(1).randbytes(10_000)
         store.put("ranged", data)
         for offset, length in [(0, 10_000), (0, 1), (9_999, 1), (17, 4_096), (10_000, 0), (0, 0)]:
@@ -54,7 +54,7 @@ class StoreTests:
                 get_range(store, "ranged", offset, length)
 
     def test_large_object_round_trips(self, store: Store) -> None:
-        """As big as a pack, written from a view and read back into a buffer, and in part."""
+        """The object is as large as a pack, written from a view and read back into a buffer, whole and in part."""
         data = random.Random(2).randbytes(self.big_bytes)
         store.put("big.pack", memoryview(data))
         out = bytearray(len(data))
@@ -75,7 +75,7 @@ class StoreTests:
         assert store.get("log/0") == b"third"
 
     def test_one_racing_creator_wins(self, store: Store) -> None:
-        """Many threads at once: one winner each, and the content is the winner's."""
+        """Many threads race: each key has one winner, and the content is the winner's."""
         barrier = threading.Barrier(self.racers)
 
         def content(racer: int, number: int) -> bytes:
@@ -91,7 +91,7 @@ class StoreTests:
                         won.append(True)
                     except ObjectExists:
                         won.append(False)
-                    except StoreUnavailable:  # the answer was lost: only the content will tell
+                    except StoreUnavailable:  # the answer was lost: only the content shows the result
                         won.append(None)
             except BaseException:
                 barrier.abort()
@@ -101,7 +101,7 @@ class StoreTests:
         with ThreadPoolExecutor(self.racers) as pool:
             racing = [pool.submit(race, racer) for racer in range(self.racers)]
         failures = [error for each in racing if (error := each.exception()) is not None]
-        if failures:  # the first cause, not that the others were let down
+        if failures:  # the first cause, not its consequences
             raise next((e for e in failures if not isinstance(e, threading.BrokenBarrierError)), failures[0])
         results = [each.result() for each in racing]
         for number in range(self.raced_keys):
@@ -136,7 +136,7 @@ class StoreTests:
         assert [found.key for found in store.list("data/", start_after="log/1")] == []
 
     def test_list_spans_pages(self, store: Store) -> None:
-        """Every key once and in order, when they are more than one answer holds; a put is listed at once."""
+        """Every key is listed once and in order when one page cannot hold all; a put is listed at once."""
         keys = [f"many/{number:05d}" for number in range(self.listed_keys)]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda key: store.put(key, b"x"), keys))
@@ -157,7 +157,7 @@ class StoreTests:
         assert store.get("drop/a") == b"again"
 
     def test_store_clock_matches_last_modified(self, store: Store) -> None:
-        """Last-Modified is by the store's own clock: not before a reading before the put, nor after one after it."""
+        """Last-Modified follows the store's clock: not before a reading before the put, nor after one after it."""
         before_s = store.now_s()
         store.put("dated", b"x")
         after_s = store.now_s()
@@ -179,6 +179,6 @@ class StoreTests:
         assert list(store.list("")) == []
 
     def test_probe_passes(self, store: Store) -> None:
-        """The probe of a log's first append finds create-only at work, and leaves nothing behind."""
+        """The probe of a log's first append verifies create-only, and leaves no object."""
         probe(store, "probe/token")
         assert list(store.list("")) == []

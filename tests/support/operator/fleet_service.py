@@ -41,7 +41,7 @@ class ApiPod:
 
     @classmethod
     def create(cls, rest: Rest, name: str = "", namespace: str = "default") -> Self:
-        """A pod that nobody runs."""
+        """Create a pod that no kubelet runs."""
         name = name or f"train-{uuid.uuid4().hex[:8]}"
         spec = {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "train"}]}
         document = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
@@ -81,7 +81,7 @@ def request_token(rest: Rest, namespace: str, spec: dict[str, Any]) -> str:
 
 @dataclass(slots=True)
 class RecordingLedger:
-    """A ledger that writes down what it is told."""
+    """A ledger that records its calls."""
 
     answer: Callable[[Report], Reply] = lambda report: Reply(sequence=report.sequence, next_s=60.0)
     reports: list[Report] = field(default_factory=list)
@@ -102,7 +102,7 @@ def refused(_report: Report) -> Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportResponse:
-    """Answer to a POST."""
+    """The answer to a POST."""
 
     status: int
     reply: wire.ReportReply = field(default_factory=wire.ReportReply)
@@ -130,7 +130,7 @@ def post_report(
 
 @dataclass(slots=True)
 class FleetService:
-    """A running server and all that it stands on."""
+    """A running server and its dependencies."""
 
     recorder: RecordingLedger
     authority: CertificateAuthority

@@ -1,4 +1,4 @@
-"""A run of which everything is known, for tests of what is written of it and read back."""
+"""A run with every field known, for tests that write it and read it back."""
 
 from __future__ import annotations
 

@@ -24,4 +24,4 @@ def running(watch: ObjectWatch) -> Iterator[None]:
         thread.join(120)
         assert not thread.is_alive()
         loop.close()
-        gc.collect()  # asyncio leaves it the socket of a TLS handshake that broke off: now, not in another test
+        gc.collect()  # asyncio leaves it the socket of a failed TLS handshake: collect it now, not in another test

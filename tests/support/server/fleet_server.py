@@ -1,4 +1,4 @@
-"""A server that takes reports, for tests of the sidecar's client: HTTPS, as small as the contract allows."""
+"""A server that takes reports, for tests of the sidecar's client: a minimal HTTPS server that meets the contract."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CertificateAuthority", "FleetServer"]
 
 
 class FleetServer:
-    """Takes every report whose token is `token`, keeps it, and answers as the controller does, until told otherwise."""
+    """Takes every report whose token is `token`, keeps it, and answers as the controller does, unless configured otherwise."""
 
     def __init__(
         self, authority: CertificateAuthority, *, port: int = 0, token: str = "good", next_s: float = 0.2
@@ -85,7 +85,7 @@ class FleetServer:
         return 200, reply.SerializeToString()
 
     def flags(self, tmp_path: Path) -> dict[str, Any]:
-        """Of a sidecar that has this controller; its token lies in a file there."""
+        """Return flags of a sidecar that has this controller; its token is in a file in the folder."""
         token = tmp_path / "token"
         token.write_text(self.token)
         return {"fleet": self.address, "fleet-ca": self.authority.pem.decode(), "fleet-token-file": token}
@@ -112,7 +112,7 @@ class FleetServer:
         self.reply.MergeFrom(told)
 
     def incidents(self, kind: fleet.IncidentKind) -> list[fleet.Incident]:
-        """Every incident of a kind that was heard of, once each."""
+        """Return every received incident of a kind, once each."""
         heard = {i.id: i for report in list(self.reports) for i in report.incidents if i.kind == kind}
         return [heard[key] for key in sorted(heard)]
 
