@@ -2,9 +2,9 @@
 
 What runs in the child is the real `main`, with its own arguments, environment, working directory and log. One request
 is one line of JSON on stdin, the answer one on stdout: `{"argv", "env", "cwd", "log", "constants"}` -> pid, `{"poll": pid}`
--> exit status or null. `constants` are values to take the place of a module's, `{"package.module.NAME": value}`. With
-`orphan` true the sidecar is no child of this process but of its nearest ancestor that adopts orphans. Nothing with
-threads is started before the fork.
+-> exit status or null. `constants` replace a module's values, `{"package.module.NAME": value}`. With
+`orphan` true the sidecar is no child of this process but of its nearest ancestor that adopts orphans. The process starts no
+threads before the fork.
 """
 
 import importlib

@@ -1,18 +1,16 @@
-"""A store that fails as stores fail, on purpose: around any store, by seed, by script, or by a switch.
+"""A wrapper that injects faults into any store: by seed, by script, or by a switch.
 
-Random faults come with the probabilities of `rates` from one seeded generator, so that a schedule that
-failed once fails again.
-`fail_next` arms one fault for the next operation that matches. `down = True` refuses everything. The faults are those
-that object stores and networks have been seen to commit; each keeps the promises of `Store`, or rather breaks none
-that a client could rely on:
+Random faults occur with the probabilities of `rates` from one seeded generator, so a failed schedule is reproducible.
+`fail_next` arms one fault for the next operation that matches. `down = True` refuses everything. The faults are known
+from real object stores and networks; none breaks a guarantee of `Store` that a client relies on:
 
-- `UNAVAILABLE`: 503 or connection refused; nothing happened.
-- `LOST_ACK`: it happened, the answer was lost (also: a time-out after success).
-- `DELAYED`: a put that the client saw time out, and that takes effect later: after some other operation, at
-  `flush_delayed()`, or never if the process that sent it is gone by then. A 404 read in between proves nothing.
+- `UNAVAILABLE`: 503 or connection refused; the operation had no effect.
+- `LOST_ACK`: the operation took effect, and the answer was lost (also: a time-out after success).
+- `DELAYED`: a put that timed out for the client and takes effect later: after some other operation, at
+  `flush_delayed()`, or never if the process that sent it has ended by then. A 404 read in between proves nothing.
 - `TRUNCATED`: a read breaks off; half of the destination is overwritten.
 - `FLIPPED`: a read delivers one wrong bit, once.
-- `STALE_LIST`: a listing would lack what was put last; a store that keeps its promise refuses to serve it.
+- `STALE_LIST`: a listing would lack the last put; a store that meets its guarantee refuses to serve it.
 """
 
 import random

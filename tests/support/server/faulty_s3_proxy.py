@@ -1,16 +1,15 @@
-"""An S3 proxy that commits every sin of networks and object stores, before a real server that commits none.
+"""An S3 proxy that injects faults of networks and object stores, before a real server.
 
-It speaks HTTP, request by request, so it knows what it breaks: a `Trouble` is chosen for each request by `choose`, which
-sees a `Request` (kind, key, the how-manieth of its kind). What a trouble does stays within what a store that keeps its
-promises may be seen to do from afar:
+The proxy handles HTTP requests one by one: `choose_fault` selects an `S3Fault` for each `ProxyRequest` (its kind, its
+key, its number within the kind). A client may observe each fault with a correct store behind a network:
 
-- `REFUSED`: 503 SlowDown, nothing happened. `EXPIRED`: 403 ExpiredToken.
-- `LOST`: it happened, and the connection broke before the answer.
-- `DOUBLED`: the network delivered it twice; the client gets the second answer.
-- `LATE`: the connection broke, and the request arrives after others that were sent later (`flush_delayed` brings the rest).
-- `CUT`: the body broke off in the middle, of a PUT on its way there, of anything else on its way back.
-- `FLIPPED`: one bit of the body was wrong, of a PUT on its way there, of an object on its way back.
-- `HUNG`: nothing is heard until other requests have gone by, or `release()`.
+- `REFUSED`: 503 SlowDown, the request had no effect. `EXPIRED`: 403 ExpiredToken.
+- `LOST`: the request took effect, and the connection broke before the answer.
+- `DOUBLED`: the network delivered the request twice; the client gets the second answer.
+- `LATE`: the connection broke, and the request arrives after later ones (`flush_delayed` delivers the rest).
+- `CUT`: the body broke off in the middle, that of a PUT to the server, that of any other request to the client.
+- `FLIPPED`: one bit of the body was wrong: that of a PUT to the server, that of an object to the client.
+- `HUNG`: no answer arrives until other requests have passed, or `release()`.
 """
 
 from __future__ import annotations

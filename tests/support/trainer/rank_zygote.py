@@ -2,8 +2,8 @@
 
 Run as a module this takes lines of JSON, `[ENVIRONMENT, MODULE, WORKDIR, WORLD, SCENARIO, {OPTION: VALUE}, AGENT, SPARE]`,
 and answers each with the exit codes of the ranks. Every rank calls the scenario, a function of the module and of
-(rank, workdir, **options), and writes what it returns, or the error it met, to `WORKDIR/out/{rank}.json`. Ranks that end
-by a signal write nothing. What they print is in `WORKDIR/log-{rank}`.
+(rank, workdir, **options), and writes its result or its error to `WORKDIR/out/{rank}.json`. Ranks that end
+by a signal write nothing. Their output is in `WORKDIR/log-{rank}`.
 
 Importing torch and TorchRec takes longer than most scenarios, so the files that a worker runs share a process, which has
 no threads.
