@@ -25,10 +25,10 @@ os.environ.setdefault("DELTASHARD_HOLD_S", "30")
 os.environ.setdefault("DELTASHARD_BRIEF_WAIT_S", "10")
 
 TEMPORARY = "deltashard-tests-"
-"""What the name of a session's temporary directory begins with."""
+"""Prefix of a session's temporary directory."""
 
 LEAST_FREE_GIB = 2
-"""Of the disk. What tests leave is removed when they pass, so a whole run needs hardly more."""
+"""Required free disk space. Passed tests' files are removed, so a whole run needs little more."""
 
 pytest.register_assert_rewrite("tests.support.checkpoint.store_conformance")
 # The duration of an example depends on the machine and is not under test.

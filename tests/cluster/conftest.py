@@ -74,7 +74,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 ROUNDS = 3
-"""Of every scenario, in the long variant."""
+"""Runs of every scenario in the long variant."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -13,7 +13,7 @@ from tests.cluster.scenario.job import RESTRICTED
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
 SLOT = "deltashard.test/slot"
-"""An extended resource: one a node, so that two pods that want it cannot share a node."""
+"""An extended resource: one per node, so two pods that request it cannot share a node."""
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.cluster.scenario.kubeflow_group import pytorch_job
 pytestmark = pytest.mark.timeout(900, func_only=True)
 
 STEPS, PACE_S = 330, 0.2
-"""Beyond the end of the first epoch of three ranks; slow, since what ended training is told apart half a minute later."""
+"""Beyond the end of the first epoch of three ranks; slow, since the operator reports the cause of an end half a minute later."""
 
 
 def test_pytorch_job_recovers_lost_worker_and_master(bench: ScenarioBench, tmp_path: Path) -> None:

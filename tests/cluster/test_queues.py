@@ -27,7 +27,7 @@ STEPS = 150
 COUNTED = ("cpu", "memory")
 QUEUED = {kueue.QUEUE: kueue.NAME}
 NOWHERE = {"nodeSelector": {"deltashard.test/nowhere": "x"}}
-"""Of pods that are only looked at."""
+"""The command of pods that tests only inspect."""
 
 
 def resource_requests(containers: list[Object]) -> dict[str, Fraction]:

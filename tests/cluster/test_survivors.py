@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(900, func_only=True)
 
 WORLD, PLANNED = 3, 2000
 FIRST, SECOND = (20, 40, 2), (65, 130, 0)
-"""(step of the checkpoint, last step of all, rank that is lost then, before it counts that step)."""
+"""(step of the checkpoint, last step of all ranks, rank that is lost before it counts that step)."""
 LAST_SAVE = 150
 VOLUME = "/kept"
 

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.exclusive, pytest.mark.timeout(600, func_only=True)]
 
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{CONTROLLER}"
 SERVED_S = 30.0
-"""Within which another controller does the work of one that is lost."""
+"""Time limit in which another controller replaces a lost one."""
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,7 @@ DAMAGES: dict[str, Callable[[bytes, bytes], bytes | None]] = {
     "bit flipped at the end": lambda data, other: _flipped(data, 1.0),
     "replaced by another": lambda data, other: other,
 }
-"""What may become of an object's bytes; `other` are those of another object of its kind."""
+"""Possible damages of an object's bytes; `other` are the bytes of another object of its kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,11 @@ class DamageOutcome:
     newest: int
     """The newest checkpoint before the damage."""
     possible: int | None
-    """The newest that can be restored from what is left."""
+    """The newest checkpoint that the remaining objects restore."""
     repair: int | None
-    """The newest that `deltashard repair` keeps and that restores; None also where it has nothing to do."""
+    """The newest checkpoint that `deltashard repair` keeps and that restores; None also where it changes nothing."""
     back: int | None
-    """What a plain restart came back to."""
+    """The checkpoint that a plain restart restored."""
     reported: bool
     """Whether the restart reported the damage."""
     error: str = ""

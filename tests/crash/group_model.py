@@ -64,11 +64,11 @@ from torch import nn
 RANKS = 4
 STEPS = 40
 CALM = 12
-"""In the last steps nothing is broken any more: what is asked for then must be had."""
+"""The last steps have no faults: a save requested then must succeed."""
 PART_S = 60.0
-"""A pod waits so long for the parts of others."""
+"""Time for which a pod waits for the other ranks' parts."""
 LIMIT_S = 600.0
-"""Virtual seconds: a life that lasts so long has somebody in it who waits for ever."""
+"""Virtual seconds: a longer life contains an endless wait."""
 
 
 class GroupViolation(AssertionError):
@@ -338,7 +338,7 @@ class CutRecord:
     """Step by rank."""
     declined: dict[int, str] = field(default_factory=dict)
     notified: set[int] = field(default_factory=set)
-    """Ranks that hear, or will hear, how their part ended."""
+    """Ranks that know, or will know, the result of their part."""
 
 
 class GroupWorld:

@@ -330,9 +330,9 @@ class LogWorld:
         self.excluding: dict[int, frozenset[int]] = {}
         self.hidden: tuple[int, bytes] | None = None
         self.head: int | None = None
-        """What the last commit or rewind made the newest."""
+        """The newest checkpoint by the last commit or rewind."""
         self.pins: dict[str, int | None] = {}
-        """Who has a pinned name, by the last commit or word about it."""
+        """The checkpoint of each pinned name, by the last commit, pin or unpin."""
         self.counts = Counter(schedules=1)
 
     def step(self) -> None:

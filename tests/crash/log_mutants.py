@@ -25,7 +25,7 @@ from deltashard_checkpoint.write import commit, fencing, snapshot_reports
 from tests.crash.log_model import MOVES, ModelRank, cells_of, run_schedule
 
 BOUND = 3000
-"""Schedules within which each must be found."""
+"""Number of schedules in which the model must find each mutant."""
 
 
 class Mutant:

@@ -61,7 +61,7 @@ class VersionedApi:
         self.objects: dict[str, dict[str, Any]] = {}
         self.versions = itertools.count(1)
         self.late: list[asyncio.Event] = []
-        """Calls whose answer waits."""
+        """Calls whose answer is delayed."""
 
     async def list_all(self, path: str, **_: Any) -> list[dict[str, Any]]:
         return [copy.deepcopy(each) for each in [self.objects.get(RUN)] if each is not None]
@@ -162,7 +162,7 @@ class ReportWorld:
         self.api, self.late = VersionedApi(self), list[bytes]()
         """Calls that are still in the network."""
         self.attempt, self.lost, self.said, self.every_s = 1, dict[int, int](), list[str](), 1
-        """Lost steps by restored attempt; texts of incidents that have to be told."""
+        """Lost steps by restored attempt; texts of incidents that must be reported."""
         self.checkpoints: dict[int, Any] = {}
         self.controllers: list[Controller] = []
         self.sidecars = [ModelSidecar(self, rank) for rank in range(2)]

@@ -14,7 +14,7 @@ from tests.crash.group_model import run_schedule
 pytestmark = pytest.mark.slow
 
 FIRST, CHUNK = 40, 10
-"""Schedules 42 and 67: a promise ends between two looks of the training thread at it."""
+"""Schedules 42 and 67: a promise ends between two reads of the training thread."""
 CHUNKS = max(1, int(os.environ.get("DELTASHARD_TEST_ORDERS", "20")) // CHUNK)
 COUNTED = """
 schedules lives steps switches cuts commits off declined failed_parts vetoes away deaths zombies slow pins pins_failed

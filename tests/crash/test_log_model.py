@@ -19,7 +19,7 @@ COUNTED = """
 schedules steps entries checkpoints deltas multi_rank laid_out mixed torn attempts late overtaken fenced
 abandoned fallbacks compactions retired deleted reclaimed pinned rewound kills failures
 """
-"""What must happen in schedules: a model that does nothing finds nothing."""
+"""Events that schedules must contain: a model without them would detect nothing."""
 
 
 @functools.cache

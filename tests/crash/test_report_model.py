@@ -20,7 +20,7 @@ from tests.crash.report_model import ReportViolation, run_schedule
 
 CHUNKS, CHUNK = 4, 25
 BOUND = 150
-"""Schedules within which each mutant must be found."""
+"""Number of schedules in which the model must find each mutant."""
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

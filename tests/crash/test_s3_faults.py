@@ -46,7 +46,7 @@ ack.before_send:2 attempt.before_open attempt.after_open restore.planned restore
 retire.after_put gc.during_delete gc.after_delete compact.after_packs compact.after_index compact.after_log_put
 """
 FAIR = {"UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "ABORTED", "PERMISSION_DENIED"}
-"""What a call may fail with: try again; a zombie's late entry had the slot; a token that expired twice in a row."""
+"""Allowed errors of a call: a retryable one; a slot taken by a zombie's late entry; a token that expired twice in a row."""
 ENDS = ("crash", "crash", "crash", "kill", "vanish", "server", "well")
 
 

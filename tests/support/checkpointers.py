@@ -13,7 +13,7 @@ from deltashard.save import precopy_scheduler
 from deltashard.snapshot import precopy
 
 MakeCheckpointer = Callable[..., deltashard.Checkpointer]
-"""Of something with a `net` and an `optimizer`, and of options."""
+"""A function of an object with a `net` and an `optimizer`, and of options."""
 
 
 def simulate_crash(ckpt: deltashard.Checkpointer) -> None:

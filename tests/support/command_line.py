@@ -10,7 +10,7 @@ import pytest
 from deltashard_cli.main import main
 
 Cli = Callable[..., tuple[int, str]]
-"""Of arguments: (exit code, stdout and stderr)."""
+"""A function of arguments; returns (exit code, stdout and stderr)."""
 
 
 def running(capsys: pytest.CaptureFixture[str], entry: Callable[[list[str]], object] = main) -> Cli:

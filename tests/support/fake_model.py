@@ -22,11 +22,11 @@ class FakeTable:
     dirty: set[int] = field(default_factory=set)
     """Rows changed since the last baseline."""
     at_risk: set[int] = field(default_factory=set)
-    """... those of a baseline that is not known to be committed yet."""
+    """Rows of a baseline whose commit is not known yet."""
     fresh: set[int] = field(default_factory=set)
-    """Rows changed since the newest commit that is known."""
+    """Rows changed since the newest known commit."""
     sent: set[int] = field(default_factory=set)
-    """... those of a cut that is not known to be committed yet."""
+    """Rows of a cut whose commit is not known yet."""
 
     @classmethod
     def make(cls, fqn: str, rows: int, columns: int, rng: np.random.Generator) -> FakeTable:

@@ -25,7 +25,7 @@ from tests.support.eventually import eventually
 from tests.support.fake_model import FakeModel, same
 
 DEADLINE_S = 180.0
-"""Of a call, and of what a stream is to bring: what hangs fails, and what a busy machine does slowly does not."""
+"""Time limit of a call and of a stream's messages: a hang fails, and a slow answer of a busy machine does not."""
 
 
 class SaveStreamFailed(Exception):
@@ -70,7 +70,7 @@ class Trainer:
         self.attempt = attempt
         self.cut = 0
         self.last: TrainerCut | None = None
-        """The newest that began."""
+        """The newest cut that began."""
         self.commits: dict[int, pb.Commit] = {}
         self.failures: dict[int, pb.Notice.SaveFailed] = {}
         self.urgent: list[pb.Notice.SaveNow] = []
@@ -78,7 +78,7 @@ class Trainer:
         self.policies: list[pb.Policy] = []
         self.base_seq: int | None = None
         self.blobs_read: frozenset[str] = frozenset()
-        """Names of the last restore's."""
+        """Names from the last restore."""
         self._arenas: list[Arena] = []
         self.reply = self.attach()
 

@@ -9,7 +9,7 @@ from collections.abc import Generator
 import pytest
 
 MAX_RERUNS = 2
-"""More failures than these are no accident: none of them runs again."""
+"""With more failures than this limit, no test runs again."""
 
 
 class FlakyRerun:

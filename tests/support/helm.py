@@ -27,9 +27,9 @@ CHART = ROOT / "charts" / "deltashard"
 NAMESPACE = "deltashard-system"
 RELEASE = "deltashard"
 VERSION = "1.34.4"
-"""Kubernetes that a rendering without a cluster is for."""
+"""The Kubernetes version of a rendering without a cluster."""
 CERTIFICATE = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
-"""Looks like one, to the chart."""
+"""A value that the chart accepts as valid."""
 SOURCE = re.compile(r"^# Source: deltashard/(\S+)$", re.MULTILINE)
 
 Document = dict[str, Any]
@@ -61,7 +61,7 @@ class Rendering:
 
     documents: tuple[Document, ...]
     sources: frozenset[str]
-    """Templates that made something."""
+    """Templates with output."""
 
     def find(self, kind: str, name: str | None = None, *, hook: bool = False) -> Document:
         """Return the object of a kind and name; hooks are included only on request."""

@@ -14,7 +14,7 @@ import time
 LEAST, MOST = 3.0, 12.0
 _VARIABLE = "DELTASHARD_TEST_TIMEOUT_SCALE"
 _IDLE_S = 0.25
-"""What `_work` takes on the machine that the limits were written on, nothing else running."""
+"""Duration of `_work` on the idle reference machine of the limits."""
 _ROUNDS = 3
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 LINES = 60
-"""Of a failure that is shown at once; the end has it whole."""
+"""Length of a failure's immediate report; the final report has the whole text."""
 
 
 class ProgressReporter:

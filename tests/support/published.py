@@ -38,7 +38,7 @@ class Published:
     repository: str
     entrypoint: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
-    """File or folder in the image: the same in the repository, besides the environment in /opt/deltashard."""
+    """File or folder in the image: its path in the repository, in addition to the environment in /opt/deltashard."""
 
     @property
     def name(self) -> str:

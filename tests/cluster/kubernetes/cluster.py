@@ -33,9 +33,9 @@ FOLDER = Path("/var/lib/deltashard-cluster")
 PROGRAMS = ("containerd", "runc", "ctr", "iptables", "ip")
 PACKAGES = ("containerd", "runc", "containernetworking-plugins", "iptables", "iproute2")
 NODES = ("n1", "n2", "m1", "m2")
-"""Nodes whose names begin with m are for scenarios that harm nodes: only pods that ask for them get there."""
+"""Nodes whose names begin with m are for scenarios that harm nodes: only pods that request them run there."""
 DIRTY = "harmed"
-"""Pool of those nodes."""
+"""Pool of the nodes whose names begin with m."""
 TOOLS = (
     "minio",
     "etcd",

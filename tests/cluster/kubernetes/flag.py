@@ -16,7 +16,7 @@ from tests.support.server.minio_server import free_port
 
 SERVER = f"https://{HOST}:6443"
 AUDIT_LOG = "audit.jsonl"
-"""Every write that the apiserver took, one JSON event a line: who, what, which object."""
+"""Every write that the apiserver accepted, one JSON event a line: user, verb, object."""
 
 
 def etcd(folder: Path, client: str) -> list[str]:

@@ -23,14 +23,14 @@ from tests.cluster.kubernetes.process import ClusterError, run
 
 BRIDGE = "dsk0"
 V6 = os.environ.get("DELTASHARD_TEST_CLUSTER_FAMILY") == "6"
-"""Whether pods, Services and the API have IPv6 addresses and no others."""
+"""Whether pods, Services and the API have only IPv6 addresses."""
 NETWORK = "fd85::" if V6 else "10.85.0."
-"""What every address of the bridge begins with."""
+"""Prefix of every address of the bridge."""
 PREFIX = 64 if V6 else 24
 SUBNET = f"fd85::/{PREFIX}" if V6 else f"10.85.0.0/{PREFIX}"
 HOST_ADDRESS = f"{NETWORK}1"
 HOST = f"[{HOST_ADDRESS}]" if V6 else HOST_ADDRESS
-"""As URLs have it."""
+"""The host's address as URLs contain it."""
 SERVICES = "fd96::/112" if V6 else "10.96.0.0/16"
 API_SERVICE = "fd96::1" if V6 else "10.96.0.1"
 SYSCTLS = (
@@ -41,9 +41,9 @@ SYSCTLS = (
     "net/ipv4/ip_forward",
     "net/ipv6/conf/all/forwarding",
 )
-"""Set by kubelet and kube-proxy."""
+"""Sysctls that kubelet and kube-proxy set."""
 FOLDERS = ("/var/lib/kubelet", "/var/log/containers", "/var/log/pods", "/var/lib/cni", "/run/containerd")
-"""Made by kubelet, CNI and shims wherever their own folders lie; removed when they were not there before."""
+"""Folders that kubelet, CNI and shims create at fixed paths; removed when they did not exist before."""
 CGROUPS = Path("/sys/fs/cgroup")
 
 

@@ -29,7 +29,7 @@ from tests.support.server.minio_server import free_port
 
 CNI_BINARIES = "/usr/lib/cni"
 POOL = "deltashard.test/pool"
-"""Label and taint of nodes that only take pods that ask for them."""
+"""Label and taint of nodes that accept only pods that request them."""
 
 
 def write_network(folder: Path) -> None:

@@ -23,7 +23,7 @@ from tests.support.server.minio_server import MinioServer
 
 ENDLESS = 1_000_000
 NO_TIMER = {"deltashard.io/interval": "1h"}
-"""What is committed is committed because of the notice."""
+"""Every commit follows from the notice."""
 
 
 class ScenarioBench:

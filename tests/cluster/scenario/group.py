@@ -30,7 +30,7 @@ RUN = (
     "--rdzv-backend=c10d --rdzv-endpoint=$first:{port} --rdzv-id=group --local-addr=$POD_IP "
     "--rdzv-conf=join_timeout=600,read_timeout=20 /app/group.py"
 )
-"""What the training container runs: torchrun, which meets the others at the pod with number 0."""
+"""The training container's command: torchrun, whose rendezvous is at pod 0."""
 GRACE_S = 60
 
 

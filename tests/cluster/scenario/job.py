@@ -25,12 +25,12 @@ RESTRICTED = {
     "readOnlyRootFilesystem": True,
     "runAsNonRoot": True,
 }
-"""What PodSecurity *restricted* wants of a container."""
+"""The security context that PodSecurity *restricted* requires of a container."""
 SHORT_TOLERATIONS = [
     {"key": f"node.kubernetes.io/{why}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 2}
     for why in ("not-ready", "unreachable")
 ]
-"""A pod of a lost node is given up after 2 s, not after 5 min; only where nodes are lost on purpose."""
+"""A pod of a lost node is evicted after 2 s instead of 5 min; only for scenarios that lose nodes."""
 
 
 def _field(name: str, path: str) -> Object:
@@ -123,7 +123,7 @@ class WorkloadType(NamedTuple):
     api: str
     plural: str
     pod_label: str
-    """That has the workload's name."""
+    """The pod label that has the workload's name."""
 
 
 JOB = WorkloadType("/apis/batch/v1", "jobs", "batch.kubernetes.io/job-name")
@@ -141,7 +141,7 @@ class TrainingJob:
     manifest: Object
     kind: WorkloadType = JOB
     uid: str = ""
-    """Once it is applied."""
+    """The UID, once the object is applied."""
 
     @property
     def name(self) -> str:

@@ -29,9 +29,9 @@ API = "/apis/kueue.x-k8s.io/v1beta2"
 QUEUE = "kueue.x-k8s.io/queue-name"
 """Label of a workload that waits in a LocalQueue."""
 NAME = "small"
-"""Of every queue."""
+"""The name of every queue."""
 QUEUE_LABELS = {"deltashard.test/queues": "true"}
-"""Label of namespaces whose objects Kueue is asked about."""
+"""Label of namespaces whose objects Kueue's webhooks receive."""
 FRAMEWORKS = [
     "batch/job",
     "jobset.x-k8s.io/jobset",

@@ -32,12 +32,12 @@ class PageStep:
     """One block of commands."""
 
     line: int
-    """Of the page, where the block begins."""
+    """Line of the page where the block begins."""
     commands: str
     expected: tuple[str, ...] = ()
-    """Lines that have to be seen, in this order."""
+    """Expected lines, in this order."""
     not_run: str = ""
-    """Why it is not run; empty: it is."""
+    """Why the block is not run; empty when it is."""
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str, str, str]]:

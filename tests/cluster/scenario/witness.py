@@ -26,7 +26,7 @@ class WitnessServer:
     def __init__(self, host: str) -> None:
         self._condition = threading.Condition()
         self._events: list[tuple[str, Event]] = []
-        """Each with `{namespace}/{pod}`."""
+        """Events, each with `{namespace}/{pod}`."""
         self._last_step: dict[str, int] = {}
         """Of each life."""
         outer = self

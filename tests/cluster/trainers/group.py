@@ -37,15 +37,15 @@ from witness import WitnessClient  # type: ignore[import-not-found]  # beside th
 
 STEPS = int(os.environ["STEPS"])
 PACE_S = float(os.environ.get("PACE_S", "0"))
-"""Stands for the accelerators' work of one step."""
+"""Simulates the accelerators' work of one step."""
 PLANNED_STEPS = int(os.environ.get("PLANNED_STEPS", "0"))
-"""Of a training that recovers partially; 0: all go back."""
+"""Setting of partial recovery; 0: all ranks return to the checkpoint."""
 SAVE_AT = [int(step) for step in os.environ.get("SAVE_AT", "").split()]
 PAUSE_AT = {
     int(step): int(rank)
     for step, _, rank in (each.partition(":") for each in os.environ.get("PAUSE_AT", "").split())
 }
-"""Step -> the rank that waits for ever at its end, before its `ckpt.step()`; all others have called theirs."""
+"""Step -> the rank that waits without end before its `ckpt.step()`; all other ranks have called theirs."""
 TABLES = {"user": 3000, "item": 1700}
 """Feature and table -> rows."""
 COLUMNS, SAMPLES, BATCH = 16, 6000, 8

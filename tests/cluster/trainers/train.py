@@ -17,7 +17,7 @@ from witness import WitnessClient  # type: ignore[import-not-found]
 
 STEPS = int(os.environ["STEPS"])
 PACE_S = float(os.environ.get("PACE_S", "0"))
-"""Stands for the accelerator's work of one step."""
+"""Simulates the accelerator's work of one step."""
 
 
 def eat(*_: object) -> None:

@@ -37,7 +37,7 @@ class WrittenRun(SampleRun):
         self.half.weights = self.half.rng.integers(0, 0x4000, (HALF.rows, HALF.columns)).astype(np.uint16)
         self.dense = self.items.rng.standard_normal((16, 4)).astype(np.float32)
         self.more_blobs: dict[str, bytes] = {}
-        """Those that each save has beside its own."""
+        """Blobs that each save has in addition to its own."""
         self.saved: dict[int, tuple[SampleModel, SampleModel, np.ndarray]] = {}
 
     def close(self) -> None:

@@ -39,10 +39,10 @@ class ControllerProcess(OperatorProcess):
     status_interval_s: float = 1.0
     annotate_pods: bool = False
     namespace: str = "deltashard-system"
-    """Where its Lease is; made at the start."""
+    """Namespace of its Lease; created at the start."""
     identity: str = ""
     kubeconfig: Path | None = None
-    """Another way to the API server than straight."""
+    """An indirect address of the API server."""
     fleet_port: int = 0
 
     def start(self, *, ready: bool = True) -> None:

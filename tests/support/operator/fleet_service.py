@@ -28,7 +28,7 @@ from urllib3.util import create_urllib3_context
 from tests.support.server.apiserver import CertificateAuthority, Rest, put
 
 FLEET_TIMEOUT_S = 120.0
-"""For what should take an instant, on a machine that has other things to do."""
+"""Time limit of a short operation on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

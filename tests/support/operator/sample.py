@@ -32,7 +32,7 @@ def policy(spec: Mapping[str, Any] | None = None, /, **annotations: Any) -> Poli
 
 
 def over_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `spec` over the defaults; another controller's address also changes the defaults."""
+    """Return `spec` over the defaults; its `fleet`, if any, replaces the default one."""
     return merged(spec, {**DEFAULTS, "fleet": spec.get("fleet", DEFAULTS["fleet"])})
 
 

@@ -18,7 +18,7 @@ from tests.support.server.apiserver import CertificateAuthority, Reply, Rest, pu
 from tests.support.server.minio_server import free_port
 
 PATIENCE_S = 30
-"""For an admission, on a machine that has other things to do; an API server waits no longer."""
+"""Time limit of an admission on a busy machine: the maximum of an API server."""
 PROGRAM = f"""
 import sys
 from deltashard_operator.kube import webhook_configuration
@@ -26,7 +26,7 @@ webhook_configuration.TIMEOUT_S = {PATIENCE_S}
 from deltashard_operator import main
 sys.exit(main.main())
 """
-"""`deltashard-webhook` with that patience."""
+"""`deltashard-webhook` with that time limit."""
 
 
 @dataclass

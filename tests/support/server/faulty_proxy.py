@@ -154,7 +154,7 @@ class FixedResponses:
         self.received: list[tuple[str, dict[str, str], bytes]] = []
         """Path, headers and body of each."""
         self.body = body
-        """May be changed meanwhile."""
+        """Tests may change the answer while the server runs."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):

@@ -1,6 +1,6 @@
 """An S3 proxy that injects faults of networks and object stores, before a real server.
 
-The proxy handles HTTP requests one by one: `choose_fault` selects an `S3Fault` for each `ProxyRequest` (its kind, its
+The proxy handles HTTP requests one by one: `choose` selects an `S3Fault` for each `ProxyRequest` (its kind, its
 key, its number within the kind). A client may observe each fault with a correct store behind a network:
 
 - `REFUSED`: 503 SlowDown, the request had no effect. `EXPIRED`: 403 ExpiredToken.
@@ -59,9 +59,9 @@ class ProxyRequest:
     kind: str
     """put, create (If-None-Match), get, list, head, delete."""
     key: str
-    """Within the bucket; of a listing its prefix."""
+    """Key in the bucket; the prefix for a listing."""
     number: int
-    """How many of its kind came before."""
+    """Number of earlier requests of its kind."""
 
 
 Choice = Callable[[ProxyRequest], S3Fault | None]
@@ -90,7 +90,7 @@ class FaultyS3Proxy:
         self.upstream_port = upstream_port
         self.choose: Choice = choose or (lambda _request: None)
         self.injected: Counter[tuple[str, S3Fault]] = Counter()
-        """(kind, trouble) -> how often."""
+        """(kind, fault) -> count."""
         self.requests: list[ProxyRequest] = []
         self._lock = threading.Condition()
         self._numbers: Counter[str] = Counter()

@@ -26,12 +26,12 @@ class FleetServer:
         self.authority = authority
         self.token = token
         self.reply = fleet.ReportReply(next_s=next_s)
-        """What is answered; an order goes when it is over, a directive is left out where it is in force."""
+        """The answer's fields; a finished order is removed, a directive already in force is omitted."""
         self.reject: Callable[[fleet.ReportRequest], int] = lambda _request: 0
         """Status of a refusal, or 0."""
         self.retry_after = ""
         self.tokens: list[str] = []
-        """Of every call, refused ones too."""
+        """Records of every call, including refused ones."""
         self.reports: list[fleet.ReportRequest] = []
         self._http = ThreadedHttp(self._handler(), tls=self._context(), port=port)
         self.port = self._http.port

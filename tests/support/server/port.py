@@ -18,10 +18,10 @@ import tempfile
 from pathlib import Path
 
 LOWEST, HIGHEST = 12_000, 30_000
-"""Above what the cluster's programs are known by, below NodePorts."""
+"""The range is above the well-known ports of the cluster's programs and below NodePorts."""
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _reserved: set[int] = set()
-"""A process is never kept out by its own lock."""
+"""A process' own lock never excludes it."""
 
 
 @functools.cache

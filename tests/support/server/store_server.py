@@ -19,7 +19,7 @@ class StoreServer(ABC):
     """One server process; it keeps its port over a restart."""
 
     health = "/"
-    """A path that answers 200 once it serves; of "/" any answer counts."""
+    """A path that answers 200 once the server is ready; for "/" any answer counts."""
     url_scheme = "http"
 
     def __init__(self, directory: Path, *, host: str = "127.0.0.1", trusted: Path | None = None) -> None:

@@ -31,7 +31,7 @@ from tests.support.server.port import free_port
 from tests.support.tool import ROOT
 
 HANG_TIMEOUT_S = 120
-"""A rank that has not ended by then says where it stands."""
+"""A rank that has not ended by then prints its stack."""
 
 
 class RankZygote:

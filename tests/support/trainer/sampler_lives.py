@@ -52,7 +52,7 @@ class Data:
     drop_batch: bool = False
     """The loader's."""
     distributed: bool = False
-    """The sampler is torch's."""
+    """Whether the sampler is torch's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,9 @@ class SamplerLife:
     """One life of all ranks."""
 
     saved: int
-    """Steps before the save; then all die."""
+    """Steps before the save."""
     lost: int = 0
-    """Steps after it, which nobody remembers."""
+    """Steps after the save, which are lost."""
     world: int = 1
     batch_size: int = 2
     workers: int = 0

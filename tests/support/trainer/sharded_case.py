@@ -65,7 +65,7 @@ SEQUENCE_SHARDINGS = {
     "grid_shard": "column_wise",
     "data_parallel": "table_wise",  # the data-parallel kernel for sequences is wrong on CPUs
 }
-"""What sequences get where they cannot be sharded like the bags."""
+"""Sharding of sequences where they cannot be sharded like the bags."""
 OPTIMIZERS = {
     "rowwise": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -79,7 +79,7 @@ PIPELINES: dict[str, Any] = {
         TrainPipelinePT2, compile_configs=TorchCompileConfig(backend="eager")
     ),  # from its 4th step on
 }
-"""Those that run on CPUs; the others ask for a stream of an accelerator."""
+"""Pipelines that run on CPUs; the others need a stream of an accelerator."""
 
 
 @dataclasses.dataclass(frozen=True)

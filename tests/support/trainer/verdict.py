@@ -11,11 +11,11 @@ import torch
 
 REPORTED = re.compile(r"note: |warning: |error: |event (nothing_saved|fell_back|log_damaged|save_blocked)")
 NOISE = re.compile(r"tracked by row hashes|tracked by hashes|counts? as changed")
-"""Words of interest; how tables are tracked is none."""
+"""Significant words; the tracking of tables is not among them."""
 UNRELATED = re.compile(
     r"the model changed after the Checkpointer was built|the last step\(\) ended no step of an optimizer|set other hyperparameters"
 )
-"""Words that do not explain why a run that was resumed differs: what they speak of comes back exactly, or is refused."""
+"""Words that do not explain why a resumed run differs: their subject is restored exactly, or refused."""
 
 
 class CapturedLog(logging.Handler):
