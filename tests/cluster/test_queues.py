@@ -27,7 +27,7 @@ STEPS = 150
 COUNTED = ("cpu", "memory")
 QUEUED = {kueue.QUEUE: kueue.NAME}
 NOWHERE = {"nodeSelector": {"deltashard.test/nowhere": "x"}}
-"""The command of pods that tests only inspect."""
+"""Node selector of pods that tests only inspect: no node matches it."""
 
 
 def resource_requests(containers: list[Object]) -> dict[str, Fraction]:

@@ -29,7 +29,7 @@ RELEASE = "deltashard"
 VERSION = "1.34.4"
 """The Kubernetes version of a rendering without a cluster."""
 CERTIFICATE = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
-"""A value that the chart accepts as valid."""
+"""A placeholder that the chart accepts as a certificate."""
 SOURCE = re.compile(r"^# Source: deltashard/(\S+)$", re.MULTILINE)
 
 Document = dict[str, Any]

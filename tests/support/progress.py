@@ -7,7 +7,7 @@ import time
 import pytest
 
 LINES = 60
-"""Length of a failure's immediate report; the final report has the whole text."""
+"""Lines of a failure that are printed at once; the final report has the whole text."""
 
 
 class ProgressReporter:

@@ -23,7 +23,7 @@ from tests.support.server.minio_server import MinioServer
 
 ENDLESS = 1_000_000
 NO_TIMER = {"deltashard.io/interval": "1h"}
-"""Every commit follows from the notice."""
+"""Annotations under which no timer saves, so every commit follows from a notice."""
 
 
 class ScenarioBench:

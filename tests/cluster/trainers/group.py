@@ -39,7 +39,7 @@ STEPS = int(os.environ["STEPS"])
 PACE_S = float(os.environ.get("PACE_S", "0"))
 """Simulates the accelerators' work of one step."""
 PLANNED_STEPS = int(os.environ.get("PLANNED_STEPS", "0"))
-"""Setting of partial recovery; 0: all ranks return to the checkpoint."""
+"""Planned steps of a training with partial recovery; 0: all ranks return to the checkpoint."""
 SAVE_AT = [int(step) for step in os.environ.get("SAVE_AT", "").split()]
 PAUSE_AT = {
     int(step): int(rank)

@@ -42,7 +42,7 @@ class ControllerProcess(OperatorProcess):
     """Namespace of its Lease; created at the start."""
     identity: str = ""
     kubeconfig: Path | None = None
-    """An indirect address of the API server."""
+    """A kubeconfig with another path to the API server than the direct one."""
     fleet_port: int = 0
 
     def start(self, *, ready: bool = True) -> None:
