@@ -132,7 +132,7 @@ def test_missing_bucket(bench: ScenarioBench) -> None:
 
 
 def test_store_on_volume_claim(bench: ScenarioBench) -> None:
-    """On a volume that all nodes share, owned by the sidecar's user, a run resumes in its next pod, and its bytes are removed."""
+    """On a volume that all nodes share, a run resumes in its next pod, and the removal deletes its bytes."""
     folder, api, name = bench.folder / "volume", bench.cluster.api, bench.namespace
     folder.mkdir(mode=0o700)
     os.chown(folder, USER_ID, USER_ID)

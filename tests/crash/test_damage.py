@@ -14,7 +14,7 @@ def stored_runs(tmp_path_factory):
 
 
 def test_newest_intact_checkpoint_is_restored(stored_runs):
-    """Every eleventh case: eleven is coprime to the number of damages, so every kind of damage occurs for each kind of object."""
+    """Every eleventh case: eleven is coprime to the number of damages, so every pair of damage and object kind occurs."""
     found = [case for story in stored_runs for case in damage.outcomes(story, every=11)]
     assert [case for case in found if not case.good] == []
     kinds = Counter(case.kind for case in found)

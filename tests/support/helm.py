@@ -87,7 +87,7 @@ def is_hook(document: Document) -> bool:
 def render(
     values: Mapping[str, Any] | None = None, *, namespace: str = NAMESPACE, version: str = VERSION
 ) -> Rendering:
-    """Run `helm template` with these values over the chart's, and return objects that the caller may change; raise `HelmError`."""
+    """Run `helm template` with these values over the chart's; return mutable objects, or raise `HelmError`."""
     return copy.deepcopy(_render(json.dumps(values or {}, sort_keys=True), namespace, version))
 
 

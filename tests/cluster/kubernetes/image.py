@@ -176,7 +176,7 @@ def base_layer() -> bytes:
 
 
 def pause_layer() -> bytes:
-    """Build the process that keeps a pod's namespaces open: the host's `sleep` with its libraries, since sandboxes get no mounts."""
+    """Build the image of a pod's pause process: the host's `sleep` with its libraries, since sandboxes get no mounts."""
     program = Path(shutil.which("sleep") or "/bin/sleep").resolve()
     layer = Layer()
     layer.file("pause", program.read_bytes(), 0o755)

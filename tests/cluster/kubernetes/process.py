@@ -28,7 +28,7 @@ def wait_until(
 ) -> None:
     """Poll until `condition()` is true; raise `ClusterError` that names `what` did not happen.
 
-    `timeout_s` is for an idle machine: the actual limit may be longer (`machines.patience`).
+    `timeout_s` is for an idle machine: the actual limit may be longer (`machine.limit_s`).
     """
     try:
         eventually(condition, what, timeout_s=timeout_s, every_s=every_s)

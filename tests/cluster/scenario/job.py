@@ -276,7 +276,7 @@ class TrainingJob:
         raise ClusterError(f"pod {pod} has no container {name} yet")
 
     def wait_container(self, pod: str, name: str, **wanted: Any) -> dict[str, Any]:
-        """Return the status of one container once it runs, with these values: its kubelet may report later than the container."""
+        """Return a container's status once it runs, with these values: its kubelet may report with a delay."""
 
         def told() -> bool:
             found = self.container(pod, name)

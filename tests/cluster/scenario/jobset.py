@@ -1,4 +1,4 @@
-"""The JobSet controller (https://jobset.sigs.k8s.io) in the cluster, by its own chart: built from its Go module, with webhooks."""
+"""The JobSet controller (https://jobset.sigs.k8s.io) in the cluster, by its own chart, built from its Go module."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class MinioServer(StoreServer):
         settings: dict[str, str] | None = None,
         authority: CertificateAuthority | None = None,
     ) -> None:
-        """Create the server; `settings` are more MINIO_* variables; `authority` signs its certificate, and the server uses TLS."""
+        """Create the server; `settings` are more MINIO_* variables; `authority` signs its certificate and enables TLS."""
         super().__init__(directory, host=host, trusted=directory / "ca.crt" if authority else None)
         self.url_scheme = "https" if authority else "http"
         self._authority = authority
