@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - the page is prose
-"""The demo's page: what happened, with its figures. One self-contained file, no script, nothing fetched."""
+"""The demo's page with events and figures. One self-contained file without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def cards(found: list[str]) -> str:
 
 
 def card(title: str, came_back: str, facts: list[tuple[str, str]], *, exact: bool, verdict: str) -> str:
-    """One thing that happened, and whether what came back was exact."""
+    """Return the card of one event, with whether the restored state was exact."""
     items = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts)
     said = f'<div class="verdict {"good" if exact else "bad"}">{html.escape(verdict)}</div>'
     return f'<div class="kill"><h3>{html.escape(title)}</h3><p class="from">{came_back}</p><dl>{items}</dl>{said}</div>'
@@ -184,7 +184,7 @@ class ReportedEvent(Protocol):
 def facts_of(
     event: ReportedEvent, *, committed: int, restored: str, seconds: str, back: str
 ) -> list[tuple[str, str]]:
-    """The numbers of a card; `restored`, `seconds` and `back` are what three of them are called."""
+    """Return the numbers of a card; `restored`, `seconds` and `back` are labels of three of them."""
     return [
         ("last step trained", f"{event.last_step:,}"),
         ("last committed step", f"{committed:,}"),

@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train for `--steps` steps, from wherever the last checkpoint left off."""
+    """Train for `--steps` steps, from the last checkpoint on."""
     args = arguments()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     retail = baskets.load()
