@@ -106,7 +106,6 @@ def _times(saves: list[SaveTiming], loads: list[float]) -> dict[str, object]:
 def _measure_ours(
     place: StoreLocation, state: states.TrainingState, rounds: int, folder: Path
 ) -> dict[str, object]:
-    """Measure consecutive deltas: every save holds only the rows of the step before it, all of them or 26 %."""
     found: dict[str, object] = {}
     for encoding in ("q8", "fp32"):
         where = folder / f"{place.name}-{encoding}"
@@ -170,7 +169,6 @@ def _summed(
 def _measure_step(
     place: StoreLocation, state: states.TrainingState, folder: Path, *, calls: int
 ) -> dict[str, float]:
-    """Time `ckpt.step()` in a training loop when no save is due, without the loop itself."""
     with SidecarServer(place, "step", folder / "step") as sidecar:
         ours = Deltashard(sidecar, state)
         ours.restore()
@@ -210,7 +208,6 @@ def interval_rows(rows: int, intervals: int, seed: int = 0) -> Iterator[torch.Te
 def _measure_sequences(
     place: StoreLocation, folder: Path, *, megabytes: int, intervals: int
 ) -> dict[str, object]:
-    """Measure real runs of checkpoints: bytes written, and bytes in the store after retention."""
     found: dict[str, object] = {}
     for encoding in ("q8", "q4", "q2"):
         state = states.build(megabytes=megabytes, pointwise=False, hidden=64)

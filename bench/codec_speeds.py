@@ -29,7 +29,6 @@ GREEDY_200 = Search(kind="greedy", bins=200, ratio=0.16)
 
 
 def rates(seconds: float, work: dict[str, tuple[int, Callable[[], object]]]) -> dict[str, float]:
-    """Return the GB/s (CPU time) of each (bytes, function)."""
     best = best_cpu_s(seconds, {name: call for name, (_, call) in work.items()})
     return {name: size / best[name] / 1e9 for name, (size, _) in work.items()}
 

@@ -18,7 +18,6 @@ F64 = npt.NDArray[np.float64]
 
 
 def symmetric(x: npt.NDArray[np.floating], bits: int) -> F64:
-    """Uniform over [-max|x|, max|x|] of each row."""
     v = x.astype(np.float64)
     high = np.abs(v).max(axis=1, keepdims=True)
     return uniform(v, -high, high, bits)
@@ -93,6 +92,5 @@ def mean_error(x: F32, bits: int, search: Search | None = None) -> float:
 
 
 def sample_of(rows: F32) -> F32:
-    """Return a uniform sample of at most 4,096 rows, in their order."""
     places = np.random.default_rng(0).choice(len(rows), min(len(rows), 4096), replace=False, shuffle=False)
     return np.ascontiguousarray(rows[np.sort(places)])

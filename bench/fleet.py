@@ -97,7 +97,6 @@ def steady(system: LoadSystem) -> dict[str, Any]:
 
 
 def losses(system: LoadSystem) -> dict[str, Any]:
-    """Evict a pod of every tenth run, then kill one of every tenth."""
     by_run = {pod.job_uid: pod for pod in workload.live_pods(system.plane)}
     victims = list(by_run.values())
     found: dict[str, Any] = {}
@@ -115,7 +114,6 @@ def losses(system: LoadSystem) -> dict[str, Any]:
 
 
 def save_requests(system: LoadSystem) -> dict[str, Any]:
-    """Request a save of many runs at once."""
     runs = list({pod.job_uid: pod for pod in workload.live_pods(system.plane)}.values())
     report_delays, over = system.request_saves(runs[:SAVE_REQUESTS])
     return {
@@ -126,7 +124,6 @@ def save_requests(system: LoadSystem) -> dict[str, Any]:
 
 
 def admissions(system: LoadSystem) -> dict[str, Any]:
-    """Admit pods at a steady rate while all runs train."""
     before = system.usages()
     outcome = admission.admit(
         system.plane, system.webhook.metrics, per_s=ADMISSIONS_PER_S, duration_s=ADMISSION_DURATION_S

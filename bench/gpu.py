@@ -74,7 +74,6 @@ class GpuState:
         self._train(self.batches[self.at % BATCHES])
 
     def touch(self, share: float, seed: int) -> None:
-        """Change `share` of every table's rows, and all dense parameters, by one training step each."""
         generator = torch.Generator(DEVICE).manual_seed(seed)
         rows = torch.randperm(self.rows_each, generator=generator, device=DEVICE)
         rows = rows[: int(self.rows_each * share)]

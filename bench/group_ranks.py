@@ -45,7 +45,6 @@ class GroupScale:
     pairs: int
     """Pairs of blocks of steps with and without a Checkpointer."""
     steps: int
-    """Steps of a block."""
     world: int = 4
     readers: int = 2
 
@@ -258,7 +257,6 @@ class _Dcp:
             self.stager.state_dict_cache = _create_cpu_state_dict(state)
 
     def save(self, training: GroupTraining, tag: str) -> dict[str, Any]:
-        """Call `async_save`, train one step, then wait for the result."""
         import torch.distributed.checkpoint as dcp
 
         self._staged(training.as_dict())
@@ -330,7 +328,6 @@ def save(scale: GroupScale, place: StoreLocation, sockets: dict[str, list[str]])
 
 
 def _steps(training: GroupTraining, sockets: list[str]) -> dict[str, Any]:
-    """Time blocks of ordinary steps, with and without a Checkpointer in turns."""
     import torch.distributed as dist
     from deltashard.sharded import batched_kernel
     from deltashard.tracking.step_hook import StepHooks
@@ -408,7 +405,6 @@ def _compare(name: str, saved: dict[str, int], restored: dict[str, int]) -> None
 
 
 def _ranks(asked: dict[str, Any]) -> int:
-    """Fork the ranks, wait for them, and return how many failed."""
     warnings.simplefilter("ignore")
     # Import once for all ranks.
     import deltashard  # noqa: F401

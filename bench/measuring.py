@@ -74,7 +74,6 @@ def memory_bytes(pid: int | str, kind: str) -> int:
 
 
 def cpu_model() -> str:
-    """Return the CPU's model name where the kernel reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -109,7 +109,6 @@ class SidecarServer:
         return process_cpu_s(self.process.pid)
 
     def anonymous_bytes(self) -> int:
-        """Return the memory that is neither the arena nor a file of the cache."""
         return memory_bytes(self.process.pid, "RssAnon")
 
     def _watch(self) -> None:

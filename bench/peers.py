@@ -153,7 +153,7 @@ class Peer(ABC):
         """Load `tag` into `state` and return the seconds."""
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Release the memory that is kept between saves."""
+        pass
 
     def _saved(self, tag: str, begun: Instant, released: Instant) -> SaveTiming:
         durable_s = time.perf_counter() - begun.wall_s
@@ -360,7 +360,6 @@ def _durable(done: Callable[[], bool], result: Callable[[], object]) -> Callable
 
 
 def _silence_warnings():
-    """Ignore the peers' own deprecation warnings."""
     return warnings.catch_warnings(action="ignore")
 
 

@@ -51,7 +51,6 @@ class RankScale:
     ranks: int
     tables: int
     rows: int
-    """Rows of each table."""
     per_pod: int = 8
     cuts: int = 4
     """A baseline, then deltas, each since the checkpoint before."""
@@ -67,7 +66,6 @@ class RankScale:
         return _schemas(self.tables, self.rows)
 
     def rows_of(self, rank: int, world: int) -> tuple[int, int]:
-        """Return the rows [start, stop) of every table that a rank holds."""
         return self.rows * rank // world, self.rows * (rank + 1) // world
 
     def boxes_of(self, rank: int, world: int) -> tuple[Box, ...]:
@@ -148,7 +146,6 @@ class RequestCountingStore(MemoryStore):
         return self._paged(super().list(prefix, start_after=start_after))
 
     def _paged(self, found: Iterator[ObjectInfo]) -> Iterator[ObjectInfo]:
-        """Request the next page when the last one is exhausted."""
         for n, info in enumerate(found):
             if n and n % LIST_PAGE == 0:
                 self._count("LIST")
@@ -370,7 +367,6 @@ class PodGroup:
         """By snapshot, of the first rank whose index is read."""
 
     def reports(self, pod: int, cut: CommittedSnapshot) -> list[PartReport]:
-        """Return the reports of a pod's ranks and store their indexes."""
         scale, found = self.scale, []
         for rank in range(pod * scale.per_pod, min((pod + 1) * scale.per_pod, scale.ranks)):
             token = f"{cut.number:08x}{rank:08x}"

@@ -170,7 +170,6 @@ def plan_in_this_process(scale: RankScale, root: Path, ranks: list[int], world: 
 
 
 def plan_in_another_process(scale: RankScale, root: Path, ranks: list[int], world: int) -> dict[str, Any]:
-    """Plan in a new process."""
     asked = json.dumps({"scale": asdict(scale), "root": str(root), "ranks": ranks, "world": world})
     done = subprocess.run(
         [sys.executable, str(Path(__file__).resolve()), "--plan", asked],

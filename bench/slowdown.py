@@ -39,7 +39,6 @@ ORDINARY = 100
 """Minimum number of steps per round without a concurrent save."""
 LONGEST_S = 180.0
 BARS = {DcpAsyncSave.name: 1 / 0.1, DcpAsyncSaveReusing.name: 1 / 0.5}
-"""Minimum of theirs / ours for stalls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

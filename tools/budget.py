@@ -25,7 +25,6 @@ def tracked(root: Path) -> dict[str, int]:
 
 
 def shared_classes(root: Path, names: list[str]) -> dict[str, list[str]]:
-    """Return class names that more than one of these modules defines."""
     homes: dict[str, set[str]] = defaultdict(set)
     for name in names:
         for node in ast.walk(ast.parse((root / name).read_text())):

@@ -124,7 +124,6 @@ def resource(schema: Schema) -> dict[str, Any]:
 
 
 def definition(api: Schema, kind: Schema) -> dict[str, Any]:
-    """Return the CustomResourceDefinition of a kind."""
     labels = {"app.kubernetes.io/name": "deltashard", "app.kubernetes.io/part-of": "deltashard"}
     plain: Schema = {"type": "string"}
     parts = {"apiVersion": plain, "kind": plain, "metadata": {"type": "object"}}

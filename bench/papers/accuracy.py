@@ -57,7 +57,6 @@ PLACEMENTS = (0.1, 0.5, 0.9)
 PAPER = {2: 1, 3: 3, 4: 20, 8: 100}
 """Restores that the paper tolerates at each bit width."""
 MAX_LOSS_PERCENT = 0.01
-"""The paper's bound, in %."""
 PLACEBO = 1e-7
 
 
@@ -66,13 +65,11 @@ class RestoreHistory:
     """The state that a rule may read before the next restore."""
 
     tables: Sequence[F32]
-    """The complete tables."""
     changed: Sequence[F32]
     """Per table, the rows that changed since the last restore (before the first: all)."""
     spent: Sequence[float]
     """Per table, the sum of the squared relative errors of past restores."""
     restores_so_far: int
-    """Restores so far."""
     restores_planned: int
     """Planned restores that remain, including this one."""
     near_end: bool
@@ -80,7 +77,6 @@ class RestoreHistory:
 
 
 Rule = Callable[[RestoreHistory], Sequence[int]]
-"""The bits of each table at the next restore."""
 
 
 def sampled_errors(rows: F32) -> dict[int, float]:

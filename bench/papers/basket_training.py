@@ -54,7 +54,6 @@ class Samples:
     context: I32
     """[S, 10] rows of `items`, the first `sizes` of each."""
     sizes: I32
-    """[S]."""
     candidates: I32
     """[S, 2] rows of `candidates`; the first was in the basket."""
     pairs: I32
@@ -203,7 +202,6 @@ class BasketTraining:
         return BasketTraining(self.task, self.model.copy(), self.step, self.losses)
 
     def run(self, until: int) -> None:
-        """Train up to step `until` (exclusive)."""
         s, m = self.task.samples, self.model
         _train(
             m.weights, m.sums, m.dense, m.dense_sums,

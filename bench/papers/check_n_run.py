@@ -253,7 +253,6 @@ def _baskets(folder: Path, *, quick: bool) -> tuple[Found, np.ndarray]:
 
 
 def _live_table(name: str, parameter: Any, optimizer: Any) -> LiveTable:
-    """Return a table that shares the trained parameter's memory."""
     weights = parameter.detach().numpy()
     made = _table(name, weights)
     made.fields = {"sum": optimizer.state[parameter]["sum"].numpy()}

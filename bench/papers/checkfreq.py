@@ -39,7 +39,6 @@ TIMELINE = "3.5 %"
 FREQUENT_STEPS = 4
 """Steps between too frequent saves."""
 FIRST_S = 0.7
-"""The interval while the sidecar measures."""
 START_TIMEOUT_S = 180.0
 """Seconds that a trainer process may take to start, or to reach an instant."""
 
@@ -50,10 +49,8 @@ class Size:
 
     pair_rows: int
     every_steps: int
-    """Steps of the killed trainings."""
     instants: tuple[str, ...]
     measuring_s: float
-    """Seconds that the sidecar may take to choose."""
     steady_s: float
     """Seconds of training at the smaller budget."""
     blocks: int

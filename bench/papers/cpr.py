@@ -53,7 +53,6 @@ def costs(
 
 
 def overheads(of: recovery.Costs, pls: float = PLS, shards: int = SHARDS) -> dict[str, Any]:
-    """Return both overheads by the paper's formulas, in percent, and which kind is cheaper."""
     judged = recovery.cheaper(of, pls=pls, shards=shards)
     return {
         "full": 100 * judged.full,

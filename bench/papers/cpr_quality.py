@@ -62,7 +62,7 @@ class RowPriority(Protocol):
     """Chooses the rows of `pairs` for a save."""
 
     def steps(self, of: TrainingTask, start: int, stop: int) -> None:
-        """Record that steps [start, stop) were trained."""
+        pass
 
     def choose(self, now: F32, saved: F32, k: int) -> Rows:
         """Return at most k rows, which are saved now."""
@@ -72,7 +72,7 @@ class ByDistance:
     """SCAR: rows by distance from their saved values."""
 
     def steps(self, of: TrainingTask, start: int, stop: int) -> None:
-        """Record no steps: the score uses the weights only."""
+        pass
 
     def choose(self, now: F32, saved: F32, k: int) -> Rows:
         return top(scar(now, saved), k)
@@ -100,7 +100,6 @@ class BySample:
         self.sample = SampledReads(capacity, seed=seed)
 
     def steps(self, of: TrainingTask, start: int, stop: int) -> None:
-        """Sample step by step."""
         for step in range(start, stop):
             self.sample.read(of.steps_rows(step, step + 1, PAIRS))
 
@@ -388,7 +387,6 @@ def quality_page(found: Mapping[str, Any]) -> str:
 
 
 def _verdict(found: Mapping[str, Any], intervals: Sequence[int]) -> str:
-    """Compare priority with differential saves, with the names of the figures."""
     sentences = []
     for i, every in enumerate(intervals):
         loss_changes = {arm: np.array(_cells(found, arm)[i]["changes"]["progressive"]) for arm in ARMS}
@@ -404,7 +402,6 @@ def _verdict(found: Mapping[str, Any], intervals: Sequence[int]) -> str:
 
 
 def _compared(loss_changes: Mapping[str, Any], one: str, other: str) -> str:
-    """Compare the pairs over seeds with two standard errors."""
     mean, error = mean_and_error(loss_changes[one] - loss_changes[other])
     word = (
         "are worse than"

@@ -76,8 +76,6 @@ def seen(samples: list[list[int]], of: int) -> Found:
 
 
 class _Data:
-    """Samples, the held-out ones, and trainings on them."""
-
     def __init__(self, retail: Any, share: float) -> None:
         import baskets
         import deltashard
@@ -170,7 +168,6 @@ class _Data:
         return self._loss(training)
 
     def _loss(self, training: DemoTraining) -> float:
-        """Return the held-out loss, the mean over samples."""
         return float(
             np.average(training.loss(self._held_out), weights=[len(batch.sizes) for batch in self._held_out])
         )

@@ -20,7 +20,6 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float64] | npt.NDArray[np.float32] | npt.NDArray[np.uint32] | npt.NDArray[np.int64]
 EVERY = 2
-"""SSU samples one of this many steps."""
 
 
 def top(scores: Scores, k: int) -> Ids:

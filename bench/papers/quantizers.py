@@ -21,7 +21,6 @@ from measuring import best_cpu_s
 F32 = npt.NDArray[np.float32]
 LOW_BITS = (2, 3, 4)
 ITERATIONS = 15
-"""Iterations of k-means."""
 PAPER_SEARCH = Search(kind="greedy", bins=25, ratio=0.6)
 REFITS = [
     Search(kind="refit", starts=starts, passes=passes)
@@ -102,7 +101,6 @@ def k_means(x: F32, bits: int) -> npt.NDArray[np.float64]:
 
 
 def latencies(x: F32, bits: int, chosen: Search, *, seconds: float) -> dict[str, float]:
-    """Return the processor time of a row in ns, measured for `seconds`."""
     n = len(x)
     few = np.ascontiguousarray(x[: max(64, n // 64)])  # k-means is slow; each row costs the same
     codes, scales = np.empty(x.shape, np.uint8), np.empty(n, np.float32)

@@ -35,7 +35,6 @@ class Recovery:
     """Share of training time that saves and failures cost under full recovery."""
     partial: float
     interval_s: float
-    """T_save of the chosen kind."""
 
 
 def full_overhead(costs: Costs, interval_s: float | None = None) -> float:
@@ -54,7 +53,6 @@ def expected_pls(interval_s: float, mtbf_s: float, shards: int) -> float:
 
 
 def cheaper(costs: Costs, *, pls: float, shards: int) -> Recovery:
-    """Compare both kinds at a target PLS, each at its own interval."""
     partial_s = pls_interval_s(pls, costs.mtbf_s, shards)
     full, partial = full_overhead(costs), partial_overhead(costs, partial_s)
     if partial < full:

@@ -123,7 +123,6 @@ def picture(path: Path, rows: int = 1, columns: int = 1, **options: object) -> I
 
 
 def _style() -> Any:
-    """Set one style for all pictures, and the same bytes for the same figures."""
     import matplotlib as mpl
 
     mpl.use("svg")

@@ -118,7 +118,6 @@ class IntervalLookups:
     ids: npt.NDArray[np.int64]
     """Rows, ascending, without repeats."""
     counts: npt.NDArray[np.int64]
-    """Lookups of each."""
 
 
 def intervals(rows: int, count: int, locality: Locality, seed: int = 0) -> Iterator[IntervalLookups]:

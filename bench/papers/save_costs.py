@@ -28,7 +28,6 @@ class TimedSave:
     """A save by indices of steps, from 0."""
 
     cut: int
-    """The step in which the save blocked training."""
     durable: int | None = None
     """The step at whose end the save was known durable; None: never."""
 
@@ -42,9 +41,7 @@ class SaveOverhead:
     error: float | None
     """Standard error of `overhead`; None for a single save."""
     cost_s: float | None
-    """Mean cost of a save."""
     saves: int
-    """Saves with a known cost, of all saves."""
     of: int
     step_s: float
     """Seconds of a quiet step; the mean of all steps if none was quiet."""

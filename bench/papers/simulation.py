@@ -33,9 +33,7 @@ class SimulatedRun:
     """The simulated settings in seconds."""
 
     interval_s: float
-    """T: trained between two saves."""
     save_s: float
-    """c: the trainer's cost of a save."""
     recover_s: float
     """R: from a failure until training continues, without the repeated steps."""
 

@@ -81,7 +81,6 @@ class SavedCheckpoint:
     chain_bytes: int
     """Bytes that its restore reads: its own objects and the earlier ones that it needs, and the whole log."""
     held_bytes: int
-    """Bytes in the store after retention and garbage collection."""
 
 
 @dataclass(kw_only=True)

@@ -145,7 +145,6 @@ class DecisionLog:
 
 
 def parse_decision(line: str) -> dict[str, Any] | None:
-    """Return the interval decision in a line of a sidecar's log, or None."""
     if '"interval.decided"' not in line:
         return None
     try:
@@ -227,7 +226,6 @@ class TrainerRecord:
     # The trainer installs these.
 
     def on_event(self, name: str, facts: Any) -> None:
-        """Record an event of `Checkpointer(on_event=)`."""
         if name == "snapshot":
             self.set("longest_gap", max(self.get("longest_gap"), facts["step"] - self.get("cut")))
             self.set("cut", facts["step"])

@@ -125,7 +125,6 @@ def _as_is(batch: BasketBatch) -> BasketBatch:
 
 
 def training_loader(retail: Retail, *, batch_size: int, seed: int) -> DataLoader[BasketBatch]:
-    """Return an ordinary shuffling DataLoader over the training baskets."""
     return DataLoader(
         HeldOutItems(retail.train, retail.train.items),  # type: ignore[arg-type]
         batch_size=batch_size,

@@ -29,7 +29,6 @@ class CopyComparison:
     """The outcome of comparing one restored state with its snapshot."""
 
     rows: int
-    """Table rows compared."""
     wrong_rows: int
     """Rows that equal neither the snapshot's row nor its encoded and decoded value."""
     wrong_names: tuple[str, ...]

@@ -136,7 +136,6 @@ class _Counter:
 
 
 def write_atomic(path: Path, value: object) -> None:
-    """Write a JSON file atomically."""
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(value))
     unfinished.rename(path)

@@ -40,7 +40,6 @@ class EventMark:
     text: str
     at_s: float
     last_step: int
-    """The last step that was finished at that time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,6 @@ class Kill:
 
     what: str
     source: str
-    """The source of the restored state."""
     at_s: float
     last_step: int
     """The last step the training process had finished at that moment."""
@@ -48,7 +47,6 @@ class Kill:
     lost_steps: int
     restore_s: float
     back_s: float
-    """From the kill to the next finished step."""
     comparison: checks.CopyComparison
     same_batches: bool
     """The steps trained from the restored state on had the batches of the uninterrupted run."""
@@ -101,7 +99,6 @@ class KillContext:
         return kept
 
     def compare(self, snapshot_step: int, restored: dict[str, np.ndarray]) -> checks.CopyComparison:
-        """Compare the restored state with the snapshot at `snapshot_step`."""
         cut = self.keep(f"cut-{snapshot_step}")
         try:
             return checks.compare(cut, restored, encoding=self.encoding)

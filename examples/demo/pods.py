@@ -165,7 +165,6 @@ class LocalPod:
             time.sleep(0.01)
 
     def kill(self, name: str) -> float:
-        """SIGKILL one container and return the time at which it was dead."""
         process = (self._sidecar if name == "sidecar" else self._trainer).process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)

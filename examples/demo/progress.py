@@ -13,7 +13,6 @@ from rich.console import Console
 
 POLL_S = 0.5
 LINE_INTERVAL_S = 5.0
-"""Interval where lines cannot be rewritten."""
 
 
 class ProgressLine:

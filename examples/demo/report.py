@@ -144,7 +144,6 @@ death the next checkpoint is read back from the store alone, by a third process.
 
 
 def document(title: str, body: str) -> str:
-    """A whole HTML file."""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><style>{_CSS}</style></head><body><main>{body}</main></body></html>
@@ -160,7 +159,6 @@ def cards(found: list[str]) -> str:
 
 
 def card(title: str, came_back: str, facts: list[tuple[str, str]], *, exact: bool, verdict: str) -> str:
-    """Return the card of one event, with whether the restored state was exact."""
     items = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts)
     said = f'<div class="verdict {"good" if exact else "bad"}">{html.escape(verdict)}</div>'
     return f'<div class="kill"><h3>{html.escape(title)}</h3><p class="from">{came_back}</p><dl>{items}</dl>{said}</div>'

@@ -16,7 +16,6 @@ class Clicks(Dataset[int]):
     """Positions; `batch_of` generates the clicks at them, the same ones each time."""
 
     dense = 4
-    """Dense features of a click."""
 
     def __len__(self) -> int:
         return 20_000

@@ -20,7 +20,6 @@ _AT_ONCE = 4 << 20
 
 
 def sha256(values: Tensor) -> str:
-    """Hash a tensor's bytes, in order."""
     data = memoryview(values.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
     found = hashlib.sha256()
     for at in range(0, len(data), _AT_ONCE):

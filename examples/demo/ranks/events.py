@@ -44,11 +44,9 @@ class Event:
 
     what: str
     mark: str
-    """The same for figures."""
     mode: str
     at_s: float
     last_step: int
-    """The last step that was finished at that time."""
     world_before: int
     world_after: int
     committed_step: int
@@ -60,19 +58,15 @@ class Event:
     restore_s: float
     """The slowest rank's `restore()`; without a restore, the time to read the next checkpoint."""
     back_s: float
-    """From the event to the next finished step."""
     source: str
-    """The source of the rows: cache or store."""
     seq: int
     """The checkpoint that all ranks must hold; after a partial recovery only the lost rank."""
     reports: Mapping[int, Mapping[str, Any]]
-    """The content of each rank, by rank."""
     kept: Mapping[int, Kept] = field(default_factory=dict)
     """The content of the survivors at the start of a partial recovery, by rank."""
     comparison: ShardComparison = NOT_COMPARED
     """Set at the end by `EventContext.compared`, so that training does not run ahead of the next event meanwhile."""
     violations: tuple[str, ...] = ()
-    """Broken promises, in addition to the comparison's."""
 
     @property
     def exact(self) -> bool:
@@ -81,7 +75,6 @@ class Event:
 
     @property
     def lost_steps(self) -> int:
-        """Steps that are trained once more."""
         return 0 if self.mode == NONE else max(0, self.last_step - self.restored_step)
 
 
@@ -190,7 +183,6 @@ class _Recovery:
     at_s: float
     """The time at which the previous ranks were struck."""
     last: StepRecord
-    """The last step that rank 0 had finished by then."""
     world_before: int
     world_after: int
     reports: dict[int, dict[str, Any]]
@@ -238,7 +230,6 @@ class _Recovery:
         )
 
     def differing(self, wanted: Mapping[str, Any]) -> list[str]:
-        """Return the ranks whose report differs."""
         return [
             f"rank {rank} came back with {name} {each[name]!r}, not {value!r}"
             for rank, each in self.reports.items()
@@ -318,7 +309,6 @@ def lose_rank(context: EventContext, *, planned_steps: int) -> Event:
 
 
 def kill_sidecar(context: EventContext) -> Event:
-    """SIGKILL the ranks' sidecar while it uploads; no rank may stop or restart."""
     alive = context.job.ranks()
     sidecar = context.until("the sidecar", context.job.sidecar)
     while True:

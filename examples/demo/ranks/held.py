@@ -88,6 +88,5 @@ class LastShardState:
         write_atomic(self._path, self._kept)
 
     def finished(self, step: int) -> None:
-        """Record that this rank has finished the step."""
         self._kept = self._kept | {"step": step, "dense": _dense(self._model, self._optimizer)}
         write_atomic(self._path, self._kept)

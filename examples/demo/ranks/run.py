@@ -65,7 +65,6 @@ class ScheduledEvent:
 
 
 def event_schedule(ranks: int, steps: int) -> tuple[ScheduledEvent, ...]:
-    """Return the events in order, for this number of ranks and steps."""
     fewer = ranks // 2
     partial = ("--pls-target", str(PLS_TARGET))
     return (

@@ -30,7 +30,6 @@ class ShardComparison:
     wrong: tuple[str, ...]
     """Shards, dense parameters and state that differ in any bit from the expected content, or are missing; gaps."""
     rows: int
-    """Table rows compared."""
 
     @property
     def exact(self) -> bool:
