@@ -341,7 +341,7 @@ def _steps(training: GroupTraining, sockets: list[str]) -> dict[str, Any]:
         (StepHooks, "after"),
     ]
     collectives = {True: 0, False: 0}
-    counted = dist.group.WORLD._get_sequence_number_for_group  # noqa: SLF001 - of collectives so far
+    counted = dist.group.WORLD._get_sequence_number_for_group  # noqa: SLF001 - number of collectives so far
 
     def block(ckpt: Any) -> tuple[float, float, float]:
         """Return median seconds and this rank's processor seconds per step, and the median share in our functions."""

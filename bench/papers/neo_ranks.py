@@ -161,7 +161,7 @@ def _batch(step: int, rank: int) -> Any:
 def _shards(ckpt: Any) -> dict[str, np.ndarray]:
     """Return `table|first row:last|first column:last|section` -> values of every shard that this rank saves."""
     found = {}
-    for shard in ckpt._program.tracking.saved:  # noqa: SLF001 - the library says where its shards lie to nobody else
+    for shard in ckpt._program.tracking.saved:  # noqa: SLF001 - the library has no public accessor for its shards
         box = shard.box
         place = f"{box.table}|{box.row_start}:{box.row_stop}|{box.col_start}:{box.col_stop}"
         for name, tensor in {"weights": shard.param.detach(), **shard.state_tensors()}.items():
