@@ -260,9 +260,7 @@ def test_missing_copy_source_is_reported_with_fix(scenario: KillScenario) -> Non
         trainer.close()
     with sidecar(scenario.root, scenario.url, encoding="fp32", **names) as process:
         trainer = Trainer(process.socket, FakeModel())
-        with pytest.raises(
-            grpc.RpcError, match="an interrupted copy of the run's first checkpoint does not continue"
-        ):
+        with pytest.raises(grpc.RpcError, match="an interrupted copy of the run's first checkpoint does not continue"):
             trainer.open()
         removal.remove(RunLog(open_store(scenario.url), "warm"))
         trainer.restore(trainer.open().resume_seq)
