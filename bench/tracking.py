@@ -137,7 +137,7 @@ def _case(
                 tracking.close()
         plain.append(seconds[False])
         ratios.append(seconds[True] / seconds[False] - 1)
-    with clocked(clock, [(StepHooks, "before"), (StepHooks, "after"), (Steps, "done")]):
+    with clocked(clock, [(StepHooks, "before"), (StepHooks, "after"), (Steps, "end_step")]):
         tracking = Tracking(model, optimizers, settings=settings)
         steps_s, hooks_s = train(steps * 2, tracking, clock)
     # Medians: on a loaded machine one preempted hook would count for hundreds.

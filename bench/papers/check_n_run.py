@@ -118,7 +118,7 @@ def _sweep(columns: int, *, quick: bool) -> Found:
     return out
 
 
-def _step(live: LiveTable, interval: reuse.Interval, rng: np.random.Generator) -> None:
+def _step(live: LiveTable, interval: reuse.IntervalLookups, rng: np.random.Generator) -> None:
     """Apply row-wise AdaGrad with gradients of equal size per lookup, all of an interval at once."""
     ids, counts = interval.ids, interval.counts
     gradient = rng.standard_normal((len(ids), live.weights.shape[1]), np.float32)

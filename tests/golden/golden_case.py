@@ -1,6 +1,6 @@
-"""The index and the tree that golden files exist of; frames are `samples.sample_frames`.
+"""The index and the tree in the golden files; the frames are `samples.sample_frames`.
 
-`python -m tests.golden.golden_case` writes files that are not there yet: those of a released version never change.
+`python -m tests.golden.golden_case` writes missing files. Files of a released version never change.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -22,7 +22,7 @@ TOKEN = "0123456789abcdef"
 
 
 def golden_index() -> Index:
-    """An index over all sample frames, in one pack, and their tails in another."""
+    """Return an index of all sample frames in one pack and their tails in another."""
     places, tables = sample_places(sample_frames().values())
     places = (replace(places[0], since=1, again=2), *places[1:])
     return Index(
@@ -32,7 +32,7 @@ def golden_index() -> Index:
 
 
 def sample_places(frames: Iterable[EncodedFrame]) -> tuple[tuple[Place, ...], tuple[TableSchema, ...]]:
-    """Places of frames one after another in a first pack, and of their tails in a second one; and their tables."""
+    """Return the places of consecutive frames in a first pack, of their tails in a second one, and their tables."""
     places, tables, at, tail_at = [], {}, 0, 0
     for frame in frames:
         place = Place(pack=0, offset=at, info=frame.info)
@@ -48,7 +48,6 @@ def sample_places(frames: Iterable[EncodedFrame]) -> tuple[tuple[Place, ...], tu
 
 
 def sample_packs(places: Iterable[Place]) -> tuple[Pack, ...]:
-    """The packs of `sample_places`."""
     pieces = [piece for place in places for piece in place.pieces]
     return tuple(
         Pack(
@@ -60,7 +59,7 @@ def sample_packs(places: Iterable[Place]) -> tuple[Pack, ...]:
 
 
 def golden_tree() -> dict[Any, Any]:
-    """A value of every type of the tree codec."""
+    """Return a value of every type of the tree codec."""
     counts = defaultdict(int)
     counts["x"] = 2
     return {
@@ -75,7 +74,6 @@ def golden_tree() -> dict[Any, Any]:
 
 
 def main() -> None:
-    """Write the missing files of frames, index and tree."""
     files: dict[str, bytes | bytearray | memoryview | None] = {
         "part.index": encode_index(golden_index()),
         "state.tree": typed_tree.encode(golden_tree()).to_bytes(),

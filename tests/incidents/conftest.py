@@ -1,4 +1,4 @@
-"""Incident tests keep caches and shared memory of their own."""
+"""Incident tests use separate caches and shared memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _isolated_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_unknown_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What production logs, a news item that the trainer's state does not know, fails the test."""
+    """Fail a test whose production code logs an event that the trainer's state does not know."""
 
     def refuse(bug: lifecycle.IllegalEvent) -> None:
         raise bug

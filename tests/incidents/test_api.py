@@ -1,4 +1,4 @@
-"""What a stranger tried on the trainer's API: each was silence, a wait of minutes, or a message of somebody else's."""
+"""Misuse of the trainer's API that once failed silently, waited for minutes, or raised an unrelated message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECRET = "the-corrected-secret"
 
 @pytest.fixture(autouse=True)
 def forked_sidecars() -> None:
-    """Spawned, as for users: the environment of the process is looked at."""
+    """Start sidecars as for users, because the tests check the process environment."""
 
 
 def launcher(root: Path, **flags: object) -> ChildLauncher:
@@ -31,7 +31,6 @@ def launcher(root: Path, **flags: object) -> ChildLauncher:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
-    """A store with one checkpoint of a toy."""
     with ToyRun(tmp_path / "store") as run:
         run.train(2)
         run.save()
@@ -41,7 +40,7 @@ def stored(tmp_path: Path) -> Path:
 def test_changed_environment_replaces_lingering_sidecar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script that ended without close(), restarted with other credentials, must not meet the sidecar with the old."""
+    """A script that ended without close() and restarts with other credentials must not use the old sidecar."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     first = launcher(tmp_path)
     first.ensure()
@@ -63,7 +62,7 @@ def test_changed_environment_replaces_lingering_sidecar(
 
 
 def test_sidecar_still_starting_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer that died had just started it: the next one sees none, and starts another in vain."""
+    """A dead trainer has just started it: the next trainer sees no sidecar and starts a redundant one."""
     first = launcher(tmp_path)
     first.ensure()
     again = launcher(tmp_path)
@@ -80,7 +79,6 @@ def test_sidecar_still_starting_is_reused(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_environment_hash_covers_only_sidecar_variables() -> None:
-    """Variables of the trainer, and anybody else's, replace nothing; the hash differs with its salt."""
     was = {"AWS_REGION": "eu", "MINIO_ACCESS_KEY": "a", "DELTASHARD_EVERY_S": "3", "PATH": "/bin"}
     for same in ({"PATH": "/usr/bin"}, {"DELTASHARD_CONTENT_HASH": "1"}, {"DELTASHARD_SOCKET": "/x"}):
         assert environment_hash(was | same, "s") == environment_hash(was, "s")
@@ -90,7 +88,7 @@ def test_environment_hash_covers_only_sidecar_variables() -> None:
 
 
 def test_closed_checkpointer_raises_immediately(stored: Path) -> None:
-    """Not a restore that looks for a sidecar for minutes, nor steps and saves that nobody will ever write."""
+    """A restore does not search for a sidecar for minutes, and steps and saves are not accepted."""
     run = ToyRun(stored)
     run.ckpt.close()
     began_s = time.monotonic()
@@ -102,7 +100,7 @@ def test_closed_checkpointer_raises_immediately(stored: Path) -> None:
 
 
 def test_second_restore_and_second_wrap_are_refused(stored: Path) -> None:
-    """The first would read "after training began", which it did not; the second would resume the position twice."""
+    """The first error must not read "after training began". A second wrap would resume the position twice."""
     with ToyRun(stored) as run:
         with pytest.raises(UserError, match="the model is already restored, to step 2"):
             run.ckpt.restore(which="step:2")
@@ -115,7 +113,7 @@ def test_second_restore_and_second_wrap_are_refused(stored: Path) -> None:
 
 
 def test_invalid_settings_raise_user_error_with_remedy(tmp_path: Path) -> None:
-    """Before and after the sidecar has its log: what, where and remedy, no JSON, no "read its log"."""
+    """Before and after the sidecar has its log, the error has place and remedy, no JSON and no "read its log"."""
     with pytest.raises(UserError) as caught:
         ToyRun(tmp_path / "store", encoding="q9")
     assert caught.value.what == "encoding is 'q9'"
@@ -128,7 +126,7 @@ def test_invalid_settings_raise_user_error_with_remedy(tmp_path: Path) -> None:
 
 
 def resized(stored: Path, *, rows: int = ROWS, width: int = 16, dtype: torch.dtype = torch.float32) -> Any:
-    """A Checkpointer of a toy whose table differs, and its model; no optimizer."""
+    """Return a Checkpointer of a toy whose table has another size, and its model, without an optimizer."""
     model = Toy()
     model.items = torch.nn.EmbeddingBag(rows, width, mode="sum", sparse=True, dtype=dtype)
     return model, checkpointer(model, (), stored)
@@ -144,7 +142,6 @@ def resized(stored: Path, *, rows: int = ROWS, width: int = 16, dtype: torch.dty
     ],
 )
 def test_changed_table_error_names_both_shapes(stored: Path, change: dict[str, Any], now: str) -> None:
-    """The table, what is stored, what the model has, one remedy; nothing of what would have been done otherwise."""
     _, ckpt = resized(stored, **change)
     try:
         with pytest.raises(CheckpointMismatch) as caught:
@@ -183,7 +180,7 @@ def _other_groups(model: Toy) -> list[torch.optim.Optimizer]:
 def test_changed_optimizer_receives_no_old_state(
     stored: Path, optimizers_of: Any, changed: int, message: str, note: str
 ) -> None:
-    """Strict refuses by name and the model is as it was built; strict=False leaves the state out, and all can step."""
+    """Strict mode refuses by name and leaves the model unchanged. strict=False omits the state."""
     model = Toy()
     built = model.items.weight.detach().clone()
     optimizers = optimizers_of(model)
@@ -208,7 +205,7 @@ def test_changed_optimizer_receives_no_old_state(
 
 
 def test_second_checkpointer_of_run_in_process_is_refused(stored: Path) -> None:
-    """Re-running a notebook's cell: the two would replace each other's session for ever; after close() it is fine."""
+    """A rerun notebook cell would make the two replace each other's session forever. close() permits it."""
     with ToyRun(stored) as first:
         with pytest.raises(AnotherTrainer, match="another Checkpointer of this process") as caught:
             ToyRun(stored)

@@ -1,4 +1,4 @@
-"""Failures that other systems shipped, in restoring."""
+"""Restore failures of other systems that deltashard avoids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.incidents.toys import ToyRun, newest_step
 
 
 def test_recsys_examples_477_fenced_trainer_never_commits(tmp_path: Path) -> None:
-    """The first trainer of a run goes on after a second one took over: its save is refused, its step raises."""
+    """The first trainer of a run continues after a second one took over: its save is refused and its step raises."""
     first = ToyRun(tmp_path / "store")
     first.train(3)
     first.save()
@@ -39,7 +39,7 @@ def test_recsys_examples_477_fenced_trainer_never_commits(tmp_path: Path) -> Non
 
 
 def test_source_run_advancing_during_read_is_reread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was chosen there is retired and deleted before its first byte came: no damage, its newest is taken."""
+    """The chosen checkpoint is deleted before its first byte is read. The newest checkpoint is read instead."""
     with (
         ToyRun(tmp_path / "store", "source", differential="full", keep_last=9) as source,
         ToyRun(tmp_path / "store", "target", restore=False) as target,
@@ -71,7 +71,7 @@ def test_source_run_advancing_during_read_is_reread(tmp_path: Path, monkeypatch:
 
 
 def test_run_started_from_another_never_trains_without_it(tmp_path: Path) -> None:
-    """Its script says nothing of that run; one that does not call `restore()`, or a run that is not there, is told."""
+    """A script that ignores the source run or skips `restore()`, or a missing source run, gets an error."""
     with ToyRun(tmp_path / "store", "source", encoding="fp32") as source:
         source.train(3)
         source.save()
@@ -90,7 +90,7 @@ def test_run_started_from_another_never_trains_without_it(tmp_path: Path) -> Non
 
 
 def test_misplaced_frame_falls_back_with_warning(tmp_path: Path) -> None:
-    """The newest checkpoint's pack is overwritten by the older one's: never loaded; fallback is told, steps counted."""
+    """The older pack overwrites the newest one: its frames are not loaded, and the fallback is reported."""
     with ToyRun(tmp_path / "store", differential="full", keep_last=5) as run:
         run.train(3)
         run.save()
@@ -118,7 +118,7 @@ def test_misplaced_frame_falls_back_with_warning(tmp_path: Path) -> None:
 def test_damaged_newest_log_entry_falls_back_with_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The commit of the newest checkpoint cannot be read: the older one restores, and every channel says so."""
+    """The newest commit cannot be read: the older checkpoint is restored, and every channel reports the fallback."""
     with ToyRun(tmp_path / "store", keep_last=5) as run:
         run.train(3)
         run.save()
@@ -144,7 +144,7 @@ def test_damaged_newest_log_entry_falls_back_with_warning(
 
 
 def test_warm_start_from_damaged_run_is_reported(tmp_path: Path) -> None:
-    """`from_run` reads the other run's log: its damage is in the notes too, and in the sidecar's metrics."""
+    """`from_run` reads the other run's log: its damage is in the notes and in the sidecar's metrics."""
     with ToyRun(tmp_path / "store", "other", keep_last=5) as other:
         other.train(3)
         other.save()
@@ -162,7 +162,7 @@ def test_warm_start_from_damaged_run_is_reported(tmp_path: Path) -> None:
 
 
 def test_run_with_unreadable_only_commit_is_not_restarted(tmp_path: Path) -> None:
-    """`restore()` must not answer "nothing was ever committed"; the refusal is one error, without gRPC's trace."""
+    """`restore()` must not report that nothing was committed. The refusal is one error without a gRPC trace."""
     with ToyRun(tmp_path / "store") as run:
         run.train(3)
         newest = run.save().seq
@@ -179,7 +179,6 @@ def test_run_with_unreadable_only_commit_is_not_restarted(tmp_path: Path) -> Non
 
 
 def test_run_with_checkpoints_requires_restore(tmp_path: Path) -> None:
-    """Forgetting `restore()` on a run that has checkpoints is refused at the first step."""
     with ToyRun(tmp_path / "store") as run:
         run.train(2)
         run.save()
@@ -188,7 +187,7 @@ def test_run_with_checkpoints_requires_restore(tmp_path: Path) -> None:
 
 
 def test_partially_restored_model_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warm start that fails after its rows came: a program that catches the error does not commit what is there."""
+    """A warm start fails after its rows were loaded, and the program catches the error."""
     with ToyRun(tmp_path / "store", "source") as source:
         source.train(3)
         source.save()

@@ -1,4 +1,4 @@
-"""Failures that other systems shipped, in saving: each test is named by who met it and shows that we do not."""
+"""Save failures of other systems that deltashard avoids. A test's name contains the project and the issue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.server.minio_server import MinioServer
 
 @pytest.mark.minio
 def test_dlrover_1585_overlapping_save_keeps_uploading_blocks(own_minio: MinioServer) -> None:
-    """A spot notice during a hanging upload: steps stay fast, no save is refused; its cut follows the upload."""
+    """A spot notice arrives during a hanging upload: steps stay fast, and the snapshot follows the upload."""
     with FaultyProxy(own_minio.port) as proxy:
         url = own_minio.url(own_minio.new_bucket(), port=proxy.port)
         direct = open_store(url.replace(str(proxy.port), str(own_minio.port)))
@@ -37,7 +37,7 @@ def test_dlrover_1585_overlapping_save_keeps_uploading_blocks(own_minio: MinioSe
             assert notify(["--socket", str(socket), "--reason", "eviction"]) == 0
             began = time.monotonic()
             run.train(30)
-            # Each urgent cut that is refused costs its step three seconds.
+            # A refused urgent snapshot would cost its step three seconds.
             assert time.monotonic() - began < 60.0
             assert len(run.kinds("save_failed")) == refused
             assert run.ckpt.steps == 35
@@ -55,9 +55,9 @@ def test_dlrover_1585_overlapping_save_keeps_uploading_blocks(own_minio: MinioSe
 def test_megatron_1435_sidecar_death_is_survived_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sidecar dies with a save in flight: training goes on, a new one comes, the next save covers everything.
+    """The sidecar dies during a save: training continues, a new sidecar starts, and the next save covers all rows.
 
-    Consecutive deltas: rows of the lost save that nobody touches again are in no other.
+    Differentials are consecutive: rows of the lost save that no later step touches are in no other save.
     """
     monkeypatch.setenv("DELTASHARD_CRASH_AT", "commit.before_log_put:2")
     with ToyRun(tmp_path / "store", differential="consecutive") as run:
@@ -83,7 +83,7 @@ def test_megatron_1435_sidecar_death_is_survived_and_counted(
 
 @pytest.mark.minio
 def test_nvrx_373_stalled_store_never_blocks_training(own_minio: MinioServer) -> None:
-    """The store accepts connections and never answers: steps stay fast, nothing hangs, close() ends by its deadline."""
+    """The store accepts connections and never answers: steps stay fast, and close() ends by its deadline."""
     with FaultyProxy(own_minio.port) as proxy:
         url = own_minio.url(own_minio.new_bucket(), port=proxy.port)
         run = ToyRun(url, every_steps=2)
@@ -102,7 +102,7 @@ def test_nvrx_373_stalled_store_never_blocks_training(own_minio: MinioServer) ->
 
 @pytest.mark.timeout(900)
 def test_xtuner_1859_file_descriptors_are_constant_over_many_saves(tmp_path: Path) -> None:
-    """60 saves of a real trainer: neither it nor its sidecar holds more descriptors at the end (200: see sidecar)."""
+    """After 60 saves neither the trainer nor its sidecar has more descriptors (the sidecar's tests do 200)."""
 
     def open_files(pid: int | None) -> int:
         return len(list(Path(f"/proc/{pid}/fd").iterdir()))

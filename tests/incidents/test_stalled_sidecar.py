@@ -1,4 +1,4 @@
-"""A sidecar that dies or says nothing holds training for a small budget, once; whoever waits is told in the end."""
+"""A dead or unresponsive sidecar blocks training once, for a small budget; waiting callers get an error."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.support.sidecar_process import SidecarProcess, sidecar
 
 
 def state_of(pid: int | None) -> str:
-    """One letter, as ps has it: T is stopped."""
+    """Return the one-letter process state of ps; T means stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @contextmanager
 def stopped(pid: int | None) -> Iterator[None]:
-    """The process takes no step inside, and training's patience with it is short."""
+    """Stop the process inside this context, with a short stall budget for training."""
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -44,8 +44,6 @@ def stopped(pid: int | None) -> Iterator[None]:
 
 
 def assert_saves_resume(ckpt: deltashard.Checkpointer, train: Callable[[], None]) -> None:
-    """Once the sidecar is back, and the back-off has passed, saves work."""
-
     def saved() -> bool:
         train()
         try:
@@ -59,7 +57,7 @@ def assert_saves_resume(ckpt: deltashard.Checkpointer, train: Callable[[], None]
 
 
 def test_stopped_sidecar_fails_one_save(tmp_path: Path) -> None:
-    """It fails by name while the sidecar is still stopped; nothing more is tried until it answers again."""
+    """The save fails by name while the sidecar is stopped. No further save is tried until the sidecar answers."""
     with ToyRun(tmp_path / "store") as run:
         run.train(2)
         run.save()
@@ -81,7 +79,7 @@ def test_stopped_sidecar_fails_one_save(tmp_path: Path) -> None:
 
 
 def test_reattach_to_stopped_sidecar_fails_the_save(tmp_path: Path) -> None:
-    """The first cut, after optimizer state appeared: attaching anew has the same budget."""
+    """The first snapshot after optimizer state appeared attaches again, with the same budget."""
     model = nn.Embedding(300, 16, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters())
     ckpt = checkpointer(model, optimizer, tmp_path / "store")
@@ -103,7 +101,7 @@ def test_reattach_to_stopped_sidecar_fails_the_save(tmp_path: Path) -> None:
 
 
 def test_sidecar_stopped_during_copy_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cut larger than the arena waits for blocks as long as its stall budget says, but only of one that answers."""
+    """A snapshot larger than the arena waits for blocks within its stall budget, and only for a responsive sidecar."""
     model = nn.Embedding(1_500_000, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ckpt = checkpointer(
@@ -132,7 +130,7 @@ def test_sidecar_stopped_during_copy_fails_the_save(tmp_path: Path, monkeypatch:
 
 
 def test_close_meets_deadline_with_stopped_sidecar(tmp_path: Path) -> None:
-    """Stopped before close(), which asks in vain; and stopped long ago, while the session thread attaches in vain."""
+    """The sidecar stops just before close(), or earlier while the session thread tries to attach."""
     for known in (False, True):
         run = ToyRun(tmp_path / str(known))
         run.train(1)
@@ -152,7 +150,7 @@ def test_close_meets_deadline_with_stopped_sidecar(tmp_path: Path) -> None:
 
 @pytest.fixture
 def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SidecarProcess]:
-    """A sidecar of another container: nobody here starts it again."""
+    """Start a sidecar of another container, which the trainer cannot restart."""
     with sidecar(tmp_path, f"file://{tmp_path}/store", encoding="fp32") as process:
         monkeypatch.setenv("DELTASHARD_SOCKET", str(process.socket))
         yield process
@@ -161,7 +159,7 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SidecarProc
 def test_wait_without_timeout_ends_when_sidecar_is_gone(
     tmp_path: Path, pod: SidecarProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the training thread, which would have to cut, and on another; fencing settles what is left."""
+    """Waits on the training thread, which would have to snapshot, and on another thread. Fencing ends pending saves."""
     with ToyRun(tmp_path / "store") as run:
         run.train(1)
         run.save()
@@ -191,7 +189,6 @@ def test_wait_without_timeout_ends_when_sidecar_is_gone(
 
 
 def test_save_failing_before_send_backs_off(tmp_path: Path) -> None:
-    """And fails by name; what is asked for meanwhile is not tried at every step."""
     with ToyRun(tmp_path / "store") as run:
         run.train(1)
         run.ckpt._wiring.records.failure_tracker._failures = 10  # the next pause is the longest: a minute

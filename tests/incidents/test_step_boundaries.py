@@ -1,4 +1,4 @@
-"""What is cut is one whole step, and what was said of a step is stored with that one: else it fails by name."""
+"""A snapshot is of one whole step and has that step's metadata; otherwise the save fails by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.incidents.toys import ToyRun, assert_holds, checkpointer, newest_step
 
 
 def interrupt_once(optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step of `optimizer` moves its first parameter and is left by Ctrl-C."""
+    """Make Ctrl-C interrupt the next step of `optimizer` after its first parameter changed."""
 
     def torn(params: Any, *_: Any, **__: Any) -> None:
         with torch.no_grad():
@@ -33,7 +33,7 @@ def interrupt_once(optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("torn", ["tables", "dense"])
 def test_step_interrupted_by_ctrl_c_is_never_cut(tmp_path: Path, torn: str) -> None:
-    """Not by save(), not by the timer, not by close(); once the optimizer has ended a step, cuts resume."""
+    """Applies to save(), the timer and close(). Snapshots resume after the optimizer finishes a step."""
     with ToyRun(tmp_path / "store", every_steps=1) as run:
         run.train(2)
         run.save()
@@ -45,7 +45,7 @@ def test_step_interrupted_by_ctrl_c_is_never_cut(tmp_path: Path, torn: str) -> N
         handle = run.ckpt.save("after Ctrl-C")
         with pytest.raises(WaitError, match="an exception interrupted"):
             handle.wait()
-        # Another optimizer's whole step, and a step() after it, make no boundary.
+        # A whole step of another optimizer, followed by step(), is not a boundary.
         (run.dense if torn == "tables" else run.tables).step()
         run.ckpt.step()
         assert run.ckpt.stats.snapshots == snapshots
@@ -57,7 +57,6 @@ def test_step_interrupted_by_ctrl_c_is_never_cut(tmp_path: Path, torn: str) -> N
 
 
 def test_close_refuses_a_torn_step(tmp_path: Path) -> None:
-    """The newest checkpoint stays that of the last whole step."""
     with ToyRun(tmp_path / "store") as run:
         run.train(2)
         run.save()
@@ -72,7 +71,7 @@ def test_close_refuses_a_torn_step(tmp_path: Path) -> None:
 
 
 def test_alternating_optimizers_are_cut_at_every_step(tmp_path: Path) -> None:
-    """One steps in even steps, the other in odd ones: each end of `step()` is a boundary."""
+    """One optimizer steps in even steps, the other in odd ones. Each end of `step()` is a boundary."""
     with ToyRun(tmp_path / "store") as run:
         for step in range(4):
             ids = torch.randint(0, 3000, (8, 4), generator=run.generator)
@@ -85,7 +84,7 @@ def test_alternating_optimizers_are_cut_at_every_step(tmp_path: Path) -> None:
 
 
 class NormedToy(nn.Module):
-    """BatchNorm's statistics and dropout's random numbers move in the forward."""
+    """A toy whose forward pass changes BatchNorm's statistics and consumes dropout's random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +95,7 @@ class NormedToy(nn.Module):
 
 
 def test_save_between_forward_and_step_is_cut_at_next_step(tmp_path: Path) -> None:
-    """With a loader that is not wrapped: the statistics that are stored are those of the step that is stored."""
+    """The loader is not wrapped. The stored statistics are those of the stored step."""
     torch.manual_seed(0)
     model = NormedToy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -129,7 +128,7 @@ def test_save_between_forward_and_step_is_cut_at_next_step(tmp_path: Path) -> No
 
 @contextmanager
 def without_notifications(run: ToyRun) -> Iterator[None]:
-    """The sidecar's news does not arrive: a save that is cut here stays in flight."""
+    """Suppress the sidecar's notices, so that a save stays in flight after its snapshot."""
     session = run.ckpt._session
     post, kept = session.post, []
     session.post = kept.append
@@ -142,7 +141,7 @@ def without_notifications(run: ToyRun) -> Iterator[None]:
 
 
 def test_pin_requested_during_save_keeps_its_step_or_fails(tmp_path: Path) -> None:
-    """It never moves to a later model; a plain save does."""
+    """A pinned save never moves to a later model; an unpinned save does."""
     url = tmp_path / "store"
     with ToyRun(url, keep_last=20) as run:
         run.train(2)
@@ -158,7 +157,7 @@ def test_pin_requested_during_save_keeps_its_step_or_fails(tmp_path: Path) -> No
                 lost.wait()
             assert not plain.done
         assert plain.wait(60).step == 3
-        # Waited for, it is exact: after the one in flight, still at the same step.
+        # A pinned save that is awaited is exact: it follows the save in flight, still at the same step.
         run.train(1)
         with without_notifications(run):
             run.ckpt.save("busy", metadata={"loss": 3})
@@ -173,7 +172,6 @@ def test_pin_requested_during_save_keeps_its_step_or_fails(tmp_path: Path) -> No
 
 
 def test_vetoed_save_fails_with_reason(tmp_path: Path) -> None:
-    """`wait()` does not ask validate() for ever."""
     with ToyRun(tmp_path / "store", validate=lambda: False) as run:
         run.train(1)
         with pytest.raises(SaveFailed, match="vetoed"):

@@ -1,4 +1,4 @@
-"""A small model that trains in this process, and what the incident tests ask of its run: the store, read independently."""
+"""A small model that trains in this process, and independent reads of its store for the incident tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import nn
 from tests.support.checkpoint.snapshot import Snapshot, read_checkpoint
 from tests.support.eventually import eventually
 
-torch.sparse.check_sparse_tensor_invariants.disable()  # said explicitly, or torch warns
+torch.sparse.check_sparse_tensor_invariants.disable()  # set explicitly, otherwise torch warns
 
 ROWS, WIDTH, BATCH = 3000, 16, 32
 TABLE = "items.weight"
@@ -37,7 +37,7 @@ class Toy(nn.Module):
 
 
 class ToyRun:
-    """A training process in miniature: the model, its optimizers, a Checkpointer."""
+    """A small training process: the model, its optimizers and a Checkpointer."""
 
     def __init__(self, url: str | Path, name: str = "run", *, restore: bool = True, **options: Any) -> None:
         torch.manual_seed(11)
@@ -56,7 +56,7 @@ class ToyRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Release without a last cut: what a test wants saved it saves.
+        # Release without a last snapshot: a test saves explicitly.
         self.ckpt.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
     def train(self, steps: int = 1) -> None:
@@ -71,7 +71,7 @@ class ToyRun:
             self.ckpt.step()
 
     def cut(self, reason: str) -> deltashard.SaveHandle:
-        """A save that has been cut after the last step, though the sidecar may be busy with the end of the one before."""
+        """Return a save after its snapshot of the last step, even if the previous save is still finishing."""
 
         def cut() -> deltashard.SaveHandle | None:
             handle = self.ckpt.save(reason)
@@ -80,11 +80,9 @@ class ToyRun:
         return eventually(cut, what=f"the cut {reason!r}")
 
     def save(self) -> deltashard.Commit:
-        """Cut after the last step, wait until it is durable."""
         return self.ckpt.save("test").wait(60)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Everything a checkpoint must hold of the model, copied."""
         weight = self.model.items.weight
         return {
             "weights": weight.detach().numpy().copy(),
@@ -99,18 +97,15 @@ class ToyRun:
 def checkpointer(
     model: nn.Module, optimizers: Any, url: str | Path, **options: Any
 ) -> deltashard.Checkpointer:
-    """Of the run `run`, exact and small."""
     defaults: dict[str, Any] = {"run": "run", "encoding": "fp32", "arena_bytes": 64 << 20}
     return deltashard.Checkpointer(model, optimizers, url=url, **(defaults | options))
 
 
 def stored(url: str | Path, which: str = "latest", name: str = "run") -> Snapshot:
-    """A checkpoint, read from the store by nobody's sidecar."""
     return read_checkpoint(open_store(str(url)), name, which)
 
 
 def assert_holds(snapshot: Snapshot, state: Mapping[str, np.ndarray]) -> None:
-    """Weights, state and dense parameters of the snapshot are those of `state`, bit for bit."""
     table = snapshot.tables[TABLE]
     assert np.array_equal(table.weights, state["weights"])
     assert np.array_equal(table.fields["sum"], state["sum"])
@@ -119,12 +114,10 @@ def assert_holds(snapshot: Snapshot, state: Mapping[str, np.ndarray]) -> None:
 
 
 def newest_step(url: str | Path, name: str = "run") -> int | None:
-    """Step of the newest committed checkpoint, read from the log."""
     newest = RunLog(open_store(str(url)), name).refresh().newest()
     return None if newest is None else newest.step
 
 
 def kill(pid: int | None) -> None:
-    """SIGKILL, as a lost node would."""
     assert pid is not None
     os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The check of the audit log finds what it is there to find: without that, its silence would say nothing."""
+"""The audit check detects violations, so that an empty result is meaningful."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ ALLOWED_REQUEST = audit.AuditedRequest(
     ],
 )
 def test_write_outside_allowed_names_is_a_violation(changes: dict[str, str], found: list[str]) -> None:
-    """Its own Secrets by name, in its own namespace, by update: nothing beside."""
+    """Allowed Secrets are the controller's own, by name, in its own namespace, by update."""
     violations = audit.violations([dataclasses.replace(ALLOWED_REQUEST, **changes)])
     assert [each.partition(":")[0] for each in violations] == found

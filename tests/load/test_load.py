@@ -1,8 +1,8 @@
-"""Two hundred annotated pods, of runs of one, five and 32: all are followed, none is missed, nothing of the users' is written.
+"""Two hundred annotated pods in runs of 1, 5 and 32 pods: all are reported, and no user object is written.
 
-What is real: the API server, the Job controller, the webhook over TLS, the controller with the rights the chart gives
-it, and every sidecar's own reports over TLS with a token of its own. kwok plays the kubelets. `make bench-fleet` does the
-same with 25 times as many, and measures.
+The API server and the Job controller are real, as are the webhook over TLS, the controller with the chart's
+permissions, and each sidecar's reports over TLS with its own token. kwok replaces the kubelets. `make bench-fleet`
+measures the same with 25 times as many pods.
 """
 
 from __future__ import annotations
@@ -17,27 +17,25 @@ from tests.load.simulation.system import LoadSystem
 from tests.support.machine import limit_s
 
 SIZES = (*[5] * 22, *[1] * 26, *[32] * 2)
-"""Pods of each run."""
+"""The number of pods of each run."""
 RUNS, NODES = len(SIZES), 20
 EVERY_S = 60.0
 LOSS_DEADLINE_S = 30.0 + limit_s(15.0)
-"""A status is written at most every 30 s per run; the rest is for a machine that has other things to do."""
+"""A run's status is written at most every 30 s; the rest allows for a loaded machine."""
 CONTROLLER_RSS_BYTES = 240 << 20
-"""With 200 sidecars; `make bench-fleet` has its figure for 5,000."""
+"""With 200 sidecars; `make bench-fleet` has the limit for 5,000."""
 
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadSystem]:
-    """All of it, up and training."""
     folder = tmp_path_factory.mktemp("load")
     with LoadSystem(folder, sizes=SIZES, nodes=NODES, every_s=EVERY_S) as system:
         yield system
 
 
 def test_every_run_is_reported_training(system: LoadSystem) -> None:
-    """One CheckpointRun a Job, with the step and the checkpoint its sidecars tell of and all of its pods."""
     print(system.took_s)
     assert system.view.training() == sum(system.view.phases().values()) == RUNS
     for job_uid, pods in Counter(pod.job_uid for pod in workload.live_pods(system.plane)).items():
@@ -50,18 +48,18 @@ def test_every_run_is_reported_training(system: LoadSystem) -> None:
 
 
 def test_no_admission_fails(system: LoadSystem) -> None:
-    """Dry runs of annotated Jobs and pods at a rate: each gets its sidecar, and the webhook is quick."""
+    """Annotated Jobs and pods are dry runs at a fixed rate. Each gets its sidecar, and the webhook is fast."""
     outcome = admission.admit(system.plane, system.webhook.metrics, per_s=20, duration_s=10)
     print(measure.spread(outcome.latencies_s), outcome.webhook, outcome.hooks)
     assert not outcome.failures
     assert len(outcome.latencies_s) == 200
-    # An injected pod is shown again, since the API server puts its own volume into the container that is new.
+    # The webhook sees an injected pod twice, because the API server adds a volume to the new container.
     assert outcome.webhook.count == outcome.hooks.count <= 300
     assert outcome.webhook.quantile(0.5) < limit_s(0.5)
 
 
 def test_lost_pod_is_reported_in_its_run(system: LoadSystem) -> None:
-    """Evicted or out of memory: within a bound in the status of its run and of no other; then its successor trains."""
+    """An evicted or killed pod appears only in its run's status, within a bound. Its successor trains."""
     by_run = {pod.job_uid: pod for pod in workload.live_pods(system.plane)}
     victims = list(by_run.values())[: RUNS // 4]
     evicted = {pod.uid for pod in victims[::2]}
@@ -81,7 +79,7 @@ def test_lost_pod_is_reported_in_its_run(system: LoadSystem) -> None:
 
 
 def test_requested_save_reaches_sidecar_immediately(system: LoadSystem) -> None:
-    """By a nudge, not by the next beat."""
+    """A nudge starts the report before the next interval ends."""
     pods = list({pod.job_uid: pod for pod in workload.live_pods(system.plane)}.values())
     report_delays, over = system.request_saves(pods[:10])
     print(measure.spread(report_delays), measure.spread(over))
@@ -89,7 +87,6 @@ def test_requested_save_reaches_sidecar_immediately(system: LoadSystem) -> None:
 
 
 def test_restarted_controller_recovers_all_runs(system: LoadSystem) -> None:
-    """Killed and started anew: every run is heard at once, no loss is invented, none is counted twice."""
     before = {uid: system.view.status(uid).get("failures", 0) for uid in _jobs(system)}
     print(system.restart(), system.swarm.report()["refusals"])
     assert {uid: system.view.status(uid).get("failures", 0) for uid in _jobs(system)} == before
@@ -100,7 +97,6 @@ def _jobs(system: LoadSystem) -> set[str]:
 
 
 def test_finished_job_finishes_its_run(system: LoadSystem) -> None:
-    """All pods of some Jobs succeed: their runs are Finished, the others train on."""
     done = sorted(_jobs(system))[:3]
     pods = [pod for pod in workload.live_pods(system.plane) if pod.job_uid in done]
     system.swarm.remove([pod.uid for pod in pods])
@@ -115,7 +111,6 @@ def test_finished_job_finishes_its_run(system: LoadSystem) -> None:
 
 
 def test_controller_memory_is_within_budget(system: LoadSystem) -> None:
-    """Memory, at its worst so far."""
     for name, usage in system.usages().items():
         print(name, usage)
     usage = system.controller.usage()
@@ -123,7 +118,6 @@ def test_controller_memory_is_within_budget(system: LoadSystem) -> None:
 
 
 def test_controller_writes_no_user_objects(system: LoadSystem) -> None:
-    """By the API server's audit log: only what is the controller's own to write, and nothing was forbidden to it."""
     print(system.requests())
     assert system.violations() == []
     assert "create deltashard.io/checkpointruns" in system.requests(), "the log has the controller's requests"

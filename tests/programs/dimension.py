@@ -1,7 +1,7 @@
-"""The dimensions of user programs, as one table: the first value of each is the plainest, and the default.
+"""The dimensions of user programs in one table: the first value of each is the plainest, and the default.
 
-A program is a dict of one value for each dimension. `draw` takes one at random, `consistent` replaces combinations that
-PyTorch itself refuses, `differences` is what a report shows.
+A program is a dict with one value for each dimension. `draw` returns a random program, `consistent` replaces
+combinations that PyTorch refuses, and `differences` returns what a report shows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 Spec = dict[str, Any]
 
 STEPS = 14
-"""Of every program; an epoch has 5 batches, the last one is smaller."""
+"""Steps of every program; an epoch has 5 batches, the last one is smaller."""
 
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     # the model
@@ -28,7 +28,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "max_norm": (False, True),
     "dropout": (False, True),
     "batch_norm": (False, True),
-    "rarely_used": (False, True),  # the last table, in each third step
+    "rarely_used": (False, True),  # the last table, in every third step
     # optimizers
     "table_rule": ("adagrad", "sgd", "momentum", "adam", "sparse_adam", "adamw", "rmsprop", "rowwise"),
     "dense_rule": ("adam", "sgd", "momentum", "adagrad", "adamw", "rmsprop"),
@@ -43,7 +43,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "zero_grad": ("none", "zeros", "after"),
     "ema": ("none", "averaged", "tensors"),
     "written": ("none", "clamp", "data"),  # weights written by the loop
-    # what changes in mid-run
+    # changes in mid-run
     "freeze": ("none", "table", "dense", "unfreeze", "while"),
     "growth": ("none", "module", "parameter"),
     "replaced": ("none", "optimizer", "head", "group"),
@@ -66,7 +66,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     ),
     "between": ("none", "spare", "peek", "evaluate", "train_pass"),
     "loop_draws": ("none", "torch", "numpy"),
-    "reseed": (False, True),  # at each epoch's head
+    "reseed": (False, True),  # at the start of each epoch
     "wrap_first": (False, True),
     # the checkpoints
     "save": ("every", "wait", "pin", "asked", "each_step"),
@@ -76,7 +76,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     # the end, and the restart
     "kill": (8, 3, 5, 6, 7, 9, 10, 11, 13),
     "kill_where": ("step", "backward", "optimizers", "sigterm"),
-    "second_kill": (0, 2, 4),  # so many steps after the restart
+    "second_kill": (0, 2, 4),  # steps after the restart
     "restart": ("same", "draws", "batch_size", "longer", "unshuffled", "workers", "rate"),
 }  # fmt: skip
 
@@ -87,7 +87,7 @@ _TWO_LOADERS = ("zip", "nested", "alternate")
 
 
 def draw(seed: int) -> Spec:
-    """A consistent program; some are plain but for a few dimensions, some are odd in most of them."""
+    """Draw a consistent program; some differ from the plain one in few dimensions, others in most."""
     chooser = random.Random(seed)
     odd = chooser.choice((0.1, 0.2, 0.35, 0.5))
     spec = {
@@ -99,19 +99,17 @@ def draw(seed: int) -> Spec:
 
 
 def with_defaults(differences: Spec) -> Spec:
-    """The program that differs from the plain one in these dimensions."""
     if unknown := differences.keys() - DIMENSIONS.keys():
         raise ValueError(f"no such dimension: {sorted(unknown)}")
     return consistent(_PLAIN | differences)
 
 
 def differences(spec: Spec) -> Spec:
-    """From the plain program."""
     return {name: value for name, value in spec.items() if value != _PLAIN[name]}
 
 
 def consistent(spec: Spec) -> Spec:
-    """The same program without what PyTorch refuses, or what cannot be."""
+    """Return the program without combinations that PyTorch refuses or that are impossible."""
     s = dict(spec)
     if s["table_rule"] in ("sparse_adam", "rowwise"):
         s["sparse"] = s["table_rule"] == "sparse_adam" or s["sparse"]

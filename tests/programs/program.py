@@ -1,5 +1,5 @@
 # ruff: noqa: NPY002 - user programs draw from numpy's global generator
-"""One user program as a `Spec` describes it: the model, its optimizers, its loaders and its loop."""
+"""One user program described by a `Spec`: the model, its optimizers, its loaders and its loop."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ RULES: dict[str, Callable[[Any], Any]] = {
 
 
 class LookaheadOptimizer(optim.Optimizer):
-    """As packages on PyPI write it: it shares the groups of the optimizer inside, and keeps slow weights of its own."""
+    """A wrapper like those on PyPI: it shares the inner optimizer's groups and keeps its own slow weights."""
 
     def __init__(self, inner: Any) -> None:
         self.optimizer, self.state, self.defaults = inner, collections.defaultdict(dict), inner.defaults
@@ -118,11 +118,11 @@ def _noise(kind: str, own: np.random.Generator) -> float:
 
 
 class Sample(SimpleNamespace):
-    """A batch of a class of the program's own."""
+    """A batch of a class that the program defines."""
 
 
 class ProgramDataset(Dataset):
-    """Sample `i` has three ids and a target."""
+    """A dataset whose sample `i` has three ids and a target."""
 
     def __init__(self, s: SimpleNamespace, samples: int) -> None:
         self.s, self.samples, self.own = s, samples, np.random.default_rng(9)
@@ -137,7 +137,7 @@ class ProgramDataset(Dataset):
 
 
 class ProgramStream(IterableDataset):
-    """The samples in their order; or through a shuffle buffer that draws from Python's generator."""
+    """The samples in order, or through a shuffle buffer that draws from Python's generator."""
 
     def __init__(self, items: ProgramDataset, *, buffer: int) -> None:
         self.items, self.buffer = items, buffer
@@ -153,7 +153,7 @@ class ProgramStream(IterableDataset):
 
 
 class OwnSampler(Sampler):
-    """Draws an order from numpy's global generator, or from one that it keeps."""
+    """Draws an order from numpy's global generator or from its own."""
 
     def __init__(self, samples: int, own: np.random.Generator | None) -> None:
         self.samples, self.own = samples, own
@@ -166,7 +166,7 @@ class OwnSampler(Sampler):
 
 
 class CountingBatches:
-    """Batches whose position is an attribute, as TorchRec's random dataset has them; every `iter()` sets it to 0."""
+    """Batches whose position is an attribute, as in TorchRec's random dataset; every `iter()` sets it to 0."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches, self.position = batches, 0
@@ -183,7 +183,7 @@ class CountingBatches:
 
 
 class BatchDataset(IterableDataset):
-    """A dataset of such batches."""
+    """A dataset of whole batches."""
 
     def __init__(self, batches: CountingBatches) -> None:
         self.batches = batches
@@ -238,10 +238,10 @@ def _parts(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class UserProgram:
-    """One life of the program: `run()` trains to `STEPS`, or dies on the way."""
+    """One process of the program: `run()` trains to `STEPS`, or is killed before."""
 
     def __init__(self, spec: Spec, *, kill: int = 0, restarted: bool = False, reported: list[str]) -> None:
-        """`kill`: the step at which it ends itself, 0 for none; counted from the restored one if `second_kill`."""
+        """Configure the process; it ends at step `kill` (0: never), after a restore counted from the restored step."""
         self.s = s = SimpleNamespace(**spec)
         self.kill, self.restarted, self.reported = kill, restarted, reported
         torch.manual_seed(11), np.random.seed(11), random.seed(11)
@@ -328,7 +328,7 @@ class UserProgram:
         if s.between == "spare":
             iter(loader)
         elif s.between == "peek":
-            next(iter(loader), None)  # restored at the end of an epoch there is none, as the page says
+            next(iter(loader), None)  # at the end of an epoch there is no next batch, as documented
         self.loader = loader
         self.between_epochs = getattr(loader, "delivered", 0) % -(-SAMPLES // BATCH) == 0
         self.held = DataLoader(ProgramDataset(SimpleNamespace(augment="none", batch="tuple"), 8), 4)
@@ -429,7 +429,7 @@ class UserProgram:
         return loss / self.s.accumulate
 
     def _train(self, batch: Any) -> None:
-        """One step of the run: a batch, and each `accumulate` of them the optimizers."""
+        """Run one step: a batch, and the optimizers after every `accumulate` batches."""
         s, n = self.s, self.n
         if n == CHANGE_AT:
             self._change()
@@ -510,7 +510,6 @@ class UserProgram:
             self._zero(set_to_none=True)
 
     def _change(self) -> None:
-        """What the program does once, before its step 5."""
         s, net = self.s, self.net
         if s.freeze in ("table", "unfreeze"):
             self.tables[0].requires_grad_(s.freeze == "unfreeze")
@@ -545,7 +544,6 @@ class UserProgram:
         self.tables[0] = weight
 
     def _exchange(self, old: list[Any], new: list[Any]) -> None:
-        """In the optimizers, their state and the list of dense parameters."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for gone, come in zip(old, new, strict=True):
@@ -559,7 +557,7 @@ class UserProgram:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def bits(self) -> dict[str, bytes]:
-        """Of parameters, buffers, the optimizers' state and rates, and what is in `state=`."""
+        """Return the bytes of parameters, buffers, the optimizers' state and rates, and the contents of `state=`."""
         found = bits("model", self.net.state_dict())
         for number, optimizer in enumerate(self.optimizers):
             found |= optimizer_bits(f"optimizer{number}", optimizer)

@@ -1,4 +1,4 @@
-"""The process that runs user programs, kept for many of them."""
+"""The process that runs many user programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.tool import ROOT
 
 
 class ProgramRunner:
-    """See `zygote.evaluate`."""
+    """Sends programs to a `zygote` process; see `zygote.evaluate`."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.programs.zygote"]

@@ -1,4 +1,4 @@
-"""Programs that were once wrong and silent, or crashed: each is exact now, or told by a named warning."""
+"""Programs that once resumed wrongly without a warning, or crashed: each is exact, or a named warning reports it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.programs.dimension import DIMENSIONS, Spec, with_defaults
 from tests.programs.program_runner import ProgramRunner
 
-WAIT = {"save": "wait"}  # its newest checkpoint is of step 6 when it is killed after step 8
+WAIT = {"save": "wait"}  # killed after step 8, its newest checkpoint is of step 6
 
 _RULES = DIMENSIONS["table_rule"]
 _TRAINED = {
@@ -57,7 +57,7 @@ REPORTED: dict[str, tuple[Spec, str]] = {
 WARNED: dict[str, tuple[Spec, str]] = {
     "another learning rate in the script": ({"restart": "rate"}, "lr"),
 }
-"""Exact, and told all the same."""
+"""Exact, with a warning."""
 
 
 @pytest.fixture(scope="module")

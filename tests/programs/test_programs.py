@@ -1,4 +1,4 @@
-"""Drawn user programs, killed and resumed: each comes back exactly, or a warning or an error says that it does not."""
+"""Random user programs, killed and resumed: each resumes exactly, or a warning or error reports the difference."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from tests.programs.program_runner import ProgramRunner
 COUNT = int(os.environ.get("DELTASHARD_TEST_PROGRAMS", "10"))
 """500 take about half an hour."""
 GOOD = ("exact", "reported", "another loader between epochs", "another program from its beginning")
-"""Between epochs a program may give another loader, and before the first checkpoint it may be another one: there is no
-uninterrupted run to compare with."""
+"""A program may change its loader between epochs, and anything before the first checkpoint: then no uninterrupted run
+is comparable.
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600 + 30 * COUNT)
 def test_random_programs_resume_exactly_or_report() -> None:
-    """What is bad is printed as the differences from the plain program: a case for test_cases.py."""
+    """Failures are printed as the differences from the plain program, for a case in test_cases.py."""
     bad = []
     with ProgramRunner() as runner:
         for spec in map(draw, range(COUNT)):

@@ -1,11 +1,11 @@
-"""Runs programs: whole, and killed and resumed; run as a module, it reads specs as lines of JSON and answers verdicts.
+"""Runs programs: whole, and killed and resumed. As a module, it reads specs as JSON lines and writes verdicts.
 
-All processes are forked from this one, which has imported everything and has no threads: sidecars, and the lives of a
-program. A verdict is `{"outcome", "reported", "differs", "restored"}`, the outcome one of
+All processes are forked from this one, which has imported everything and has no threads: sidecars, and the processes of
+a program. A verdict is `{"outcome", "reported", "differs", "restored"}`, with one of the outcomes
 
 - exact: the resumed run ends with the bits of the uninterrupted one;
-- reported: it does not, or cannot, and a warning, a note of the restore, an event or an error of deltashard says why;
-- silent, crash, hung: what must not be. `broken`: the program itself is at fault.
+- reported: it differs or fails, and a warning, a note of the restore, an event or an error of deltashard explains it;
+- silent, crash, hung: failures of deltashard. `broken`: the program itself is wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.trainer.verdict import CapturedLog, differing, explanations, 
 
 PROCESS_TIMEOUT_S = 120
 CHANGES = ("batch_size", "longer", "unshuffled", "workers")
-"""Restarts with another loader."""
+"""Restarts with a changed loader."""
 SIDECAR = "main", "grpc_server", "sidecar", "arena.arena", "run.run", "telemetry.structured_logging"
 
 
@@ -58,7 +58,7 @@ def _sidecar(root: Path, spec: Spec) -> int:
 
 
 def _run_process(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool) -> int | None:
-    """Its exit code; None: it did not end."""
+    """Return the exit code of a forked process of the program, or None if the process did not end."""
     pid = os.fork()
     if pid == 0:
         _run_child(root, spec, out, kill=kill, restarted=restarted)
@@ -75,7 +75,6 @@ def _run_process(root: Path, spec: Spec, out: Path, *, kill: int, restarted: boo
 
 
 def _run_child(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool) -> None:
-    """In the child: does not return."""
     log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -107,7 +106,7 @@ def _run_child(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool)
 
 
 class MessageLog(list[str]):
-    """What a life was told; in a file, too, for one that is killed."""
+    """The messages that a process received, also written to a file in case the process is killed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -132,7 +131,6 @@ def _read(out: Path) -> dict[str, Any]:
 
 
 def evaluate(spec: Spec) -> dict[str, Any]:
-    """The verdict on one program."""
     root = Path(tempfile.mkdtemp(prefix="programs-"))
     sidecars = []
     try:
@@ -194,7 +192,6 @@ def _compare_lives(spec: Spec, whole: dict[str, Any], lives: list[dict[str, Any]
 
 
 def serve() -> None:
-    """Answer until stdin ends."""
     warnings.simplefilter("ignore")
     import torch
 

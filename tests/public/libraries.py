@@ -1,8 +1,9 @@
 # ruff: noqa: NPY002 - recbole draws from numpy's global generator
 """Small programs as users of public libraries write them; each is run whole, and killed and resumed.
 
-Run as a module, `libraries WORKDIR {PROGRAM: STEP}`: three lives of each program are forked from this process, which has
-imported its library and has no threads. The second is killed after that step. It prints {PROGRAM: {LIFE: exit code}}.
+Run as a module, `libraries WORKDIR {PROGRAM: STEP}`: three processes of each program are forked from this one, which
+has imported its library and has no threads. The second is killed after that step. It prints
+{PROGRAM: {LIFE: exit code}}.
 """
 
 from __future__ import annotations
@@ -40,11 +41,10 @@ class LibraryProgramRun:
 
     store: Path
     kill: int = 0
-    """The step after which it is killed; its newest save is of two steps before. 0: never."""
+    """The step after which it is killed, two steps after its newest save. 0: never."""
     reported: list[str] = field(default_factory=list)
 
     def checkpointer(self, model: nn.Module, optimizer: Any, **state: Any) -> deltashard.Checkpointer:
-        """What the user writes, restored."""
         ckpt = deltashard.Checkpointer(
             model, optimizer, state=state, url=self.store, run="run", encoding="fp32", every_steps=5,
             arena_bytes=32 << 20, on_event=lambda kind, facts: self.reported.append(f"event {kind}: {dict(facts)}"),
@@ -55,14 +55,14 @@ class LibraryProgramRun:
         return ckpt
 
     def stepped(self, ckpt: deltashard.Checkpointer) -> None:
-        """Right after `ckpt.step()`."""
+        """Save or kill after `ckpt.step()`, if the step requires it."""
         if ckpt.steps == self.kill - 2:
             ckpt.save("user").wait(60)
         if ckpt.steps == self.kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def stepping(self, loader: Any, ckpt: deltashard.Checkpointer) -> Iterator[Any]:
-        """The loader's batches for a library's own loop: `step()` after the loop's body."""
+        """Yield the loader's batches to a library's own loop, with `step()` after the loop's body."""
         for batch in loader:
             yield batch
             ckpt.step()
@@ -94,7 +94,7 @@ def _final_state(model: nn.Module, optimizer: Any, **more: Any) -> dict[str, byt
 
 
 def lightning(life: LibraryProgramRun, *, manual: bool = False, workers: int = 0) -> dict[str, bytes]:
-    """Lightning's Trainer, with validation and a schedule; the Checkpointer steps in a callback."""
+    """Train with Lightning's Trainer, validation and a schedule; a callback calls `Checkpointer.step()`."""
     import lightning as pl
 
     class LightningClickModel(pl.LightningModule):
@@ -122,7 +122,7 @@ def lightning(life: LibraryProgramRun, *, manual: bool = False, workers: int = 0
 
     class StepCallback(pl.Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            # Lightning validates when it has counted len(loader) batches; those before the restart are among them.
+            # Lightning validates after len(loader) batches, including those before the restart.
             nonlocal before
             trainer.fit_loop.epoch_loop.batch_progress.current.ready += before
             trainer.fit_loop._data_fetcher.fetched += before
@@ -147,12 +147,11 @@ def lightning(life: LibraryProgramRun, *, manual: bool = False, workers: int = 0
 
 
 def lightning_manual(life: LibraryProgramRun) -> dict[str, bytes]:
-    """The same with manual optimization, and worker processes."""
     return lightning(life, manual=True, workers=2)
 
 
 def accelerate(life: LibraryProgramRun, **loaders: Any) -> dict[str, bytes]:
-    """Accelerate's prepared model, optimizer, loader and schedule; gradients of two batches are accumulated."""
+    """Train with Accelerate's prepared objects; gradients of two batches are accumulated."""
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import set_seed
 
@@ -183,17 +182,15 @@ def accelerate(life: LibraryProgramRun, **loaders: Any) -> dict[str, bytes]:
 
 
 def accelerate_stateful(life: LibraryProgramRun) -> dict[str, bytes]:
-    """The same with Accelerate's stateful loaders."""
     return accelerate(life, use_stateful_dataloader=True)
 
 
 def accelerate_seedable(life: LibraryProgramRun) -> dict[str, bytes]:
-    """The same with Accelerate's sampler whose order is a function of seed and epoch."""
+    """Train with Accelerate's sampler, whose order is a function of seed and epoch."""
     return accelerate(life, use_seedable_sampler=True)
 
 
 def torch_rechub(life: LibraryProgramRun) -> dict[str, bytes]:
-    """DeepFM under torch-rechub's trainer, on its own loaders."""
     from torch_rechub.basic.features import DenseFeature, SparseFeature
     from torch_rechub.models.ranking import DeepFM
     from torch_rechub.trainers import CTRTrainer
@@ -224,8 +221,8 @@ def torch_rechub(life: LibraryProgramRun) -> dict[str, bytes]:
 
 
 def recbole(life: LibraryProgramRun) -> dict[str, bytes]:
-    """BPR under recbole's trainer, whose loader draws negative samples while it collates."""
-    # Names of numpy 1 that recbole 1.2.1 asks for.
+    """Train BPR with recbole's trainer, whose loader draws negative samples while it collates."""
+    # recbole 1.2.1 uses these names of numpy 1.
     for name, value in (("float_", np.float64), ("complex_", np.complex128), ("unicode_", np.str_)):
         setattr(np, name, value)
     from recbole.config import Config
@@ -248,7 +245,7 @@ def recbole(life: LibraryProgramRun) -> dict[str, bytes]:
         },
     )  # fmt: skip
     init_seed(config["seed"], config["reproducibility"])
-    os.chdir(life.store.parent)  # its trainer writes log_tensorboard/
+    os.chdir(life.store.parent)  # recbole's trainer writes log_tensorboard/
     train, _, _ = data_preparation(config, create_dataset(config))
     model = get_model(config["model"])(config, train._dataset)
     trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
@@ -304,7 +301,7 @@ def _forked(
 
 
 def run(work: Path, name: str, kill: int) -> dict[str, int]:
-    """Exit codes of the three lives of a program; their results are in `WORK/{whole,resumed}`."""
+    """Return the exit codes of a program's three processes; their results are in `WORK/{whole,resumed}`."""
     program = PROGRAMS[name]
     for module in IMPORTS[name.partition("_")[0]]:
         with contextlib.suppress(ImportError):

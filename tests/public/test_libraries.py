@@ -1,4 +1,4 @@
-"""Programs of public libraries, killed in the middle of an epoch and resumed: exact, or told; never a crash, never silent."""
+"""Programs of public libraries, killed in mid-epoch and resumed: each is exact, or a warning reports the difference."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.support.tool import ROOT
 from tests.support.trainer.verdict import differing, explanations
 
 EXACT = set(PROGRAMS) - {"accelerate_stateful", "accelerate_seedable"}
-"""The others are told: Accelerate's stateful loaders keep no state of the generator that their order comes from, and its
-seedable sampler counts epochs from 0 in each process."""
+"""The other programs get a warning: Accelerate's stateful loaders store no state of the generator of their order, and
+its seedable sampler counts epochs from 0 in each process.
+"""
 
 
 KILL_STEPS = {
     name: 2 * random.Random(name).randrange(STEPS_PER_EPOCH // 2 + 2, STEPS_PER_EPOCH) for name in PROGRAMS
 }
-"""Inside the second epoch, at a step that differs from program to program; even, for those that accumulate."""
+"""A step inside the second epoch that differs between programs; even, for programs that accumulate."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, int]]]:
-    """Where the results of all programs are, and the exit codes of their lives."""
     work = tmp_path_factory.mktemp("libraries")
     environment = os.environ | {"XDG_CACHE_HOME": str(work / "cache"), "OMP_NUM_THREADS": "1"}
     results = subprocess.run(
@@ -42,7 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, d
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # the first one waits for all programs
+@pytest.mark.timeout(900)  # the first test waits for all programs
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_killed_library_program_resumes(name: str, results: tuple[Path, dict[str, dict[str, int]]]) -> None:
     kill = KILL_STEPS[name]

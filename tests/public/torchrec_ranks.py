@@ -45,10 +45,10 @@ def _model() -> DistributedModelParallel:
 
 
 def train(rank: int, workdir: Path, endless: str, tower: str = "False", kill: str = "0") -> Any:
-    """To the end from the newest checkpoint; or killed, two steps after a save.
+    """Train to the end from the newest checkpoint, or end by SIGKILL two steps after a save.
 
-    `endless`: the dataset has no end of its own, which is its default; else a pass is of 7 batches. `tower`: Adam is
-    given all of `model.named_parameters()`, the sharded tables too, as TorchRec's retrieval example does.
+    `endless`: the dataset never ends, which is its default; otherwise a pass has 7 batches. `tower`: Adam gets all of
+    `model.named_parameters()`, including the sharded tables, as in TorchRec's retrieval example.
     """
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     reported: list[str] = []

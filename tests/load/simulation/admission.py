@@ -1,4 +1,4 @@
-"""Annotated Jobs and pods admitted at a steady rate, as dry runs: through the real API server to the real webhook."""
+"""Annotated Jobs and pods admitted at a steady rate as dry runs, by the real API server and webhook."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ HOOKS = ("jobs.deltashard.io", "pods.deltashard.io")
 
 @dataclass(slots=True)
 class AdmissionResult:
-    """What came of them."""
+    """Latencies and failures of the admissions."""
 
     elapsed_s: float = 0.0
     latencies_s: list[float] = field(default_factory=list)
-    """As the client saw them, whole requests."""
+    """Seconds of whole requests, as the client measures them."""
     failures: list[str] = field(default_factory=list)
     max_lateness_s: float = 0.0
-    """How far the worst request began after its time: the rate was held when this is small."""
+    """The largest delay of a request's start; a small value means that the rate was held."""
     webhook: measure.Histogram = field(default_factory=lambda: measure.Histogram(bounds=()))
-    """The webhook's own seconds of each."""
+    """Seconds that the webhook measures."""
     hooks: measure.Histogram = field(default_factory=lambda: measure.Histogram(bounds=()))
-    """The API server's seconds of calling the webhook."""
+    """Seconds of webhook calls that the API server measures."""
 
 
 def _pod(name: str) -> dict[str, Any]:
@@ -55,9 +55,9 @@ def _hook_latencies(page: str) -> measure.Histogram:
 
 
 def admit(plane: ControlPlane, webhook_page: Any, *, per_s: float, duration_s: float) -> AdmissionResult:
-    """As many a second for so long, one in two a Job; `webhook_page` gives the webhook's metrics.
+    """Admit `per_s` objects a second for `duration_s`, alternating Jobs and pods. `webhook_page` gives metrics.
 
-    The rate is kept whatever the answers take: a slow answer delays none but those that find every thread busy.
+    A slow answer does not reduce the rate; only requests that find every thread busy are delayed.
     """
     outcome = AdmissionResult()
     lock = threading.Lock()
@@ -71,7 +71,7 @@ def admit(plane: ControlPlane, webhook_page: Any, *, per_s: float, duration_s: f
         while (number := next(numbers)) < total:
             due_s = begun_s + number / per_s
             if (early_s := due_s - time.monotonic()) > 0:
-                time.sleep(early_s)  # the rate is what is asked for
+                time.sleep(early_s)  # fixed times hold the rate
             document = (
                 workload.job(f"asked-{number}", pods=1, node="node-0")
                 if number % 2

@@ -1,7 +1,7 @@
-"""What the controller did in the cluster, as the API server wrote it down: held against a list of what it may write.
+"""The controller's requests in the API server's audit log, compared with a list of allowed writes.
 
-Everything of the users' (Jobs, pods, nodes, policies, namespaces) is absent from the list, in whatever way it would be
-written. A request that was forbidden is a finding, too: rights are missing, or something was tried that must not be.
+The list has no write of users' objects (Jobs, pods, nodes, policies, namespaces). A forbidden request is a violation,
+too: permissions are missing, or the controller tried a write that must not happen.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ class AuditedRequest:
 
     @property
     def what(self) -> str:
-        """Resource, after its group if it has one."""
+        """The resource, after its group if there is one."""
         return f"{self.group}/{self.resource}".removeprefix("/")
 
     @property
     def kind(self) -> str:
-        """For counting."""
         return f"{self.verb} {self.what}"
 
     def __str__(self) -> str:
@@ -61,7 +60,7 @@ ALLOWED = (
     ("create", "coordination.k8s.io/leases", f"{SYSTEM}/*"),
     ("patch", "admissionregistration.k8s.io/mutatingwebhookconfigurations", f"/{WEBHOOK}"),
 )
-"""Every write the controller has a reason for: verbs, resource with its subresource, namespace/name (empty: any)."""
+"""Every allowed write of the controller: verbs, resource with its subresource, namespace/name (empty: any)."""
 
 
 def _is_allowed(request: AuditedRequest) -> bool:
@@ -77,7 +76,7 @@ def requests(log: Path, user: str) -> Iterator[AuditedRequest]:
     with log.open() as lines:
         for line in lines:
             event = json.loads(line)
-            # Who shows a token that is none any more is nobody: such a request has no name.
+            # A request with an expired token has no user name.
             if event["user"].get("username") == user and event["stage"] in {"ResponseComplete", "Panic"}:
                 yield _request(event)
 
@@ -97,7 +96,7 @@ def _request(event: dict[str, Any]) -> AuditedRequest:
 
 
 def violations(requested: Iterable[AuditedRequest]) -> list[str]:
-    """What it should not have asked for, each kind once with how often; empty is well."""
+    """Return the kinds of requests that are not allowed, each with its count; an empty list means success."""
     found: Counter[str] = Counter()
     for request in requested:
         if request.status in {401, 403}:

@@ -1,12 +1,12 @@
-"""A cluster without kubelets: etcd, API server, Job controller, kwok for the nodes, and the chart as Helm renders it.
+"""A cluster without kubelets: etcd, API server, Job controller, kwok for the nodes, and the chart rendered by Helm.
 
-Everything of the chart is there but its pods: service accounts and their rights, custom resources, the webhook's
-configuration, empty Secrets. What would be pods are processes (`operators`), each with its own service account's token,
-so that a right that is missing is missed here, too. The webhook's Service is turned into a name for loopback and its
-calls may take longer, which is all that is changed: the API server dials it and checks the certificate for the Service's
-own name.
+The chart is complete except for its pods: service accounts and their permissions, custom resources, the webhook's
+configuration, empty Secrets. The pods are processes (`operators`), each with the token of its service account, so that
+a missing permission fails here, too. Two things differ from a real cluster: the webhook's Service becomes a name
+for loopback, and its calls have a longer timeout. The API server calls it and checks the certificate for the Service's
+name.
 
-The API server writes down what both accounts ask for, reads included, before it answers them (`audits`).
+The API server logs the requests of both accounts, including reads, before it answers them (`audits`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.tool import require_tool
 
 SYSTEM = "deltashard-system"
 CONTROLLER, WEBHOOK = "deltashard-controller", "deltashard-webhook"
-"""Names of Deployments, service accounts and (the webhook's) configuration."""
+"""Names of the Deployments, the service accounts and the webhook's configuration."""
 STORE = "s3://checkpoints/load"
 TIMEOUT_S = 120.0
 _SKIPPED_KINDS = {
@@ -47,12 +47,11 @@ _CONTROLLERS = (
 
 
 def account(name: str) -> str:
-    """The user name of a service account of the system."""
     return f"system:serviceaccount:{SYSTEM}:{name}"
 
 
 def audit_flags(folder: Path) -> list[str]:
-    """Flags by which the API server writes down, in `folder`/audit.jsonl, what our two accounts do."""
+    """Return the flags by which the API server logs requests of the two accounts in `folder`/audit.jsonl."""
     policy = {
         "apiVersion": "audit.k8s.io/v1",
         "kind": "Policy",
@@ -69,7 +68,7 @@ def audit_flags(folder: Path) -> list[str]:
 
 
 def render_chart(interval_s: float, nudge_port: int) -> Iterator[dict[str, Any]]:
-    """The chart's objects but its pods, hooks and monitors, with these in the default policy."""
+    """Return the chart's objects without pods, hooks and monitors, with these settings in the default policy."""
     every, sidecar = {"every": f"{interval_s:.0f}s"}, {"metricsPort": nudge_port}
     values = {"defaultPolicy": {"store": {"url": STORE}, "interval": every, "sidecar": sidecar}}
     for document in helm.render(values, namespace=SYSTEM).documents:
@@ -78,10 +77,10 @@ def render_chart(interval_s: float, nudge_port: int) -> Iterator[dict[str, Any]]
 
 
 class ControlPlane:
-    """The cluster; `start`, use, `stop`."""
+    """The cluster, from `start` to `stop`."""
 
     def __init__(self, folder: Path, *, nodes: int, interval_s: float = 300.0) -> None:
-        """`interval_s`: between checkpoints, of the default policy."""
+        """Configure a cluster whose default policy saves every `interval_s` seconds."""
         self.folder = folder
         self._interval_s = interval_s
         self.nodes = [f"node-{number}" for number in range(nodes)]
@@ -89,7 +88,7 @@ class ControlPlane:
         self.audit_log = folder / "audit.jsonl"
         self.webhook_port = free_port()
         self.nudge_port = free_port()
-        """Port of every sidecar's metrics, by which it is nudged."""
+        """The metrics port of every sidecar, which receives the nudges."""
         self.job_controller = LoggedProcess(
             "kube-controller-manager",
             [
@@ -110,7 +109,7 @@ class ControlPlane:
         )  # fmt: skip
 
     def start(self) -> None:
-        """Start everything; returns when Jobs can be made and pods run."""
+        """Start all processes; returns when Jobs can be created and pods run."""
         self.apiserver.start()
         self.rest = self.apiserver.http()
         try:
@@ -132,19 +131,17 @@ class ControlPlane:
         self.apiserver.stop()
 
     def make(self, document: dict[str, Any], namespace: str = "default") -> dict[str, Any]:
-        """Create an object; returns it as stored."""
         reply = self.rest.create(document, namespace)
         assert reply.status == 201, reply.document
         return reply.document
 
     def namespace(self, name: str) -> None:
-        """A namespace in which pods can be made."""
         self.make({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
         path = f"/api/v1/namespaces/{name}/serviceaccounts/default"
         eventually(lambda: self.rest("GET", path).status == 200, what=path, timeout_s=TIMEOUT_S)
 
     def mount(self, kind: str, name: str, folder: Path) -> bool:
-        """Put a Secret's or ConfigMap's data into files, as a kubelet would; False while it has none."""
+        """Write the data of a Secret or ConfigMap into files, as a kubelet does; return False if it has none."""
         folder.mkdir(exist_ok=True)
         path = f"/api/v1/namespaces/{SYSTEM}/{kind}/{name}"
         data = self.rest("GET", path).document.get("data") or {}
@@ -187,7 +184,6 @@ class ControlPlane:
 
 
 def objects(rest: Rest, path: str) -> Iterator[dict[str, Any]]:
-    """All items of a list, in pages."""
     more = ""
     while True:
         page = rest("GET", f"{path}{'&' if '?' in path else '?'}limit=500{more}")

@@ -1,4 +1,4 @@
-"""Figures out of samples and of Prometheus' text pages. Pure."""
+"""Quantiles of samples and of Prometheus text pages, by pure functions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 def quantile(samples: Iterable[float], q: float) -> float:
-    """The q-quantile by the nearest rank: one of the samples; NaN of none."""
+    """Return the q-quantile by the nearest rank, which is one of the samples; NaN without samples."""
     ordered = sorted(samples)
     return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else math.nan
 
 
 def value(page: str, name: str, /, **labels: str) -> float:
-    """The sum of a metric's samples that have these labels; 0 of none."""
+    """Return the sum of a metric's samples that have these labels; 0 without samples."""
     return sum(
         sample.value
         for family in text_string_to_metric_families(page)
@@ -27,22 +27,21 @@ def value(page: str, name: str, /, **labels: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """Cumulative counts by upper bound, as Prometheus has them."""
+    """Cumulative counts by upper bound, as in Prometheus."""
 
     bounds: Sequence[tuple[float, float]]
-    """(upper bound, how many were not above it), bounds rising; the last is infinite."""
+    """(upper bound, count of values not above it), bounds rising; the last is infinite."""
 
     @property
     def count(self) -> float:
         return self.bounds[-1][1] if self.bounds else 0.0
 
     def since(self, before: Histogram) -> Histogram:
-        """What came after `before`."""
         then = dict(before.bounds)
         return Histogram(bounds=[(bound, count - then.get(bound, 0.0)) for bound, count in self.bounds])
 
     def quantile(self, q: float) -> float:
-        """An estimate, linear within its bucket, as Prometheus' histogram_quantile; NaN of none."""
+        """Estimate the quantile linearly within its bucket, like Prometheus' histogram_quantile; NaN if empty."""
         if not self.count:
             return math.nan
         rank, low, below = q * self.count, 0.0, 0.0
@@ -56,7 +55,7 @@ class Histogram:
 
 
 def histogram(page: str, name: str, /, **labels: str) -> Histogram:
-    """A histogram of a page: the sum of all its series that have these labels."""
+    """Return a histogram of a page, summed over all its series that have these labels."""
     counts: dict[float, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -67,7 +66,6 @@ def histogram(page: str, name: str, /, **labels: str) -> Histogram:
 
 
 def spread(samples: Mapping[str, float] | Sequence[float]) -> dict[str, float]:
-    """p50, p99 and the worst of samples, for a report."""
     values = list(samples.values()) if isinstance(samples, Mapping) else list(samples)
     return {
         "p50": quantile(values, 0.5),

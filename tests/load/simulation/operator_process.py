@@ -18,10 +18,10 @@ from tests.support.server.minio_server import free_port
 
 
 class OperatorService:
-    """One of the two: a process, its plain port, and what it was mounted."""
+    """A webhook or controller process with its plain port and its mounted files."""
 
     def __init__(self, plane: ControlPlane, name: str, *program: str, **flags: object) -> None:
-        """`program`: what Python is to run."""
+        """Configure the service; `program` contains Python's arguments."""
         self.plane = plane
         self.name = name
         self.folder = plane.folder / name
@@ -39,23 +39,21 @@ class OperatorService:
             name,
             [sys.executable, *program, *(f"--{key}={value}" for key, value in words.items())],
             folder=plane.folder,
-            env=os.environ | {"PYTHONUNBUFFERED": "1", "MALLOC_ARENA_MAX": "2"},  # as the chart has it
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "MALLOC_ARENA_MAX": "2"},  # as the chart sets it
         )
         self._http = urllib3.PoolManager(retries=False, timeout=20.0)
 
     def start(self) -> None:
-        """Start it and wait until it says that it is ready."""
         self.process.start()
         eventually(self.ready, what=f"{self.name} ready", timeout_s=control_plane.TIMEOUT_S)
 
     def ready(self) -> bool:
-        """Whether its readiness probe succeeds; its certificate is mounted as a kubelet would."""
         self.process.check()
         self.plane.mount("secrets", "deltashard-tls", self.folder)
         return self.get("healthz")[0] == 200
 
     def get(self, path: str) -> tuple[int, str]:
-        """Status and text of a plain page; status 0 when nobody answers."""
+        """Return status and text of a plain page; the status is 0 without a response."""
         try:
             reply = self._http.request("GET", f"http://127.0.0.1:{self.metrics_port}/{path}")
         except urllib3.exceptions.HTTPError:
@@ -75,7 +73,7 @@ class OperatorService:
 
 
 class LoadWebhook(OperatorService):
-    """One replica of the webhook, behind the Service's name."""
+    """One replica of the webhook behind the Service's name."""
 
     def __init__(self, plane: ControlPlane) -> None:
         super().__init__(
@@ -89,7 +87,6 @@ class LoadWebhook(OperatorService):
         )
 
     def start(self) -> None:
-        """Wait for the authority that the controller makes, and start."""
         eventually(
             lambda: self.plane.mount("configmaps", "deltashard-fleet-ca", self.folder),
             what="the authority",
@@ -99,7 +96,7 @@ class LoadWebhook(OperatorService):
 
 
 class LoadController(OperatorService):
-    """The controller, in mode `builtin`."""
+    """The controller in mode `builtin`."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self.fleet_port = free_port()
@@ -114,12 +111,10 @@ class LoadController(OperatorService):
         )
 
     def ready(self) -> bool:
-        """Whether it leads and has seen everything."""
         leads = measure.value(self.get("metrics")[1], "deltashard_controller_leading") == 1
         return leads and super().ready()
 
     def fleet_authority(self) -> str:
-        """PEM of the authority that sidecars trust."""
         folder: Path = self.folder / "fleet"
         eventually(
             lambda: self.plane.mount("configmaps", "deltashard-fleet-ca", folder),

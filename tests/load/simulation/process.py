@@ -1,4 +1,4 @@
-"""Programs under load: started, watched for what they use, ended by pid."""
+"""Processes under load: start, resource usage, and end by PID."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a process has used so far."""
+    """Resource usage of a process since its start."""
 
     rss_bytes: int
     peak_rss_bytes: int
@@ -37,7 +37,7 @@ def usage(pid: int) -> Usage:
 
 
 class LoggedProcess:
-    """One program with a log file; `start` after `stop` or `kill` begins it anew."""
+    """One program with a log file; `start` after `stop` or `kill` starts it again."""
 
     def __init__(
         self, name: str, command: Sequence[object], *, folder: Path, env: Mapping[str, str] | None = None
@@ -60,7 +60,7 @@ class LoggedProcess:
             )
 
     def check(self) -> None:
-        """Fail with its last words when it does not run."""
+        """Raise an error with the end of its log if the process does not run."""
         assert self._running is not None, f"{self.name} was not started"
         status = self._running.poll()
         assert status is None, f"{self.name} ended with {status}:\n{self.tail()}"

@@ -37,10 +37,10 @@ from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 from deltashard_sidecar.fleet.report_schedule import ReportSchedule
 
 NAME = "deltashard-fleet.deltashard-system.svc"
-"""Of the controller's certificate."""
+"""The name in the controller's certificate."""
 DEADLINE_S = 10.0
 CONNECTIONS = 1024
-"""At once, of all of them: real ones have a processor of their own. More than the controller takes at a time."""
+"""Concurrent connections of all sidecars, which share one processor. The controller's own limit is lower."""
 RESTORING_S = 1.0
 SAVING_S = 2.0
 STEPS_PER_S = 10.0
@@ -50,33 +50,33 @@ NUDGE_REPLY = b"HTTP/1.1 202 Accepted\r\nContent-Length: 0\r\nConnection: close\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmMember:
-    """One pod's sidecar."""
+    """The sidecar of one pod."""
 
     namespace: str
     pod: str
     uid: str
     node: str
     address: str
-    """Of the pod, on loopback."""
+    """The pod's address on loopback."""
     workload: str
     workload_uid: str
     index: str
     ranks: int
-    """Pods of the run."""
+    """The number of pods of the run."""
     token: str
     restored: bool = False
-    """It takes the place of a pod that was lost."""
+    """Whether the pod replaces a lost one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitSchedule:
-    """How a run trains."""
+    """The commit times of a run."""
 
     every_s: float
-    """Between commits."""
+    """Seconds between commits."""
 
     def committed(self, member: SwarmMember, now_s: float) -> tuple[int, float]:
-        """How many commits its run has by now, and when the newest was: the same in all of its pods."""
+        """Return the run's number of commits and the time of the newest, the same in all of its pods."""
         offset = int.from_bytes(hashlib.sha256(member.workload_uid.encode()).digest()[:4]) / 2**32
         number = int(now_s / self.every_s + offset)
         return number, (number - offset) * self.every_s
@@ -84,26 +84,26 @@ class CommitSchedule:
 
 @dataclass(slots=True)
 class SwarmStats:
-    """What became of all of them."""
+    """Counters of all sidecars."""
 
     alive: int = 0
     taken: int = 0
-    """Of the living, those of which a report was taken since the mark."""
+    """Living sidecars whose report was accepted since the mark."""
     reporters: int = 0
-    """Of these, those that speak for their run."""
+    """Those of `taken` that report for their run."""
     reports: int = 0
     nudges: int = 0
     directives: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
     """By status, or `unreachable`."""
     report_s: list[float] = field(default_factory=list)
-    """How long each report took, of those since the last answer."""
+    """Seconds of each report since the last answer."""
     received_at_s: dict[str, float] = field(default_factory=dict)
-    """When an order was first heard, Unix seconds, by its id."""
+    """When an order was first received, in Unix seconds, by its id."""
 
 
 class SimulatedSidecar:
-    """One of them; `run` until cancelled."""
+    """A simulated sidecar; `run` works until it is cancelled."""
 
     def __init__(self, member: SwarmMember, world: SwarmState) -> None:
         self.member = member
@@ -114,13 +114,13 @@ class SimulatedSidecar:
         self._directive = 0
         self._acknowledged_id = 0
         self._open_orders: dict[str, None] = {}
-        """Ids of orders, which are over as soon as they are heard."""
+        """Ids of open orders; an order is done as soon as it is received."""
         self._schedule = ReportSchedule()
         self._wake = asyncio.Event()
         self._nudged = False
-        """Whether it was since the last look: a report that is under way does not hide it."""
+        """Whether a nudge arrived since the last check, also during a report."""
         self._has_unreported = False
-        """Whether something changed that no report had in it."""
+        """Whether a change is missing from all reports."""
         self.is_reporter = member.index == "0"
         self.taken = False
 
@@ -158,7 +158,7 @@ class SimulatedSidecar:
             async with self._world.connections, asyncio.timeout(DEADLINE_S):
                 begun_s = time.monotonic()
                 status, retry_after_s, body = await self._post(self._request().SerializeToString())
-        except (OSError, ValueError, IndexError):  # the last two: it broke off
+        except (OSError, ValueError, IndexError):  # the last two: the connection ended early
             status, retry_after_s, body = 0, 0.0, b""
         now_s = time.monotonic()
         if status != 200:
@@ -184,7 +184,6 @@ class SimulatedSidecar:
             self.changed()
 
     async def _post(self, body: bytes) -> tuple[int, float, bytes]:
-        """Status, Retry-After and body of the answer."""
         reader, writer = await asyncio.open_connection(
             "127.0.0.1",
             self._world.port,
@@ -281,7 +280,7 @@ class SimulatedSidecar:
 
 @dataclass(slots=True, kw_only=True)
 class SwarmState:
-    """What all of a process's sidecars have."""
+    """State that all sidecars of a process share."""
 
     port: int
     context: ssl.SSLContext
@@ -289,7 +288,7 @@ class SwarmState:
     stats: SwarmStats = field(default_factory=SwarmStats)
     connections: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONNECTIONS))
     reopened: Counter[str] = field(default_factory=Counter)
-    """How often the group of each workload, by UID, has opened its run once more."""
+    """How often the group of each workload, by UID, has reopened its run."""
     alive: dict[str, tuple[SimulatedSidecar, asyncio.Task[None]]] = field(default_factory=dict)
     by_address: dict[str, SimulatedSidecar] = field(default_factory=dict)
 
@@ -330,7 +329,7 @@ class SwarmState:
 
 
 class Swarm:
-    """A process of sidecars, from the outside."""
+    """The parent's handle of a process of sidecars."""
 
     def __init__(
         self, folder: Path, *, name: str, port: int, nudge_port: int, trusted: str, every_s: float
@@ -350,18 +349,17 @@ class Swarm:
         self._log = folder / f"{name}.log"
 
     def add(self, members: Iterable[SwarmMember], *, within_s: float) -> None:
-        """Begin these, spread over some seconds."""
         self._send(do="add", members=[asdict(each) for each in members], within_s=within_s)
 
     def reopen(self, workloads: Iterable[str]) -> None:
-        """The groups of these workloads, by UID, open their runs once more: a member of each was lost."""
+        """Make the groups of these workloads, by UID, reopen their runs: each has lost a member."""
         self._send(do="reopen", workloads=list(workloads))
 
     def remove(self, uids: Iterable[str]) -> None:
         self._send(do="remove", uids=list(uids))
 
     def mark(self) -> None:
-        """Nobody counts as taken before the next report that is."""
+        """Reset which sidecars count as accepted until their next accepted report."""
         self._send(do="mark")
 
     def report(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""All of it together: cluster, controller, webhook, annotated Jobs, a sidecar for every pod, and someone who watches."""
+"""The whole simulation: cluster, controller, webhook, annotated Jobs, a sidecar for every pod, and a watch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.support.eventually import eventually
 
 NAMESPACES = tuple(f"team-{number}" for number in range(5))
 ARRIVALS_PER_S = 100
-"""Sidecars that begin, when all of them come at first."""
+"""Sidecars started per second at first."""
 
 
 class LoadSystem:
-    """A cluster that trains runs of these sizes, in pods; use as a context manager."""
+    """A cluster that trains runs of these sizes in pods; use as a context manager."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class LoadSystem:
         self.runs, self.pods = len(self.sizes), sum(self.sizes)
         self.took_s: dict[str, float] = {}
         self.controller_after: dict[str, Usage] = {}
-        """What the controller used by the end of each stage."""
+        """Resource usage of the controller by the end of each stage."""
         self.plane = ControlPlane(folder, nodes=nodes, interval_s=every_s)
         self._closing = contextlib.ExitStack()
 
@@ -89,7 +89,7 @@ class LoadSystem:
             self.controller_after[what] = self.controller.usage()
 
     def wait_reported(self, number: int, what: str = "accepted") -> None:
-        """Until reports of so many sidecars (or of `reporters` among them) were taken since the mark."""
+        """Wait until reports of this many sidecars (or `reporters` among them) were accepted since the mark."""
 
         def all_here() -> bool:
             self.controller.process.check()
@@ -118,7 +118,7 @@ class LoadSystem:
         return found
 
     def restart(self) -> dict[str, float]:
-        """Kill the controller without a word, start another, and wait until every run is heard; seconds of each."""
+        """Kill the controller, start another, wait until every run has reported; returns each stage's seconds."""
         self.controller.process.kill()
         self.swarm.mark()
         begun_s = time.monotonic()
@@ -134,7 +134,7 @@ class LoadSystem:
         }
 
     def request_saves(self, pods: Sequence[ClusterPod]) -> tuple[dict[str, float], dict[str, float]]:
-        """Ask for a save of each of these pods' runs; seconds, by the request, to its sidecar and to its end."""
+        """Request a save of each pod's run; returns the seconds to its sidecar and to its end, by request."""
         asked_at_s: dict[str, float] = {}
         root = "/apis/deltashard.io/v1alpha1"
 
@@ -172,9 +172,9 @@ class LoadSystem:
     def lose(
         self, victims: Sequence[ClusterPod], how: Callable[[ControlPlane, ClusterPod], None]
     ) -> dict[str, float]:
-        """Lose one pod of each of some runs, wait until every status tells it, and let its successor train.
+        """Lose one pod of each of some runs, wait until every status reports the loss, and let the successor train.
 
-        Returns, by pod, the seconds from the API's word that the pod is lost to the status that tells it.
+        Returns, by pod, the seconds between the loss in the API and its appearance in the status.
         """
         lost_at_s: dict[str, float] = {}
 
@@ -213,7 +213,6 @@ class LoadSystem:
         self.swarm.add(members, within_s=1.0)
 
     def violations(self) -> list[str]:
-        """What the controller did and should not have done."""
         return audit.violations(self._audited_requests())
 
     def requests(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a person with `kubectl get checkpointruns --watch` would see, and when."""
+"""The output of `kubectl get checkpointruns --watch`, with times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATH = "/apis/deltashard.io/v1alpha1/checkpointruns"
 
 
 class RunWatcher:
-    """All CheckpointRuns, by the UID of their workload, as a watch brings them; use as a context manager."""
+    """Watches all CheckpointRuns, by the UID of their workload; use as a context manager."""
 
     def __init__(self, plane: ControlPlane) -> None:
         folder = plane.apiserver.directory
@@ -35,7 +35,7 @@ class RunWatcher:
         self._newest: dict[str, dict[str, Any]] = {}
         self._first_lost_s: dict[str, float] = {}
         self.changes = 0
-        """Updates seen, of all runs together."""
+        """The number of updates of all runs."""
         self._failure: Exception | None = None
         self._stopped = False
         self._response: urllib3.BaseHTTPResponse | None = None
@@ -62,12 +62,12 @@ class RunWatcher:
             return self._newest[workload_uid]
 
     def lost_at_s(self, pod: str) -> float | None:
-        """When a status first told that the pod was lost, by the monotonic clock."""
+        """When a status first reported the loss of the pod, by the monotonic clock."""
         with self._lock:
             return self._first_lost_s.get(pod)
 
     def wait(self, condition: Callable[[Self], object], what: str, timeout_s: float) -> float:
-        """Until it is true of what was seen; returns how long that took."""
+        """Wait until the predicate holds for the watched state; returns the seconds waited."""
         begun_s = time.monotonic()
 
         def met() -> object:
@@ -126,5 +126,5 @@ class RunWatcher:
                 self._newest.pop(uid, None)
                 return
             self._newest[uid] = status
-            for each in status.get("losses", ()):  # a Job's pods have names of their own
+            for each in status.get("losses", ()):  # a Job's pods have generated names
                 self._first_lost_s.setdefault(each["pod"], time.monotonic())

@@ -1,4 +1,4 @@
-"""Annotated Jobs of several pods each, on nodes of kwok, and the ways in which their pods are lost."""
+"""Annotated Jobs of several pods each on kwok's nodes, and ways to lose their pods."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.eventually import eventually
 
 THREADS = 12
 NAME = "train-"
-"""Of a Job, before its number."""
+"""Prefix of a Job's name, before its number."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPod:
-    """A pod of a run, as the API has it."""
+    """A pod of a run as the API returns it."""
 
     namespace: str
     name: str
@@ -84,14 +84,13 @@ def job(name: str, *, pods: int, node: str) -> dict[str, Any]:
 
 
 def in_threads(work: Callable[[T], object], items: Iterable[T], threads: int = THREADS) -> None:
-    """Do it for each; raises the first failure."""
     with ThreadPoolExecutor(threads) as pool:
         for _ in pool.map(work, items):
             pass
 
 
 def make(plane: ControlPlane, namespaces: Sequence[str], sizes: Sequence[int]) -> None:
-    """Create a Job of each size in pods, spread over the namespaces and nodes, and wait until their pods run."""
+    """Create a Job for each size (number of pods), spread over namespaces and nodes, and wait until their pods run."""
     for namespace in namespaces:
         plane.namespace(namespace)
 
@@ -100,7 +99,7 @@ def make(plane: ControlPlane, namespaces: Sequence[str], sizes: Sequence[int]) -
         made: dict[str, Any] = {}
 
         def admitted() -> bool:
-            """Like whoever is told to try again: a control plane that is short of CPU says so."""
+            """Retry 500 and 503, which a control plane that is short of CPU returns."""
             reply = plane.rest.create(document, namespaces[number % len(namespaces)])
             made.update(reply.document)
             assert reply.status in {201, 500, 503}, reply.document
@@ -115,9 +114,9 @@ def make(plane: ControlPlane, namespaces: Sequence[str], sizes: Sequence[int]) -
 
 
 def make_pods(plane: ControlPlane, namespaces: Sequence[str], sizes: Sequence[int]) -> None:
-    """As `make`, for tens of thousands: the Job controller leaves these Jobs alone, and pods have no more than labels.
+    """Create tens of thousands of pods like `make`: the Job controller ignores these Jobs, and pods have only labels.
 
-    So the API server holds 2 KiB a pod, and one request makes it. Admission injects the Jobs all the same.
+    The API server stores 2 KiB for each pod, and one request creates it. Admission still injects the Jobs.
     """
     for namespace in namespaces:
         plane.namespace(namespace)
@@ -136,7 +135,7 @@ def make_pods(plane: ControlPlane, namespaces: Sequence[str], sizes: Sequence[in
 
 
 def _pod(made: dict[str, Any], index: int) -> dict[str, Any]:
-    """One of an injected Job, with what the controller and the simulated sidecars read of it."""
+    """Return a pod of an injected Job with the fields that the controller and the simulated sidecars read."""
     metadata, template = made["metadata"], made["spec"]["template"]
     (sidecar,) = template["spec"]["initContainers"]
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": metadata["uid"]}
@@ -176,7 +175,6 @@ def _wait_running(plane: ControlPlane, pods: int) -> None:
 
 
 def live_pods(plane: ControlPlane) -> list[ClusterPod]:
-    """The pods that train, of all runs."""
     path = f"/api/v1/pods?labelSelector={cluster_name.MANAGED_BY}%3D{cluster_name.MANAGED_BY_VALUE}"
     found = (ClusterPod.read(each) for each in control_plane.objects(plane.rest, path))
     return [pod for pod in found if pod.is_live]
@@ -185,7 +183,7 @@ def live_pods(plane: ControlPlane) -> list[ClusterPod]:
 def members(
     plane: ControlPlane, pods: Sequence[ClusterPod], sizes: Sequence[int], *, restored: bool = False
 ) -> list[SwarmMember]:
-    """Their sidecars, each with a token as the kubelet would project it; `sizes` as in `make`."""
+    """Return the pods' sidecars, each with a token as a kubelet projects it; `sizes` as in `make`."""
 
     def member(pod: ClusterPod) -> SwarmMember:
         bound = {"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid}
@@ -216,14 +214,13 @@ def members(
 
 
 def evict(plane: ControlPlane, pod: ClusterPod) -> None:
-    """As a drain does."""
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod.name}}
     reply = plane.rest("POST", f"{pod.path}/eviction", body)
     assert reply.status == 201, reply.document
 
 
 def kill(plane: ControlPlane, pod: ClusterPod) -> None:
-    """As a kubelet reports a trainer that ran out of memory."""
+    """Report the pod's trainer as out of memory, as a kubelet does."""
     container = {"name": "trainer", "image": "registry.example/train:1", "imageID": "", "ready": False}
     ended = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
     _report(plane, pod, "Failed", {**container, "started": False, "restartCount": 0, "state": ended})

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
     longest_s=st.floats(0.001, 1000), jitter=st.floats(0, 1),
 )  # fmt: skip
 def test_delays_stay_in_bounds(failures, uniform, first_s, longest_s, jitter):
-    """Never more than the longest, never less than the share of what is due that is not random."""
     backoff = Backoff(first_s=first_s, longest_s=longest_s, jitter=jitter)
     due_s = min(longest_s, first_s * 2.0 ** min(failures - 1, 60))
     delay_s = backoff.delay_s(failures, lambda: uniform)

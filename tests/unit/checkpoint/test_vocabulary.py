@@ -1,4 +1,4 @@
-"""One vocabulary: its words, and that no second list of them stands anywhere."""
+"""The shared vocabulary, and a check that no second list of its values exists."""
 
 import json
 from collections.abc import Iterator
@@ -27,7 +27,6 @@ CRD = ROOT / "charts/deltashard/templates/crds/checkpointpolicies.yaml"
 
 
 def test_encoding_names_and_codes_are_unique() -> None:
-    """Codes are the format's, forever."""
     assert {name: e.code for name, e in ENCODINGS.items()} == {
         "fp32": 1, "fp16": 2, "bf16": 3, "fp64": 4, "q8": 5, "q4": 6, "q3": 7, "q2": 8,
     }  # fmt: skip
@@ -66,7 +65,7 @@ def test_newest_common_protocol_is_chosen() -> None:
 
 
 def _enums(document: Any) -> Iterator[tuple[str, list[str]]]:
-    """(name, its values) of every property of a JSON schema that has an enum, at any depth."""
+    """Yield (name, its values) of every property of a JSON schema that has an enum, at any depth."""
     values = (
         document.items()
         if isinstance(document, dict)
@@ -81,7 +80,7 @@ def _enums(document: Any) -> Iterator[tuple[str, list[str]]]:
 
 
 def test_chart_schemas_have_the_same_enums():
-    """A custom resource and the chart's values are refused by the API for what the sidecar would refuse."""
+    """The API refuses a custom resource and the chart's values for what the sidecar would refuse."""
     crd = "\n".join(line for line in CRD.read_text().splitlines() if "{{" not in line)
     values = (ROOT / "charts/deltashard/values.schema.json").read_text()
     for document in (yaml.safe_load(crd), json.loads(values)):
@@ -90,7 +89,6 @@ def test_chart_schemas_have_the_same_enums():
 
 
 def test_documentation_lists_the_same_values() -> None:
-    """What people read beside a field of the protocol or an argument of the Checkpointer is the whole list."""
     proto = (ROOT / "proto/deltashard/v1/trainer.proto").read_text()
     assert f"string encoding = 3;  // {' '.join(ENCODING_CHOICES)}\n" in proto
     assert f"string differential = 4;  // {' '.join(DIFFERENTIALS)}\n" in proto

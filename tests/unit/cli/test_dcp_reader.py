@@ -1,4 +1,4 @@
-"""What a DCP directory holds, by torch's own reader; one that is damaged or not whole is refused."""
+"""DCP directories are read as torch reads them; damaged or incomplete directories are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ SAVED = {
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A directory that dcp.save wrote."""
     dcp.save(SAVED, checkpoint_id=tmp_path / "saved")
     return tmp_path / "saved"
 
@@ -80,7 +79,7 @@ def test_incomplete_checkpoint_is_refused(saved: Path, damage: Callable[[Metadat
 
 @pytest.mark.parametrize("second", [(0, 0), (1, 0), (1, 1)])
 def test_overlapping_pieces_are_refused(saved: Path, second: tuple[int, int]) -> None:
-    """Also where they have together as many elements as the tensor: what they leave out would be read as zeros."""
+    """Even if the element counts match: the uncovered elements would be read as zeros."""
     metadata = pickle.loads((saved / METADATA).read_bytes())
     held = metadata.state_dict_metadata["model.emb.weight"]
     index, info = next(item for item in metadata.storage_data.items() if item[0].fqn == "model.emb.weight")

@@ -1,4 +1,4 @@
-"""Which values of a saved state dict are the model's, which the optimizer's: by where they stand, or asked for."""
+"""Assignment of state-dict values to the model or the optimizer, by position or by request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deltashard_cli.dcp.reader import Contents, StoredObject, StoredTensor, Tens
 from deltashard_cli.dcp.state_dict import classify
 
 T = object()
-"""A tensor."""
+"""Represents a tensor."""
 MODEL = {"emb.weight": T, "top.bias": T}
 OPTIM = {
     "state": {"emb.weight": {"sum": T, "step": T}},
@@ -20,7 +20,7 @@ OPTIM = {
 
 
 def contents(tree: Any) -> Contents:
-    """As DCP flattens a state dict; lists of plain values are one value."""
+    """Flatten a state dict as DCP does; a list of plain values is one value."""
     values: dict[Any, StoredTensor | StoredObject] = {}
 
     def visit(path: tuple[str | int, ...], value: Any) -> None:
@@ -95,7 +95,6 @@ def test_optimizer_state_is_recognized_by_param_groups(place: str, tree: Any) ->
     ],
 )
 def test_malformed_optimizer_state_is_explained(optim: Any, unsupported_reason: str) -> None:
-    """And is never taken for a model."""
     found = classify(contents({"model": MODEL, "optim": optim}), None)
     (optimizer,) = found.optimizers
     assert unsupported_reason.replace("\\", "") in optimizer.unsupported_reason

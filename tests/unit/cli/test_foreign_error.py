@@ -1,4 +1,4 @@
-"""What is not our own error at the command line's rim: a message, a place and a remedy all the same."""
+"""Errors of other libraries are reported with message, place and remedy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_os_and_memory_errors_are_environment_errors(error: Exception, what: str
 
 
 def test_other_errors_are_unchanged() -> None:
-    """Ours says it all; a bug is one."""
+    """Errors of deltashard already have a remedy, and programming errors must stay visible."""
     ours, bug = UserError("x"), KeyError("y")
     assert wrap_os_error(ours) is ours
     assert exit_code(wrap_os_error(bug)) == INTERNAL

@@ -1,4 +1,4 @@
-"""What a URL of the command line means where nothing, or nothing of ours, is there; and how long that takes to say."""
+"""URLs of missing or foreign data are explained within a bounded number of listings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deltashard_cli.target import NoSuchRun, TooManyOtherObjects, find_run, runs
 
 
 class ListingCounter(MemoryStore):
-    """Counts listings, and what was taken from them."""
+    """Counts the listings and the entries taken from them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The demo's "exact" can say no: every way in which a restored state could be wrong is told apart from a right one."""
+"""The demo's "exact" detects every way in which a restored state can be wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS, SUM, TOP = "pairs.weight", "pairs.weight:sum", "top.0.weight"
 
 @pytest.fixture
 def checks(monkeypatch):
-    """The demo's module, which is a script's neighbour and no package."""
+    """Import the demo's module, which is next to a script and in no package."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "demo"))
     monkeypatch.delitem(sys.modules, "checks", raising=False)
     import checks
@@ -23,7 +23,6 @@ def checks(monkeypatch):
 
 
 def bump(array):
-    """Another value in its first place, by one bit."""
     array.reshape(-1)[0] = np.nextafter(array.reshape(-1)[0], np.float32(9))
 
 
@@ -42,7 +41,7 @@ def bump(array):
     ids=["none", "a bit", "exchanged", "a row never written", "row state", "dense", "missing", "surplus"],
 )
 def test_only_the_encoded_form_of_every_row_is_exact(checks, tmp_path, damage, wrong_rows, wrong_names):
-    """A copy as the training process leaves it, against what was restored; ten rows came back as they were cut."""
+    """The copy is that of the training process. Ten restored rows equal the rows of the cut exactly."""
     random = np.random.default_rng(7)
     cut = {
         ROWS: random.normal(size=(200, 32)).astype(np.float32),

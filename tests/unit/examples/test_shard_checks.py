@@ -1,4 +1,4 @@
-"""The "exact" of the demo of several ranks can say no: damage, a rank at another step, and gaps are told apart."""
+"""The "exact" of the demo of several ranks detects damage, a rank at another step, and gaps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Held = dict[int, dict[str, Any]]
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The demo's module, which is a script's neighbour and no package."""
+    """Import the demo's module, which is next to a script and in no package."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "demo" / "ranks"))
     for name in ("shard_checks", "content"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -35,7 +35,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 class TwoRankRun:
-    """Two ranks that saved steps 10 and 20; what they held then, as they would say it."""
+    """Two ranks that saved steps 10 and 20, and what they held then."""
 
     def __init__(self, checks: ModuleType, folder: Path) -> None:
         self.url = f"file://{folder / 'store'}"

@@ -1,9 +1,9 @@
-"""Golden specs: what a workload of each kind and shape, and each of the examples, looks like after its admission.
+"""Golden objects: a workload of each kind and shape, and each example, after admission.
 
-A case is `tests/golden/pods/<case>.in.yaml` (where the kind has a controller: the user's manifest, then the Job or pod
-its controller creates), `<case>.policy.yaml` where a policy matters, and `<case>.out.yaml`. Of a manifest in
-examples/kubernetes it is `tests/golden/examples/<manifest>.out.yaml`. `DELTASHARD_GOLDEN=write` writes the outputs anew:
-read the diff.
+A case is `tests/golden/pods/<case>.in.yaml` (for a kind with a controller, the user's manifest and the Job or pod that
+its controller creates), an optional `<case>.policy.yaml`, and `<case>.out.yaml`. For a manifest in
+examples/kubernetes the output is `tests/golden/examples/<manifest>.out.yaml`. `DELTASHARD_GOLDEN=write` rewrites the
+outputs; review the diff.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def assert_recorded(result: dict[str, Any], path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_admission_produces_the_golden_object(case: str) -> None:
-    """The patch, applied by a library of others, makes the object on record."""
     document = manifests(case)[-1]
     response = sample.answer(document, policy(case))
     assert response["allowed"], response
@@ -42,12 +41,11 @@ def test_admission_produces_the_golden_object(case: str) -> None:
 
 @pytest.mark.parametrize("path", WORKLOADS, ids=lambda path: path.stem)
 def test_example_injection_matches_the_golden_object(path: Path) -> None:
-    """What its controller makes of it, under the policy of the examples and the chart's defaults."""
+    """The input is the object that the controller creates, with the example's policy and the chart's defaults."""
     assert_recorded(injected(path), FOLDER.parent / "examples" / f"{path.stem}.out.yaml")
 
 
 def test_example_exit_codes_match_the_trainer() -> None:
-    """The rules of the example's podFailurePolicy speak of the trainer's own codes."""
     from deltashard.attach import exit_code, term_signal
 
     rules = documents(EXAMPLES / "job-pod-failure-policy.yaml")[0]["spec"]["podFailurePolicy"]["rules"]

@@ -1,4 +1,4 @@
-"""The pages on workloads, runs and troubles say what the code says: kinds, keys, codes, phases, Events, metrics."""
+"""The pages on workloads, runs and troubleshooting match the code: kinds, keys, codes, phases, Events, metrics."""
 
 from __future__ import annotations
 
@@ -26,18 +26,15 @@ WORKLOADS_PAGE, TROUBLES_PAGE, RUNS_PAGE = (
 
 
 def rows(page: str, header: str) -> list[list[str]]:
-    """Cells of the table with this header."""
     lines = page[page.index(header) :].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def documented_names(page: str, header: str) -> set[str]:
-    """The words in code quotes of the first column of the table with this header."""
     return {word for first, *_ in rows(page, header) for word in re.findall(r"`([^`]+)`", first)}
 
 
 def test_kinds_table() -> None:
-    """Where the line goes, for every kind, with an example that exists."""
     found = rows(WORKLOADS_PAGE, "| kind |")
     by_template = {"JobSet": "JobSet", "TrainingRuntime": "JobSet", "PyTorchJob": "PyTorchJob"}
     assert [row[:3] for row in found] == [
@@ -51,13 +48,11 @@ def test_kinds_table() -> None:
 
 
 def test_annotations_table() -> None:
-    """Every key with what it takes, in the words of its refusal."""
     keys = [[f"`{key}`", takes] for key, (_, _, takes) in annotation.KEYS.items()]
     assert rows(WORKLOADS_PAGE, "| annotation |") == keys
 
 
 def test_every_code_has_a_section() -> None:
-    """In the order of the code's own list, each with an example."""
     assert re.findall(r"(?m)^### (\w+)$", TROUBLES_PAGE) == list(CODES)
     examples = re.findall(r"```console\n(.*)\n```", TROUBLES_PAGE)
     assert [re.findall(r"\((\w+)\)$", each) for each in examples] == [[code] for code in CODES]
@@ -99,7 +94,6 @@ def test_every_controller_metric_is_documented() -> None:
 
 
 def test_links_resolve() -> None:
-    """Files and headings that the pages of Kubernetes point to exist."""
     for page in sorted(PAGES.glob("*.md")):
         for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
             file = page.parent / target if target else page

@@ -1,4 +1,4 @@
-"""Causes on the wire: one closed set of words."""
+"""Causes on the wire: a closed set of values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from deltashard_sidecar.settings import SettingError
 
 
 class FailedCall(grpc.RpcError, grpc.Call):  # type: ignore[misc]
-    """A call that ended so."""
+    """A failed call with the given status."""
 
     def __init__(
         self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, bytes], ...] | None
@@ -82,7 +82,7 @@ def test_refused_call_maps_to_the_error_of_its_cause(
 
 
 def test_unanswered_call_has_no_cause() -> None:
-    """No metadata at all: the sidecar is gone. A store that it could not reach is its answer."""
+    """Without metadata the sidecar is gone. An unreachable store is an answer of the sidecar."""
     for code in UNANSWERED:
         unanswered = FailedCall(code, "connection refused", None)
         assert cause_of(unanswered) == ""
@@ -129,7 +129,7 @@ def test_unanswered_call_has_no_cause() -> None:
 def test_error_causes_by_operation(
     error: Exception, of_save: str, of_restore: str, of_store: str | None
 ) -> None:
-    """As the cause of a failed save, of a failed restore, and of a store that does not serve."""
+    """The columns are a failed save, a failed restore, and an unusable store."""
     assert save.cause_of(error) == of_save
     assert restore.cause_of(error) == of_restore
     if not isinstance(error, (CacheFull, UploadFailed)):  # no store raises these

@@ -22,7 +22,6 @@ PACKAGES = {
 
 
 def imported(folder: str) -> set[str]:
-    """Folders of the other packages that this one imports."""
     folders = {package: name for name, package in PACKAGES.items()}
     found = set()
     for path in (ROOT / folder / PACKAGES[folder]).rglob("*.py"):

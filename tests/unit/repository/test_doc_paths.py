@@ -1,4 +1,4 @@
-"""Pages that lead through the code name files that exist, and names that stand in them."""
+"""Pages about the code name only existing files, tests, classes and functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ STOP = re.compile(r"^\| *\d+ \| `([^`]+)` · `([\w.]+)` \|", re.MULTILINE)
     "page", sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
 )
 def test_every_path_on_a_page_exists(page: str) -> None:
-    """A path in code marks is a file or a folder of this repository; a test named in it stands there."""
     wrong = []
     for path, test in PATH.findall((ROOT / "docs" / page).read_text()):
         place = ROOT / path
@@ -29,7 +28,6 @@ def test_every_path_on_a_page_exists(page: str) -> None:
 
 
 def test_every_stop_of_the_walk_exists() -> None:
-    """Fewer than thirty stops, and each one's class and method or function stands in its file."""
     stops = STOP.findall(WALK)
     assert 20 < len(stops) < 30
     for path, name in stops:
@@ -41,7 +39,6 @@ def test_every_stop_of_the_walk_exists() -> None:
 
 
 def test_every_page_of_docs_is_linked() -> None:
-    """Every page of docs/ is in the site's navigation or reached by a link of another page."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     navigation = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     linked = {ROOT / "docs" / page for page in navigation}

@@ -1,4 +1,4 @@
-"""Each extra of the package brings what its code imports, and nothing else; what all parts import is in the base."""
+"""Each extra of the package has exactly what its code imports; what all parts import is in the base."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ FOLDERS = {
     "kubectl": (KUBECTL,),
 }
 OPTIONAL_EXTRAS = {S3, CLOUD, KUBECTL}
-"""What these folders import is brought by their own extras."""
+"""Folders whose imports belong to their own extras."""
 ELSEWHERE = {"torch"}
-"""The commands on torch's formats, which say what they lack."""
+"""Imports of the commands on torch's formats, which report a missing package."""
 
 
 def names(requirements: list[str]) -> set[str]:
-    """Distributions, those of the extras that they refer to among them."""
+    """Return the distributions of extras, with those of the extras that they refer to."""
     found = set()
     for each in requirements:
         name, more = re.fullmatch(r"([\w.-]+)(?:\[([\w,]+)\])?[^\[]*", each).groups()  # type: ignore[union-attr]
@@ -55,7 +55,6 @@ DISTRIBUTIONS = packages_distributions()
 
 @cache
 def imported(path: Path) -> set[str]:
-    """Modules, also those that are imported when a function runs."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -66,7 +65,6 @@ def imported(path: Path) -> set[str]:
 
 
 def needed(folders: tuple[str, ...]) -> set[str]:
-    """Distributions of what the modules under the folders import."""
     found: set[str] = set()
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         if not any(path.is_relative_to(ROOT / each) for each in OPTIONAL_EXTRAS - {*folders}):

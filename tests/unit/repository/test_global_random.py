@@ -1,4 +1,4 @@
-"""The global generators are the program's: what the library draws from them changes the bits of a training."""
+"""The global random generators belong to the program: the library must not draw from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 ALLOWED = {"Random", "SystemRandom", "getstate", "setstate"}
-"""What draws nothing from `random`'s global generator; `seed` is `rng.reseed_for_rank`'s, for a rank that has none."""
+"""Names of `random` that draw nothing from its global generator. Only `rng.reseed_for_rank` may use `seed`."""
 
 
 def _drawn(path: Path) -> Iterator[str]:

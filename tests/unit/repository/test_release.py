@@ -1,4 +1,4 @@
-"""The workflow that publishes names what there is: files, targets, repositories, versions."""
+"""The release workflow names existing files, targets, repositories and versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def steps(job: str) -> list[dict[str, Any]]:
 
 
 def test_every_named_file_exists() -> None:
-    """Scripts, the Dockerfile, the chart, the tests of the kernels."""
     named = set(re.findall(r"\b(?:tools|images|charts|tests)/[\w./-]*[\w/]", TEXT))
     assert {"tools/wheels.py", "images/requirements", "tests/unit/checkpoint/codecs"} <= named
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
@@ -31,7 +30,6 @@ def test_every_named_file_exists() -> None:
 
 
 def test_images_match_chart_and_docs() -> None:
-    """Each target, under its name, for both architectures."""
     assert JOBS["images"]["strategy"]["matrix"]["target"] == [each.target for each in PUBLISHED]
     (build,) = [each["with"] for each in steps("images") if "build-push" in each.get("uses", "")]
     registry = WORKFLOW["env"]["REGISTRY"]
@@ -43,7 +41,6 @@ def test_images_match_chart_and_docs() -> None:
 
 
 def test_publishing_requires_a_tag() -> None:
-    """Whatever logs in, pushes, signs or releases has the condition, its own or its job's."""
     for name, job in JOBS.items():
         for step in job["steps"]:
             text = yaml.safe_dump(step)

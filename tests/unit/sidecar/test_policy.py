@@ -1,4 +1,4 @@
-"""Directives: which one holds, over what, and what is read back from a commit."""
+"""Directives: which one is active, what it overrides, and how a commit records it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BASE = pb.Policy(every_s=300.0, encoding="q8", differential="intermittent", stat
 
 
 def test_directive_overrides_startup_settings() -> None:
-    """Zero and empty fields keep it; each directive is whole, so the one before leaves nothing behind."""
+    """Zero and empty fields keep the startup setting. A directive replaces the previous one completely."""
     first = fleet.Directive(id=1, policy=pb.Policy(every_s=60.0, encoding="q4"))
     held = ActivePolicy(initial=BASE).with_directive(first)
     assert (held.policy.every_s, held.policy.encoding, held.policy.differential) == (
@@ -29,7 +29,6 @@ def test_directive_overrides_startup_settings() -> None:
 
 
 def test_timer_directive_disables_the_other_timer() -> None:
-    """From seconds to steps and back, as a policy says; what is no timer is kept as ever."""
     held = ActivePolicy(initial=BASE)
     steps = fleet.Directive(id=1, policy=pb.Policy(every_steps=20), whole=[*TIMERS, "of a newer controller"])
     held = held.with_directive(received(steps, ""))
@@ -40,20 +39,18 @@ def test_timer_directive_disables_the_other_timer() -> None:
 
 
 def test_directive_cannot_disable_saving() -> None:
-    """From whoever it comes: the controller, or a commit's metadata."""
     with pytest.raises(BadDirective, match="every timer"):
         received(fleet.Directive(id=1, policy=pb.Policy(encoding="q8"), whole=TIMERS), "")
     with pytest.raises(BadDirective, match="every timer"):
         parse_directive('{"id": 1, "policy": {}, "whole": ["every_s", "every_steps"], "workload": ""}')
     with pytest.raises(BadDirective, match="every timer"):
         received(fleet.Directive(id=1, policy=pb.Policy(), whole=["every_s"]), "")
-    for name in ("encoding", "state_encoding", "differential"):  # words that a save needs
+    for name in ("encoding", "state_encoding", "differential"):  # settings that a save needs
         with pytest.raises(BadDirective, match=name):
             received(fleet.Directive(id=1, policy=pb.Policy(every_s=60.0), whole=[name]), "")
 
 
 def test_recorded_form_round_trips() -> None:
-    """Text in a commit's metadata, small and for people, too."""
     message = fleet.Directive(id=7, policy=pb.Policy(every_s=45.5, encoding="q2"))
     directive = received(message, "uid-1")
     assert parse_directive(format_directive(directive)) == directive

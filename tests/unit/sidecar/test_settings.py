@@ -1,4 +1,4 @@
-"""Settings: environment, command line, refusals with a remedy, and the pages that are made from tables."""
+"""Settings: environment, command line, refusals with a remedy, and generated pages."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def test_invalid_settings_are_refused_at_startup(argv: list[str], says: str) -> 
 
 
 def test_numbers_outside_their_range_are_refused() -> None:
-    """With its flag, its variable and the range; both ends themselves are served, other settings permitting."""
+    """The message has the flag, the variable and the range. Both ends of the range are valid."""
     assert set(RANGES) == {name for name, kind, *_ in entries() if kind in {"int", "float"}}
     for name, (least, most) in RANGES.items():
         flag = f"--{name.replace('_', '-')}"
@@ -78,7 +78,7 @@ def test_hook_deadline_is_validated(text: str, says: str, capsys: pytest.Capture
 
 
 def test_every_setting_is_documented_and_pages_are_up_to_date() -> None:
-    """Regenerate with `python -m tools.settings_page`, and from what `lifecycle.reference()` returns."""
+    """Regenerate with `python -m tools.settings_page`, and from the text of `lifecycle.reference()`."""
     assert [row[0] for row in entries()] == list(Settings.__dataclass_fields__)
     assert PAGE.read_text() == reference()
     assert PAGE.with_name("save-lifecycle.md").read_text() == lifecycle.reference()

@@ -1,4 +1,4 @@
-"""A sidecar in this process, without its transport: what it keeps of sessions that are over."""
+"""A sidecar in this process without its transport: what remains of ended sessions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ def attachment() -> pb.AttachRequest:
 def test_directive_during_attachment_sets_the_timer(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At whichever moment of the attachment: the trainer is told the new interval and the timer keeps it."""
     step_of = sidecar.keeper.step_of
     directive = fleet.Directive(id=1, policy=pb.Policy(every_s=7.0))
     threads: list[threading.Thread] = []
@@ -63,7 +62,7 @@ def test_directive_during_attachment_sets_the_timer(
         if not threads:
             threads.append(threading.Thread(target=sidecar.control.apply_directive, args=(directive,)))
             threads[0].start()
-            threads[0].join(0.5)  # it is over by then, or waits for the attachment
+            threads[0].join(0.5)  # it has ended by then, or waits for the attachment
         return step_of(rank)
 
     monkeypatch.setattr(sidecar.keeper, "step_of", directed)
@@ -77,7 +76,7 @@ def test_directive_during_attachment_sets_the_timer(
 def test_new_save_waits_until_the_last_outcome_is_notified(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer hears how its save ended before the sidecar is done with it: its next save is not refused as busy."""
+    """Otherwise the trainer's next save would be refused as busy."""
     session = sidecar.attach(attachment()).session
     sidecar.open(pb.OpenRequest(session=session, which="none"))
     first = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
@@ -106,7 +105,7 @@ def test_new_save_waits_until_the_last_outcome_is_notified(
 
 
 def staging(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> tuple[Save, list[int], list[Any]]:
-    """A save that has begun, the blocks granted to it, and what will have been given to the encode pool."""
+    """Return a save in progress, the blocks granted to it, and the list of work submitted to the encode pool."""
     session = sidecar.attach(attachment()).session
     sidecar.open(pb.OpenRequest(session=session, which="none"))
     given: list[Any] = []
@@ -125,7 +124,7 @@ def rows(block: int) -> pb.SaveRequest:
 def test_encoding_waits_while_the_trainer_has_free_blocks(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, batches: int
 ) -> None:
-    """Five of six blocks may wait for the seal; with the sixth none is left to copy into."""
+    """Five of six blocks may wait for the end of the save. The sixth leaves no block to copy into."""
     save, blocks, given = staging(sidecar, monkeypatch)
     assert len(blocks) == 6
     seen: list[int] = []

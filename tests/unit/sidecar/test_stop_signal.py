@@ -1,4 +1,4 @@
-"""A signal comes at any instant of the wait for it, and is heard."""
+"""A signal at any point of the wait is handled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def signals() -> Iterator[StopSignals]:
 
 
 def waits(signals: StopSignals, *, signal_at: int) -> tuple[bool, bool]:
-    """(whether SIGTERM was raised at that line of Python, the library's counted too; what the wait returned)."""
+    """Return (whether SIGTERM was raised at that line of Python, including the library's; the result of the wait)."""
     lines = 0
 
     def trace(_frame: FrameType, what: str, _argument: object) -> Any:
@@ -43,7 +43,6 @@ def waits(signals: StopSignals, *, signal_at: int) -> tuple[bool, bool]:
 
 @pytest.mark.timeout(60)
 def test_signal_at_any_line_of_the_wait_is_handled(signals: StopSignals) -> None:
-    """Whatever lock is held there, the handler does not wait for it."""
     line = 1
     while (result := waits(signals, signal_at=line))[0]:
         assert result[1] or signals.wait(0.001), line

@@ -1,4 +1,4 @@
-"""Tests of the trainer hear of bugs that production only logs."""
+"""Fixtures that turn events which production only logs into test failures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deltashard.attach import lifecycle
 
 @pytest.fixture(autouse=True)
 def _no_unknown_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What production logs, a news item that the trainer's state does not know, fails the test."""
+    """Fail the test on an event that the trainer's state does not know. Production only logs it."""
 
     def refuse(bug: lifecycle.IllegalEvent) -> None:
         raise bug

@@ -1,4 +1,4 @@
-"""`deltashard.open_checkpoint`: what a run holds, read by nobody's sidecar, and nothing written."""
+"""`deltashard.open_checkpoint` reads a run without a sidecar and writes nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.checkpoint.written_run import HALF, ITEMS, WrittenRun
 
 @pytest.fixture
 def written(tmp_path: Path) -> Iterator[WrittenRun]:
-    """A baseline (step 10, pinned "best") and two deltas (steps 20 and 30)."""
+    """Write a baseline (step 10, pinned "best") and two deltas (steps 20 and 30)."""
     run = WrittenRun(open_store(f"file://{tmp_path}/store"), "team/r", tmp_path)
     first = run.save(step=10, pins=("best",), metadata={"loss": "0.5"})
     second = run.save(run.train(), step=20, covers=first)
@@ -96,7 +96,10 @@ def test_ranges_cover_all_ids_and_are_few(ids: set[int]) -> None:
 def test_checkpoint_retired_during_open_is_not_reported_corrupt(
     written: WrittenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
-    """Chosen, then retired and deleted: the newest is opened instead, and a name that is gone is said to be gone."""
+    """A checkpoint that is deleted after it was chosen is replaced by the newest one.
+
+    A deleted name is reported as deleted.
+    """
     place = {"reader": checkpoint_reader, "command line": checkpoint_choice}[reader]
     chosen = place.choose
     store = written.log.store

@@ -1,4 +1,4 @@
-"""What `Checkpointer(...)` and `save()` refuse before anything starts: each refusal names the argument and the remedy."""
+"""Arguments that `Checkpointer(...)` and `save()` refuse before anything starts, with the argument and the remedy."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ TERMS: list[tuple[dict[str, Any], str]] = [
     ],
 )
 def test_invalid_arguments_are_refused_by_name(tmp_path: Path, given: dict[str, Any], what: str) -> None:
-    """Nothing was started, and the message has the argument and something to do."""
     options: dict[str, Any] = {"model": model(), "url": tmp_path / "store", "run": "run", **given}
     with pytest.raises(UserError, match=what) as caught:
         deltashard.Checkpointer(options.pop("model"), options.pop("optimizer", ()), **options)
@@ -69,7 +68,7 @@ def test_invalid_arguments_are_refused_by_name(tmp_path: Path, given: dict[str, 
 
 
 def test_meta_model_and_missing_store_are_refused() -> None:
-    """On the meta device there is nothing to save, and nothing to restore into."""
+    """A model on the meta device has no data to save or to restore into."""
     with torch.device("meta"):
         empty = model()
     with pytest.raises(UserError, match=r"0\.weight is on the meta device") as caught:
@@ -80,7 +79,6 @@ def test_meta_model_and_missing_store_are_refused() -> None:
 
 
 def test_all_forms_of_the_optimizers_argument() -> None:
-    """None, one, a list, a dict, a generator, a wrapper that is no Optimizer; of a scheduler or another model none."""
     net = model()
     adam, sgd = torch.optim.Adam(net.parameters()), torch.optim.SGD(net.parameters(), lr=0.1)
 
@@ -108,7 +106,6 @@ def test_all_forms_of_the_optimizers_argument() -> None:
 
 
 def test_config_fields_match_checkpointer_arguments() -> None:
-    """Each field by its name and default: what is added to one is added to the other."""
     arguments = {
         each.name: dataclasses.MISSING if each.default is inspect.Parameter.empty else each.default
         for each in inspect.signature(deltashard.Checkpointer).parameters.values()
@@ -128,11 +125,11 @@ def test_config_fields_match_checkpointer_arguments() -> None:
         {"long": "x" * (MAX_METADATA + 1)},
         {str(i): "x" * 1000 for i in range(100)},
         [("auc", 1)],
-        {"deltashard/directive": "{}"},  # what the sidecar records of a directive cannot be said by a script
+        {"deltashard/directive": "{}"},  # reserved: the sidecar records directives under this prefix
     ],
 )
 def test_invalid_metadata_is_refused_at_save(metadata: Any) -> None:
-    """Told to the caller: later it would fail the save, or the commit, again and again."""
+    """The caller gets the error. A later refusal would fail every save or commit."""
     assert stored_metadata({"auc": 0.8, "deltashard": "fine"}) == {"auc": "0.8", "deltashard": "fine"}
     assert stored_metadata(None) == {}
     with pytest.raises(UserError, match="metadata"):
@@ -141,7 +138,6 @@ def test_invalid_metadata_is_refused_at_save(metadata: Any) -> None:
 
 @pytest.mark.parametrize("pin", ["", " best", "best ", "a\tb", "\ud800", "p" * 201, 7])
 def test_invalid_pins_are_refused_at_save(pin: object) -> None:
-    """One that can be said on a command line passes."""
     check_pin(None)
     check_pin("epoch 3/best-auc: 0.8, größte")
     with pytest.raises(UserError, match="pin= takes 1 to 200 printable characters"):

@@ -1,4 +1,4 @@
-"""`doctor()`: what it says of a program, and the full comparison of the first cuts."""
+"""`doctor()`: its report on a program, and the full comparison at the first snapshots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ GRADIENTS = TrackingSettings(hash_below_bytes=0, audit_rows=0)
 def _program(
     model: nn.Module, optimizers: Any, settings: TrackingSettings | None = None, **state: Any
 ) -> Program:
-    """What a Checkpointer would save."""
     return Program(Tracking(model, optimizers, settings=settings), state)
 
 
@@ -36,7 +35,6 @@ def _model() -> nn.Sequential:
 
 
 def test_doctor_reports_tracking_and_saved_state() -> None:
-    """Through torch.compile, by the names that the checkpoint has."""
     model = _model()
     tables = torch.optim.Adagrad(model.items.parameters(), lr=0.1)
     dense = torch.optim.AdamW([*model.top.parameters(), *model.norm.parameters()], lr=0.1)
@@ -73,7 +71,7 @@ def test_doctor_reports_unsaved_state() -> None:
 def test_forgotten_scheduler_is_reported_at_the_first_snapshot(
     given: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once; and not when anything given could hold it."""
+    """A scheduler is reported only if no given object could hold it."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)

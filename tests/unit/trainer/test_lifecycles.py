@@ -1,4 +1,4 @@
-"""The tables of an attachment, a snapshot and a restore: their pages in docs, and what they promise."""
+"""The lifecycle tables of an attachment, a snapshot and a restore: their pages in docs, and their guarantees."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ IN_PRODUCTION = attach.log_illegal_event
 
 @pytest.mark.parametrize(("table", "page"), [(attach, "trainer"), (save, "snapshot"), (restore, "restore")])
 def test_lifecycle_page_is_up_to_date(table: ModuleType, page: str) -> None:
-    """Regenerate: write there what the module's `reference()` returns."""
+    """To regenerate a page, write what the module's `reference()` returns."""
     assert (ROOT / f"docs/reference/{page}-lifecycle.md").read_text() == table.reference()
 
 
 def test_unknown_event_is_logged_and_training_continues(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The state stays; under these tests it is raised."""
+    """The state does not change. The fixture of these tests turns the log record into an error."""
     attempt = TrainingAttempt()
     with pytest.raises(IllegalEvent, match="NEW"):
         attempt.transition(AttachEvent.LOSE)

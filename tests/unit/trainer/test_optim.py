@@ -1,4 +1,4 @@
-"""Row-wise Adagrad against a loop over rows written from the formula."""
+"""Row-wise Adagrad compared with a loop over rows that is written from the formula."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def by_hand(weight, total, ids, grads, lr, eps):
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("initial", [0.0, 0.25])
 def test_duplicate_rows_are_summed_before_the_update(sparse, initial):
-    """Repeated rows in a batch, several steps: weights and accumulators follow the formula."""
     torch.manual_seed(0)
     table = nn.Embedding(20, 4, sparse=sparse)
     weight, total = table.weight.detach().clone(), torch.full((20,), initial)
@@ -41,7 +40,6 @@ def test_duplicate_rows_are_summed_before_the_update(sparse, initial):
 
 
 def test_low_precision_weights_keep_a_float32_accumulator():
-    """bfloat16 weights are updated in float32 and rounded once."""
     table = nn.Embedding(10, 4, sparse=True, dtype=torch.bfloat16)
     before = table.weight.detach().float()
     optimizer = RowWiseAdagrad(table.parameters(), lr=0.5)

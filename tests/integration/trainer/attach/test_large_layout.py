@@ -75,5 +75,5 @@ def test_layout_over_64_mib_opens_attempt(tmp_path: Path) -> None:
 
 def test_oversized_layout_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "MAX_LAYOUT_BYTES", 99)
-    with _link("unix:/nowhere") as link, pytest.raises(UserError, match="100 bytes, of 99 at most"):
+    with _link("unix:/nowhere") as link, pytest.raises(UserError, match="100 bytes, more than 99"):
         link.open(pb.OpenRequest(layout=bytes(100)))

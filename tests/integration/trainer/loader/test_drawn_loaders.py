@@ -91,7 +91,8 @@ def test_drawn_loader_resumes_exactly_or_warns(data: st.DataObject) -> None:
     make = partial(made, one_of(*KINDS), noise, data.draw(st.booleans()), **options)
     how = one_of(*sorted(LOOPS.keys() - NOT_DRAWN))
     other = make if how in ("zipped", "cycled", "nested", "alternated") else None
-    pipelined = "pipeline" in how and data.draw(st.booleans())
+    # Samples that draw while earlier batches are trained on do not resume exactly, which is not detected (docs/guarantees.md).
+    pipelined = "pipeline" in how and noise in ("none", "count", "time") and data.draw(st.booleans())
     program = loop(make, how, other, skip=one_of("auto", "auto", "sampler", "replay"), pipelined=pipelined)
     kill = data.draw(st.integers(1, 17))
     outcome = resumed(program, kill, kill + 40)

@@ -1,4 +1,4 @@
-"""The pack cache: budget, pins, restarts, one owner, a full disk, and no descriptor that stays open."""
+"""Tests of the pack cache: budget, pins, restarts, ownership, full disks and open file descriptors."""
 
 import os
 import threading
@@ -36,7 +36,6 @@ def test_evicts_least_recently_used_pack_first(tmp_path: Path) -> None:
 
 
 def test_pinned_packs_are_kept_and_create_waits_for_an_unpin(tmp_path: Path) -> None:
-    """What is not uploaded yet is never evicted; `create` waits, then gets the room, or says why not."""
     with PackCache(tmp_path, budget_bytes=1280) as cache:
         _put(cache, "a", b"a" * 640, unpin=False)
         _put(cache, "b", b"b" * 640, unpin=False)
@@ -58,7 +57,7 @@ def test_pinned_packs_are_kept_and_create_waits_for_an_unpin(tmp_path: Path) -> 
 
 
 def test_restart_keeps_packs_and_removes_partial_files(tmp_path: Path) -> None:
-    """Order of use too; a half-filled spool of a dead owner is removed; a smaller budget evicts at start."""
+    """A restart keeps the order of use. It removes partial files of a dead owner and evicts down to a smaller budget."""
     with PackCache(tmp_path, budget_bytes=1 << 20) as cache:
         for i, name in enumerate("abc"):
             _put(cache, name, name.encode() * 640)

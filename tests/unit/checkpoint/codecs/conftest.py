@@ -1,4 +1,4 @@
-"""Every set of kernels serves each test that asks for `kernel_set`; the slow yardsticks come from bench/."""
+"""Fixtures of the codec tests: each test that takes `kernel_set` runs with every set of kernels."""
 
 import importlib.util
 import shutil
@@ -15,7 +15,7 @@ LEVELS = ("default", "avx2", "avx512")
 
 
 def _native_at(name: str) -> Iterator[ModuleType]:
-    """The native kernels at one instruction set; their absence is only excused where there is no C compiler."""
+    """Return the native kernels at one instruction set. They may be absent only without a C compiler."""
     try:
         from deltashard_checkpoint.codecs import native_kernel
     except ImportError as e:
@@ -33,13 +33,12 @@ def _native_at(name: str) -> Iterator[ModuleType]:
 
 @pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The native kernels."""
     yield from _native_at(request.param)
 
 
 @pytest.fixture(params=["numpy", *LEVELS])
 def kernel_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Makes numpy's or the native kernels serve the test."""
+    """Make numpy's or the native kernels serve the test."""
     for chosen in [numpy_kernel] if request.param == "numpy" else _native_at(request.param):
         monkeypatch.setattr(kernel_choice, "active", lambda chosen=chosen: chosen)
         yield chosen
@@ -47,7 +46,6 @@ def kernel_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(scope="session")
 def reference() -> ModuleType:
-    """bench/codecs_reference.py."""
     spec = importlib.util.spec_from_file_location("codecs_reference", REFERENCE)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""Small helpers of the codec tests."""
+"""Helpers of the codec tests."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from deltashard_checkpoint.vocabulary import ENCODINGS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """Encoded rows and what a frame says of them."""
+    """Encoded rows and the frame fields that describe them."""
 
     encoding: str
     shape: tuple[int, int]
@@ -25,7 +25,7 @@ class Stored:
         )  # fmt: skip
 
     def words(self):
-        """(scales, biases) as float16 bits or float32."""
+        """Return (scales, biases) as float16 bits or float32."""
         word = np.float32 if self.encoding == "q8" else np.uint16
         return self.sections[0].view(word), self.sections[1].view(word)
 
@@ -39,7 +39,7 @@ def store(encoding, weights, *, dtype=None, search=None) -> Stored:
 
 
 def odd_rows(columns: int, seed: int = 0) -> np.ndarray:
-    """Ordinary rows, and among them one of each kind that breaks naive quantizers. float32 [64, columns]."""
+    """Return float32 [64, columns]: ordinary rows and one of each kind that breaks simple quantizers."""
     rng = np.random.default_rng(seed)
     x = rng.normal(0, 0.05, (64, columns)).astype(np.float32)
     x[5] = 0

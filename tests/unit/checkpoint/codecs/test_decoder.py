@@ -1,4 +1,4 @@
-"""Decode fused with scatter equals decode, then scatter; hostile sections and positions are refused before any write."""
+"""Fused decode and scatter equals decode, then scatter. Hostile sections and positions are refused before any write."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ ONES = np.ones((2, 2), np.float32)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_fused_scatter_equals_decode_then_scatter(kernel_set, encoding, dtype):
-    """Into every dtype, a column range of a wider tensor, with and without a mask, odd rows included."""
+    """The cases cover every dtype, a column range of a wider tensor, a mask and odd rows."""
     x = odd_rows(21, seed=4)
     stored = store(encoding, np.concatenate([x, 0.1 * odd_rows(21, 5)[20:], odd_rows(21, 6)[20:]]))
     assert stored.encoded.fits

@@ -1,4 +1,4 @@
-"""Native kernels equal numpy's bit for bit, at every instruction set; the choice between them."""
+"""Native kernels equal numpy's bit for bit at every instruction set; the choice between the two."""
 
 import sys
 
@@ -17,7 +17,9 @@ NONE = np.empty(0, np.bool_)
 
 def _rows(columns: int, seed: int = 0) -> np.ndarray:
     extra = np.random.default_rng(seed).standard_t(3, (19, columns)).astype(np.float32)
-    return np.concatenate([odd_rows(columns, seed), extra])  # 83 rows: five whole blocks of lanes and a rest
+    return np.concatenate(
+        [odd_rows(columns, seed), extra]
+    )  # 83 rows: five whole blocks of lanes and a remainder
 
 
 def _encoded(k, x, bits, mode, unit):
@@ -72,7 +74,7 @@ def test_native_decoding_equals_numpy(level, bits, dtype, store):
 
 
 def test_large_aligned_scatter_equals_numpy(level):
-    """Above a MiB into 64-byte aligned rows the native scatter writes around the caches."""
+    """Above 1 MiB into 64-byte aligned rows, the native scatter bypasses the caches."""
     rng = np.random.default_rng(0)
     n, d = 6000, 64
     codes = rng.integers(0, 256, (n, 32), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Encoded rows: bounded errors, torch's bits, exponents, and nothing that decodes as garbage."""
+"""Encoded rows have bounded errors, equal torch's bits and never decode as garbage."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ blocks = hnp.arrays(
 
 
 def _check_bounds(x: np.ndarray, stored) -> None:
-    """Plain rows are within half a step, plus what rounding scale, bias and result to their formats can cost."""
+    """Check that the error is at most half a step plus the rounding of scale, bias and result to their formats."""
     y = stored.restored().astype(np.float64)
     found = read_exceptions(np.frombuffer(stored.encoded.exceptions, np.uint8), *stored.shape)[0]
     listed = np.isin(np.arange(stored.shape[0]), found)
@@ -52,7 +52,7 @@ def _check_bounds(x: np.ndarray, stored) -> None:
     if stored.encoding == "q8":
         bound = step * (0.5 + 0.05) + magnitude * 2.0**-22 + 2.0**-149
     else:
-        # Half a step, a bias off by 2**-12 of its size, a scale off by 2**-12 (or 1/16 of a step at the top) each.
+        # Half a step, a bias off by 2**-12 of its size, and a scale off by 2**-12 (or 1/16 of a step at the top).
         bound = step * (0.5 + 0.13) + magnitude * 2.0**-9 + 2.0**-140
     assert (np.abs(out - rest) <= bound).all()
 
@@ -97,7 +97,7 @@ def test_constant_rows_are_exact(kernel_set, encoding, search, value):
 @pytest.mark.parametrize("columns", [4, 8, 20, 64, 96, 128, 200])
 @pytest.mark.parametrize("encoding", TORCH)
 def test_plain_rows_equal_torch_prepack(kernel_set, encoding, columns):
-    """Same bits as prepack after the reorder, and the same bits as unpack after decoding."""
+    """The bits equal those of torch's prepack after the reorder, and those of unpack after decoding."""
     rng = np.random.default_rng(columns)
     x = rng.normal(0, 0.05, (500, columns)) + rng.normal(0, 0.03, (500, 1))
     x[:100] = rng.uniform(-1e-2, 1e-2, (100, columns))
@@ -117,7 +117,7 @@ def test_plain_rows_equal_torch_prepack(kernel_set, encoding, columns):
 
 @pytest.mark.parametrize("encoding", ["q4", "q3", "q2"])
 def test_precision_is_independent_of_table_size(kernel_set, encoding):
-    """Rows uniform in +-1/sqrt(rows): float16 scales underflow at 10**9 rows and beyond, the exponent takes over."""
+    """Rows are uniform in +-1/sqrt(rows). From 10**9 rows, float16 scales underflow and the exponent compensates."""
     base = np.random.default_rng(0).uniform(-1, 1, (3000, 64))
     relative = []
     for rows in (1e4, 1e8, 1e9, 1e12, 1e30):
@@ -128,7 +128,7 @@ def test_precision_is_independent_of_table_size(kernel_set, encoding):
         assert stored.encoded.exponent == 0 if rows <= 1e8 else stored.encoded.exponent < 0 or rows == 1e9
     assert max(relative) < 1.02 * min(relative)
     x = (0.01 * base[:200]).astype(np.float32)
-    x[17] *= 1e32  # one huge row does not cost the others their precision
+    x[17] *= 1e32  # One huge row does not reduce the precision of the others.
     stored = store(encoding, x)
     assert stored.encoded.exponent == 0
     assert (stored.restored()[17] == x[17]).all()
@@ -166,7 +166,7 @@ def test_exponent_covers_most_rows_or_is_zero(scale, spread, bits, seed):
     ("encoding", "dtype"), [("fp16", "float32"), ("bf16", "float64"), ("fp32", "float64")]
 )
 def test_overflowing_cast_keeps_finite_rows(kernel_set, encoding, dtype):
-    """Finite values that would become Inf travel in the side list; NaN and Inf need no help."""
+    """Finite values that would become Inf are in the side list. NaN and Inf are not."""
     wide = np.ones((40, 16), np.float64)
     wide[3, 2] = 1e300 if dtype == "float64" else 1e38
     wide[4, 0] = np.nan
@@ -182,7 +182,6 @@ def test_overflowing_cast_keeps_finite_rows(kernel_set, encoding, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("search", [PLAIN, Search(kind="refit", starts=3, passes=2)])
 def test_largest_weights_never_decode_as_inf(kernel_set, encoding, dtype, search):
-    """Neither the rounding of a scale nor a range that a search made wider may cost a finite weight."""
     most = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": np.finfo(np.float32).max}
     largest = most[dtype]
     rng = np.random.default_rng(3)
@@ -230,7 +229,7 @@ def test_invalid_inputs_are_refused_and_longer_buffers_keep_their_tail():
     [
         *(("q8", "float32", 2, "fp32"), ("q8", "float32", 3, "q8"), ("q4", "float16", 2, "fp16")),
         *(("q2", "float32", 64, "q2"), ("q8", "float64", 64, "q8")),
-        *(("fp32", "float64", 64, "fp64"), ("fp32", "bfloat16", 64, "bf16")),  # fp32 promises the very bits
+        *(("fp32", "float64", 64, "fp64"), ("fp32", "bfloat16", 64, "bf16")),  # fp32 keeps the exact bits
     ],
 )
 def test_few_columns_are_stored_raw(asked, dtype, columns, found):

@@ -1,4 +1,4 @@
-"""Range searches: the numeric oracles, greedy as it was published, and a default that is as good as the best greedy."""
+"""Range searches match numeric oracles; greedy equals its publication, and the default equals the best greedy."""
 
 import pytest
 from deltashard_checkpoint.codecs.quantizer import DEFAULT_SEARCH, PLAIN, Search
@@ -7,7 +7,7 @@ GREEDY_25 = Search(kind="greedy", bins=25, ratio=0.6)
 GREEDY_45 = Search(kind="greedy", bins=45, ratio=0.2)
 GREEDY_200 = Search(kind="greedy", bins=200, ratio=0.16)
 
-# distribution, bits: mean L2 of asymmetric; greedy against it.
+# distribution, bits: mean L2 of asymmetric; ratio of greedy to it
 ORACLES = {
     ("gaussian", 2): (0.1783, 0.720, 0.780, 0.810),
     ("gaussian", 3): (0.0763, 0.867, 0.861, 0.862),
@@ -19,7 +19,7 @@ ORACLES = {
 
 @pytest.mark.parametrize(("kind", "bits"), ORACLES)
 def test_errors_match_oracles_and_default_equals_best_greedy(kernel_set, reference, kind, bits):
-    """4000 rows of 64; float16 scales cost within a hundredth. Student rows have no fourth moment: ratios only."""
+    """float16 scales cost less than 1 %. Student rows have no fourth moment, so their errors have a wide tolerance."""
     x = reference.rows_like(kind, 4000, 64, seed=11)
     asymmetric, *ratios = ORACLES[kind, bits]
     plain = reference.mean_error(x, bits, PLAIN)
@@ -36,7 +36,7 @@ def test_errors_match_oracles_and_default_equals_best_greedy(kernel_set, referen
 @pytest.mark.parametrize("columns", [1, 2, 3, 5, 16, 65, 8192])
 @pytest.mark.parametrize("encoding", ["q2", "q3", "q4", "q8"])
 def test_searches_are_never_worse_than_plain(reference, encoding, columns):
-    """In the error of a row as a whole; one value that a search leaves outside may be off by more than a step."""
+    """The error is that of a whole row. One value outside the searched range may be off by more than a step."""
     x = reference.rows_like("student", 500 if columns < 100 else 20, columns, seed=columns)
     plain = reference.mean_error(x, int(encoding[1:]), PLAIN)
     for search in (GREEDY_25, DEFAULT_SEARCH[encoding], Search(kind="refit", starts=12, passes=4)):

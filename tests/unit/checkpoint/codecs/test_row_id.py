@@ -1,4 +1,4 @@
-"""Row ids: any ascending set comes back, the smallest form wins, and no bytes make the decoder stray."""
+"""Row ids: any ascending set round-trips, the smallest form is used, and the decoder is safe for all bytes."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_any_bytes_decode_to_bounded_ids_or_an_error(kernel_set, kind, data, n, 
     assert (np.diff(ids) > 0).all()
     assert n == 0 or (ids[0] >= low and ids[-1] < low + span)
     if n:
-        # What was accepted is the one way to write these ids in this form.
+        # The accepted bytes are the only way to write these ids in this form.
         other, again = encode_ids(ids)
         assert other != kind or bytes(again) == data
 

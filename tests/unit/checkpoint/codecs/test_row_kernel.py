@@ -1,4 +1,4 @@
-"""Rows are counted, gathered, put over others and hashed as numpy would, bit for bit."""
+"""Row kernels count, gather, overwrite and hash as numpy does, bit for bit."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_flags_are_counted_listed_and_merged_into_the_target(kernel_set, bits):
 
 
 def _aligned(rows, width, shift):
-    """A buffer of so many rows, `shift` bytes behind a multiple of 64, and all memory around it."""
+    """Return a buffer `shift` bytes after a multiple of 64, and all memory around it."""
     space = np.full(rows * width + 256, 0xAA, np.uint8)
     start = -space.ctypes.data % 64 + shift
     return space[start : start + rows * width].reshape(rows, width), space
@@ -49,7 +49,7 @@ def _aligned(rows, width, shift):
     ("width", "n"), [(256, 9000), *((w, 300) for w in (1, 2, 4, 7, 8, 60, 64, 100, 640))]
 )
 def test_rows_are_gathered_and_overwritten_in_any_order(kernel_set, width, n, shift):
-    """Of any stride and alignment. Above a MiB the native gather writes around the caches; nothing else is touched."""
+    """Rows have any stride and alignment. Above 1 MiB the native gather bypasses the caches. Other memory is unchanged."""
     random = np.random.default_rng(0)
     for values in (_random(n, width), _random(n, width + 32)[:, 16:-16]):
         for chosen in (np.arange(n), np.array([n - 1, 0, 0, 7]), random.permutation(n)[:90], np.arange(0)):

@@ -1,4 +1,4 @@
-"""Measures are the moments of their samples; a recorded profile is read back, or refused and nothing else."""
+"""Measures are the moments of their samples; a recorded profile is read back or refused."""
 
 import json
 import statistics

@@ -1,4 +1,4 @@
-"""What restores did: kept over commits, counted at restores, bounded, and never believed blindly."""
+"""The error ledger of restores: kept over commits, counted at restores, bounded and validated."""
 
 import pytest
 from deltashard_checkpoint.deciding import error_ledger
@@ -20,7 +20,7 @@ def test_record_round_trips(spent: dict[str, float], error: dict[str, float], re
 
 
 def test_each_restore_adds_its_squared_error() -> None:
-    """Two restores of a checkpoint with an error of .3 spend .18; a table without one spends nothing more."""
+    """Two restores of a checkpoint with an error of .3 add .18. A table without an error adds nothing."""
     ledger = ErrorLedger(spent={"a": 0.01}, error={"b": 0.3})
     once = ledger.after_restore()
     assert once.restores == 1
@@ -45,6 +45,6 @@ def test_tables_with_the_largest_error_are_recorded_when_over_the_limit() -> Non
     ],
 )
 def test_malformed_record_is_refused(text: str) -> None:
-    """Whoever can write the bucket wrote it."""
+    """Any writer of the bucket may have written the record."""
     with pytest.raises(BadErrorLedger):
         error_ledger.parse_metadata(text)

@@ -1,4 +1,4 @@
-"""Evidence fades evenly, and rates are what it and the prior say."""
+"""Evidence decays evenly, and rates follow from evidence and prior."""
 
 import math
 
@@ -57,7 +57,7 @@ def test_evidence_halves_per_half_life_and_exposure_is_bounded():
 
 
 def direct(gamma: Gamma, seconds: float, n: int) -> float:
-    """P(incidents = n), a Poisson of a Gamma rate, by its closed form."""
+    """Return P(incidents = n) in closed form for a Poisson process with a Gamma rate."""
     p = gamma.rate_s / (gamma.rate_s + seconds)
     return math.exp(
         math.lgamma(gamma.shape + n) - math.lgamma(gamma.shape) - math.lgamma(n + 1)
@@ -82,7 +82,7 @@ def test_quantile_at_its_limits():
     assert gamma.quantile(1e-300) == 0
     assert gamma.quantile(math.inf) == MAX_RESTORE_COUNT
     assert gamma.quantile(1e12) == MAX_RESTORE_COUNT
-    assert Gamma(shape=1e6, rate_s=1e6).quantile(3.0) == 6  # a known rate: Poisson of mean 3
+    assert Gamma(shape=1e6, rate_s=1e6).quantile(3.0) == 6  # a known rate: Poisson with mean 3
 
 
 def test_prior_is_one_failure_in_30_days_and_observed_failures_dominate():
@@ -92,5 +92,5 @@ def test_prior_is_one_failure_in_30_days_and_observed_failures_dominate():
     assert found.mtbf_s == pytest.approx(10 * 3600, rel=0.1)
     assert found.restores.mean_between_s == pytest.approx(2000 * 3600 / 300, rel=0.02)
     assert rates(NONE, pods=10).restores.mean_between_s == pytest.approx(RESTORE_MEAN_S)
-    # 32 pods lost at once must not turn 22 h into an hour.
+    # 32 pods that are lost at once do not turn 22 h into one hour.
     assert rates(Evidence(exposure_s=90 * 3600.0).with_incident(lossy=True), pods=32).mtbf_s > 15 * 3600

@@ -1,4 +1,4 @@
-"""Goals are read back as they were said, and nothing else is read."""
+"""Goals are parsed as they were written; other texts are refused."""
 
 from typing import get_args
 

@@ -1,4 +1,4 @@
-"""Intervals: the special cases of the formulas, and bounds that hold whatever is asked."""
+"""Intervals: special cases of the formulas, and bounds that hold for every goal."""
 
 import math
 from dataclasses import replace
@@ -46,7 +46,7 @@ situations = st.builds(
 
 
 def quiet(*, least_s: float = 0.0, most_s: float = 0.0, **changes: float) -> IntervalInputs:
-    """One in which no bound binds, by itself."""
+    """Return a case in which no bound applies by default."""
     user = SimpleNamespace(least_s=least_s, most_s=most_s)
     now = IntervalInputs(cost_s=1.0, durable_s=0.0, step_s=0.0, mtbf_s=10 * 3600.0, user=user)
     return replace(now, **changes)
@@ -140,7 +140,7 @@ def test_lower_bound_takes_precedence(aim, now):
     low_s = max(now.durable_s, now.step_s, 0.001, now.least_s)
     high_s = now.most_s
     if auto:
-        # The user's own bounds take the minute's place.
+        # The user's own bounds replace the minute.
         taste_s = 0.0 if now.least_s else min(SHORTEST_S, now.most_s)
         low_s = max(taste_s, now.durable_s / IN_FLIGHT_SHARE, FEWEST_STEPS * now.step_s, now.least_s)
         high_s = min(high_s, max(LONGEST_S, young_interval_s(now.cost_s, now.mtbf_s)))
@@ -156,7 +156,7 @@ def test_lower_bound_takes_precedence(aim, now):
         assert found.seconds == pytest.approx(low_s) or found.seconds == pytest.approx(high_s)
 
 
-# -- when it changes --------------------------------------------------------------------------------------------
+# -- changes ----------------------------------------------------------------------------------------------------
 
 
 def measured(*values: float) -> Measure:
@@ -174,8 +174,8 @@ BASIS = Basis(seconds=300.0, cost_s=1.0, mtbf_s=36000.0)
         (BASIS, measured(*[9.0, 9.1] * MIN_SAVES), 300.0 * BAND[1], {}, False),  # too little to gain
         (BASIS, measured(*[9.0, 9.1] * MIN_SAVES), 900.0, {}, True),
         (BASIS, measured(*[0.1, 0.12] * MIN_SAVES), 100.0, {}, True),
-        (BASIS, STEADY, 900.0, {}, False),  # a chance
-        (BASIS, measured(*[0.0] * MIN_SAVES, 30.0), 900.0, {}, False),  # one outlier is no news
+        (BASIS, STEADY, 900.0, {}, False),  # random variation
+        (BASIS, measured(*[0.0] * MIN_SAVES, 30.0), 900.0, {}, False),  # one outlier does not count
         (BASIS, STEADY, 900.0, {"mtbf_s": 80000.0}, True),
         (BASIS, STEADY, 200.0, {"mtbf_s": 17000.0}, True),
         (BASIS, STEADY, 900.0, {"mtbf_s": 60000.0}, False),

@@ -1,4 +1,4 @@
-"""Bits: the budget is kept, small tables keep 8 bit, and Gaussian rows give what the formulas promise."""
+"""Bits per table: the budget holds, small tables keep 8 bits, and Gaussian rows match the formulas."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ forecasts = st.builds(
 
 
 def real_error(bits: int, columns: int = 64) -> float:
-    """Relative L2 error of Gaussian rows under the real codec."""
+    """Return the relative L2 error of Gaussian rows under the real codec."""
     rows = np.random.default_rng(7).standard_normal((2000, columns)).astype(np.float32)
     restored = store(BITS_CHOICES[bits], rows).restored()
     return float(np.linalg.norm(rows - restored) / np.linalg.norm(rows))
@@ -49,7 +49,7 @@ def test_gaussian_row_errors_match_the_codecs():
 
 
 def test_restores_allowed_per_bit_width_for_gaussian_rows():
-    """Stricter than the paper's 1, 3, 20 and over 100, which harm more than it says."""
+    """The counts are stricter than the paper's 1, 3, 20 and over 100, which cost more accuracy than it reports."""
     found = {}
     for restores in range(1, 6000):
         large = {"t": TableStats(raw_bytes=1, errors=GAUSSIAN_ERRORS)}

@@ -1,4 +1,4 @@
-"""What of the decider rides in commits, and what is made of what stands there."""
+"""The decider's record in commits: what is written and how it is read."""
 
 import json
 import random
@@ -51,7 +51,7 @@ def test_record_round_trips_within_its_size_limit() -> None:
     ],
 )  # fmt: skip
 def test_nonsense_is_refused(where, value):
-    """Whoever can write the bucket wrote it: nothing of it may end a sidecar."""
+    """Any writer of the bucket may have written the record. No value of it may stop a sidecar."""
     document = json.loads(FULL.text())
     *path, last = where.split(".")
     at = document

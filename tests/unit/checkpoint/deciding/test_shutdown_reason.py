@@ -1,4 +1,4 @@
-"""Which checkpoints a trainer's end asked for."""
+"""Which checkpoints were requested by a trainer's shutdown."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from deltashard_checkpoint.deciding import shutdown_reason
     ],
 )
 def test_close_is_an_end_and_termination_only_without_a_group(reason, asked, alone, in_a_group):
-    """In a group the others stay, or come together anew. Whatever is no ordinary save's reason is an eviction's."""
+    """In a group, the other ranks stay or form a new group. An unknown reason counts as an eviction."""
     checkpoint = SimpleNamespace(directive=f"{reason}; full: baseline")
     assert (
         shutdown_reason.is_shutdown_save(checkpoint),

@@ -1,4 +1,4 @@
-"""Frames: round trips of every kind, golden bytes, refusals, and packs that can be read without an index."""
+"""Frames: round trips of every kind, golden bytes, refusals, and packs that are readable without an index."""
 
 import struct
 from pathlib import Path
@@ -29,7 +29,7 @@ GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
 
 @pytest.mark.parametrize("name", sorted(sample_frames()))
 def test_writer_reproduces_version_1_golden_bytes(name: str) -> None:
-    """The bytes of version 1 never change: a difference here needs a new version of the format."""
+    """The bytes of version 1 never change. A difference here needs a new version of the format."""
     golden = (GOLDEN / f"{name}.frame").read_bytes()
     frame = sample_frames()[name]
     assert bytes(frame.data) == golden
@@ -47,7 +47,7 @@ def test_writer_reproduces_version_1_golden_bytes(name: str) -> None:
     state=st.sampled_from(["fp32", "bf16"]), seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_any_rows_round_trip(rows, columns, share, encoding, state, seed):
-    """Ids, step, encoding and row-wise state exactly; a frame never takes more than its rows do raw."""
+    """Ids, step, encoding and row-wise state are exact. A frame is never larger than its raw rows."""
     table = schema(rows=rows, columns=columns)
     model = SampleModel(table, seed)
     ids = np.flatnonzero(model.rng.random(rows) < share).astype(np.int64)
@@ -73,7 +73,6 @@ def test_any_rows_round_trip(rows, columns, share, encoding, state, seed):
 
 
 def test_rows_are_split_into_frames_below_the_limit() -> None:
-    """No frame has more than 1 MiB of weights, and they are alike; all rows are there once."""
     table = TableSchema(
         fqn="wide", rows=4000, columns=2048, dtype="float32",
         fields=(FieldSpec(name="m", kind="pointwise", dtype="float32"),),
@@ -95,7 +94,7 @@ def test_rows_are_split_into_frames_below_the_limit() -> None:
 
 @pytest.mark.parametrize(("encoding", "rows"), [("q8", 1 << 20), ("q2", 1 << 20)])
 def test_frames_are_split_by_weight_or_tail_size(encoding: str, rows: int) -> None:
-    """Also where more state, or raw weights, belong to 1 MiB of encoded ones than a frame holds."""
+    """Frames are also split when the state or raw weights of 1 MiB of encoded rows exceed a frame."""
     for fields in ((), (FieldSpec(name="m", kind="pointwise", dtype="float64"),)):
         table = TableSchema(fqn="t", rows=rows, columns=32, dtype="float32", fields=fields)
         n = frame_encoder.rows_per_frame(table, 32, ENCODINGS[encoding])
@@ -103,13 +102,13 @@ def test_frames_are_split_by_weight_or_tail_size(encoding: str, rows: int) -> No
         raw, state = (
             32 * 4 + 3,
             32 * 8 * len(fields),
-        )  # of a row that cannot be encoded, with its id; of its tail
+        )  # bytes of a row that cannot be encoded, with its id; bytes of its state
         limits = FRAME_WEIGHT_BYTES // stored, MAX_FRAME_BYTES // max(raw, state)
         assert n <= min(limits) <= 1.01 * n
 
 
 def test_only_the_named_tail_is_accepted() -> None:
-    """A tail of other rows, of another step, of other values, and the frame itself are refused."""
+    """A tail of other rows, of another step or of other values is refused, and so is the frame itself."""
     model = SampleModel(schema())
     one = model.frames(range(5))[0]
     parse_frame(one.data, one.tail)

@@ -1,8 +1,8 @@
-"""Hostile bytes: every mutation gets a named error, or was accepted and means the same; nothing crashes or balloons.
+"""Mutated bytes either raise a named error or are accepted with the same meaning; none crash or use unbounded memory.
 
-Two families over frames, indexes, trees and log entries. *Plain* mutations (truncate, flip, splice, lengths, versions)
-must be refused by hash. *Sealed* ones have their hash recomputed after the mutation, so that the parser behind the
-hash is what is tested: whatever it accepts must decode without error other than a named one.
+There are two families over frames, indexes, trees and log entries. *Plain* mutations (truncate, flip, splice, lengths,
+versions) must be refused by hash. *Sealed* mutations get a recomputed hash, so that they test the parser behind the
+hash: what the parser accepts must decode or raise a named error.
 """
 
 import json
@@ -32,7 +32,7 @@ from tests.support.checkpoint.sample import RUN, sample_frames, schema, whole
 SAMPLES = {name: bytes(frame.data) for name, frame in sample_frames().items()}
 TAILS = [bytes(frame.tail) for frame in sample_frames().values() if frame.tail is not None]
 LIMIT_BYTES = 192 << 20
-"""No single decoding may hold more: MAX_ROWS ids of 8 bytes, twice, and some."""
+"""The most memory that one decoding may use: a little more than twice MAX_ROWS ids of 8 bytes."""
 
 
 def _mutate(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
@@ -66,13 +66,13 @@ def _mutate(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
             out += rng.randbytes(rng.choice((1, 8, 64)))
         elif kind == 6:
             del out[at : at + rng.randrange(1, 80)]
-        elif kind == 7 and len(out) >= 64:  # headers are where the lengths are
+        elif kind == 7 and len(out) >= 64:  # lengths are in the headers
             out[rng.randrange(64)] = rng.randrange(256)
     return bytes(out)
 
 
 def _sealed_frame(data: bytes, rng: random.Random) -> bytes:
-    """The frame with its length (mostly) and hash made right again."""
+    """Return the frame with a (mostly) corrected length and a recomputed hash."""
     out = bytearray(data)
     if len(out) < HEADER_BYTES:
         return data
@@ -90,12 +90,12 @@ def _runs(seed: int, count: int) -> Iterator[random.Random]:
 
 
 def _survives(count: int, seed: int, attempt: Callable[[random.Random], bool]) -> int:
-    """Run all; only named errors may come out; peak memory stays bounded. How many were accepted."""
+    """Run all and return how many were accepted. Only named errors may occur, and peak memory stays bounded."""
     accepted = 0
     tracemalloc.start()
     try:
         for rng in _runs(seed, count):
-            with suppress(FormatError):  # refused by name; anything else fails the test
+            with suppress(FormatError):  # A named error is a refusal; any other error fails the test.
                 accepted += attempt(rng)
             _, peak = tracemalloc.get_traced_memory()
             assert peak < LIMIT_BYTES, f"{peak} bytes for one input"
@@ -165,7 +165,7 @@ def test_mutated_frames_with_valid_hash_decode_or_are_refused() -> None:
             ids = frame.row_ids()
             assert len(ids) == frame.info.rows
             assert (np.diff(ids) > 0).all()
-        # Whole frames of another table shape, or huge blobs, are the caller's to refuse.
+        # The caller refuses whole frames of another table shape and huge blobs.
         with suppress(SchemaMismatch, BlobsTooLarge):
             _applier(state=frame.info.tail is None or bool(frame.fields)).apply(frame)
         return True
@@ -184,7 +184,7 @@ def _index() -> tuple[str, bytes]:
 
 @pytest.mark.slow
 def test_mutated_indexes_are_refused_or_round_trip() -> None:
-    """By name hash always; with a name made to fit, whatever is accepted survives its own round trip."""
+    """The hash in the name refuses every mutation. With a matching name, accepted indexes survive a round trip."""
     key, data = _index()
 
     def attempt(rng: random.Random) -> bool:
@@ -206,7 +206,6 @@ def test_mutated_indexes_are_refused_or_round_trip() -> None:
     ("run", "attempt", "cut", "rank"), [("other", 3, 2, 1), (RUN, 4, 2, 1), (RUN, 3, 1, 1), (RUN, 3, 2, 0)]
 )
 def test_index_of_another_snapshot_is_refused(run: str, attempt: int, cut: int, rank: int) -> None:
-    """Another run's, attempt's, cut's or rank's index is not taken for ours, though its hash fits."""
     key, data = _index()
     name = object_key.parse_index_key(key)
     moved = object_key.index_key(attempt=attempt, cut=cut, rank=rank, token=name.token, xxh3=name.xxh3)
@@ -216,7 +215,7 @@ def test_index_of_another_snapshot_is_refused(run: str, attempt: int, cut: int, 
 
 @pytest.mark.slow
 def test_mutated_trees_are_refused_or_decode() -> None:
-    """Trees carry no hash of their own (their frames do): the decoder alone must stand."""
+    """Trees have no hash (their frames do), so the decoder alone must be safe."""
     tree = {
         "a": [1, -(2**80), 2.5, None, True, 1j, "text", b"bytes", bytearray(b"x")], (1, "k"): {3, "s", (4,)},
         7: np.arange(12, dtype=np.int16).reshape(3, 4), "t": typed_tree.Tensor(dtype="bfloat16", shape=(2, 3), data=bytes(12)),
@@ -239,7 +238,7 @@ def test_mutated_trees_are_refused_or_decode() -> None:
 
 @pytest.mark.slow
 def test_mutated_log_entries_are_refused() -> None:
-    """An entry is accepted byte for byte or not at all; with its hash recomputed, only in canonical, bounded form."""
+    """With a recomputed hash, an entry is accepted only in canonical, bounded form."""
     entry = entries.Checkpoint(
         seq=5, previous="a" * 64, writer="w", at_s=1.5, attempt=3, cut=2, step=20, tables=(schema(),),
         parts=(entries.Part(rank=0, index_key=_index()[0], boxes=(whole(schema()),), stored_bytes=9, covers=1),),

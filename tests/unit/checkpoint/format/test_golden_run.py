@@ -1,4 +1,4 @@
-"""Whole runs, as they lie in a store: they read as ever, and what is read is written as ever."""
+"""Golden runs: today's reader reads them as before, and today's writer writes the same bytes."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ from tests.support.checkpoint.snapshot import arrays_of, read_checkpoint
 
 RUN, RUN_2, RUN_3, RUN_4 = "run", "run-2", "run-3", "run-4"
 COLUMNS = ("rank", "table", "row_start", "row_stop", "col_start", "col_stop")
-"""Of a layout."""
+"""The columns of a layout."""
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
 PAGE = (Path(__file__).parents[4] / "docs" / "format.md").read_text()
 LIVE_SEQS = (2, 4, 5, 6, 11, 14, 17, 19, 20)
@@ -53,12 +53,11 @@ EACH = [
     for run, living in ((RUN, LIVE_SEQS), (RUN_2, LIVE_SEQS_2), (RUN_3, LIVE_SEQS_3), (RUN_4, LIVE_SEQS_4))
     for seq in living
 ]
-"""All living checkpoints."""
+"""All live checkpoints as (run, seq)."""
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """A store that holds copies."""
     for run in (RUN, RUN_2, RUN_3, RUN_4):
         shutil.copytree(GOLDEN / run, tmp_path / "store" / run)
     return open_store(f"file://{tmp_path}/store", create=False)
@@ -84,11 +83,11 @@ BAD = {
     *(f"{run}/{entry_key(seq)}" for run, seq in ((RUN, 12), (RUN_2, 3), (RUN_2, 6), (RUN_2, 9))),
     f"{RUN}/{fold_key(FoldName(19, 'c6087aae931eae3b72fa4416c8b847e0'))}",
 }
-"""Rot, an entry of a kind that nobody knows, one of a newer version; a folded state that no entry names."""
+"""Corrupt entries, an entry of an unknown kind, an entry of a newer version, and a folded state that no entry names."""
 
 
 def rewritten(run: str, key: str, data: bytes) -> bytes:
-    """What today's writer makes of what today's reader finds in an object."""
+    """Return what today's writer makes of what today's reader finds in an object."""
     name = key.rpartition("/")[2]
     if name == "HINT":
         return Hint.of(data).data
@@ -121,7 +120,7 @@ def test_golden_objects_are_rewritten_with_the_same_bytes(run: str) -> None:
 
 
 def test_current_documents_have_no_members_missing_in_golden() -> None:
-    """Or readers of version 1 would stop at them."""
+    """Readers of version 1 refuse unknown members."""
     run, attempt = started_run(workload="a", pod="b")
     first = run.commit(attempt, 1, metadata={"loss": "1"}, directive="timer", pins=("best",))
     second = run.commit(attempt, 2, first)
@@ -142,7 +141,7 @@ def test_current_documents_have_no_members_missing_in_golden() -> None:
 
 
 def test_fold_is_independent_of_its_start(store: Store) -> None:
-    """From the newest folded state that an entry names, from the one before, and from genesis."""
+    """The folds start at the newest folded state that an entry names, at the previous one, and at genesis."""
     states: list[RunState] = []
     while True:
         log = RunLog(store, RUN)
@@ -177,7 +176,7 @@ def test_repaired_run_reads_up_to_the_newer_version(store: Store) -> None:
     assert mended.entry.lost == (3,)
     assert named_fold(mended.entry).seq == 4
     assert isinstance(passed.entry, Ignored)
-    # Without the repair's folded state nothing from the rotten slot on would count.
+    # Without the repair's folded state, no entry from the corrupt slot on would count.
     slots = [log.read_slot(seq) for seq in range(10)]
     assert tuple(fold(RunState(run=RUN_2), slots).checkpoints) == LIVE_SEQS_2[:1]
 
@@ -213,7 +212,7 @@ def test_unknown_part_kind_refuses_only_its_checkpoint(store, monkeypatch):
 
 
 def members(value: object) -> set[str]:
-    """Names of all members of a JSON value, but for those of maps by the user's names."""
+    """Return the names of all members of a JSON value, except keys of maps that the user names."""
     if isinstance(value, list):
         return {name for each in value for name in members(each)}
     if not isinstance(value, dict):
@@ -228,7 +227,6 @@ def members(value: object) -> set[str]:
 
 
 def golden_members() -> set[str]:
-    """Of all documents of the golden runs."""
     documents = {
         path for ending in ("json", "part", "manifest") for path in GOLDEN.glob(f"run*/*/**/*.{ending}")
     }

@@ -57,7 +57,7 @@ def _set(path: str, value: object):
     ],
 )  # fmt: skip
 def test_invalid_index_contents_are_refused(change) -> None:
-    """Places outside packs, rows outside tables, boxes outside tables, unknown types, overlaps."""
+    """The cases are places outside packs, rows and boxes outside tables, unknown types and overlaps."""
     message = index_pb2.Index.FromString(GOLDEN.read_bytes())
     parse_index(message.SerializeToString())
     change(message)
@@ -132,7 +132,7 @@ def test_invalid_run_names_are_refused(run: str) -> None:
 
 
 def test_numbers_too_wide_for_key_padding_are_refused() -> None:
-    """Zero padding would break, and with it the listing's order."""
+    """A wider number would break the zero padding and the order of listings."""
     with pytest.raises(UserError):
         object_key.pack_key(attempt=1, cut=10**8, rank=0, token=TOKEN, n=0)
     with pytest.raises(UserError):

@@ -1,4 +1,4 @@
-"""A layout is its bytes, and the boxes of all its ranks tile every table."""
+"""A layout equals its bytes, and the boxes of all ranks tile every table."""
 
 import contextlib
 
@@ -20,14 +20,13 @@ COLUMNS = ("rank", "table", "row_start", "row_stop", "col_start", "col_stop")
 
 
 def _reencoded(layout: Layout) -> bytes:
-    """The bytes that are made of what was read."""
     columns = {name: getattr(layout, name) for name in COLUMNS}
     return Layout(world_size=layout.world_size, tables=layout.tables, columns=columns).data
 
 
 @st.composite
 def tilings(draw: st.DrawFn) -> tuple[int, dict[str, tuple[int, int]], dict[int, list[Box]]]:
-    """Tables cut again and again, across either way, and dealt to ranks: (world size, shapes, boxes by rank)."""
+    """Draw tables that are cut repeatedly on both axes and assigned to ranks: (world size, shapes, boxes by rank)."""
     world_size = draw(st.integers(1, 5))
     shapes = {
         name: (draw(st.integers(1, 9)), draw(st.integers(1, 9)))
@@ -104,7 +103,7 @@ def test_rank_may_be_empty_and_table_without_boxes_is_a_gap() -> None:
 
 
 def test_layout_too_expensive_to_check_is_refused() -> None:
-    """Each of 3,000 columns is cut at a row of its own: 6,000 boxes, 9 million cells of bands."""
+    """Each of 3,000 columns is cut at a different row: 6,000 boxes, 9 million cells of bands."""
     n = 3000
     held = [_box("a", *rows, c, c + 1) for c in range(n) for rows in ((0, c + 1), (c + 1, n + 1))]
     with pytest.raises(NotTiled, match="too finely"):
@@ -113,7 +112,7 @@ def test_layout_too_expensive_to_check_is_refused() -> None:
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 5])
 def test_boxes_are_checked_slice_by_slice(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever boxes meet at a slice's end: two in the wrong order, or one that is in no table, are found there."""
+    """Faults at the border of a slice are found: two boxes in the wrong order, or a box outside every table."""
     monkeypatch.setattr(layouts, "_SLICE", at_once)
     n = 7
     good = Layout.of(n, {"a": (n, 2)}, {r: [_box("a", r, r + 1, 0, 2)] for r in range(n)})
@@ -137,7 +136,7 @@ def test_boxes_are_checked_slice_by_slice(at_once: int, monkeypatch: pytest.Monk
 @settings(max_examples=200, deadline=None)
 @given(tilings(), st.data())
 def test_mutated_layout_bytes_are_refused(tiling, data):
-    """By the hash; and behind it, one form only: zeros between the columns, too."""
+    """The hash refuses most mutations. With a recomputed hash only one form is accepted, including zeros between columns."""
     layout = Layout.of(*tiling)
     raw = bytearray(layout.data)
     for _ in range(data.draw(st.integers(1, 3))):

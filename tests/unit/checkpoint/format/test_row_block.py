@@ -1,4 +1,4 @@
-"""Blocks of rows: what is not the schema's never becomes one."""
+"""Blocks of rows: arrays that do not match the schema are refused."""
 
 from dataclasses import replace
 
@@ -20,7 +20,6 @@ TABLE = TableSchema(
 
 
 def block() -> RowBlock:
-    """Three rows in two columns."""
     return RowBlock(
         schema=TABLE, ids=np.array([2, 5, 9]), weights=np.zeros((3, 2), np.uint16),
         fields={"sum": np.arange(3, dtype=np.float32), "m": np.ones((3, 2), np.float32)}, columns=range(1, 3),

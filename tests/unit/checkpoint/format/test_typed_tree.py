@@ -1,4 +1,4 @@
-"""The typed tree: everything comes back as it was, and what cannot is refused by path."""
+"""The typed tree: every value round-trips unchanged, and unsupported values are refused by path."""
 
 import enum
 from collections import Counter, OrderedDict
@@ -36,7 +36,6 @@ values = st.recursive(
 
 
 def same(a: object, b: object) -> bool:
-    """Equal in value and in every type, arrays and tensors by their bytes."""
     if type(a) is not type(b):
         return False
     if isinstance(a, np.ndarray):
@@ -57,7 +56,7 @@ def same(a: object, b: object) -> bool:
 @settings(max_examples=300, deadline=None)
 @given(values)
 def test_any_tree_round_trips_with_types_and_order(tree: object) -> None:
-    """Tuples stay tuples, int keys ints, big ints big, dicts in order; equal trees have equal bytes."""
+    """Tuples stay tuples, int keys and big ints stay ints, dicts keep their order, and equal trees have equal bytes."""
     encoded = encode(tree)
     data = encoded.to_bytes()
     part = bytearray(len(data) - 2)
@@ -79,7 +78,7 @@ class Colour(enum.Enum):
 
 
 class Level(enum.IntEnum):
-    """An int that is more than an int."""
+    """An int subclass."""
 
     LOW = 1
 
@@ -92,7 +91,7 @@ class Thing:
 
 
 class Point(NamedTuple):
-    """A tuple with names."""
+    """A named tuple."""
 
     x: int
     y: int
@@ -125,7 +124,7 @@ def test_a_cycle_is_refused() -> None:
 
 
 def test_caller_types_are_encoded_as_tags() -> None:
-    """`adapt` and `untag` are how torch's types go through a package that knows no torch."""
+    """`adapt` and `untag` carry torch's types through a package that does not import torch."""
 
     def adapt(value: object) -> object:
         if isinstance(value, Colour):

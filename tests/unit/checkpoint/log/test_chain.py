@@ -1,4 +1,4 @@
-"""Chains: what nobody holds is an error, and boxes are taken apart into boxes."""
+"""Chains: rows without an owner are an error, and boxes are subtracted into boxes."""
 
 import itertools
 import random

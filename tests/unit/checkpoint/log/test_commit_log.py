@@ -1,4 +1,4 @@
-"""The shell around the fold: where the tip is, who won a slot, and what happens when the store misbehaves."""
+"""The commit log around the fold: the tip, contested slots, and a misbehaving store."""
 
 import hashlib
 import itertools
@@ -98,7 +98,7 @@ def folds_of(run: MemoryRun) -> list[str]:
 
 
 def test_only_the_last_two_folds_are_kept():
-    """Each is as large as the run is long: only the last two are kept, and the one HINT names is among them."""
+    """A fold grows with the run. HINT names the newer of the two."""
     run, attempt = started_run()
     for cut in range(1, 40):
         run.commit(attempt, cut)
@@ -156,7 +156,6 @@ def test_folds_are_parsed_strictly():
 
 
 def places_in(value: object, path: tuple = ()) -> list[tuple]:
-    """The path of every value in a JSON document."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(place for key, each in inner for place in places_in(each, (*path, key)))]
 
@@ -171,7 +170,7 @@ def replaced(value: object, path: tuple, by: object) -> object:
 
 @pytest.fixture(scope="module")
 def rich_state():
-    """Of a run in which everything happened that a folded state speaks of."""
+    """Return the state of a run in which everything happened that a folded state records."""
     run, first = started_run(workload="a", pod="b")
     base, delta = run.commit(first, 1, pins=("p",)), None
     delta = run.commit(first, 2, base)
@@ -194,7 +193,7 @@ JSON_VALUES = st.recursive(
 
 @given(data=st.data())
 def test_hostile_fold_is_rejected_or_usable(rich_state, data):
-    """Any value of it replaced, under hashes that fit: no raw error, and no walk that does not end."""
+    """Each value of the fold is replaced under matching hashes. No raw error occurs, and every walk ends."""
     document = json.loads(folded_state.dump(rich_state))
     place = data.draw(st.sampled_from([path for path in places_in(document) if path and path[0] != "hash"]))
     changed = rehashed(replaced(document, place, data.draw(JSON_VALUES)))

@@ -1,4 +1,4 @@
-"""Entries: one canonical form, strictly read; nothing hostile is accepted, crashes, or costs without bound."""
+"""Entries have one canonical form; hostile entries are refused without a crash and at a bounded cost."""
 
 import json
 
@@ -129,7 +129,7 @@ def test_any_checkpoint_entry_round_trips(entry):
 
 @pytest.mark.parametrize("entry", an_example_of_each(), ids=lambda e: f"{type(e).__name__}-{e.seq}")
 def test_wrong_values_with_a_valid_hash_are_refused(entry):
-    """Every field in turn is missing, or of another type or range; the hash is made to fit."""
+    """Each field in turn is missing or has another type or range, with a recomputed hash."""
     document = json.loads(seal(entry).data)
     bad = [
         None, -1, 1 << 63, True, 1e300, "x" * 70_000, "\ud800", [], [[]], {}, {"a": 1}, [None], ["nope"], "é",
@@ -145,13 +145,14 @@ def test_wrong_values_with_a_valid_hash_are_refused(entry):
             if document[key] != value or type(document[key]) is not type(value):
                 try:
                     read = parse(rehashed({**document, key: value}), entry.seq).entry
-                except (UnsupportedVersion, ForeignObject):  # never corrupt: the next attempt would void it
+                except (
+                    UnsupportedVersion,
+                    ForeignObject,
+                ):  # never corrupt: the next attempt would void the slot
                     continue
-                if isinstance(
-                    read, Ignored
-                ):  # an ignorable entry of a kind nobody knows: nothing of it is read
+                if isinstance(read, Ignored):  # an ignorable entry of an unknown kind is not read
                     continue
-                # What is accepted is a legal value of that field, and survives as it is.
+                # An accepted value is legal for that field and round-trips unchanged.
                 assert parse(seal(read).data, entry.seq).entry == read
     with pytest.raises(UnsupportedVersion, match="intact"):
         parse(rehashed({**document, "surprise": 1}), entry.seq)
@@ -230,7 +231,7 @@ def test_non_canonical_json_is_refused():
 
 
 def test_reclaim_entry_is_ignorable_for_older_versions(monkeypatch):
-    """Golden bytes: it says that it is ignorable, or a run that was collected once could not be read by them."""
+    """The golden bytes mark the entry as ignorable. Otherwise older versions could not read a run after a collection."""
     entry = Reclaimed(seq=9, through=8, **COMMON)
     data = seal(entry).data
     assert data.endswith(

@@ -1,4 +1,4 @@
-"""An attempt that is opened by who knows the run already, as every sidecar does: it reads HINT, and never believes it."""
+"""Opening an attempt with a known state, as every sidecar does: HINT is read but never trusted."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tests.support.checkpoint.run_builder import MemoryRun
 
 
 class RequestCounter(MemoryStore):
-    """Counts requests, and the names that listings give."""
+    """Counts requests and the names that listings return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class RequestCounter(MemoryStore):
 
 
 def reader_and_new_commits(commits: int) -> tuple[MemoryRun, RunLog, list[int]]:
-    """A run; who knew it when it had two checkpoints; the seqs of those that came since."""
+    """Return a run, a reader that read its first two checkpoints, and the seqs of the later ones."""
     run = MemoryRun(RequestCounter())
     run.memory = run.store
     attempt = run.open().attempt
@@ -58,7 +58,7 @@ def requests(run: MemoryRun, log: RunLog) -> Counter[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("commits", [100, 400])
 def test_a_long_log_costs_as_many_requests_as_a_short_one(commits: int) -> None:
-    """Whoever opens reads the newest folded state and what came after it, however far behind it was."""
+    """The opener reads the newest folded state and the entries after it."""
     run, known, seqs = reader_and_new_commits(commits)
     found = requests(run, known)
     assert found["get"] < 2 * 128 + 10, "the rarest fold, and a few"
@@ -79,7 +79,7 @@ def test_up_to_date_reader_requests_only_hint() -> None:
 
 
 def test_lost_newest_entries_are_a_gap_for_an_older_reader() -> None:
-    """It went on from what it knew, and called that the newest."""
+    """The older reader once continued from its known state and took that for the newest."""
     run, known, seqs = reader_and_new_commits(3)
     run.memory.delete(["job/" + entry_key(seq) for seq in seqs])
     with pytest.raises(LogGap, match="newest entries are gone"):

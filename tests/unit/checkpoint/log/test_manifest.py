@@ -1,4 +1,4 @@
-"""Manifests: read once, strictly, and only as the entry that names them says; nothing of them is the law's."""
+"""Manifests are read once, strictly, and must match the entry that names them; the law does not depend on them."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -88,12 +88,12 @@ def test_manifest_and_layout_are_cached_and_reread_if_corrupt():
         assert manifests.listing(listed, state.checkpoints) is listed
     assert len(store.calls) == 4  # two manifests, one of them twice, and a layout
     assert [len(parts_of(listed, seq)) for seq in listed.checkpoints] == [2, 2]
-    assert listed == state  # what was read beside the log is no part of the state
+    assert listed == state  # what was read beside the log is not part of the state
     assert folded_state.dump(listed) == folded_state.dump(state)
 
 
 def test_concurrent_manifest_reads_are_shared(monkeypatch):
-    """Eight of a pod: a layout of thousands of ranks is not in memory eight times while it is read."""
+    """Eight readers of a pod share one layout of thousands of ranks in memory."""
     run, _, entry = saved()
     state, reading, go, reads = run.reader().refresh(), Event(), Event(), []
     get = run.memory.get
@@ -109,7 +109,7 @@ def test_concurrent_manifest_reads_are_shared(monkeypatch):
     with ThreadPoolExecutor(8) as pool:
         found = [pool.submit(manifests.listing, state, [entry.seq]) for _ in range(8)]
         assert reading.wait(60)
-        wait(found, timeout=0.3)  # one that does not wait for the first is here, too
+        wait(found, timeout=0.3)  # this also covers a reader that does not wait for the first
         go.set()
     parts = [each.result().listings[entry.seq] for each in found]
     assert len(reads) == 2, "a manifest and a layout"
@@ -124,7 +124,7 @@ def test_access_to_unread_parts_raises() -> None:
 
 @pytest.mark.parametrize("change", ["run", "attempt", "cut", "step", "layout", "covers", "ranks", "newer"])
 def test_mismatched_manifest_is_refused(change: str) -> None:
-    """Whole, of the right hash, under the right name: but it is not what the entry says."""
+    """The manifest is intact, with the right hash and name, but differs from the entry."""
     run, _, entry = saved()
     assert entry.listed is not None
     good = Manifest.decode(run.memory.get(key_of(entry)), digest=entry.listed.manifest)

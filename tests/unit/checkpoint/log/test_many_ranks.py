@@ -1,4 +1,4 @@
-"""Format 2: what the log says of many ranks, and the law of it."""
+"""Format 2: log entries of many ranks and their law."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ def _save(
 
 
 def test_snapshot_cannot_cover_another_layout(tmp_path: Path) -> None:
-    """The first cut after a change of layout is a baseline, or abandoned; so it is without a layout after one."""
+    """The first cut after a change of layout is a baseline or abandoned, also when the new attempt has no layout."""
     run, model = SampleRun(tmp_path, world_size=2, layout=HALVES), SampleModel(TABLE)
     first = _save(run, model, HALVES, range(40), 1)
     run.open(2, HALVES)

@@ -1,4 +1,4 @@
-"""An entry of a newer version: the fold stops there, and no tool or trainer of this version changes or deletes anything."""
+"""The fold stops at an entry of a newer version, and this version changes and deletes nothing."""
 
 import json
 from collections.abc import Callable
@@ -38,7 +38,6 @@ ACTORS: dict[str, Callable[[MemoryRun], object]] = {
 
 
 def newer_run(change: dict[str, object]) -> tuple[MemoryRun, dict[str, bytes]]:
-    """A run of three checkpoints, the newest newer than this version; its objects, its parts' among them."""
     run, attempt = started_run()
     first = run.commit(attempt, 1)
     run.commit(attempt, 2, first)

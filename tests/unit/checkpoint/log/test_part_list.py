@@ -1,4 +1,4 @@
-"""Parts of many ranks: only those are made, and their indexes read, whose boxes meet what is wanted."""
+"""Parts of many ranks: a plan makes only the parts, and reads only the indexes, whose boxes meet the request."""
 
 import random
 from dataclasses import replace
@@ -24,7 +24,6 @@ SHAPES = {"a": (9, 4), "b": (5, 6)}
 
 
 def tiling(chance: random.Random, world_size: int) -> Layout:
-    """Two tables cut across and across, and dealt to ranks."""
     boxes: dict[int, list[Box]] = {}
     for table, (rows, columns) in SHAPES.items():
         pieces = [Box(table=table, row_start=0, row_stop=rows, col_start=0, col_stop=columns)]
@@ -51,7 +50,6 @@ def listed_part(covers: int | None, common: bool, token: str = "a" * 16, xxh3: s
 
 
 def entry_of(seq: int, parts: PartList) -> Checkpoint:
-    """The checkpoint that a manifest of these parts is of."""
     manifest = Manifest(run=RUN, attempt=1, cut=seq, step=seq, layout=parts.layout.digest, parts=parts.listed)
     return Checkpoint(
         seq=seq, previous="", writer="", at_s=0.0, attempt=1, cut=seq, step=seq, listed=manifest.listed, tables=(),
@@ -60,9 +58,9 @@ def entry_of(seq: int, parts: PartList) -> Checkpoint:
 
 
 def states(chance: random.Random) -> tuple[RunState, RunState]:
-    """Some checkpoints, each part since any older one or all rows: (as manifests list them, with parts in entries).
+    """Draw checkpoints as (with parts in manifests, with parts in entries). A part is a delta or has all rows.
 
-    Layouts change in between, and what is covered may be of another one: more than the law allows.
+    Layouts change in between, and a delta may cover another layout, which the law does not allow.
     """
     listings: dict[int, PartList] = {}
     layout = tiling(chance, 3)
@@ -112,7 +110,7 @@ def test_chains_through_part_lists_equal_full_chains(seed: int) -> None:
 
 
 def test_chain_materializes_only_needed_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of 4,096, over six checkpoints; and after a reshard to 4,095 the two or three that meet."""
+    """One rank of 4,096 over six checkpoints; after a reshard to 4,095, the two or three parts that meet."""
     world, rows = 4096, 4096 * 4095
     each = rows // world
 
@@ -141,7 +139,7 @@ def test_chain_materializes_only_needed_parts(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rank_reads_its_own_indexes_and_shared_blobs(tmp_path: Path) -> None:
-    """Of four ranks and three checkpoints; whoever reads for a new layout reads those that meet it."""
+    """The run has four ranks and three checkpoints. A reader for a new layout reads the indexes that meet it."""
     run, model = SampleRun(tmp_path, world_size=4, layout=QUARTERS), SampleModel(TABLE)
     blobs = {"meta": b"0", "dense/w": b"w", "rank/1/rng": b"1", "rank/2/rng": b"2", "rank/3/rng": b"3"}
     blobs["rank/3/loader"] = b"4"
@@ -164,7 +162,6 @@ def test_rank_reads_its_own_indexes_and_shared_blobs(tmp_path: Path) -> None:
     def reads(
         rank: int | None, *boxes: Box, names: bool | list[str] = True, world: int | None = None
     ) -> list[tuple[int, int]]:
-        """(cut, rank) of the indexes that a plan reads."""
         read.clear()
         wants = [Want(schema=TABLE, boxes=boxes)] if boxes else []
         plan = plan_restore(run.store, state, seq, wants, rank=rank, world_size=world, blobs=names)

@@ -1,4 +1,4 @@
-"""Damaged logs: what `verify` sees, what `repair` keeps and refuses, what `scan` finds without a log."""
+"""Damaged logs: what `verify` finds, what `repair` keeps and refuses, and what `scan` finds without a log."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """Checkpoints on two chains, and so many saves since that folded states are behind them."""
+    """Prepare checkpoints on two chains, with enough saves that folded states cover them."""
     directory = tmp_path_factory.mktemp("run")
     log_victim.prepare(directory)
     log = log_of(directory)
@@ -61,7 +61,7 @@ def entry_file(directory, seq: int):
 
 
 def remove_folds(directory, seq: int):
-    """The file of a slot, with no folded state left that makes its loss harmless."""
+    """Remove the folded states that would make the loss of a slot harmless, and return the slot's file."""
     for path in (directory / "store" / "job" / "log").glob("fold-*"):
         if int(path.name.split("-")[1]) >= seq:
             path.unlink()
@@ -69,7 +69,7 @@ def remove_folds(directory, seq: int):
 
 
 def test_verify_checks_fold_content(stored):
-    """One whose slot and hashes fit, that an entry names, and that says something else."""
+    """The fold has a matching slot and hashes, an entry names it, but its content differs."""
     url = stored / "store" / "job"
     code, found = run_cli("verify", url)
     assert (code, found["problems"]) == (0, [])
@@ -123,7 +123,7 @@ def test_repair_keeps_checkpoints_independent_of_the_loss(stored, damage):
     assert {k: v for k, v in after.items() if k in before and "HINT" not in k} == {
         k: v for k, v in before.items() if "HINT" not in k
     }
-    assert len(after) == len(before) + (1 if damage == "end" else 2)  # the fold before the end was there
+    assert len(after) == len(before) + (1 if damage == "end" else 2)  # the fold before the end existed
     opened = attempts.open_attempt(log_of(stored), owner="me")
     assert (opened.resume.seq, opened.voided) == (max(found["kept"]), None)
     weights = read_checkpoint(log_of(stored).store, "job").tables["items"].weights
@@ -139,7 +139,7 @@ def test_repair_keeps_checkpoints_independent_of_the_loss(stored, damage):
 
 
 def test_repair_keeps_pins_and_exclusions_of_kept_checkpoints(stored):
-    """A pinned checkpoint and one that was set aside are gone, and so is an entry: words of these go with them."""
+    """A pinned and an excluded checkpoint are lost with an entry. The pins and exclusions of these are dropped."""
     log = log_of(stored)
     live = sorted(log.refresh().checkpoints)
     kept, detached, newest = live[-3:]
@@ -192,14 +192,14 @@ def test_an_early_entry_lost_before_any_fold():
         assert found.lost == lost
         repair(run.reader(), found)
         run.log = run.reader()
-        opened = run.open(takeover=lost == (0, 1))  # nobody is left to say whose it was
+        opened = run.open(takeover=lost == (0, 1))  # nothing shows who wrote it
         assert opened.resume.seq == second
         assert (first in opened.state.checkpoints) == (first not in lost)
         assert run.commit(opened.attempt, 1, second)
 
 
 def test_multi_rank_run_is_repaired_from_entries_and_manifests():
-    """A lost attempt's layout is that of its first commit; a checkpoint without its manifest or layout is not kept."""
+    """A lost attempt gets the layout of its first commit. A checkpoint without its manifest or layout is not kept."""
     layout = layout_of()
     for gone in ("nothing", "manifest", "layout"):
         run, attempt = started_run(world_size=2, layout=layout.data)

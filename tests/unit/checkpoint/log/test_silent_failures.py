@@ -1,4 +1,4 @@
-"""What was wrong without a word: newer entries voided, a lost tip, a durable append that fails, names that clash."""
+"""Former silent failures: voided newer entries, a lost tip, a failed durable append, name clashes."""
 
 import pytest
 from click.testing import CliRunner
@@ -38,7 +38,7 @@ def test_repaired_entry_is_read_again():
 
 
 class CacheRejectingStore(MemoryStore):
-    """A store that takes the log and nothing that is a cache of it."""
+    """A store that accepts the log and rejects its caches."""
 
     error: Exception = AccessDenied("no")
 
@@ -133,7 +133,7 @@ def test_read_only_commands_write_nothing(tmp_path, monkeypatch, command):
 
 @pytest.mark.parametrize("what", ["emptied", "older", "another", "tip"])
 def test_saves_fail_when_the_store_is_rolled_back_under_a_writer(what):
-    """They were called durable, and nothing restored."""
+    """These saves were once reported as durable, but could not be restored."""
     run, attempt = started_run()
     seqs = [run.commit(attempt, cut) for cut in (1, 2)]
     older = {info.key: run.memory.get(info.key) for info in run.memory.list("")}
@@ -146,7 +146,7 @@ def test_saves_fail_when_the_store_is_rolled_back_under_a_writer(what):
         run.memory.delete([info.key for info in run.memory.list("")])
         for key, data in older.items():
             run.memory.put(key, data)
-        if what == "another":  # and somebody went on from there
+        if what == "another":  # and another process continued from there
             writer_log, run.log = run.log, run.reader()
             attempt_2 = run.open().attempt
             for cut in (1, 2, 3):
@@ -159,7 +159,7 @@ def test_saves_fail_when_the_store_is_rolled_back_under_a_writer(what):
 
 
 def test_stale_handle_of_a_rolled_back_log_voids_nothing():
-    """The store is restored from an older copy and another pod goes on: what the old handle knows is of another log."""
+    """The store is restored from an older copy and another pod continues. The old handle knows another log."""
     run, attempt = started_run()
     run.commit(attempt, 1)
     copy = {info.key: run.memory.get(info.key) for info in run.memory.list("")}

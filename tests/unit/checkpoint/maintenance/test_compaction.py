@@ -1,4 +1,4 @@
-"""Compaction with real frames: what restores afterwards is, bit for bit, what restored before."""
+"""Compaction with real frames: restores are bit-identical before and after."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ HALVES = [[box(TABLE, 0, 150, 0, 16)], [box(TABLE, 150, 300, 0, 16)]]
 
 
 class CompactedRun(SampleRun):
-    """A trainer of two ranks, with a chain of a baseline and so many deltas."""
+    """A trainer of two ranks, with a chain of a baseline and several deltas."""
 
     def __init__(self, directory, encoding="q8", deltas=3):
         super().__init__(directory, world_size=2)
@@ -49,14 +49,14 @@ class CompactedRun(SampleRun):
         return decode_index(self.store.get(f"{RUN}/{key}"), key=key, run=RUN)
 
     def collect_elsewhere(self) -> RunLog:
-        """The log of another process, which takes what is being compacted for debris."""
+        """Retire the objects of the running compaction from another process, which takes them for debris."""
         other = RunLog(self.store, RUN)
         litter = garbage_collection.orphaned_prefixes(other, other.refresh(), compaction_timeout_s=-1.0)
         append_retirement(other, Retention(), orphaned_prefixes=litter)
         return other
 
     def compact_while(self, act):
-        """Compact the newest checkpoint; `act` after its rows were moved."""
+        """Compact the newest checkpoint, and call `act` after its rows were moved."""
         return compact(self.log, self.seqs[-1], lambda *args: (self.move(*args), act())[0])
 
 
@@ -70,7 +70,7 @@ def test_compacted_chain_restores_bit_for_bit(tmp_path, encoding):
     assert {link.seq for link in chain(job.log.state, later)} == {later, job.seqs[-1]}
     assert {seq: job.content(seq) for seq in before} == before
     retired = append_retirement(job.log, Retention(keep_last=2))
-    # Only the objects that the compaction replaced: what it made unneeded is now the second, independent chain.
+    # Only the objects that the compaction replaced: the old chain is now the second, independent chain.
     assert (retired.checkpoints, retired.prefixes) == ((), (snapshot_prefix(job.attempt, len(job.seqs)),))
     again = job.save_rows(range(300), None)
     more = job.save_rows(job.changed(), again)

@@ -1,4 +1,4 @@
-"""Retention keeps what must be kept; gc deletes what retire named, after its grace, and then nobody remembers it."""
+"""Retention keeps what must be kept; gc deletes retired objects after their grace, and the log then forgets them."""
 
 import pytest
 from deltashard_checkpoint.errors import UserError
@@ -17,7 +17,6 @@ from tests.support.checkpoint.run_builder import MemoryRun, started_run
 
 
 def chains(run: MemoryRun, attempt: int, count: int = 4) -> list[tuple[int, int]]:
-    """(baseline, delta) pairs."""
     found = []
     for n in range(count):
         base = run.commit(attempt, 10 * n + 1, step=100 * n)
@@ -128,7 +127,7 @@ def test_only_objects_of_dead_snapshots_are_collected():
 def maintain(
     run: MemoryRun, *, keep_last: int = 1, grace_s: float = 600.0, **options
 ) -> garbage_collection.CollectResult:
-    """One round of a sidecar's."""
+    """Do one round of a sidecar's retention and garbage collection."""
     state = run.log.refresh()
     append_retirement(
         run.log,
@@ -147,11 +146,11 @@ def maintain(
     grace_s=st.sampled_from([0.0, 600.0]),
 )
 def test_state_and_fold_size_are_independent_of_run_length(keep_last, chain, litter_every, grace_s):
-    """A save a minute, retention of the last few: later saves find no more to remember than the first 160 did."""
+    """With a save a minute and retention of the last few, the state never grows beyond that of the first 160 saves."""
     run, attempt = started_run()
     remembered, sizes, base = [], [], None
     for cut in range(1, 321):
-        if cut % litter_every == 0:  # a save that was begun, and another that came instead
+        if cut % litter_every == 0:  # an unfinished save, replaced by another one
             run.memory.put(f"job/{snapshot_prefix(attempt, 2 * cut - 1)}00000-{'a' * 16}-00000.pack", b"x")
         seq = run.commit(attempt, 2 * cut, None if cut % chain == 0 else base)
         base = seq if cut % chain == 0 or base is None else base
@@ -161,8 +160,8 @@ def test_state_and_fold_size_are_independent_of_run_length(keep_last, chain, lit
         sizes.append(len(folded_state.dump(run.log.state)))
     assert max(remembered) <= garbage_collection.MIN_RECLAIM_PREFIXES + 2 * (
         10 + chain
-    )  # what waits for its grace, and one chain's end
-    assert max(remembered[160:]) <= max(remembered[:160]) + 8  # rounds and chains are not in step
+    )  # objects in their grace period, and the end of one chain
+    assert max(remembered[160:]) <= max(remembered[:160]) + 8  # rounds and chains have different periods
     assert max(sizes[160:]) <= max(sizes[:160]) + 1000
     left = {prefix for prefix, _ in garbage_collection.data_objects(run.log)}
     assert left <= live_prefixes(run.log.state) | run.log.state.retired.keys()
@@ -174,7 +173,7 @@ def test_state_and_fold_size_are_independent_of_run_length(keep_last, chain, lit
 
 
 def test_objects_in_their_grace_period_are_never_forgotten():
-    """Forgotten, it would be named anew, and its grace begin anew with every save: it would never be deleted."""
+    """A forgotten prefix would be retired again at every save. Its grace would restart, and it would never be deleted."""
     run, attempt = started_run()
     first = snapshot_prefix(attempt, 1)
     for cut in range(1, 200):

@@ -1,4 +1,4 @@
-"""When a baseline is made by compaction: costs of both ways, and what is compacted."""
+"""When a compaction replaces a baseline: the costs of both, and what is compacted."""
 
 from deltashard_checkpoint.maintenance.synthetic import (
     CompactionInputs,
@@ -29,7 +29,7 @@ materials = st.builds(
 
 
 def test_only_cached_chains_of_equal_precision_are_compacted():
-    """Compacted rows would keep their 8 bits for good, and each restore would read them."""
+    """Compacted rows would keep their 8 bits permanently, and each restore would read them."""
     assert at_snapshot(CACHED, FULL).why == "cheaper"
     away = CompactionInputs(checkpoints=2, chain_bytes=14 * GB, fetch_bytes=14 * GB, base_bytes=GB)
     assert at_snapshot(away, FULL) is None

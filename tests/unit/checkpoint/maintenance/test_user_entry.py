@@ -1,4 +1,4 @@
-"""What a person says of a run: pins that move, rewinds and back, and who may still hold the run."""
+"""User entries of a run: moved pins, rewinds in both directions, and who may still hold the run."""
 
 import pytest
 from deltashard_checkpoint.log import folded_state
@@ -22,13 +22,12 @@ from tests.support.checkpoint.run_builder import MemoryRun, started_run
 
 
 def three_baselines(run: MemoryRun, **options: object) -> tuple[int, list[int]]:
-    """An attempt with three baselines."""
     attempt = run.open(**options).attempt
     return attempt, [run.commit(attempt, cut, directive="steps") for cut in (1, 2, 3)]
 
 
 def test_annotation_is_dropped_with_its_checkpoint():
-    """Or states would grow with every name there ever was."""
+    """Otherwise the state would grow with every name that was ever used."""
     run, attempt = started_run()
     first = run.commit(attempt, 1, pins=("best",))
     run.commit(attempt, 2)
@@ -53,7 +52,7 @@ def test_run_holder_is_named_by_the_last_commit():
         ("close; x", False),
         ("", True),
         ("user", True),
-        ("drain", True),  # a cordon, and the trainer lives on
+        ("drain", True),  # a cordon; the trainer continues
         ("eval", True),
         ("user close", True),
         ("sigterm", False),
@@ -89,7 +88,7 @@ def test_excluded_checkpoint_is_no_fallback_and_is_retired_first():
 
 @st.composite
 def runs(draw: st.DrawFn) -> MemoryRun:
-    """A run with deltas on anything, pins, words, compactions and rewinds."""
+    """Draw a run with deltas on any checkpoint, pins, compactions and rewinds."""
     run, attempt = started_run()
     for cut in range(1, draw(st.integers(2, 15))):
         live = sorted(run.log.refresh().checkpoints)
@@ -129,7 +128,7 @@ def test_every_kept_checkpoint_has_a_reason_and_no_other(run, keep_last, every_s
     assert any("the newest" in said for said in why[state.newest().seq])
     for name, seq in state.pinned.items():
         assert f"pinned {name}" in why[seq]
-    # What retention lets go nothing needs; and the folded state is the state.
+    # No kept checkpoint needs what retention releases, and the folded state equals the state.
     gone = state.checkpoints.keys() - why.keys()
     assert retire_blockers(state, gone) == {}
     data = folded_state.dump(state)

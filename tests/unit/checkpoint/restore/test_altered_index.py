@@ -1,4 +1,4 @@
-"""An index that says something else than its frames: what is read is exact, or refused by name, in bounded memory."""
+"""An index that differs from its frames: reads are exact or refused by name, in bounded memory."""
 
 import tracemalloc
 from dataclasses import replace
@@ -48,7 +48,7 @@ class AlteredRun:
         self.whole = self.restored(self.indexes)
 
     def restored(self, indexes: dict[str, Index]) -> dict[str, bytes]:
-        """All that a restore of the newest checkpoint gives, by name; raises what the readers raise."""
+        """Return all that a restore of the newest checkpoint reads, by name."""
         wants = whole_tables([self.model.table])
         plan = plan_restore(self.run.store, self.state, self.state.newest().seq, wants, indexes=indexes)
         target = target_of(self.model.table, wants[0].boxes[0], fields=True)
@@ -81,7 +81,7 @@ def test_an_altered_index_is_refused_or_reads_the_same(written: AlteredRun, data
     try:
         altered = parse_index(encode_index(replace(index, places=tuple(places))))
         found = written.restored({**written.indexes, key: altered})
-    except (DeltashardError, ValueError):  # ValueError: no number of the index's
+    except (DeltashardError, ValueError):  # ValueError: the value is not valid in an index
         pass
     else:
         assert found == written.whole
@@ -93,7 +93,7 @@ def test_an_altered_index_is_refused_or_reads_the_same(written: AlteredRun, data
 
 @pytest.mark.parametrize("name", ["step", "blob_bytes", "col_start", "rows"])
 def test_frame_not_matching_its_index_is_invalid(written: AlteredRun, name: str) -> None:
-    """Its hash is right, and the index was made to fit: reading it agrees with `verify`."""
+    """The hash is right and the index was made to match. Reading it agrees with `verify`."""
     wants = whole_tables([written.model.table])
     plan = plan_restore(written.run.store, written.state, written.state.newest().seq, wants)
     kind = FrameKind.BLOB if name == "blob_bytes" else FrameKind.ROWS

@@ -1,4 +1,4 @@
-"""Executing plans: cache first, hashes always, invalid apart from unavailable, memory bounded, no dead-lock."""
+"""Fetching plans: cache first, all hashes checked, invalid and unavailable kept apart, bounded memory, no deadlock."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ from tests.support.checkpoint.sample import RUN, SampleModel, SampleRun, schema,
 
 @pytest.fixture
 def run(tmp_path: Path) -> SampleRun:
-    """A baseline of 40 frames in many packs, and a blob."""
+    """Return a run with a baseline of 40 frames in several packs, and a blob."""
     made = SampleRun(tmp_path, store=FaultyStore(MemoryStore()))
     model = SampleModel(schema(rows=4000))
     made.model = model
@@ -61,7 +61,7 @@ def _flip(data: bytearray) -> bytes:
 
 
 def _swapped(data: bytearray) -> bytes:
-    """Whole, and of other rows: the two first frames change places."""
+    """Exchange the first two frames: each is intact but has other rows."""
     first = frame_length(memoryview(data))
     second = frame_length(memoryview(data)[first:])
     return bytes(data[first : first + second] + data[:first] + data[first + second :])
@@ -70,7 +70,7 @@ def _swapped(data: bytearray) -> bytes:
 @pytest.mark.parametrize("state", [False, True], ids=["weights", "state"])
 @pytest.mark.parametrize("damage", [_flip, lambda data: bytes(data[:1000]), _swapped, None])
 def test_damaged_checkpoint_is_invalid(run: SampleRun, damage, *, state: bool) -> None:
-    """Damaged, short, of other rows, absent: `InvalidCheckpoint` names the object; weights are read without state."""
+    """`InvalidCheckpoint` names the object. With damaged state, the weights are still readable without it."""
     plan = _plan(run)
     packs = [info.key for info in run.store.list(RUN) if info.key.endswith(".pack")]
     key = next(key for key in packs if ("-s" in key) is state)
@@ -86,7 +86,7 @@ def test_damaged_checkpoint_is_invalid(run: SampleRun, damage, *, state: bool) -
 
 
 def test_tail_of_another_table_is_invalid_despite_its_hash(tmp_path, monkeypatch):
-    """A writer's fault that no hash shows: refused where it is read, before a trainer gets it."""
+    """No hash shows this fault of a writer. The reader refuses it before a trainer gets it."""
     encode = frame_encoder._encode_tail
 
     def of_more_rows(block, *rest):
@@ -122,7 +122,7 @@ def test_unreachable_store_is_unavailable_not_invalid(run: SampleRun) -> None:
 
 
 class TwoBlockArena:
-    """Two blocks, lent and taken back: a consumer that frees a block when its last frame is applied."""
+    """Two blocks for a consumer that frees a block when its last frame is applied."""
 
     def __init__(self, block_bytes: int, blocks: int = 2) -> None:
         self.free = [bytearray(block_bytes) for _ in range(blocks)]
@@ -143,7 +143,7 @@ class TwoBlockArena:
 
 
 def test_fetch_works_with_two_destination_blocks(run: SampleRun) -> None:
-    """No dead-lock with as few blocks as there may be; the frames are views of the blocks."""
+    """Two blocks are the minimum. The frames are views of the blocks."""
     plan = _plan(run)
     expected = _frames(Fetcher(run.store, RUN), plan)
     arena = TwoBlockArena(max(request.length for request in plan.requests))

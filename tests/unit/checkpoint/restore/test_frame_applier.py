@@ -1,4 +1,4 @@
-"""From a model through frames, packs, log and plan back into arrays, under any sharding."""
+"""Frames become arrays again under any sharding, through packs, log and plan."""
 
 import itertools
 from fractions import Fraction
@@ -36,7 +36,7 @@ def _target(table: TableSchema, held: Box | None = None, dtype=np.float32) -> Ta
 
 
 def test_narrowed_state_is_reported_by_table() -> None:
-    """By table, with the type it was stored in; who takes weights alone got nothing narrow, nor who took no row."""
+    """The report has the stored type. A target without state or without rows of the frame reports nothing."""
     model = SampleModel(schema(rows=20))
     table = model.table
 
@@ -66,7 +66,7 @@ def test_only_written_rows_are_returned() -> None:
 
 
 def test_tombstone_hides_only_older_rows() -> None:
-    """Rows are applied before tombstones of the same checkpoint, so a row beats its tombstone; older rows do not."""
+    """Rows are applied before tombstones of the same checkpoint, so a row takes precedence over its tombstone."""
     model = SampleModel(schema(rows=20))
     applier = FrameApplier([target := _target(model.table)])
     _apply(applier, model.frames(np.array([4, 5]))[0])
@@ -117,7 +117,7 @@ def test_other_dtype_or_missing_field_needs_strict_false() -> None:
 
 @st.composite
 def _histories(draw: st.DrawFn) -> list[list[tuple[Box, list[int]]]]:
-    """Checkpoints, newest first: each cut into boxes of columns, each box with the rows that its frame holds."""
+    """Draw checkpoints, newest first: each is cut into boxes of columns, and each box has the rows of its frame."""
 
     def columns() -> list[tuple[int, int]]:
         at = [0, *sorted(draw(st.sets(st.integers(1, COLUMNS - 1), max_size=3))), COLUMNS]
@@ -149,7 +149,7 @@ SPLIT = TableSchema(
 @settings(max_examples=150, deadline=None)
 @given(history=_histories(), few=st.booleans(), seed=st.integers(0, 99))
 def test_rowwise_state_of_column_splits_is_summed_or_equal(history, few, seed):
-    """Against the definition, in fractions: a frame counts once a row, whatever cut its columns before or after."""
+    """The oracle uses fractions. A frame counts once per row, regardless of earlier or later column cuts."""
     rng = np.random.default_rng(seed)
     values = (np.array([0.1, -0.0]) if few else rng.normal(0, 1, 50)).astype(np.float32)
     target = TableTarget(
@@ -201,7 +201,7 @@ def test_rowwise_state_of_column_splits_is_summed_or_equal(history, few, seed):
 
 
 def _nearest(value: float, name: str) -> np.ndarray:
-    """`value` rounded once, by looking at both neighbours."""
+    """Round `value` once, by comparison with both neighbours."""
     if name != "bfloat16":
         return np.array([value], name)
     with np.errstate(over="ignore"):

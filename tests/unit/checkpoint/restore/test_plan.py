@@ -1,4 +1,4 @@
-"""Plans: what is fetched, in which order, and what is refused before a byte is read."""
+"""Plans: what is fetched, in which order, and what is refused before any byte is read."""
 
 from dataclasses import replace
 
@@ -172,7 +172,6 @@ def test_schema_differences_are_reported_and_may_be_allowed() -> None:
 
 
 def test_renamed_and_new_tables() -> None:
-    """A mapping follows a rename; a new table keeps its initial values only when allowed."""
     model = SampleModel(schema("old.name"))
     parts = [_part(model.table, model.frames(range(200)), seq=1, covers=None)]
     renamed = schema("new.name")
@@ -188,7 +187,7 @@ def test_renamed_and_new_tables() -> None:
 
 @pytest.mark.parametrize("what", ["missing", "repeated", "tombstones"])
 def test_a_baseline_with_fewer_rows_than_its_boxes_is_invalid(what):
-    """Ten rows are not there, or others twice in their place, or named as gone: a few bytes name any number of those."""
+    """Ten rows are absent, replaced by repeated rows, or named in a tombstone."""
     model = SampleModel(schema())
     more = {"missing": [], "repeated": model.frames(range(10)), "tombstones": [tombstone(model.table, np.arange(190, 200), step=1)]}  # fmt: skip
     link, index = _part(model.table, [*model.frames(range(190)), *more[what]], seq=1, covers=None)
@@ -212,7 +211,7 @@ def test_resent_copy_of_a_row_takes_precedence():
 
 
 def test_blob_with_missing_or_duplicate_chunks_is_invalid():
-    """Its first chunk is missing, or one occurs twice. Memory for all of it is taken with the first chunk."""
+    """Memory for the whole blob is allocated with its first chunk."""
     model = SampleModel(schema())
     chunks = list(encode_blob_frames(name="rng", data=bytes(9000), step=1, chunk_bytes=4096))
     huge = encode_blob(name="rng", offset=0, blob_bytes=1 << 40, chunk=bytes(100), step=1)

@@ -1,4 +1,4 @@
-"""Any history of shardings and policies restores to any sharding: random runs through the real log, parts and plans."""
+"""Any history of shardings and policies restores to any sharding, with random runs through log, parts and plans."""
 
 import itertools
 import tempfile
@@ -21,7 +21,7 @@ TABLE = schema(rows=90, columns=12)
 
 @st.composite
 def shardings(draw: st.DrawFn) -> list[Box]:
-    """A partition of the table: rows cut at most twice, each band's columns cut at most twice."""
+    """Draw a partition of the table: rows are cut at most twice, and each band's columns at most twice."""
 
     def cuts(size: int) -> list[int]:
         return [0, *sorted(draw(st.sets(st.integers(1, size - 1), max_size=2))), size]
@@ -47,9 +47,9 @@ saves = st.tuples(
 def test_any_history_restores_to_any_sharding(
     history: list, after: list[Box], seed: int, *, listed: bool
 ) -> None:
-    """With parts in the entry, and in a manifest by a layout: there the first cut of each is a baseline.
+    """Parts are in the entry or in a manifest with a layout. With a layout, the first cut of each is a baseline.
 
-    Weights and point-wise state exactly; row-wise state too, since every shard of a row has the row's value.
+    Weights and all state are exact: every shard of a row has the row's value of row-wise state.
     """
     model = SampleModel(TABLE, seed)
     with tempfile.TemporaryDirectory() as directory:

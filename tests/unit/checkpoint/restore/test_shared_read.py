@@ -1,4 +1,4 @@
-"""Bytes that several readers want at once are read once, and a reader that fails takes nobody with it."""
+"""Bytes that several readers want at once are read once, and a failed reader does not fail the others."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,6 @@ from tests.support.checkpoint.sample import RUN, SampleModel, SampleRun, schema,
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40), st.integers(0, 400))
 def test_reads_return_stored_bytes_within_the_budget(asked, budget):
-    """One reader; some keys are forgotten after they were read. What was used last is still there."""
     shared = SharedReads(budget_bytes=budget)
     for key, wrong in asked:
         stored = bytes([key]) * 50 * key
@@ -54,7 +53,7 @@ def test_concurrent_reader_waits_for_the_first() -> None:
         assert not any(each.done() for each in others)
         go.set()
         assert first.result(60) == b"bytes"
-        # Who was late after all reads by itself: nothing is kept.
+        # A reader that came after the first read ended reads again, because nothing is kept.
         assert {each.result(60) for each in others} <= {b"bytes", b"itself"}
     assert reads == [1]
 
@@ -109,7 +108,6 @@ def _restored(run: SampleRun, shared: SharedReads) -> list[bytes]:
 
 
 def _reads(run: SampleRun) -> dict[str, int]:
-    """By kind."""
     read = [call.key for call in run.store.calls if call.operation in {"get", "get_into"}]
     run.store.calls.clear()
     return {kind: sum(key.endswith(kind) for key in read) for kind in ("index", "pack")}
@@ -127,7 +125,7 @@ def test_the_second_rank_reads_rows_only(run: SampleRun) -> None:
 
 @pytest.mark.parametrize(("kind", "operation"), [("index", "get"), ("pack", "get_into")])
 def test_corrupt_shared_bytes_are_read_again(run, kind, operation):
-    """It was read into the shared memory; whoever finds it wrong reads again, and the next rank gets what is right."""
+    """The corrupt bytes are in the shared memory. The reader that finds this reads again, and the next rank gets right ones."""
     shared = SharedReads()
     alone = _restored(run, SharedReads())
     run.store.fail_next(Fault.FLIPPED, operation=operation, key_contains=f".{kind}")

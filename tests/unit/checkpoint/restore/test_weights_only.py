@@ -1,4 +1,4 @@
-"""Weights are read without their optimizer state: bytes are counted where they leave the store."""
+"""Weights are read without their optimizer state: the test counts the bytes that leave the store."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from deltashard_checkpoint.vocabulary import ENCODINGS
 from tests.support.checkpoint.sample import RUN, SampleRun, whole
 
 ROWS, COLUMNS, BATCH = 300_000, 64, 15_872
-"""As many rows as a trainer sends at once."""
+"""The number of rows that a trainer sends at once."""
 TABLE = TableSchema(
     fqn="items", rows=ROWS, columns=COLUMNS, dtype="float32",
     fields=(FieldSpec(name="sum", kind="pointwise", dtype="float32"),),
@@ -22,7 +22,7 @@ MOST_BYTES = 12_000_000
 
 
 class PackByteCounter(MemoryStore):
-    """Counts the bytes of packs that are read, by whether they have state."""
+    """Counts the bytes of packs that are read, with and without state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class PackByteCounter(MemoryStore):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> PackByteCounter:
-    """One checkpoint under torch's Adagrad, in q8."""
+    """Return a store with one checkpoint under torch's Adagrad, in q8."""
     made = PackByteCounter()
     run = SampleRun(tmp_path_factory.mktemp("run"), store=made)
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""What obstore's errors mean."""
+"""The meaning of obstore's errors."""
 
 import pytest
 from deltashard_checkpoint.errors import DeltashardError
@@ -63,7 +63,7 @@ def test_obstore_errors_are_mapped(error: Exception, writes: bool, meaning: type
 
 
 def test_missing_token_error() -> None:
-    """A machine's own identity may yet come; a named one is denied, or its service is away."""
+    """A machine's own identity may appear later. A configured identity is denied, or its service is unavailable."""
     refused = GenericError(f"Error performing token request: {response_text(400)}")
     away = GenericError("Error performing token request: error sending request")
     assert type(mapped(refused, configured=False)) is CredentialsMissing

@@ -12,7 +12,7 @@ from tests.support.checkpoint.store_conformance import StoreTests
 
 
 class TestMemoryStore(StoreTests):
-    """The reference."""
+    """The reference store."""
 
     @pytest.fixture
     def store(self) -> Store:
@@ -20,7 +20,7 @@ class TestMemoryStore(StoreTests):
 
 
 class TestOpenedFileStore(StoreTests):
-    """With retries around it, as everyone uses it."""
+    """The file store with retries, as `open_store` returns it."""
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:

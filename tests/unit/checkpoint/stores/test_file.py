@@ -1,4 +1,4 @@
-"""What the file store promises beyond the conformance suite: durability's order, crashes, full disks, no way out."""
+"""The file store beyond the conformance suite: order of fsyncs, crashes, full disks, no path outside the root."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ from tests.support.checkpoint.store_conformance import get_range
 
 
 def test_data_is_fsynced_before_rename(tmp_path, monkeypatch):
-    """Fsync of the file, then link or rename, then fsync of the directory; new directories are synced into theirs."""
+    """The order is fsync of the file, link or rename, fsync of the directory. New directories are synced into their parents."""
     events, fsync, link, rename = [], os.fsync, os.link, Path.rename
 
     def synced(descriptor: int) -> None:
@@ -44,7 +44,7 @@ def test_data_is_fsynced_before_rename(tmp_path, monkeypatch):
 def test_stale_temporary_files_are_removed_with_their_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deleting the last object removes old debris and the directory; a young temporary may be a writer's, and stays."""
+    """Deleting the last object removes old debris and the directory. A young temporary file may have a live writer."""
     store = FileStore(tmp_path)
     store.put("data/1/a", b"x")
     debris = tmp_path / "data" / "1" / f"{file.TEMPORARY}dead"
@@ -58,7 +58,7 @@ def test_stale_temporary_files_are_removed_with_their_directory(
 
 
 def test_put_survives_concurrent_directory_removal(tmp_path, monkeypatch):
-    """Whoever deletes the last object prunes upwards, at any instant of a put into a new directory beside it."""
+    """The deletion of the last object removes parent directories at any instant of a put into a new directory."""
     store, made, pruned = FileStore(tmp_path), [], []
     real_path, real = Path.mkdir, os.mkdir
     (tmp_path / "data").mkdir()
@@ -71,7 +71,9 @@ def test_put_survives_concurrent_directory_removal(tmp_path, monkeypatch):
 
     def late(path, *arguments, **options):
         made.append(Path(path))
-        if len(made) == 1:  # it was there when this put was to make it, and is gone a moment later
+        if (
+            len(made) == 1
+        ):  # the directory existed when this put tried to make it, and is absent a moment later
             raise FileExistsError(errno.EEXIST, "it is there", str(path))
         real(path, *arguments, **options)
 
@@ -108,13 +110,13 @@ def test_os_errors_are_mapped(tmp_path, monkeypatch, code, expected):
 
 
 def test_missing_root_is_reported_until_created(tmp_path):
-    """Each call says why, until one can make it; made once, it is not made again, and named when it vanishes."""
+    """Each call reports the reason until one call makes the root. A root that vanishes later is not made again."""
     with pytest.raises(BucketMissing):
         FileStore(tmp_path / "no", create=False)
     (tmp_path / "file").touch()
     with pytest.raises(BucketMissing, match="not a directory"):
         FileStore(tmp_path / "file")
-    (tmp_path / "mount").symlink_to("/sys/kernel")  # where not even root makes a directory
+    (tmp_path / "mount").symlink_to("/sys/kernel")  # not even root can make a directory here
     store = FileStore(tmp_path / "mount" / "store")
     calls = (lambda: store.get("a"), lambda: store.put("a", b""), lambda: store.list(""), store.now_s)
     for call in calls:
@@ -141,7 +143,7 @@ def test_foreign_file_names_and_directories_are_ignored(tmp_path):
 
 
 def test_an_object_too_large_to_be_read_whole_is_not_read(tmp_path: Path) -> None:
-    """Its size is looked at before memory is taken for it; a range of it is read as ever."""
+    """The size is checked before memory is allocated. A range of the object is still readable."""
     store = FileStore(tmp_path)
     store.put("huge", b"head")
     os.truncate(tmp_path / "huge", MAX_WHOLE_BYTES + 1)  # sparse

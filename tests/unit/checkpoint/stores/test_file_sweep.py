@@ -1,4 +1,4 @@
-"""Files that writers left unfinished: who died leaves them to gc and rm, who lives keeps his own."""
+"""Unfinished files of writers: gc and rm remove those of dead writers and keep those of live ones."""
 
 import os
 import threading
@@ -15,7 +15,6 @@ from tests.support.checkpoint.run_builder import MemoryRun
 
 
 def unfinished(directory: Path, *, old: bool = True, name: str = "dead") -> Path:
-    """What a writer that was killed has left in a directory."""
     path = directory / f"{TEMPORARY}{name}"
     path.write_bytes(b"half")
     if old:
@@ -48,7 +47,7 @@ def test_gc_removes_stale_temporary_files_and_no_recent_ones(tmp_path: Path) -> 
 
 
 def test_file_of_a_live_writer_is_kept_at_any_age(tmp_path, monkeypatch):
-    """A process that was stopped, say, for an hour in the middle of a put: it goes on."""
+    """A process that was stopped for an hour in the middle of a put can continue."""
     log = run_in(tmp_path)
     stands, goes_on = threading.Event(), threading.Event()
     fsync = os.fsync

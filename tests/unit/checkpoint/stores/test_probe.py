@@ -1,4 +1,4 @@
-"""The probe: what overwrites is refused, what merely fails is waited for, and nothing stays behind."""
+"""The probe refuses a store that overwrites, waits for a store that fails, and leaves no objects."""
 
 import pytest
 from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported, StoreUnavailable
@@ -16,7 +16,7 @@ def pauses(times: int):
 @pytest.mark.parametrize("operation", ["put_if_absent", "get"])
 @pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.LOST_ACK])
 def test_lost_responses_are_retried(operation, fault):
-    """Of the first put, of the second and of the read: an object that is there already is the one we put."""
+    """The lost response is that of the first put, the second put or the read. An existing object is the probe's own."""
     for before in range(3):
         memory = MemoryStore()
         store = FaultyStore(memory)
@@ -29,7 +29,7 @@ def test_lost_responses_are_retried(operation, fault):
 
 
 def test_single_bit_flip_does_not_fail_the_probe():
-    """Only the second object's bytes show that it overwrites; others are read again, and a store that rots is named."""
+    """Only the second object's bytes show an overwrite. Other bytes are read again, and repeated corruption is reported."""
     memory = MemoryStore()
     store = FaultyStore(memory)
     store.fail_next(Fault.FLIPPED, operation="get", times=2)
@@ -42,7 +42,7 @@ def test_single_bit_flip_does_not_fail_the_probe():
 
 def test_unsuitable_store_is_reported():
     store = MemoryStore()
-    store.put_if_absent = store.put  # it ignores If-None-Match
+    store.put_if_absent = store.put  # the store ignores If-None-Match
     with pytest.raises(ConditionalPutUnsupported, match="overwrites"):
         probe(store, "probe/a", pause=pauses(5))
     assert list(store.list("")) == []

@@ -1,4 +1,4 @@
-"""Retries: how often, how long, what never; on a fake clock."""
+"""Retries on a fake clock: how often, how long, and which errors never."""
 
 import pytest
 from deltashard_checkpoint.backoff import Backoff
@@ -16,7 +16,7 @@ START_S = FakeClock().now_s
 
 
 class TryRecorder:
-    """An observer that remembers."""
+    """An observer that records tries."""
 
     def __init__(self) -> None:
         self.tries, self.calls = [], []
@@ -44,7 +44,7 @@ def test_retries_with_growing_delays():
 
 
 class SlowStore(MemoryStore):
-    """Its reads begin after so many seconds."""
+    """A store whose reads begin after the given seconds."""
 
     def __init__(self, time: FakeClock, *first_byte_s: float) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class SlowStore(MemoryStore):
 
 
 def test_first_byte_timeout_doubles_and_is_remembered():
-    """Doubled from try to try up to the store's own; writes have that at once. Other failures double nothing."""
+    """The timeout doubles up to the store's own, which writes have at once. Other failures do not double it."""
     time = FakeClock()
     slow = SlowStore(time, *[100.0] * 5, 0.0)
     store = RetryingStore(slow, policy=RetryPolicy(deadline_s=600.0), clocks=time.clocks)
@@ -77,7 +77,7 @@ def test_first_byte_timeout_doubles_and_is_remembered():
     faulty.fail_next(Fault.UNAVAILABLE)
     assert store.get("a") == store.get("a") == b"x"
     assert faulty.inner.silences == [20.0, 2.0, 2.0]
-    # One that is slow as a whole costs its first read three requests, each later one a single one; it may get faster.
+    # A slow store costs three requests at its first read and one at each later read. The timeout may shrink again.
     slow = SlowStore(time, *[5.0] * 4, *[0.0] * 100)
     store = RetryingStore(slow, clocks=time.clocks)
     store.put("a", b"x")
@@ -88,7 +88,7 @@ def test_first_byte_timeout_doubles_and_is_remembered():
 
 
 def test_create_only_and_definite_errors_are_not_retried():
-    """An ambiguous create is the caller's to resolve: a second try would find its own object."""
+    """The caller resolves an ambiguous create: a second try would find its own object."""
     faulty, store, time, _ = retrying()
     faulty.fail_next(Fault.LOST_ACK)
     with pytest.raises(StoreUnavailable, match="acknowledgement lost"):
@@ -105,7 +105,7 @@ def test_create_only_and_definite_errors_are_not_retried():
 
 
 def test_deadline_ends_retries_and_grows_with_object_size():
-    """By the slowest rate that is still progress. With the last reason and the count, and no more tries than allowed."""
+    """The deadline assumes the slowest rate that is still progress. The error has the last reason and the count of tries."""
     for size_bytes, expected_s in ((0, 10.0), (50_000_000, 35.0)):
         faulty, store, time, log = retrying(deadline_s=10.0, slowest_bytes_per_s=2e6, attempts=1000)
         faulty.down = True
@@ -121,7 +121,7 @@ def test_deadline_ends_retries_and_grows_with_object_size():
 
 
 def test_broken_listing_resumes_and_deletes_are_batched():
-    """Every key once, in order, though each answer breaks off half-way; a lost answer repeats one batch of a thousand."""
+    """Each key is listed once, in order, though every answer breaks off. A lost answer repeats one batch of a thousand."""
     faulty, store, time, _ = retrying()
     keys = [f"k/{number:04d}" for number in range(2500)]
     for key in keys:
@@ -138,7 +138,7 @@ def test_broken_listing_resumes_and_deletes_are_batched():
 
 
 def test_cancelled_call_is_not_retried_and_earlier_deadline_wins():
-    """Given up during a pause: no further try, the store's reason; and nothing remains for whoever waits below."""
+    """A call that is abandoned in a pause raises the store's reason. No deadline remains afterwards."""
     faulty, store, time, _ = retrying()
     faulty.down = True
     with abandon_when(lambda: len(time.slept) == 2), pytest.raises(StoreUnavailable):

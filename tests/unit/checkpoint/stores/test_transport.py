@@ -1,4 +1,4 @@
-"""The way to a store, as the environment says it."""
+"""The transport to a store, as the environment configures it."""
 
 import pytest
 from deltashard_checkpoint.stores.abc import RequestRefused
@@ -33,7 +33,7 @@ def test_proxy_is_chosen_by_scheme_and_no_proxy(monkeypatch: pytest.MonkeyPatch)
     "host", ["169.254.169.254", "169.254.170.2", "169.254.170.23", "[fd00:ec2::23]", "[fd00:ec2::254]"]
 )
 def test_credential_endpoints_bypass_the_proxy(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    """Whatever NO_PROXY says: the request of EKS Pod Identity has the service account's token in it."""
+    """NO_PROXY does not matter: the request of EKS Pod Identity contains the service account's token."""
     monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
     assert proxy_of(f"http://{host}/v1/credentials") is None
 

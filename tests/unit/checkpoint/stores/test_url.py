@@ -1,4 +1,4 @@
-"""From URLs to stores."""
+"""Stores that are opened from URLs."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_s3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Endpoint and region from the URL before the environment; the store's own URL has neither."""
+    """Endpoint and region in the URL take precedence over the environment. The store's own URL has neither."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://from-environment.example")
     with open_store("s3://bucket/pre/fix/") as store:
         assert isinstance(store.inner, S3Store)
@@ -62,7 +62,7 @@ def test_invalid_store_urls_are_refused(url: str) -> None:
 
 
 def test_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bucket's own address unless an endpoint is said; the store's own URL has no options."""
+    """The address is the bucket's own unless an endpoint is given. The store's own URL has no options."""
     with open_store("gs://bucket/pre/fix/") as store:
         assert isinstance(store.inner, CloudStore)
         assert store.inner._account.endpoint == "https://storage.googleapis.com"
@@ -90,7 +90,7 @@ def test_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_credentials_in_a_url_are_refused_and_not_repeated():
-    """They would end in logs; the error itself must not put them there."""
+    """Credentials would end in logs, so the error does not contain them."""
     with pytest.raises(UserError, match="must not hold credentials") as caught:
         open_store("s3://AKIAKEY:topsecret@bucket/prefix")
     assert "topsecret" not in str(caught.value)
@@ -98,7 +98,7 @@ def test_credentials_in_a_url_are_refused_and_not_repeated():
 
 
 def test_invalid_prefix_port_and_home_are_refused():
-    """Refused when the store is opened, not at the first save; a container's user may have no passwd entry."""
+    """The store is refused when it is opened, not at the first save. A container's user may have no passwd entry."""
     for url in ("s3://bucket/a//b", "s3://bucket/../up", "s3://bucket/" + "x" * 900):
         with pytest.raises(BadKey):
             open_store(url)

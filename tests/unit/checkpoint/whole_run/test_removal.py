@@ -1,4 +1,4 @@
-"""A removal beside a writer that does not know of it: what he writes meanwhile goes too, or is said."""
+"""A removal during writes of an unaware writer removes the new objects too, or reports them."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +14,7 @@ PACK = f"data/{1:020d}/{{:08d}}/00000-{'0' * 16}-00000.pack"
 
 
 class ConcurrentWriterStore(FileStore):
-    """Beside every delete of a removal somebody else puts an object, so many times."""
+    """After each delete of a removal, another process puts an object, until `keys` is empty."""
 
     def __init__(self, directory: Path, keys: Iterable[str]) -> None:
         super().__init__(directory)

@@ -1,4 +1,4 @@
-"""Copies of the golden runs, whole and one checkpoint each: the same bits."""
+"""Copies of the golden runs, whole and one checkpoint each, have the same bits."""
 
 import json
 import shutil
@@ -56,7 +56,6 @@ def cache(tmp_path: Path) -> Iterator[PackCache]:
 
 
 def assert_restores(store: Store, run: str, pairs: dict[int, int], golden: str) -> None:
-    """What the copy calls `there` has what the golden run's `here` has."""
     state = RunLog(store, run).refresh()
     assert state.stopped is None
     blobs = json.loads((GOLDEN / f"{golden}-expected" / "blobs.json").read_text())
@@ -85,7 +84,7 @@ def test_run_copy_is_byte_identical(store, there, tmp_path, golden):
 
 
 def test_log_behind_a_fold_is_copied_and_a_stopped_log_is_not(store, there, tmp_path):
-    with pytest.raises(LogStopped):  # it ends in an entry of a newer version
+    with pytest.raises(LogStopped):  # the run ends in an entry of a newer version
         copy_run(RunLog(store, "run-2"), RunLog(there, "run-2"))
     assert list(there.list("run-2/")) == []
     store.delete([f"run-3/{entry_key(seq)}" for seq in (0, 1)])
@@ -97,7 +96,7 @@ def test_log_behind_a_fold_is_copied_and_a_stopped_log_is_not(store, there, tmp_
 
 @pytest.mark.parametrize(("golden", "seq"), [(run, seq) for run, live in LIVE_SEQS.items() for seq in live])
 def test_one_checkpoint_begins_a_run(store, there, tmp_path, cache, golden, seq):
-    """With all its rows in one part, whatever ranks wrote it; unless its chain has other column shards, or tombstones."""
+    """All rows are in one part, for any number of ranks. Other column shards or tombstones in the chain are refused."""
     source, target = RunLog(store, golden), RunLog(there, "one")
     state = source.refresh()
     sizes = {state.checkpoints[each].world_size for each in closure(state, [seq])}
@@ -119,7 +118,7 @@ def test_one_checkpoint_begins_a_run(store, there, tmp_path, cache, golden, seq)
     )
     assert state.pinned == dict.fromkeys(source.state.pins_of(seq), 2)
     assert_restores(there, "one", {2: seq}, golden)
-    # The golden runs' blobs are bytes, and no trees that a trainer wrote; all else is in order, plan and frames.
+    # The golden runs' blobs are bytes and not a trainer's trees. Everything else is in order.
     found = verify(Target(store=there, run="one"), deep=True)
     assert [each.what for each in found.problems if "blob empty" not in each.what] == []
     with pytest.raises(TargetTaken):
@@ -127,7 +126,7 @@ def test_one_checkpoint_begins_a_run(store, there, tmp_path, cache, golden, seq)
 
 
 class InterruptedStore(FileStore):
-    """Does something once, just before a key that ends like this is put, or read in part."""
+    """A store that acts once, just before a key with the given suffix is put or partly read."""
 
     def __init__(self, directory: Path, before: str, act: Callable[[], object]) -> None:
         super().__init__(directory)
@@ -164,7 +163,7 @@ def test_copy_restarts_when_the_source_deletes_objects(store, there, tmp_path):
     done = copy_run(source, RunLog(there, "run-4"))
     assert (done.checkpoints, done.seq, done.through) == (1, 2, 17)
     assert_restores(there, "run-4", {2: 2}, "run-4")
-    # What is gone and was not retired is reported as damage.
+    # An absent object that was not retired is reported as damage.
     gone = next(info.key for info in store.list("run-3/data/") if info.key.endswith(".pack"))
     store.delete([gone])
     with pytest.raises(InvalidCheckpoint, match=r"\.pack does not exist"):
@@ -177,7 +176,7 @@ def test_copy_restarts_when_the_source_deletes_objects(store, there, tmp_path):
 def test_run_created_concurrently_at_the_target_is_not_closed(
     store, there, tmp_path, cache, monkeypatch, before, one
 ):
-    """While data is put, and after HINT was left: a process that read before it takes the first slot."""
+    """The other process takes the first slot while data is put, or after HINT was written."""
     late = RunLog(there, "run-4")
 
     def begin() -> None:

@@ -86,7 +86,7 @@ def test_unreadable_first_entry_is_refused():
 @pytest.mark.parametrize("damage", ["rot", "loss"])
 @pytest.mark.parametrize("kind", ["checkpoint", "retire", "compact", "attempt"])
 def test_attempt_repairs_the_log_before_voiding_slots(kind, damage):
-    """Two faults at once: an entry, and the folded states that would make it harmless."""
+    """Two faults coincide: the entry is damaged, and the folded states that would make this harmless are absent."""
     run, first = started_run()
     base = run.commit(first, 1)
     bad = {
@@ -113,14 +113,14 @@ def test_attempt_checks_ownership_before_a_repair():
     run.memory.delete(["job/" + entry_key(2)])
     before = {info.key for info in run.memory.list("")}
     run.log = run.reader()
-    with pytest.raises(DeltashardError):  # nothing is left, and another's run is not begun anew
+    with pytest.raises(DeltashardError):  # no log entry remains, and another owner's run is not started again
         run.open(owner="you")
     assert {info.key for info in run.memory.list("")} == before
 
 
 @pytest.mark.parametrize("how", ["void", "repair"])
 def test_voided_checkpoint_keeps_its_data_during_the_attempt(how):
-    """A person may find the entry in a copy. Attempts that never commit do not count; the next that did lets it go."""
+    """The entry may survive in a copy. The data is released at the next attempt after one that committed."""
     run, first = started_run()
     base, lost = run.commit(first, 1), run.commit(first, 2)
     key = "job/" + entry_key(lost)
@@ -160,12 +160,12 @@ def test_reader_refolds_after_an_entry_is_voided():
 
 
 def test_group_pod_may_reopen_after_attempts_it_took_part_in():
-    """Rank 0 goes from pod one to pod two and back: the first was in the second's attempt, whatever the log says."""
+    """Rank 0 moves from pod one to pod two and back. The first pod took part in the second's attempt."""
     run = MemoryRun()
     run.open(workload="job", pod="one", world_size=2)
     second = run.open(workload="job", pod="two", world_size=2).attempt
     third = run.open(workload="job", pod="one", world_size=2, took_part=second).attempt
     assert third > second
-    with pytest.raises(FencedError, match="another pod"):  # it was not in the third
+    with pytest.raises(FencedError, match="another pod"):  # pod two was not in the third attempt
         run.open(workload="job", pod="two", world_size=2, took_part=second)
     run.open(workload="job", pod="two", world_size=2, took_part=third)

@@ -1,4 +1,4 @@
-"""Leaderless commits: whoever sees all parts creates the entry; everyone else finds it."""
+"""Leaderless commits: the rank that sees all parts creates the entry, and every other rank finds it."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -30,7 +30,7 @@ def commit(
 
 
 def after(run: MemoryRun, seconds: float, action) -> None:
-    """Run `action` once, so much later, while somebody sleeps."""
+    """Run `action` once, after the given seconds, while another thread sleeps."""
     until, sleep, done = run.time.now_s + seconds, run.time.sleep, []
 
     def hooked(delay: float) -> None:
@@ -79,7 +79,7 @@ LAYOUT = layout_of()
 
 
 def request_counts(run: MemoryRun) -> tuple[int, int]:
-    """(GETs, LISTs) of the run's `data/` since the last look."""
+    """Return (GETs, LISTs) of the run's `data/` since the last call."""
     calls = [call.operation for call in run.store.calls if "/data/" in call.key]
     run.store.calls.clear()
     return calls.count("get"), calls.count("list")
@@ -122,7 +122,7 @@ def rank_options(rank: int) -> dict:
 
 
 def test_unchanged_schemas_are_read_once_across_commits():
-    """Schemas and encodings are the same from cut to cut: after the first one only names are looked at."""
+    """Schemas and encodings are equal in all cuts. After the first cut, only names are listed."""
     run, attempt = run_with_layout()
     bodies = [ReportBodyCache(), ReportBodyCache()]
     for cut in range(1, 6):
@@ -153,11 +153,11 @@ def test_report_with_mismatched_hash_is_ignored(bad):
     assert run.reader().refresh().newest() is None
 
 
-# What waiting costs
+# The cost of waiting
 
 
 class ListingPages:
-    """Requests of listings under `data/`: a page of `cut_reports.LIST_PAGE` names each, asked for when it is needed."""
+    """Counts listing requests under `data/`: one request for each page of `snapshot_reports.LIST_PAGE` names."""
 
     def __init__(self, run: MemoryRun) -> None:
         self.count = 0
@@ -195,7 +195,7 @@ def put_report(run: MemoryRun, work, attempt: int, rank: int, **more) -> None:
 @given(st.data())
 @settings(deadline=None)
 def test_every_report_is_eventually_seen(data):
-    """Reports come in any order between looks, some twice, among words of who gave up before and names of nobody."""
+    """Reports come in any order between looks, some twice, among abandoned parts and unknown names."""
     world = data.draw(st.integers(2, 12), label="world")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot_reports, "LIST_PAGE", data.draw(st.integers(1, 5), label="page"))
@@ -217,7 +217,7 @@ def test_every_report_is_eventually_seen(data):
             if data.draw(st.booleans(), label="look"):
                 missing, absent = set(work.missing()), set(range(world)) - there
                 assert missing >= absent
-                # What all wait for is known for sure: the first rank that is missing.
+                # The first missing rank, for which all wait, is always known.
                 assert min(missing, default=None) == min(absent, default=None)
         assert list(work.missing()) == []
         names = len(list(run.memory.list(f"job/{snapshot_prefix(attempt, 1)}part/")))

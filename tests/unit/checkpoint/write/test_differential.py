@@ -1,4 +1,4 @@
-"""Differential policies: the predictor is the paper's, to the letter, and counts at the encoding in force."""
+"""Differential policies: the predictor equals the paper's and counts at the current encoding."""
 
 import pytest
 from deltashard_checkpoint.format.row_block import raw_row_bytes, stored_row_bytes
@@ -26,13 +26,12 @@ def known(*increments: float) -> History:
 def saved(
     run: MemoryRun, attempt: int, cut: int, share: float, covers: int | None = None, **more: object
 ) -> int:
-    """A checkpoint with so many of all rows."""
     rows = round(TABLE.rows * share)
     return run.commit(attempt, cut, covers, tables=(TABLE,), rows=rows, raw_bytes=rows * ROW + BLOBS, **more)
 
 
 def at(share: float, precision: StoredPrecision) -> float:
-    """S of an increment with so many of all rows: by hand."""
+    """Calculate S of an increment with the given share of all rows independently of the code under test."""
     row = stored_row_bytes(TABLE, 32, ENCODINGS[precision.of_table("t")], precision.state)
     return (BLOBS + share * 1000 * row) / (BLOBS + 1000 * row)
 
@@ -97,7 +96,7 @@ def test_history_restarts_at_a_compacted_base():
 
 
 def test_retired_increments_are_remembered():
-    """Each says what came before it; so does one that covers what was compacted, of that."""
+    """Each increment records the increments before it, also when it covers a compacted checkpoint."""
     run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
     found: list[int] = []
@@ -123,7 +122,7 @@ def test_invalid_increment_history_is_ignored(text: str):
 
 
 def test_history_skips_an_unused_compaction():
-    """The trainer's next cut covered the old baseline: it was on its way before the compaction was in the log."""
+    """The trainer's next cut covered the old baseline: the cut began before the compaction was in the log."""
     run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
     first = saved(run, attempt, 2, 0.3, base)

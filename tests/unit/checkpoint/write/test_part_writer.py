@@ -1,4 +1,4 @@
-"""Part writers: concurrency, order, failures of store and disk, budgets; real files and a real (faulty) store."""
+"""Part writers: concurrency, order, failures of store and disk, and budgets, with real files and a faulty store."""
 
 import threading
 from collections.abc import Iterator
@@ -40,7 +40,6 @@ def _target(**changes: object) -> PartTarget:
 
 
 def _uploads() -> list[threading.Thread]:
-    """Those of all parts that still run."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("upload")]
 
 
@@ -51,7 +50,7 @@ def _write(writer: PartWriter) -> None:
 
 
 def test_writers_of_a_small_cache_do_not_deadlock(tmp_path: Path) -> None:
-    """Four ranks with two kinds of packs each, and room for four packs: each gets its turn."""
+    """Each of four ranks writes two kinds of packs, and the cache has room for four packs."""
     store, frames = MemoryStore(), SampleModel(TABLE).frames(range(4000), per_frame=50, encoding="q8")
     assert all(frame.tail is not None for frame in frames)
     largest = max(len(each) for frame in frames for each in (frame.data, frame.tail) if each is not None)
@@ -68,7 +67,6 @@ def test_writers_of_a_small_cache_do_not_deadlock(tmp_path: Path) -> None:
 
 
 def test_concurrent_frames_are_packed_and_indexed(cache: PackCache) -> None:
-    """Every frame once, whole, at its place; packs of the size asked for; the Part says what the log needs."""
     store, model = MemoryStore(), SampleModel(TABLE)
     frames = model.frames(range(4000), per_frame=50, encoding="q8")
     with PartWriter(store, _target(), cache, pack_bytes=20_000) as writer, ThreadPoolExecutor(8) as pool:
@@ -128,7 +126,6 @@ def test_unavailable_store_fills_the_cache_then_fails_the_part(
 
 
 def test_abort_from_another_thread_stops_writers_and_leaves_no_files(cache: PackCache) -> None:
-    """Abort while many threads add: they get a named error, nothing is left behind, and the fd count is as before."""
     before = open_descriptors()
     for round_ in range(10):
         writer = PartWriter(MemoryStore(), _target(cut=round_), cache, pack_bytes=20_000)
@@ -137,7 +134,7 @@ def test_abort_from_another_thread_stops_writers_and_leaves_no_files(cache: Pack
 
         def work(part: list, writer: PartWriter = writer, started: threading.Barrier = started) -> None:
             started.wait()
-            while True:  # until the abort, whenever it comes
+            while True:  # until the abort
                 for frame in part:
                     writer.add(frame)
 
@@ -156,7 +153,7 @@ def test_abort_from_another_thread_stops_writers_and_leaves_no_files(cache: Pack
 
 
 def test_abort_ends_uploads_that_are_being_retried(cache: PackCache) -> None:
-    """The store is down: upload threads of a part that was given up end within a back-off, not at its deadline."""
+    """The store is down. Upload threads of an abandoned part end within a back-off, not at the part's deadline."""
     faulty = FaultyStore(MemoryStore())
     faulty.down = True
     writer = PartWriter(RetryingStore(faulty), _target(), cache, pack_bytes=20_000, deadline_s=1800.0)

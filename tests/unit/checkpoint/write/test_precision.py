@@ -1,4 +1,4 @@
-"""What commits say of the bits of their rows, and which policies ask for more."""
+"""How commits record the bits of their rows, and which policies request more."""
 
 import pytest
 from deltashard_checkpoint.vocabulary import ENCODING_CHOICES, ENCODINGS, PRECISION_KEY

@@ -1,4 +1,4 @@
-"""Which run a person means."""
+"""Selecting a run by name, workload or run ID."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ RUNS = [
     [("dlrm-1", "dlrm-1"), ("dlrm", "dlrm-3"), ("nightly", "nightly-2"), ("nightly-28", "nightly-1")],
 )
 def test_run_is_selected_by_name_workload_or_run_id(argument: str, wanted: str) -> None:
-    """Of a workload that was made again: the one that lives, or the newest."""
+    """If a workload was recreated, the living run is selected, otherwise the newest."""
     assert find_run(RUNS, argument, "team")["metadata"]["name"] == wanted
 
 
 def test_ambiguous_and_unknown_names_list_the_runs() -> None:
-    """With the names there are."""
     with pytest.raises(UserError, match="matches several") as error:
         find_run(RUNS, "two", "team")
     assert error.value.remedy == "use one of two-1, two-2"

@@ -1,4 +1,4 @@
-"""Sentences about a run of which little is known."""
+"""Status text of runs with little information."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deltashard_cli.kubectl import status_text
 
 NOW_S = 1_000_000.0
 AGO = "1970-01-12T13:36:40Z"
-"""600 s before."""
+"""600 s before the current time."""
 
 
 def run(**status: Any) -> dict[str, Any]:
@@ -16,7 +16,6 @@ def run(**status: Any) -> dict[str, Any]:
 
 
 def test_summary_of_a_run_that_has_not_started() -> None:
-    """Nothing is claimed that nobody told."""
     for each in (run(), {"metadata": {"name": "r"}, "spec": {"policy": "p"}}):
         assert list(status_text.decision_lines(each)) == [
             "Saves: not reported yet, set by the policy p or an annotation."
@@ -26,7 +25,6 @@ def test_summary_of_a_run_that_has_not_started() -> None:
 
 
 def test_false_ready_condition_is_a_problem() -> None:
-    """And troubles that are over are none."""
     ready = {
         "type": "Ready",
         "status": "Unknown",

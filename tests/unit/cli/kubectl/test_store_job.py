@@ -1,4 +1,4 @@
-"""The Job that runs a command on a run's store: with what the sidecar reaches the store by, and nothing else of its pod."""
+"""The Job that runs a command on a run's store has the sidecar's store access and nothing else of its pod."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ STORE = {"serviceAccountToken": {"path": "store", "audience": "sts.amazonaws.com
 
 
 def pod(*tokens: dict[str, Any]) -> dict[str, Any]:
-    """An injected pod's spec whose sidecar has these tokens."""
     volumes: list[dict[str, Any]] = [
         {"name": "deltashard-shm", "emptyDir": {"medium": "Memory"}},
         {"name": "deltashard-cache", "emptyDir": {}},

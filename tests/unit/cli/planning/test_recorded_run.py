@@ -1,4 +1,4 @@
-"""What a log says of a run: its size, intervals, failures and measured costs."""
+"""Run size, intervals, failures and costs as read from the log."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_log_with_two_attempts():
 
 
 def day(first: int, begin_s: float, *, attempt: int, end: str = "timer") -> list[Checkpoint]:
-    """Saves of a day, ten minutes apart; what asked for the last one."""
+    """Return one day of saves, ten minutes apart, with the trigger of the newest save."""
     return [
         saved(
             first + at,
@@ -73,7 +73,7 @@ def day(first: int, begin_s: float, *, attempt: int, end: str = "timer") -> list
 
 
 def test_a_crash_loop_is_one_failure():
-    """A hundred attempts that came back to one checkpoint trained nothing, and tell of one trouble."""
+    """One hundred attempts that resume from the same checkpoint train nothing and count as one failure."""
     loop = [opened(1000 + at, DAY_S + 60.0 * at, resumes_from=145) for at in range(100)]
     last = loop[-1]
     log = [opened(1, 0.0), *day(2, 0.0, attempt=1), *loop, *day(1100, last.at_s, attempt=last.seq)]
@@ -93,7 +93,6 @@ def test_a_rewind_is_a_restore_and_no_failure():
 
 
 def test_closed_trainer_is_no_failure():
-    """It is a restore, and no failure."""
     log = [
         opened(1, 0.0),
         *day(2, 0.0, attempt=1, end="close"),
@@ -107,7 +106,7 @@ def test_closed_trainer_is_no_failure():
 
 
 def test_decider_counts_take_precedence_over_the_log():
-    """It knows of more than the log does; and what came after its commit is added."""
+    """The decider's counts include facts that the log lacks. Failures after its commit are added."""
     counted = Evidence(exposure_s=5e5, lossy=3.5, restores=7.25)
     text = Record(profile=Profile(), evidence=counted).text()
     decided = [*LOG[:-1], replace(LOG[-1], metadata={KEY: text})]

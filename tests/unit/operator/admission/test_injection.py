@@ -1,4 +1,4 @@
-"""Injection: what is respected and what is refused. What is added is on record in tests/golden/pods."""
+"""Injection: preserved fields and refusals. tests/golden/pods records the added fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLAIM = {"store": {"url": "file:///mnt/shared/training", "claim": "checkpoints"}
 
 
 def injected(template: dict[str, Any], spec: dict[str, Any] | None = None, /, **words: Any) -> dict[str, Any]:
-    """The template, injected under a policy; words are annotations, and those of `inject`."""
+    """Inject the template under a policy; keyword arguments are annotations and arguments of `inject`."""
     how = {key: words.pop(key) for key in ("keep_grace", "queued") if key in words}
     before = copy.deepcopy(template)
     result = inject(template, sample.policy(spec, **words), run_identity.JOB, **how)
@@ -29,13 +29,13 @@ def injected(template: dict[str, Any], spec: dict[str, Any] | None = None, /, **
 def variables(
     template: dict[str, Any], spec: dict[str, Any] | None = None, /, **words: Any
 ) -> dict[str, str]:
-    """The sidecar's, as a kubelet fills them."""
+    """Return the sidecar's environment as a kubelet expands it."""
     sidecar = sample.sidecar_of(injected(template, spec, **words))
     return sample.expanded(sidecar, {"metadata.namespace": "team-a"})
 
 
 def test_injection_is_idempotent() -> None:
-    """A marked template is left alone, even by another version or under another policy."""
+    """Another webhook version or another policy does not change a marked template."""
     once = injected(sample.template())
     assert injected(once) == once
     once["metadata"]["annotations"][cluster_name.INJECTED] = "0.0.1"
@@ -97,7 +97,6 @@ def test_unsupported_templates_are_refused(
 
 
 def test_only_the_named_container_gets_the_socket() -> None:
-    """An unknown name lists the known ones."""
     template = sample.template(containers=[{"name": "a"}, {"name": "b"}], initContainers=[{"name": "i"}])
     result = injected(template, container="b")["spec"]
     assert (result["containers"][0], result["initContainers"][1]) == ({"name": "a"}, {"name": "i"})
@@ -124,7 +123,7 @@ def test_only_the_named_container_gets_the_socket() -> None:
 def test_grace_period_is_changed_only_from_the_default(
     stated: int | None, keep: bool, policy: str, given: int, saves: str
 ) -> None:
-    """30 is the API's default; any other value, and a 30 known to be written, is the user's."""
+    """The API's default is 30. Another value, or an explicit 30, is the user's choice."""
     template = sample.template(**({} if stated is None else {"terminationGracePeriodSeconds": stated}))
     result = injected(template, {"gracePeriod": policy}, keep_grace=keep)
     assert result["spec"].get("terminationGracePeriodSeconds") == given
@@ -141,7 +140,7 @@ def test_grace_period_is_changed_only_from_the_default(
     ],
 )
 def test_shared_fs_group(context: dict[str, Any] | None, group: int, after: dict[str, Any]) -> None:
-    """An existing group is reused, one is appended only where there is none; the sidecar's files belong to it."""
+    """An existing group is reused. A group is added only if the pod has none. The sidecar's files belong to it."""
     result = injected(sample.template(**({} if context is None else {"securityContext": context})))
     assert result["spec"]["securityContext"] == after
     assert sample.sidecar_of(result)["securityContext"]["runAsGroup"] == group
@@ -151,7 +150,7 @@ def test_shared_fs_group(context: dict[str, Any] | None, group: int, after: dict
     "proxy", ["istio-proxy", "linkerd-proxy", "consul-dataplane", "consul-dataplane-web", "kuma-sidecar"]
 )
 def test_mesh_proxy_starts_first(proxy: str) -> None:
-    """The sidecar has no network before it; and a proxy that is an ordinary container does not train."""
+    """The sidecar has no network before the proxy runs. A proxy that is an ordinary container is not the trainer."""
     template = sample.template(initContainers=[{"name": "a"}, {"name": proxy}, {"name": "b"}])
     order = [c["name"] for c in injected(template)["spec"]["initContainers"]]
     assert order == ["a", proxy, "deltashard-sidecar", "b"]
@@ -171,7 +170,7 @@ def test_mesh_proxy_starts_first(proxy: str) -> None:
 def test_metrics_port_avoids_used_ports(
     template: dict[str, Any], spec: dict[str, Any], port: str, declares: bool
 ) -> None:
-    """Neither of the user's containers nor of the node; nor one that Prometheus' registry gives to exporters."""
+    """Used ports are those of the user's containers, of the node and of the exporters in Prometheus' registry."""
     sidecar = sample.sidecar_of(injected(template, {"sidecar": spec}))
     assert sample.expanded(sidecar, {})["DELTASHARD_METRICS_PORT"] == port
     assert ("ports" in sidecar) == declares
@@ -179,7 +178,7 @@ def test_metrics_port_avoids_used_ports(
 
 
 def test_declared_cache_volume_sets_the_cache_size() -> None:
-    """A volume of its name is used as declared; where it lies elsewhere nothing is asked of the node's disk."""
+    """A volume with the cache's name is used as declared. A cache on another volume requests no node disk."""
     result = injected(declared(name="deltashard-cache", emptyDir={"sizeLimit": "100Gi"}))
     sidecar = sample.sidecar_of(result)
     assert sample.expanded(sidecar, {})["DELTASHARD_CACHE_BYTES"] == str((100 << 30) * 9 // 10)
@@ -224,7 +223,6 @@ TABLES = {"goal": "Budget", "leastBits": 4, "tables": {"emb.user": "q8", "emb.it
 def test_goal_and_bounds_are_passed_to_the_sidecar(
     spec: dict[str, Any], said: dict[str, Any], chosen: dict[str, str]
 ) -> None:
-    """And it takes them."""
     values = variables(sample.template(), spec, **said)
     paths = {"DELTASHARD_RUN": "team/train", "DELTASHARD_DIR": "/tmp/d", "DELTASHARD_CACHE_DIR": "/tmp/c"}
     settings.load([], values | paths)
@@ -264,7 +262,7 @@ DISK = {"resources": {"limits": {"ephemeral-storage": "5Gi"}}}
     [
         ({"containers": [{"name": "t"}]}, {}, ("500m", "768Mi", "4Gi"), ("2", "1280Mi", None)),
         ({"containers": [{"name": "t", **GUARANTEED}]}, {}, ("2", "1280Mi", "4Gi"), ("2", "1280Mi", None)),
-        (  # whole, as static CPU managers pin them
+        (  # static CPU managers pin whole CPUs
             {"containers": [{"name": "t", "resources": {"limits": AMOUNTS, "requests": {"cpu": "1000m"}}}]},
             {"limits": {"cpu": "1500m"}}, ("2", "1280Mi", "4Gi"), ("2", "1280Mi", None),
         ),
@@ -282,7 +280,7 @@ DISK = {"resources": {"limits": {"ephemeral-storage": "5Gi"}}}
             {"containers": [{"name": "t"}]},
             {"requests": {"ephemeral-storage": "0"}}, ("500m", "768Mi", None), ("2", "1280Mi", None),
         ),
-        (  # a container's limit may not exceed the pod's
+        (  # a container's limit must not exceed the pod's
             {"containers": [{"name": "t", **SMALL}], "resources": {"limits": {"cpu": "1500m", "memory": "4Gi"}}},
             {}, ("500m", "768Mi", "4Gi"), ("1500m", "1280Mi", None),
         ),
@@ -291,7 +289,7 @@ DISK = {"resources": {"limits": {"ephemeral-storage": "5Gi"}}}
 def test_sidecar_resources(
     pod: dict[str, Any], stated: dict[str, Any], requests: tuple[Any, ...], limits: tuple[Any, ...]
 ) -> None:
-    """A LimitRange has nothing to fill in but the storage limit; the pod's QoS class stays; memory holds the arena."""
+    """The pod's QoS class does not change, memory covers the arena, and a LimitRange can add only the storage limit."""
     found = sample.sidecar_of(injected(sample.template(**pod), {"sidecar": {"resources": stated}}))
     assert tuple(
         tuple(found["resources"][part].get(name) for name in ("cpu", "memory", "ephemeral-storage"))

@@ -1,4 +1,4 @@
-"""Admission reviews: who is changed, who is refused and how, who is left alone."""
+"""Admission reviews: changes, refusals and pods that stay unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def job(annotations: dict[str, str] | None = None, *, spec: Document | None = No
 
 
 def pod(owner: tuple[str, str] | None = None, labels: dict[str, str] | None = None, **spec: Any) -> Document:
-    """A pod of an owner (apiVersion, kind)."""
+    """Return a pod of an owner (apiVersion, kind)."""
     metadata: Document = {"name": "w-0", "annotations": OPT_IN, "labels": labels or {}}
     if owner is not None:
         reference = {"apiVersion": owner[0], "kind": owner[1], "name": "w", "uid": "o-1", "controller": True}
@@ -54,7 +54,7 @@ def injected(document: Document, spec: Document | None = None) -> Document:
     ],
 )
 def test_other_objects_are_admitted_unchanged(document: Document) -> None:
-    """Not annotated, or not ours to inject: no patch, no refusal, no policy asked for."""
+    """Objects without the annotation, or of other kinds, get no patch and no refusal. Their policy is not read."""
     untouched = sample.parsed(document)
     assert isinstance(untouched, review.ReviewResult)
     assert untouched.outcome == "unchanged"
@@ -63,7 +63,7 @@ def test_other_objects_are_admitted_unchanged(document: Document) -> None:
 
 @pytest.mark.parametrize("on", ["job", "template"])
 def test_queued_pods_request_no_ephemeral_storage(on: str) -> None:
-    """A ClusterQueue admits nothing that requests a resource it does not cover: by default processors and memory."""
+    """A ClusterQueue rejects requests for resources that it does not cover. By default it covers CPU and memory."""
     document = job(OPT_IN)
     labelled = document if on == "job" else document["spec"]["template"]
     labelled["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "gpus"}
@@ -96,14 +96,13 @@ OUTSIDE = {"fleet": {"address": "10.0.0.7:9443"}, "store": {"url": "s3://bkt"}}
     ],
 )
 def test_warnings(document: Document, spec: Document, said: str) -> None:
-    """Of what a user should do; at most one each here."""
     found = sample.answer(document, spec).get("warnings", [])
     assert len(found) == bool(said)
     assert all(said in each and len(each) <= 200 for each in found)
 
 
 def test_volumes_are_excluded_from_autoscaler_and_backups() -> None:
-    """Else a node stays for the cache, and a backup copies it. What the user says stays as it is: templates are immutable."""
+    """Otherwise the cache pins a node, or a backup copies it. The user's values are kept: templates are immutable."""
     evict, backup = cluster_name.EVICTABLE_VOLUMES, cluster_name.BACKUP_EXCLUDED_VOLUMES
     document = job(OPT_IN)
     notes = injected(document)["spec"]["template"]["metadata"]["annotations"]
@@ -116,7 +115,6 @@ def test_volumes_are_excluded_from_autoscaler_and_backups() -> None:
     "body", [{}, [], {"request": {}}, {"apiVersion": "admission.k8s.io/v1beta1", "request": {"uid": "x"}}]
 )
 def test_malformed_review_is_refused(body: Any) -> None:
-    """It is the caller's fault, and said so."""
     with pytest.raises(review.InvalidReview):
         review.parse(json.dumps(body).encode())
 
@@ -126,7 +124,7 @@ SETTINGS = {"run_id": "exp", "interval": "1s500ms", "encoding": "q4", "arena_siz
 
 @pytest.mark.parametrize("said", [{}, SETTINGS, {"restore_from": "exp@best", "runs": "one"}])
 def test_copied_manifest_with_the_same_settings_is_admitted(said: dict[str, str]) -> None:
-    """The webhook is called again when another one changed something behind it."""
+    """The API server calls the webhook again if a later webhook changed the object."""
     again = sample.answer(injected(job(opted(**said))))
     assert (again["allowed"], "patch" in again) == (True, False)
 
@@ -135,7 +133,7 @@ def test_copied_manifest_with_the_same_settings_is_admitted(said: dict[str, str]
     ("key", "value"),
     [
         ("run-id", "other"),
-        ("run-id", None),  # which would go on with the older run
+        ("run-id", None),  # would continue with the older run
         ("interval", "60s"),
         ("encoding", "q2"),
         ("arena-size", "512Mi"),
@@ -145,7 +143,7 @@ def test_copied_manifest_with_the_same_settings_is_admitted(said: dict[str, str]
     ],
 )
 def test_copied_manifest_with_other_settings_is_refused(key: str, value: str | None) -> None:
-    """Without asking the API: neither its policy nor the holder of its run could make it better."""
+    """The refusal needs no API request: no policy and no holder of the run can make the manifest valid."""
     document = injected(job(opted(**SETTINGS)))
     notes = document["metadata"]["annotations"] | {f"deltashard.io/{key}": value}
     document["metadata"]["annotations"] = {key: word for key, word in notes.items() if word is not None}
@@ -157,7 +155,7 @@ def test_copied_manifest_with_other_settings_is_refused(key: str, value: str | N
 
 
 def test_pod_copied_from_a_workload_pod_is_refused() -> None:
-    """It has its StatefulSet's name and UID in its environment, and would train into that one's run."""
+    """The pod's environment has the name and UID of its StatefulSet: the copy would train into the same run."""
     mine = injected(pod(("apps/v1", "StatefulSet")))
     assert sample.answer(mine)["allowed"]
     bare, others, of_job = copy.deepcopy(mine), copy.deepcopy(mine), injected(job(OPT_IN))["spec"]["template"]
@@ -179,7 +177,7 @@ def test_pod_copied_from_a_workload_pod_is_refused() -> None:
         (("kubeflow.org/v2beta1", "MPIJob"), {}, "MPIJob w"),
         (("batch.volcano.sh/v1alpha1", "Job"), {}, "Job w"),
         (("sparkoperator.k8s.io/v1beta2", "SparkApplication"), {}, "SparkApplication w"),
-        # Leader and workers of a group are of two StatefulSets: two runs of one process group.
+        # Leader and workers of a group belong to two StatefulSets: one process group would have two runs.
         (("apps/v1", "StatefulSet"), {"leaderworkerset.sigs.k8s.io/name": "lws"}, "LeaderWorkerSet lws"),
     ],
 )
@@ -193,7 +191,7 @@ def test_pods_that_cannot_resume_a_run_are_refused(
 
 
 def test_argo_main_container_is_the_trainer() -> None:
-    """Its first container is Argo's own; the pod names its main one, as others do."""
+    """Argo's own container is the first. An annotation of the pod names the main container."""
     document = pod(("argoproj.io/v1alpha1", "Workflow"), containers=[{"name": "wait"}, {"name": "main"}])
     document["metadata"]["annotations"] = OPT_IN | {"kubectl.kubernetes.io/default-container": "main"}
     wait, main = injected(document)["spec"]["containers"]

@@ -1,4 +1,4 @@
-"""Whether a run is in another store. The API is asked in `test_webhook`."""
+"""Conflicts of a run with another store. `test_webhook` covers the API requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from deltashard_operator.admission.run_holder import RunClaim
 def test_run_cannot_move_to_another_store(
     was: str, now: str, moved: bool, claim_fields: dict[str, str]
 ) -> None:
-    """Whoever asks for it: a workload by run-id, the next pod of its own, or a run that begins with its checkpoint."""
+    """Applies to a workload with run-id, to a later pod of the same workload, and to a run that restores from it."""
     record = {"metadata": {"name": "w-x"}, "spec": {"runId": "exp"}, "status": {"store": was}}
     refusal = run_holder._store_moved(RunClaim(namespace="n", **claim_fields), record, now)
     assert (refusal is not None) == moved

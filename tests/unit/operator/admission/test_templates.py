@@ -1,4 +1,4 @@
-"""Objects that hold templates: injected where Kueue counts, known by their pods, applied again."""
+"""Injection into templates: at the level that Kueue counts, with pods matched later and repeated applies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def created(document: Document) -> Document:
 
 
 def template_of(document: Document, name: str = "Worker") -> Document:
-    """The pod template of a JobSet's first Job, of a PyTorchJob's part."""
     if document["kind"] == "JobSet":
         (replicated,) = document["spec"]["replicatedJobs"]
         document, name = replicated["template"], "spec"
@@ -48,7 +47,7 @@ def test_template_without_the_annotation_is_unchanged() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_jobset_template_is_injected_for_its_job(known: bool) -> None:
-    """The Job is found by its labels, and its sidecar knows the JobSet and how many pods there are by the Job's own word."""
+    """The Job is found by its labels. Its sidecar gets the JobSet's UID and the number of pods from the Job."""
     (replicated,) = created(manifests("jobset")[0])["spec"]["replicatedJobs"]
     made = manifests("jobset")[-1]
     job = copy.deepcopy(replicated["template"])
@@ -56,9 +55,9 @@ def test_jobset_template_is_injected_for_its_job(known: bool) -> None:
     for metadata in (job["metadata"], job["spec"]["template"]["metadata"]):
         metadata.setdefault("labels", {}).update(made["metadata"]["labels"])
     document = {"apiVersion": "batch/v1", "kind": "Job", **job, "metadata": {**job["metadata"], "name": "j"}}
-    document["spec"]["completions"] = 3  # as an elastic JobSet's, or a TrainJob's
+    document["spec"]["completions"] = 3  # as in an elastic JobSet or a TrainJob
     sidecar = sample.sidecar_of(document["spec"]["template"])
-    if not known:  # a runtime's own template does not say
+    if not known:  # a runtime's own template has no number of pods
         sidecar["env"] = [each for each in sidecar["env"] if each["name"] != "DELTASHARD_PODS"]
     result = created(document)
     labels = {f"metadata.labels['{key}']": value for key, value in made["metadata"]["labels"].items()}
@@ -84,7 +83,7 @@ def test_jobset_controller_without_uid_label_must_be_upgraded() -> None:
 
 
 def test_pytorch_job_pod_gets_the_workload_uid() -> None:
-    """No label has it. And a definition that knows no native sidecars has dropped what makes ours one."""
+    """No label contains the UID. A definition without native sidecars drops the sidecar's restart policy."""
     template = template_of(created(manifests("pytorchjob")[0]))
     del sample.sidecar_of(template)["restartPolicy"]
     pod = manifests("pytorchjob")[-1]
@@ -99,14 +98,14 @@ def test_pytorch_job_pod_gets_the_workload_uid() -> None:
 
 
 def test_injection_removed_by_apply_is_restored(manifest: Document) -> None:
-    """Apply sends lists whole. What is put back is what was put in, not what the policy of today would put in."""
+    """Apply replaces whole lists. The earlier injection is restored, not one by the current policy."""
     before = created(manifest)
     changed = {"arenaSize": "1Gi"}
     for applied in (copy.deepcopy(manifest), copy.deepcopy(before)):
         inner = template_of(applied)["spec"]["containers"][0]
         inner.pop("env", None)
         inner.pop("volumeMounts", None)
-        if applied != manifest:  # a runtime's sidecar, which Trainer applies again, knows no number of pods
+        if applied != manifest:  # a runtime's sidecar, which Trainer applies again, has no number of pods
             sidecar = sample.sidecar_of(template_of(applied))
             sidecar["env"] = [each for each in sidecar["env"] if each["name"] != "DELTASHARD_PODS"]
         response = sample.answer(applied, changed, operation="UPDATE", before=before)
@@ -117,7 +116,7 @@ def test_injection_removed_by_apply_is_restored(manifest: Document) -> None:
 
 
 def test_annotation_changes_after_create_are_refused(manifest: Document) -> None:
-    """The sidecar that is in it would go on by the older ones."""
+    """The injected sidecar would keep the old values."""
     before = created(manifest)
     text = yaml.safe_dump(manifest).replace("policy: default", "policy: other")
     response = sample.answer(yaml.safe_load(text), operation="UPDATE", before=before)

@@ -1,4 +1,4 @@
-"""Whose an object is, its ownerReference says, by group and name; labels say nothing."""
+"""The ownerReference, by group and name, defines an object's workload; labels do not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTES = {cluster_name.POLICY: "default"}
 
 
 def owned(name: str, uid: str, owner: tuple[str, str, str] | None) -> Document:
-    """Metadata of an object of an owner (apiVersion, kind, uid)."""
+    """Return metadata of an object of an owner (apiVersion, kind, uid)."""
     metadata: Document = {"name": name, "namespace": "n", "uid": uid, "annotations": NOTES}
     if owner is not None:
         version, kind, of = owner
@@ -48,7 +48,7 @@ FOREIGN_POD = pod(("batch/v1", "Job", "j-1"))
 
 
 def held(*events: Document) -> dict[str, WatchedRun]:
-    """The runs by workload UID, after these were seen and all was listed."""
+    """Return the runs by workload UID after these objects were seen and all lists are complete."""
 
     async def scenario() -> dict[str, WatchedRun]:
         controller = controller_of(FakeApi())
@@ -64,7 +64,7 @@ def held(*events: Document) -> dict[str, WatchedRun]:
 
 
 def test_job_of_an_unwatched_owner_is_ignored() -> None:
-    """It is not among the Jobs that are listed, and lives all the same."""
+    """The Job is not listed, although it exists."""
     run = held(pod(("batch.volcano.sh/v1alpha1", "Job", "o-1")))["o-1"]
     assert (run.workload.native, run.workload.display_name) == ("", "Job.batch.volcano.sh w")
     assert not watched_run.without_pod(run, "p-1", node_ready=True, now_s=1.0).finished
@@ -72,7 +72,7 @@ def test_job_of_an_unwatched_owner_is_ignored() -> None:
 
 @pytest.mark.parametrize("events", [(job(JOBSET), FOREIGN_POD), (FOREIGN_POD, job(JOBSET))])
 def test_pods_of_a_jobset_job_belong_to_the_jobset(events: tuple[Document, ...]) -> None:
-    """In whatever order they are seen."""
+    """The order in which the objects are seen does not matter."""
     found = held(*events)
     assert {uid: [each.index for each in run.pods.values()] for uid, run in found.items()} == {
         "s-1": ["workers-1"]
@@ -80,7 +80,7 @@ def test_pods_of_a_jobset_job_belong_to_the_jobset(events: tuple[Document, ...])
 
 
 def test_pod_of_an_unwatched_job_belongs_to_the_job() -> None:
-    """A Job that is older than the webhook has no label of ours; its new pods are injected by themselves."""
+    """A Job older than the webhook has no deltashard label. Its new pods are injected individually."""
     found = held(FOREIGN_POD)
     assert {uid: run.finished for uid, run in found.items()} == {"j-1": ""}
 
@@ -95,7 +95,7 @@ def test_pod_of_an_unwatched_job_belongs_to_the_job() -> None:
 def test_labels_do_not_change_a_pods_workload(
     labels: dict[str, str], owner: tuple[str, str, str] | None, uid: str
 ) -> None:
-    """The pod of a tenant says by its labels, and so by its sidecar's environment, that it is of another workload."""
+    """A tenant's pod labels, and so its sidecar's environment, can name another workload."""
 
     async def scenario() -> None:
         controller = controller_of(FakeApi())

@@ -1,4 +1,4 @@
-"""Annotations: what is taken, and the sentences of what is not."""
+"""Annotations: accepted values, and messages for refused values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ OPT_IN = {PREFIX + "policy": "p"}
 
 
 def test_every_annotation_is_parsed() -> None:
-    """All keys at once; of other people's, and of our marker, none."""
     said = {
         "policy": "p",
         "container": "c",
@@ -57,7 +56,6 @@ def test_every_annotation_is_parsed() -> None:
     ],
 )
 def test_invalid_value_is_refused_with_an_explanation(key: str, values: list[str]) -> None:
-    """The sentence names the key, shows the value and says what the key takes."""
     for value in values:
         with pytest.raises(Refusal) as caught:
             annotation.read(OPT_IN | {PREFIX + "run-id": "own"} | {PREFIX + key: value})
@@ -66,7 +64,6 @@ def test_invalid_value_is_refused_with_an_explanation(key: str, values: list[str
 
 
 def test_unknown_key_is_refused_with_the_known_keys() -> None:
-    """A misspelled key must not train without what it meant."""
     with pytest.raises(Refusal, match="no such annotation") as caught:
         annotation.read(OPT_IN | {PREFIX + "intervall": "5m"})
     assert all(key in caught.value.sentence for key in KEYS)

@@ -1,4 +1,4 @@
-"""The chart's default policy, and the controller's authority beside it."""
+"""The chart's default policy and the controller's certificate authority."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.operator import sample
 
 
 def test_authority_is_reloaded_on_change(tmp_path: Path) -> None:
-    """A new one reaches the next admission; a file that vanishes leaves what was read; one that never was is said."""
+    """The next admission uses the new authority. It stays if the file disappears; a missing file is reported."""
     ca, policy = tmp_path / "ca.crt", tmp_path / "policy.yaml"
     policy.write_text(yaml.safe_dump(sample.DEFAULTS))
     found = Defaults(policy, ca)
@@ -29,7 +29,6 @@ def test_authority_is_reloaded_on_change(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["- a", "{", "", None])
 def test_invalid_defaults_are_refused_at_startup(tmp_path: Path, content: str | None) -> None:
-    """Not at the first admission."""
     if content is not None:
         (tmp_path / "policy.yaml").write_text(content)
     with pytest.raises(BadDefaults, match="the default policy"):

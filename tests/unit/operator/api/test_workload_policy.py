@@ -1,4 +1,4 @@
-"""Policies: defaults under them, annotations over them, what the sidecar gets of each, sentences for what is wrong."""
+"""Policies: defaults, overrides by annotations, the sidecar's settings, and messages for invalid values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.operator import sample
 
 
 def test_policy_overrides_defaults_and_annotations_override_policy() -> None:
-    """Another store takes nothing of the default's; a null user is a choice."""
+    """A different store inherits no store settings of the default. A null user is a valid choice."""
     spec = {
         "store": {"url": "s3://bkt/p", "region": "eu-1"},
         "precision": {"encoding": "q4"},
@@ -72,7 +72,7 @@ EVERY = {"interval": {"every": "1m"}}
 def test_explicit_value_without_a_goal_disables_the_default_goal(
     spec: dict[str, Any], said: dict[str, Any], goals: tuple[str, str]
 ) -> None:
-    """Whatever the default's goal is; the default's bounds stay."""
+    """Applies to every default goal. The default's bounds stay."""
     saving = read("p", merged(spec, CHOOSING), Annotations(policy="p", spec=said)).saving
     assert ((saving.goal, saving.bits_goal), saving.most_s) == (goals, 900 if goals[0] else 0)
 
@@ -108,7 +108,7 @@ def test_reclaim_of_finished_runs_by_policy_and_cluster() -> None:
 def test_cache_size_is_explicit_or_proportional_to_the_arena(
     spec: dict[str, Any], arena: str | None, cache_bytes: int
 ) -> None:
-    """A node that has little to spare is not asked for 10 GiB by a small arena; nobody is asked for more than that."""
+    """A small arena requests less than 10 GiB of a node with little disk, and no arena requests more."""
     said = {"spec": {"arenaSize": arena}} if arena else {}
     assert sample.policy(spec, **said).cache_bytes == cache_bytes
 
@@ -142,7 +142,7 @@ AT_MNT = {"name": "v", "mountPath": "/mnt/shared/x", "configMap": {"name": "c"}}
     ],
 )
 def test_invalid_policy_is_refused_with_its_name(name: str, spec: dict[str, Any], says: str) -> None:
-    """What the API server would refuse, wherever it comes from: the chart's default, an older definition, the merge."""
+    """The sources are the chart's default, an older definition and the merge."""
     whole = spec if "missing" in says else merged(spec, sample.DEFAULTS)
     with pytest.raises(Refusal) as caught:
         read(name, whole)
@@ -223,7 +223,7 @@ STORE, TOKEN = "/etc/deltashard/store/", "/var/run/secrets/deltashard/store"
 def test_credentials_by_the_kind_of_store(
     store: dict[str, Any], variables: dict[str, str], audiences: list[str]
 ) -> None:
-    """A Secret that may come later, or a token; no key is in any environment. The golden pods have the others."""
+    """The store uses a Secret, which may be created later, or a token. No environment contains a key."""
     policy = sample.policy({"store": store})
     assert store_access.settings(policy) == variables
     (volume,), (mount,) = store_access.files(policy)

@@ -1,4 +1,4 @@
-"""Moments that a real API server does not show on demand: what comes between a count, its write and the answer."""
+"""Races that a real API server does not produce on demand: events between a count, its write and the response."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ IN_FORCE = pb.Policy(every_s=77.0, encoding="q8", differential="intermittent", s
 
 
 class RunApi(FakeApi):
-    """Keeps a CheckpointRun and Events as an API server does."""
+    """Stores a CheckpointRun and Events as an API server does."""
 
     def __init__(self, stored: list[Document] | None = None) -> None:
         super().__init__(stored)
@@ -77,7 +77,7 @@ class RunApi(FakeApi):
 
 
 class ControllerBench:
-    """A controller with one Job and its pod, by a clock of the test's own."""
+    """A controller with one Job and its pod, driven by a fake clock."""
 
     def __init__(self, api: FakeApi | None = None, **options: Any) -> None:
         self.api = api or RunApi()
@@ -105,7 +105,7 @@ class ControllerBench:
             await self.controller.watches.resolve_waiting()
 
     async def advance(self, seconds: float = 0.0) -> None:
-        """Let time pass, and all that is to be written be written."""
+        """Advance the clock and finish all due writes."""
         self.now_s += seconds
         for _ in range(3):
             self.controller.tick()
@@ -137,7 +137,7 @@ class ControllerBench:
 
 @async_test
 async def test_unlisted_policy_is_not_treated_as_missing(tmp_path: Path) -> None:
-    """A new controller: pods may come before the namespace's own `default` does."""
+    """After a start of the controller, pods may be seen before the namespace's policy `default`."""
     (tmp_path / "policy.yaml").write_text(yaml.safe_dump(sample.DEFAULTS))
     bench = ControllerBench(default_policy=tmp_path / "policy.yaml")
     metadata = {"namespace": "n", "name": "default", "uid": "q-1"}
@@ -166,7 +166,7 @@ async def test_unlisted_policy_is_not_treated_as_missing(tmp_path: Path) -> None
 
 @async_test
 async def test_run_deleted_during_its_write_is_released() -> None:
-    """As when a namespace is deleted: Job and CheckpointRun go within one write. The pump must outlive it."""
+    """Deleting a namespace can remove Job and CheckpointRun during one write. The write queue must survive."""
     bench = ControllerBench(FakeApi())
     bench.controller.watches.on_job(job())
     bench.controller.watches.on_job_deleted(ObjectKey("n", "train", UID), job())
@@ -181,7 +181,7 @@ async def test_run_deleted_during_its_write_is_released() -> None:
 
 @async_test
 async def test_unreadable_checkpointrun_does_not_affect_others() -> None:
-    """A phase of a newer version, after a rollback: the others are known, and one that is finished goes in time."""
+    """After a rollback, a status has a phase of a newer version. Other runs and removals continue."""
     odd = checkpoint_run("odd-00000000", uid="00000000-1", phase="Hibernating")
     old = checkpoint_run(
         uid="00000000-2", ledger="odd", finishedAt="2026-01-01T00:00:00Z", finishedReason="Failed"
@@ -194,7 +194,7 @@ async def test_unreadable_checkpointrun_does_not_affect_others() -> None:
 
 @async_test
 async def test_unreadable_counters_are_not_overwritten() -> None:
-    """Those of another controller, of a newer version, that leads at the same time."""
+    """Another controller of a newer version wrote the counters."""
     bench = ControllerBench()
     await bench.begin()
     await bench.advance(1)
@@ -210,7 +210,6 @@ async def test_unreadable_counters_are_not_overwritten() -> None:
 async def test_pending_events_are_bounded_and_refused_ones_are_not_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor what one run has to tell beyond its limit."""
     monkeypatch.setattr(writer, "MAX_PENDING_EVENTS", 3)
     bench = ControllerBench()
     await bench.begin()

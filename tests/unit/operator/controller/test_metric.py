@@ -1,4 +1,4 @@
-"""What is said of runs at a scrape: read from them, under the workload's name, and no UID anywhere."""
+"""Metrics of runs at a scrape, labeled with the workload's name and without a UID."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Removals on an API that answers from memory, by a clock of the test's own; and what their Job runs with."""
+"""Removals with an API in memory and a fake clock, and the specification of their Job."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Document = dict[str, Any]
 
 
 class JobApi:
-    """The API's Jobs: those that are made, and a test's own."""
+    """The API's Jobs, created by the reclaimer or by a test."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, Document] = {}
@@ -47,7 +47,7 @@ class JobApi:
         self.pods: list[Document] = []
         self.away = self.refuses = False
         self.on_get: Callable[[], object] = lambda: None
-        """Happens while the Job that removes is asked for."""
+        """Runs during the request for the removal Job."""
 
     async def __call__(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, **_: Any
@@ -73,7 +73,7 @@ class JobApi:
 
 
 class ReclaimerBench:
-    """A reclaimer, and watches, of a policy that removes at once; `advance` lets time pass."""
+    """A reclaimer, and watches with a policy that removes at once; `advance` moves the clock."""
 
     def __init__(self, folder: Path) -> None:
         self.now_s = BASE_TIME_S
@@ -96,14 +96,13 @@ class ReclaimerBench:
         self.set_policy()
 
     def set_policy(self, namespace: str = "n", interval: Document | None = None, **reclaim: Any) -> None:
-        """The namespace's policy is this."""
         reclaim_spec = {"policy": "Delete", "after": "0s", **reclaim}
         spec = {"store": STORE, "reclaim": reclaim_spec, "interval": interval or {}}
         metadata = {"namespace": namespace, "name": "default", "uid": f"q-{namespace}"}
         self.watches.on_policy({"metadata": metadata, "spec": spec})
 
     def add_job(self, document: Document) -> RunEntry:
-        """A Job is there, whose sidecars said where its checkpoints are, and which has a CheckpointRun."""
+        """Add a Job with a CheckpointRun whose sidecars reported their store."""
         self.watches.on_job(document)
         metadata = document["metadata"]
         return self.kept(self.run_store.by_key[metadata["namespace"], metadata["uid"]])
@@ -124,7 +123,7 @@ class ReclaimerBench:
             self.now_s += step_s
 
     def end(self, output: str, how: str = "Complete") -> None:
-        """The Job that removes has ended; its newest pod said this."""
+        """End the removal Job with this message of its newest pod."""
         (job,) = self.api.jobs.values()
         job["status"] = {"conditions": [{"type": how, "status": "True", "reason": "BackoffLimitExceeded"}]}
         for message, second in ((output, 9), ("no connection", 0)):
@@ -174,7 +173,7 @@ STAYS = {**GONE, "retained": 9, "kept": [{"run": "t/a", "why": "a pin"}]}
 async def test_removal_job_is_created_and_its_result_is_read(
     bench: ReclaimerBench, output: str, how: str, state: ReclaimState, message: str
 ) -> None:
-    """Once, though the API was away; and of what did not go another one is made when the Job has gone."""
+    """The Job is created once, although the API was unreachable. A second Job removes what the first one left."""
     entry = bench.add_job(ended_job())
     bench.api.away = True
     await bench.advance()
@@ -235,7 +234,7 @@ def continued(bench: ReclaimerBench, run_id: str) -> None:
 async def test_changes_during_the_check_are_honored(
     bench: ReclaimerBench, happens: Callable[[ReclaimerBench], None]
 ) -> None:
-    """The policy retains, the CheckpointRun is deleted, another workload has the run or that of one of its pods."""
+    """The policy retains, the CheckpointRun is deleted, or another workload holds the run or one of its parts."""
     bench.api.on_get = lambda: happens(bench)
     bench.add_job(ended_job(run_id="shared"))
     await bench.advance()
@@ -244,7 +243,6 @@ async def test_changes_during_the_check_are_honored(
 
 @async_test
 async def test_blocked_namespace_does_not_block_others(bench: ReclaimerBench) -> None:
-    """Neither one whose Jobs hang, nor one whose policy cannot be used."""
     entries = [bench.add_job(ended_job(number=n)) for n in range(1, 30)]
     for namespace, number in (("other", 98), ("bad", 99)):
         bench.set_policy(namespace)
@@ -252,7 +250,7 @@ async def test_blocked_namespace_does_not_block_others(bench: ReclaimerBench) ->
     bench.reclaimer.reconcile(bench.now_s)
     bench.set_policy(
         "bad", interval={"atLeast": "15m", "goal": {"type": "Auto"}}
-    )  # refused where it is laid over the default
+    )  # refused when merged with the default
     await bench.advance(60)
     assert [sum(f"/{name}/" in each for each in bench.api.made) for name in ("n", "other")] == [4, 1]
     assert state_of(entries[-1]) is KEPT
@@ -260,19 +258,19 @@ async def test_blocked_namespace_does_not_block_others(bench: ReclaimerBench) ->
 
 @async_test
 async def test_removal_job_of_an_earlier_end_is_ignored(bench: ReclaimerBench) -> None:
-    """A JobSet ends, comes back, and ends again while the first Job is still there."""
+    """A JobSet ends, restarts and ends again while the first removal Job still exists."""
     entry = bench.add_job(ended_job())
     await bench.advance()
     bench.end(json.dumps(GONE))
     again = watched_run.finished(entry.run, "Completed", bench.now_s)
-    bench.run_store.set(entry, replace(again, reclaim=None))  # as when it began anew meanwhile
+    bench.run_store.set(entry, replace(again, reclaim=None))  # as if the workload restarted meanwhile
     await bench.advance()
     assert (state_of(entry), len(bench.api.made)) == (REMOVING, 2)
 
 
 @async_test
 async def test_live_job_without_our_label_is_not_finished(bench: ReclaimerBench) -> None:
-    """Made before the webhook: its pods are injected, and it is not watched. Its pod was evicted, the next is to come."""
+    """The Job is older than the webhook: its pods are injected, but it is not watched. Its pod was evicted."""
     bare, path = job(), f"{JOBS}/train"
     del bare["metadata"]["labels"]
     bench.api.jobs[path] = bare

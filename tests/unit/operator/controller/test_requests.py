@@ -1,4 +1,4 @@
-"""Who follows CheckpointRequests, on an API that answers from memory."""
+"""Processing of CheckpointRequests with an API in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Document = dict[str, Any]
 
 
 class RequestApi:
-    """One CheckpointRequest, whose version a write must name."""
+    """One CheckpointRequest; a write must name its current version."""
 
     def __init__(self) -> None:
         metadata = {"namespace": "team", "name": "now", "uid": "q-1", "resourceVersion": "1", "generation": 1}
@@ -40,7 +40,6 @@ class RequestApi:
         self.deleted = False
 
     def modify(self) -> None:
-        """Somebody else changed the object."""
         metadata = self.document["metadata"]
         version = str(int(metadata["resourceVersion"]) + 1)
         self.document = {**self.document, "metadata": {**metadata, "resourceVersion": version}}
@@ -64,7 +63,7 @@ class RequestApi:
 
 
 class RequestsBench:
-    """A controller's part in requests; `advance` lets time pass."""
+    """A controller's processing of requests; `advance` moves the clock."""
 
     def __init__(self, api: RequestApi, now_s: float = BASE_TIME_S) -> None:
         self.api, self.now_s = api, now_s

@@ -1,4 +1,4 @@
-"""Pods that come before their Job: for whom they wait, how often the API is asked, and when they are let go."""
+"""Pods that are seen before their Job: waiting, rate of API requests, and release."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEGIN_S = 1_800_000_000.0
 
 
 class JobListing(FakeApi):
-    """Serves Jobs by name; those in `broken` cannot be read."""
+    """Serves Jobs by name; reading a Job in `broken` fails."""
 
     def __init__(self, *jobs: Document) -> None:
         super().__init__()
@@ -49,7 +49,6 @@ def make_job(name: str, *, ended_s_ago: float | None = None) -> Document:
 
 
 def make_pod(name: str, phase: str = "Succeeded") -> Document:
-    """A pod of the Job of this name."""
     found = pod()
     owner = {**found["metadata"]["ownerReferences"][0], "name": name, "uid": f"uid-{name}"}
     found["metadata"] |= {"name": f"{name}-x", "uid": f"pod-{name}", "ownerReferences": [owner]}
@@ -58,7 +57,6 @@ def make_pod(name: str, phase: str = "Succeeded") -> Document:
 
 
 def controller_and_clock(api: FakeApi) -> tuple[Controller, SimpleNamespace]:
-    """A controller, and its clock."""
     clock = SimpleNamespace(now_s=BEGIN_S)
     controller = controller_of(api, keep_finished_s=KEEP_S, wall=lambda: clock.now_s)
     controller.watches.on_list()
@@ -81,7 +79,7 @@ async def test_pods_of_a_long_finished_job_are_released_when_listed(order: tuple
 
 @async_test
 async def test_long_finished_job_is_requested_once_in_ten_minutes() -> None:
-    """As of a run whose CheckpointRun was removed: the Job and its pods stay, and say something now and then."""
+    """As for a run whose CheckpointRun was removed: the Job and its pods remain and still produce events."""
     api = JobListing(make_job("old", ended_s_ago=2 * KEEP_S))
     controller, clock = controller_and_clock(api)
     for _ in range(10):
@@ -97,7 +95,7 @@ async def test_long_finished_job_is_requested_once_in_ten_minutes() -> None:
 
 @async_test
 async def test_only_live_orphan_pods_are_kept() -> None:
-    """And a Job that cannot be read stops no other."""
+    """A Job that cannot be read does not delay others."""
     api = JobListing()
     api.broken = {"odd"}
     controller, _ = controller_and_clock(api)
@@ -126,7 +124,7 @@ async def test_late_job_adopts_its_pods() -> None:
 
 @async_test
 async def test_run_without_pods_ends_at_start_and_later_after_a_delay() -> None:
-    """A Job that is not watched has no pod for a moment where one is made anew."""
+    """An unwatched Job has no pod for a moment while its pod is replaced."""
     api = JobListing()
     controller, clock = controller_and_clock(api)
     await controller.watches.resolve_waiting()

@@ -1,4 +1,4 @@
-"""The order and the pace of writes."""
+"""Order and rate of writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMMIT_S = 30.0
 
 
 class WriteQueueBench:
-    """A queue by a clock of the test's own, and what it wrote."""
+    """A write queue with a fake clock, which records the writes."""
 
     def __init__(self) -> None:
         self.now_s = 1_000_000.0
@@ -50,7 +50,6 @@ class WriteQueueBench:
         self.queue.offer(key, priority, work)
 
     async def after(self, seconds: float) -> list[Hashable]:
-        """What is written when so much time has passed."""
         self.now_s += seconds
         before = len(self.written)
         self.queue.tick()
@@ -178,7 +177,7 @@ async def test_failed_write_is_retried_with_backoff_up_to_a_minute(bench: WriteQ
         bench.broken = True
         assert not bench.queue.idle
         await bench.after(0.5)
-    bench.now_s -= 7200.0  # the clock is set back, and nothing waits for two hours
+    bench.now_s -= 7200.0  # the clock is set back, and no write waits for two hours
     bench.broken = False
     assert await bench.after(0) == []
     assert await bench.after(FAST_INTERVAL_S) == ["run"]

@@ -1,4 +1,4 @@
-"""What comes over the wire becomes values that can be logged, counted and written to a status."""
+"""Reports from the wire become bounded values for logs, metrics and statuses."""
 
 from __future__ import annotations
 
@@ -38,12 +38,11 @@ def _values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
             return st.integers(0, (1 << 64) - 1)
         case FieldDescriptor.CPPTYPE_UINT32:
             return st.integers(0, (1 << 32) - 1)
-        case _:  # enums; newer ones, too
+        case _:  # all enums, including newer values
             return st.integers(0, 20)
 
 
 def messages(kind: type[Message]) -> st.SearchStrategy[Any]:
-    """Any message of a kind."""
     return st.fixed_dictionaries(
         {},
         optional={
@@ -61,7 +60,6 @@ def report(**changes: Any) -> wire.ReportRequest:
 
 
 def assert_bounded(value: Any) -> None:
-    """Everything in a value, however deep, is within its bounds."""
     match value:
         case bool() | None:
             return
@@ -88,7 +86,6 @@ def assert_bounded(value: Any) -> None:
 
 @given(messages(wire.ReportRequest))
 def test_any_message_is_a_bounded_value_or_a_bad_report(message: wire.ReportRequest) -> None:
-    """Whoever sent it: nothing else comes out."""
     for sent in (message, report(pod=message.pod, run=message.run, incidents=message.incidents)):
         try:
             value = reports.parse_report(wire.ReportRequest.FromString(sent.SerializeToString()))
@@ -122,7 +119,7 @@ def test_any_message_is_a_bounded_value_or_a_bad_report(message: wire.ReportRequ
     ],
 )
 def test_impossible_values_are_a_bad_report(changes: dict[str, Any]) -> None:
-    """No clipping of identities: a clipped name is another one's."""
+    """Identities are not truncated: a truncated name can be another pod's."""
     if "who" in changes:
         fields = {"namespace": "team-a", "pod": "train-0", **UIDS} | changes["who"]
         changes = {"who": wire.Who(**fields)}
@@ -131,7 +128,7 @@ def test_impossible_values_are_a_bad_report(changes: dict[str, Any]) -> None:
 
 
 def test_every_enum_value_of_the_contract_has_a_name() -> None:
-    """And what a newer sidecar made up is UNKNOWN."""
+    """Values of a newer sidecar are UNKNOWN."""
     for number in [*wire.Phase.values(), 99]:
         phase = reports.parse_report(report(pod=wire.PodState(phase=number))).pod.phase
         assert (phase is SidecarPhase.UNKNOWN) == (number in {wire.PHASE_UNSPECIFIED, 99})
@@ -145,14 +142,14 @@ def test_every_enum_value_of_the_contract_has_a_name() -> None:
 
 
 def test_of_too_many_incidents_the_oldest_are_taken() -> None:
-    """What is told covers all ids below it: those left out must be above."""
+    """Reported ids cover all lower ids, so the omitted incidents must have higher ids."""
     many = [wire.Incident(id=number) for number in range(200, 0, -1)]
     value = reports.parse_report(report(incidents=many))
     assert [each.id for each in value.incidents] == list(range(1, reports.MAX_INCIDENTS + 1))
 
 
 def test_checkpoint_run_accepts_every_text() -> None:
-    """It would refuse the whole status for one that is too long."""
+    """The API server would refuse the whole status for one text that is too long."""
     (path,) = (each for each in DEFINITIONS if "run" in each.name)
     (version,) = yaml.safe_load(path.read_text())["spec"]["versions"]
     status = version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]

@@ -27,19 +27,16 @@ from hypothesis import strategies as st
     ],
 )
 def test_every_form_is_parsed(text: str, value: Fraction) -> None:
-    """Binary, decimal and exponent forms."""
     assert quantity.parse(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "Gi", "1 Gi", "1gi", "1Mi2", "0x10", "nan", "1e", "--1"])
 def test_malformed_quantity_is_refused(text: str) -> None:
-    """Nothing is guessed."""
     with pytest.raises(ValueError, match="is not a quantity"):
         quantity.parse(text)
 
 
 @given(st.integers(0, 1 << 60))
 def test_quantity_round_trips(n: int) -> None:
-    """Formatting loses nothing."""
     assert quantity.bytes_of(quantity.format_bytes(n)) == n
     assert quantity.parse(quantity.format_millis(n)) * 1000 == n

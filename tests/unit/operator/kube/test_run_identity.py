@@ -1,4 +1,4 @@
-"""Identity: whose a pod is, and that the sidecar reads what it is told. The golden pods have it by kind of workload."""
+"""Identity of a pod's run, as the sidecar reads it. The golden pods cover the kinds of workload."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ JOBSET_LABELS = {"jobset.sigs.k8s.io/jobset-name": "ads", "jobset.sigs.k8s.io/jo
 def environment(
     template: dict[str, Any], recipe: run_identity.IdentityRecipe, **annotations: Any
 ) -> dict[str, str]:
-    """The sidecar's environment in a running pod."""
     injected = inject(template, sample.policy(**annotations), recipe)
     return sample.expanded(sample.sidecar_of(injected), FIELDS)
 
@@ -61,7 +60,7 @@ OF_JOBSET = owner("JobSet", api="jobset.x-k8s.io/v1alpha2")
 def test_workload_of_a_pod_is_its_owner_reference(
     document: dict[str, Any], recipe: run_identity.IdentityRecipe
 ) -> None:
-    """Whether a Job or its pod was injected makes no other run; labels, which anybody writes, make no pod another's."""
+    """Injecting the Job or its pod gives the same run. Labels, which any user can write, do not change the workload."""
     assert run_identity.of_pod(document) == recipe
 
 
@@ -69,7 +68,7 @@ def test_workload_of_a_pod_is_its_owner_reference(
     ("kind", "api"), [("Job", "batch.volcano.sh/v1alpha1"), ("StatefulSet", "apps.example.org/v1")]
 )
 def test_workload_kind_needs_a_matching_api_group(kind: str, api: str) -> None:
-    """Another API's Job has no completion index, and its StatefulSet no ordinals that we know of."""
+    """A Job of another API has no completion index, and its StatefulSet no known ordinals."""
     recipe = run_identity.of_pod(pod(JOB_LABELS, owner(kind, api=api)))
     assert (recipe.uid, recipe.index) == ({"value": OWNER_UID}, {})
 
@@ -81,7 +80,7 @@ def test_pytorch_job_pods_are_numbered_per_replica_type() -> None:
 
 
 def test_old_jobset_without_uid_label_is_known_by_the_jobs_owner() -> None:
-    """Restarted, it makes a Job of the same name and another UID: that is the same run, and its pods have the same names."""
+    """A restarted JobSet creates a Job of the same name with another UID. Run and pod names stay the same."""
     template = sample.template()
     runs = []
     for uid in ("first", "second"):
@@ -95,7 +94,6 @@ def test_old_jobset_without_uid_label_is_known_by_the_jobs_owner() -> None:
 
 @pytest.mark.parametrize("run_id", [None, "nightly"])
 def test_sidecar_accepts_the_environment(run_id: str | None) -> None:
-    """The sidecar's own reader accepts every value, and each of our variables is one it knows or one it is given by name."""
     template = sample.template()
     values = environment(template, run_identity.of_job(template), run_id=run_id)
     read = settings.load([], values)

@@ -1,4 +1,4 @@
-"""The list of namespaces that are watched."""
+"""The list of watched namespaces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deltashard_operator.kube import watched_namespace
 
 
 def test_namespace_list_is_parsed() -> None:
-    """By commas, each once, in order; nothing is everything."""
+    """Names are separated by commas and kept once, in order. An empty list means all namespaces."""
     assert watched_namespace.parse_namespaces("") == watched_namespace.parse_namespaces(" , ") == ()
     assert watched_namespace.parse_namespaces("team-b, team-a,team-b") == ("team-b", "team-a")
     assert watched_namespace.is_watched("any", ())
@@ -33,15 +33,13 @@ TOO_MANY = ",".join(f"n{n}" for n in range(watched_namespace.MAX_NAMESPACES + 1)
     ],
 )
 def test_malformed_namespace_list_is_refused(text: str, says: str) -> None:
-    """To kopf some of these would be patterns, and it would watch nothing; each namespace costs watches of its own."""
+    """Some of these are patterns to kopf, which would watch nothing. Each namespace has separate watches."""
     with pytest.raises(ArgumentTypeError, match=says):
         watched_namespace.parse_namespaces(text)
 
 
 @pytest.mark.parametrize("program", [main, controller_main], ids=lambda program: program.PROGRAM)
 def test_both_programs_accept_the_option(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nonsense ends them with a sentence."""
-
     def read(*argv: str) -> tuple[str, ...]:
         return tuple(main.options_of(program.Options, program.PROGRAM, argv).watch_namespaces)
 

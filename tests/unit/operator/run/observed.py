@@ -1,4 +1,4 @@
-"""A Job, a pod and a report as the controller sees them, whole unless a test says otherwise."""
+"""A Job, a pod and a report as the controller observes them, healthy unless a test changes them."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def ended(code: int, reason: str = "Error") -> ContainerExit:
 def report(
     uid: str = "p-1", phase: At = At.TRAINING, *, incidents: Iterable[Incident] = (), **more: Any
 ) -> Report:
-    """A report, a later one than any before.
+    """Return a report that is later than any before.
 
-    Of `more`, fields of `Who`, of the report, of `PodState` and of `RunReport` go where they belong. By default its pod
-    has the only rank, and its sidecar tells the run's state; `seq`, `step` and `age_s` are of its newest commit.
+    `more` contains fields of `Who`, `Report`, `PodState` and `RunReport`. By default the pod has the only rank, and its
+    sidecar reports the run's state; `seq`, `step` and `age_s` describe the newest commit.
     """
     step, seq, attempt = more.pop("step", 10), more.pop("seq", 0), more.setdefault("attempt", 1)
     more.setdefault("ranks", (Rank(rank=0, world_size=1, step=step),))
@@ -91,7 +91,7 @@ def apply_report(run: WatchedRun, received: Report, at_s: float = NOW_S) -> Watc
 
 
 def report_reasons(run: WatchedRun, received: Report, at_s: float = NOW_S) -> tuple[WatchedRun, list[str]]:
-    """The run after a report, and the reasons of what people hear of it."""
+    """Return the run after a report, and the reasons of its Events."""
     run, first = report_change.with_report(run, received, at_s)
     run, second = reconcile.reconcile(run, NODES, at_s)
     return run, [each.reason for each in (*first, *second)]
@@ -112,18 +112,17 @@ def seen(run: WatchedRun, *pods: PodView, at_s: float = NOW_S, node_ready: bool 
 
 
 def training(**more: Any) -> WatchedRun:
-    """A run of one pod that trains."""
     run = seen(watched_run.with_job(WatchedRun(workload=TRAIN), job(), NOW_S))
     return apply_report(run, report(**{"seq": 1} | more))
 
 
 def reloaded(run: WatchedRun, at_s: float = NOW_S) -> WatchedRun:
-    """The run as a new controller reads it, before it has seen a pod."""
+    """Return the run as a new controller reads it before it sees a pod."""
     return run_record.run_of(run_record.document(run) | {"status": run_record.status(run, at_s)})
 
 
 def restarted(run: WatchedRun, at_s: float = NOW_S) -> WatchedRun:
-    """The run of a new controller that has seen everything and heard nobody."""
+    """Return the run of a new controller that has seen all objects and received no report."""
     reloaded_run = reloaded(run, at_s)
     for each in run.jobs.values():
         reloaded_run = watched_run.with_job(reloaded_run, each, at_s)

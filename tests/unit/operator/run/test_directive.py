@@ -1,4 +1,4 @@
-"""What runs are told to do, and when they need no telling."""
+"""Directives for runs, and when none is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from deltashard_sidecar.policy import ActivePolicy
 
 
 def changed(policy: pb.Policy, **fields: Any) -> pb.Policy:
-    """The policy with other values of these fields."""
     return pb.Policy(**{field.name: value for field, value in policy.ListFields()} | fields)
 
 
@@ -49,7 +48,7 @@ def test_directive_is_sent_only_for_expressible_differences(
 
 
 def test_directive_overrides_the_pods_startup_settings() -> None:
-    """But for encodings, which it does not state."""
+    """Encodings stay, because the directive does not contain them."""
     started = pb.Policy(
         goal="auto", least_s=90.0, most_s=100.0, tables="a=q4", bits_goal="budget", encoding="q8"
     )

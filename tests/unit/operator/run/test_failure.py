@@ -1,4 +1,4 @@
-"""Losses: causes by table, one of each end, and crash loops."""
+"""Losses: causes by table, one loss for each end, and crash loops."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_trainer_exit_and_pod_loss_count_once(
 def test_repeated_failure_without_a_commit_is_a_crash_loop(
     crashes: list[tuple[int, str, str, int]], times: int
 ) -> None:
-    """Whether training is opened between or not: an image that cannot import its module opens no attempt."""
+    """An image that cannot import its module opens no attempt and is a crash loop, too."""
     found = Ledger()
     for at_s, cause, ending, seq in crashes:
         found = found.with_loss("", Loss(at_s=NOW_S + at_s, cause=cause, message=ending), f"{at_s}", seq)
@@ -92,7 +92,6 @@ def test_repeated_failure_without_a_commit_is_a_crash_loop(
 
 
 def document(*containers: dict[str, Any]) -> observed_object.PodView:
-    """A pod as the API serves it."""
     return observed_object.pod_of(
         {
             "metadata": {"namespace": "team", "name": "train-x", "uid": "p-1"},

@@ -1,7 +1,7 @@
-"""What is counted equals what happened, whatever reports are lost, doubled or late, and however often a controller starts.
+"""Counts match events, whatever reports are lost, repeated or late, and however often a controller starts.
 
-The model: three pods with a rank each, whose sidecars keep an incident until it need not be told any more, and a
-controller that dies at any moment, with its newest status written or not.
+The model has three pods with one rank each. Their sidecars keep an incident until its count is durable. A controller
+can die at any moment, before or after its newest status is written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PODS = 3
 
 
 class SidecarModel:
-    """A sidecar's process in a pod."""
+    """A sidecar process in a pod."""
 
     def __init__(self, n: int, number: int) -> None:
         self.n, self.uid, self.process = n, f"p-{number}", f"s-{number}"
@@ -47,7 +47,7 @@ class SidecarModel:
 
 
 class LedgerModel:
-    """What happens, and the controller that is told some of it."""
+    """The events, and a controller that observes some of them."""
 
     def __init__(self) -> None:
         self.at_s, self.openings, self.seq, self.lost_steps, self.pods = NOW_S, 0, 0, 0, 0
@@ -72,7 +72,7 @@ class LedgerModel:
         self.run = watched_run.with_pod(self.run, seen, node_ready=True, now_s=self.at_s)
 
     def opened(self) -> None:
-        """Training is opened again, after a restore where it was opened before; rank 0's sidecar tells it."""
+        """Open training again, with a restore after the first opening; the sidecar of rank 0 reports it."""
         self.openings += 1
         self.seq += 1
         if self.openings > 1:
@@ -121,7 +121,7 @@ class LedgerModel:
         self.written, self.durable = run_record.status(self.run, self.at_s), self.run.ledger
 
     def restart(self) -> None:
-        """Another controller begins with what was written, and sees the pods that there are."""
+        """Start another controller from the written status and the existing pods."""
         self.run = run_record.run_of(run_record.document(self.run) | {"status": self.written})
         before, self.durable = self.visible_state(), self.run.ledger
         self.run = watched_run.with_job(self.run, job(), self.at_s)
@@ -136,20 +136,22 @@ class LedgerModel:
         self.reconcile_run()
 
     def visible_state(self) -> tuple[Phase, dict[str, str]]:
-        """What people see of how the run is."""
         return self.run.phase, {each.type: each.status for each in self.run.conditions}
 
     def step(self, what: str, n: int) -> None:
         self.at_s += 7.0
         mine = self.sidecars[n]
         match what:
-            case "pod is lost":  # it stays in the API, as failed pods of a Job do
+            case "pod is lost":  # failed pods of a Job stay in the API
                 for _ in range(2):
                     self.observe_pod(mine.pod(self.at_s, phase="Failed", disruption="EvictionByEvictionAPI"))
                 self.sidecars[n] = self.add_sidecar(n)
                 self.opened()
             case "container restarts":
-                mine.restarts, mine.code = mine.restarts + 1, self.openings  # another end each time: no loop
+                mine.restarts, mine.code = (
+                    mine.restarts + 1,
+                    self.openings,
+                )  # a different ending each time: no loop
                 self.observe_pod(mine.pod(self.at_s))
                 self.opened()
             case "trainer goes":
@@ -200,7 +202,7 @@ def test_counts_match_events_and_restart_keeps_the_phase(events: list[tuple[str,
     for what, n in events:
         world.step(what, n)
     lost_with_its_pod = {"pod is lost"} & {what for what, _ in events}
-    for _ in range(2):  # what is not written yet is told again, and what is written is not
+    for _ in range(2):  # unwritten counts are sent again, written counts are not
         for n in range(PODS):
             world.report(n)
         world.write()
@@ -254,7 +256,7 @@ def test_ledger_round_trips(found: Ledger) -> None:
 
 
 def test_part_opened_once_needs_no_text() -> None:
-    """Else the next controller, which does not know of it, would write the text away."""
+    """Otherwise the next controller, which does not know the part, would drop the text."""
     once, again = Ledger().with_openings("1", 1), Ledger().with_openings("2", 2)
     assert (once.text, decoded(once.text).with_openings("1", 2).failures) == ("", 1)
     assert again.with_openings("1", 1).text == again.text
@@ -274,7 +276,7 @@ def test_text_is_bounded_and_omitted_failures_stay_in_the_total() -> None:
     assert "1999" in back.openings
     assert back.counted == found.counted
     assert len(encoded(back)) <= ledger.MAX_BYTES
-    # A part that was left out begins with the openings that it tells.
+    # An omitted part starts with the openings that it reports.
     run = watched_run.with_job(WatchedRun(workload=TRAIN, ledger=back), job(), NOW_S)
     run = watched_run.with_pod(run, pod(index="0"), node_ready=True, now_s=NOW_S)
     for openings, more in ((9, 0), (10, 1)):

@@ -1,4 +1,4 @@
-"""Saves that are ordered."""
+"""Ordered saves."""
 
 from __future__ import annotations
 

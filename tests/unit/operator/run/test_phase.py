@@ -1,4 +1,4 @@
-"""Phases by table, and conditions whose times move only when they do."""
+"""Phases by table, and conditions whose times change only with their status."""
 
 from __future__ import annotations
 

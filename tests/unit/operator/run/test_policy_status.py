@@ -1,4 +1,4 @@
-"""What a policy's status says, by the word of the runs that use it."""
+"""The status of a policy summarizes the runs that use it."""
 
 from __future__ import annotations
 

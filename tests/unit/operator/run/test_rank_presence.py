@@ -1,4 +1,4 @@
-"""Which ranks of a group are there, who speaks for them, and when each reports again."""
+"""Presence of a group's ranks, the reporting rank, and the time of the next report."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ def rank_report(n: int, *, step: int = 50, size: int = 4, phase: At = At.TRAININ
 
 
 def group(pods: int = 4) -> WatchedRun:
-    """All of them train."""
     run = seen(WatchedRun(workload=TRAIN), *map(of, range(pods)))
     for n in range(pods):
         run = apply_report(run, rank_report(n, size=pods))
@@ -67,7 +66,7 @@ def without(run: WatchedRun, n: int) -> WatchedRun:
 
 
 def test_pending_replacement_is_not_present() -> None:
-    """Pending, for as long as an image is pulled: the ranks are not there because a pod object is."""
+    """A pod object whose image is being pulled does not make its rank present."""
     fresh = of(3, uid="q-3", phase="Pending", started=False)
     run = reconciled(seen(reconciled(without(group(), 3)), fresh))
     assert run.phase is Phase.RECOVERING
@@ -82,7 +81,7 @@ def test_pod_on_a_lost_node_has_no_rank() -> None:
 
 
 def test_spare_pod_of_a_complete_group_is_not_awaited() -> None:
-    """Three of at most four train, or one alone where the workload says `runs: one`."""
+    """The group has three of at most four pods, or one pod because the workload sets `runs: one`."""
     for size in (3, 1):
         run = apply_report(seen(group(size), of(size)), rank_report(size, phase=At.WAITING))
         for each in (run, apply_report(restarted(run), rank_report(size, phase=At.WAITING))):
@@ -100,16 +99,16 @@ def test_deleted_pod_leaves_three_of_four_ranks() -> None:
     run = reconciled(without(group(), 3))
     assert rank_status(run) == ("3/4", Phase.RECOVERING)
     assert "3 of 4 ranks are present" in by_type(run)["Ready"].message
-    for n in range(3):  # torchrun ends the others, and waits for the fourth
+    for n in range(3):  # torchrun ends the others and waits for the fourth
         run = apply_report(run, rank_report(n, phase=At.WAITING))
     assert rank_status(run) == ("0/4", Phase.RECOVERING)
-    for n in range(3):  # three come together without it: they are complete
+    for n in range(3):  # three start together without it: they are complete
         run = apply_report(run, rank_report(n, size=3, attempt=20))
     assert rank_status(run) == ("3/3", Phase.TRAINING)
 
 
 def test_silent_rank_is_not_treated_as_lost() -> None:
-    """A sidecar that is silent for long, and all of them when a controller starts, whichever reports first."""
+    """Applies to one silent sidecar, and to all sidecars after a start of the controller, whichever reports first."""
     silent = reconciled(apply_report(group(), rank_report(0, seq=2), NOW_S + 700), NOW_S + 800)
     assert (silent.progress.ranks_present, silent.phase) == (1, Phase.TRAINING)
     for first in range(4):
@@ -189,7 +188,7 @@ def test_sidecar_is_silent_after_two_and_a_half_report_intervals() -> None:
 
 
 def test_recent_changes_shorten_the_report_interval() -> None:
-    """A sidecar that began long before this controller heard it has not changed by that."""
+    """A sidecar that started long before its first report to this controller did not change recently."""
     late_s, before = NOW_S + schedule.CHANGED_FOR_S, seen(group(), of(4))
     for sent in (rank_report(0, phase=At.WAITING), rank_report(4, started_at_s=NOW_S)):
         run = apply_report(before, sent, NOW_S)

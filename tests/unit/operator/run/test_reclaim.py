@@ -1,4 +1,4 @@
-"""When a finished run's bytes go, and what keeps them."""
+"""When the checkpoints of a finished run are removed, and what retains them."""
 
 from __future__ import annotations
 
@@ -42,12 +42,10 @@ def reconciled(
 
 
 def moved(run: WatchedRun, state: ReclaimState) -> WatchedRun:
-    """The run after a Job came to this."""
     return replace(run, reclaim=reclaim.with_state(run.reclaim, state, "so it is", NOW_S + 60))
 
 
 def state(run: WatchedRun) -> tuple[ReclaimState, bool] | None:
-    """Where it stands, and whether everything speaks for it now."""
     return None if run.reclaim is None else (run.reclaim.state, run.reclaim.ready)
 
 
@@ -120,7 +118,7 @@ def test_blocking_conditions_delay_removal(
 
 @pytest.mark.parametrize("last", [KEPT, FAILED])
 def test_outcome_is_kept_until_a_retry_is_allowed(last: ReclaimState) -> None:
-    """A new controller saw the workload just now, and waits anew."""
+    """A new controller has just seen the workload and waits again."""
     run = replace(moved(reconciled(ended(JOBSET, last_seen_s=NOW_S)), last), last_seen_s=NOW_S + 1000)
     assert state(reconciled(reconciled(run, after_s=1000), after_s=1010)) == (last, False)
     assert state(reconciled(run, after_s=1000 + ABSENT_S)) == (WAITING, True)
@@ -135,7 +133,7 @@ def test_removal_waits_for_the_last_pod(left: Any) -> None:
 
 
 def test_restarted_queued_jobset_is_not_finished() -> None:
-    """Its new Jobs are suspended and have no pods, by which it would be known to have begun anew."""
+    """Its new Jobs are suspended and have no pods that would show the restart."""
     run = WatchedRun(workload=JOBSET, store=URL, jobs={"a": job("a", "Failed", NOW_S)})
     run, _ = reconcile.reconcile(run, {}, NOW_S + 61)
     assert run.finished == "Failed"
@@ -164,7 +162,7 @@ def test_removal_job_state_is_final(last: ReclaimState) -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_reclaim_state_round_trips_through_the_status(known: bool) -> None:
-    """A state of a newer controller removes nothing and forgets nothing."""
+    """The state of a newer controller removes nothing and is preserved."""
     run = ended(reclaim=Reclaim(state=FAILED, since_s=5, message="m", due_s=9))
     document = {**run_record.document(run), "status": run_record.status(run, NOW_S)}
     if not known:

@@ -1,4 +1,4 @@
-"""The life of a CheckpointRequest, in whatever order things happen."""
+"""The life cycle of a CheckpointRequest under any order of events."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ HAPPENS = ("begin", "finish", "vanish", "save", "fail", "hear", "write", "restar
 
 @given(st.lists(st.sampled_from(HAPPENS), max_size=30))
 def test_any_event_order_ends_once_with_the_true_outcome(happens: list[str]) -> None:
-    """The run may begin late, end or go; reports and writes may be lost; the controller may begin anew at any time."""
+    """Runs may start late, end or vanish. Reports and writes may be lost. The controller may restart at any time."""
     found, written = after(), document()
     facts = NONE
     made: SaveOver | None = None

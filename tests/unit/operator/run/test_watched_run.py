@@ -1,4 +1,4 @@
-"""A run from facts to status and back: nothing is lost and nothing counted twice by a controller that starts anew."""
+"""A run's state survives a restart of the controller: nothing is lost or counted twice."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def is_true(run: WatchedRun, type_: str) -> bool:
 
 
 def test_a_late_report_changes_nothing() -> None:
-    """An older one of the same process, and one of a process that was there before."""
+    """The report is an older one of the same process, or one of an earlier process."""
     run = training(sequence=1000, process="new", started_at_s=50.0)
     for late in (
         report(sequence=999, process="new", phase=At.WAITING),
@@ -98,7 +98,7 @@ def test_first_report_after_controller_start_clears_no_condition() -> None:
 
 
 def test_fencing_of_a_replaced_trainer_is_an_event_but_no_problem() -> None:
-    """A node comes back with its old pod, whose attempt is over. Attempts of two parts are not compared."""
+    """A node returns with its old pod, whose attempt is over. Attempts of different parts are not compared."""
     run = apply_report(seen(training(), pod(uid="p-2")), report("p-2", seq=1, attempt=2))
     run, events = report_reasons(run, report(ranks=(), incidents=[Incident(id=1, kind=K.FENCED)]))
     assert (events, is_true(run, "Fenced")) == (["Fenced"], False)
@@ -113,7 +113,7 @@ def test_fencing_of_a_replaced_trainer_is_an_event_but_no_problem() -> None:
 
 
 def test_displaced_workload_stays_fenced_until_it_trains_again() -> None:
-    """Its trainer has ended (no attempt is open) and its sidecar sees the other workload's commits go on."""
+    """Its trainer has ended (no attempt is open), and its sidecar sees new commits of the other workload."""
     incident = Incident(id=1, kind=K.FENCED, cause="taken_over")
     theirs: dict[str, Any] = {"attempt": 0, "openings": 1}
     run = apply_report(training(), report(newest=pb.Commit(seq=5, attempt=4), incidents=[incident], **theirs))
@@ -127,7 +127,7 @@ def test_displaced_workload_stays_fenced_until_it_trains_again() -> None:
 
 
 def test_exited_trainer_had_trained_up_to_its_commit() -> None:
-    """Its last save may end between two reports: the sidecar's last word then holds the commit, and no rank."""
+    """The last save may end between two reports. The sidecar's last report then has the commit and no rank."""
     left: dict[str, Any] = {"phase": At.CLOSED, "attempt": 0, "ranks": (), "openings": 1}
     run = apply_report(training(step=2749), report(newest=pb.Commit(seq=2, attempt=1, step=3000), **left))
     assert (run.progress.step, run.progress.last_step) == (3000, 3000)
@@ -158,7 +158,7 @@ def test_independent_pods_show_slowest_step_and_oldest_checkpoint() -> None:
 
 @pytest.mark.parametrize("skew_s", [-86400.0, 0.0, 86400.0])
 def test_clock_skew_does_not_affect_staleness(skew_s: float) -> None:
-    """The controller's own clock counts from the moment at which a commit's number is seen to rise."""
+    """The controller's own clock measures from the moment at which the commit's number increases."""
 
     def stale(run: WatchedRun, seq: int, at_s: float) -> bool:
         return is_true(apply_report(run, report(seq=seq, age_s=max(skew_s, 0)), at_s), "Stale")
@@ -173,7 +173,7 @@ def test_clock_skew_does_not_affect_staleness(skew_s: float) -> None:
 
 
 def test_commit_of_an_earlier_run_keeps_its_age() -> None:
-    """With `run-id` the first thing that is heard of a run may be the commit of another Job, a week ago."""
+    """With `run-id` the first report of a run may name the commit of another Job, a week old."""
     run = seen(watched_run.with_job(WatchedRun(workload=TRAIN), job(), NOW_S))
     run = apply_report(run, report(run=""))
     assert apply_report(run, report(seq=7, age_s=604800.0)).progress.last_commit_at_s == NOW_S - 604800
@@ -230,7 +230,7 @@ def test_checkpoint_becomes_stale_by_time_and_is_reported_once() -> None:
     assert not run_events
     run, run_events = reconcile.reconcile(run, NODES, NOW_S + 181)
     assert ([each.reason for each in run_events], run.phase) == (["CheckpointStale"], Phase.DEGRADED)
-    for each in (run, restarted(run, NOW_S + 185)):  # nor by a new controller, which hears nobody yet
+    for each in (run, restarted(run, NOW_S + 185)):  # a new controller without reports does not repeat it
         anew, run_events = reconcile.reconcile(each, NODES, NOW_S + 190)
         later, event_reasons = report_reasons(anew, report(seq=1), NOW_S + 191)
         assert (run_events, event_reasons, is_true(later, "Stale")) == ((), [], True)
@@ -257,7 +257,7 @@ def test_run_with_silent_sidecars_keeps_its_phase_and_is_not_stale() -> None:
 
 
 def test_pod_on_a_lost_node_trains_only_if_it_reports_later() -> None:
-    """Before anybody evicts it. What it said before says nothing; if it goes on, only the kubelet is gone."""
+    """The pod is not yet evicted. Earlier reports prove nothing; a later report shows that only the kubelet is lost."""
     run = training()
     assert reconcile.reconcile(run, LOST, NOW_S + 2)[0].phase is Phase.RECOVERING
     run, _ = report_change.with_report(run, report(seq=1), NOW_S + 3)
@@ -293,7 +293,7 @@ def test_changed_decision_is_shown_and_reported() -> None:
     assert [(each.reason, each.message, each.warning) for each in run_events] == [
         ("IntervalChanged", "interval: 3 min -> 5 min; a save costs 1.5 s", False)
     ]
-    for unchanged in (decided(value="5 min", would="9 min"), ()):  # a pod that begins has decided nothing yet
+    for unchanged in (decided(value="5 min", would="9 min"), ()):  # a new pod has decided nothing yet
         run, events = report_reasons(run, report(decisions=unchanged))
         assert not events
     assert run.progress.decisions[0].would == "9 min"
@@ -348,7 +348,7 @@ def test_statefulset_ends_long_after_its_last_pod_and_may_restart() -> None:
 
 
 def test_pytorch_job_finishes_when_all_existing_pods_succeeded() -> None:
-    """A pod that failed may be made anew, which its operator knows; workers may be cleaned away before the master."""
+    """The operator may replace a failed pod. Workers may be cleaned up before the master."""
     workload = Workload(
         namespace="team", kind="PyTorchJob", name="r", uid="s-1", api_version="kubeflow.org/v1"
     )

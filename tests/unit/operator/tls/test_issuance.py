@@ -1,4 +1,4 @@
-"""When the authority and the leaf are made anew, and what for."""
+"""When and why the authority and the leaf certificate are reissued."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHER = issuance.renewed({}, NAMES, now_s=BASE_TIME_S)
         (1.0, NAMES, {"tls.key": b""}, {"tls"}),
         (1.0, NAMES, {"tls.key": OTHER["tls.key"]}, {"tls"}),
         (1.0, NAMES, {key: OTHER[key] for key in ("tls.crt", "tls.key")}, {"tls"}),
-        (1.0, NAMES, {"ca.key": b""}, set()),  # nothing is to be signed yet
+        (1.0, NAMES, {"ca.key": b""}, set()),  # no signature is due yet
         (61.0, NAMES, {"ca.key": b""}, {"ca", "tls"}),
         (1.0, NAMES, {"ca.crt": b"damaged"}, {"ca", "tls"}),
         (1.0, NAMES, {"ca.crt": OTHER["ca.crt"]}, {"ca", "tls"}),
@@ -35,7 +35,7 @@ OTHER = issuance.renewed({}, NAMES, now_s=BASE_TIME_S)
 def test_expired_lost_or_damaged_certificates_are_reissued(
     days: float, names: list[str], damage: dict[str, bytes], reissued: set[str]
 ) -> None:
-    """And nothing else, so that whoever verifies goes on verifying."""
+    """Other certificates stay, so existing verifiers continue to work."""
     now_s, before = BASE_TIME_S + days * DAY_S, FIRST | damage
     after = issuance.renewed(before, names, now_s=now_s)
     assert {key.partition(".")[0] for key in before if after[key] != before[key]} == reissued
@@ -43,7 +43,7 @@ def test_expired_lost_or_damaged_certificates_are_reissued(
     bundle = x509.load_pem_x509_certificates(after["ca.crt"])
     kept = [] if days > 3650 or "ca" not in reissued or before["ca.crt"] == b"damaged" else [before["ca.crt"]]
     assert [each.public_bytes(serialization.Encoding.PEM) for each in bundle[1:]] == kept
-    if "ca" in reissued:  # the next leaf of the new authority leaves the bundle as it is
+    if "ca" in reissued:  # the next leaf of the new authority does not change the bundle
         later = issuance.renewed(after, names, now_s=now_s + 61 * DAY_S)
         assert later["ca.crt"] == after["ca.crt"]
 

@@ -1,4 +1,4 @@
-"""Descriptors of a trainer: everything that would reach outside its block or its table is refused by name."""
+"""Descriptors of a trainer: any descriptor that reaches outside its block or table is refused by name."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ TABLES = (
 
 
 def test_batch_layout_matches_the_contract() -> None:
-    """ids, weights, fields, each at a multiple of 64, read back as views."""
+    """Ids, weights and fields start at multiples of 64 and are read as views."""
     batch = rows_of(pb.RowBatch(offset=64, rows=3, col_start=2, col_stop=6), TABLES, WHOLE, BLOCK)
     assert (batch.offsets, batch.length) == ((0, 64, 128, 192), 256)
     data = bytearray(batch.length)
@@ -43,7 +43,6 @@ def test_batch_layout_matches_the_contract() -> None:
 
 
 def test_only_changed_rows_are_sent_again() -> None:
-    """What they say reaches the index, where others are refused."""
     place = {"rows": 1, "col_start": 0, "col_stop": 8}
     batch = rows_of(pb.RowBatch(fresh=True, again=True, **place), TABLES, WHOLE, BLOCK)
     assert (batch.fresh, batch.duplicate) == (True, True)
@@ -71,7 +70,7 @@ def test_rows_and_columns_outside_the_boxes_are_refused(
 
 
 def test_listed_rows_outside_the_boxes_are_refused() -> None:
-    """By their first and last id, which one box must hold."""
+    """One box must contain the first and the last id."""
     batch = rows_of(pb.RowBatch(rows=2, col_start=0, col_stop=4), TABLES, SHARDS, BLOCK)
     data = bytearray(batch.length)
     for ids in ((99, 100), (99, 500), (300, 301)):
@@ -94,7 +93,6 @@ def test_listed_rows_outside_the_boxes_are_refused() -> None:
 def test_descriptors_stay_within_block_and_table(
     table: int, rows: int, row_start: int, offset: int, col_start: int, col_stop: int, contiguous: bool
 ) -> None:
-    """Whatever the numbers: refused, or wholly inside block and table."""
     descriptor = pb.RowBatch(
         table=table, rows=rows, row_start=row_start, offset=offset, col_start=col_start, col_stop=col_stop,
         contiguous=contiguous,
@@ -124,7 +122,6 @@ def test_descriptors_stay_within_block_and_table(
     ],
 )
 def test_invalid_chunks_are_refused(chunk: dict[str, object]) -> None:
-    """A blob's pieces lie in their block and in their blob."""
     good = {"name": "meta", "offset": 0, "length": 100, "blob_offset": 0, "blob_bytes": 100}
     check_blob(pb.BlobChunk(**good), BLOCK)  # type: ignore[arg-type]
     with pytest.raises(BadBatch):

@@ -1,4 +1,4 @@
-"""The block ledger: no block is ever in two hands, whatever happens in whatever order."""
+"""The block ledger: under any sequence of operations, a block has one owner."""
 
 import pytest
 from deltashard_sidecar.arena.block import (
@@ -22,7 +22,7 @@ def ledger(total: int = 8, *ranks: int) -> BlockLedger:
 
 
 def test_two_ranks_get_fair_shares() -> None:
-    """Each gets half of what is not reserved; a serving rank leaves the other's reserve."""
+    """Each rank gets half of the unreserved blocks. A rank that serves reads does not use the other's reserve."""
     blocks = ledger(12, 0, 1)
     assert len(blocks.grant(0)) == 4
     assert len(blocks.grant(1)) == 4
@@ -39,7 +39,6 @@ def test_an_arena_too_small_for_one_more_rank_refuses_it() -> None:
 
 
 def test_only_granted_blocks_may_be_handed_over() -> None:
-    """Closed, foreign, free and absurd blocks are refused by name."""
     blocks = ledger(12, 0, 1)
     (a,) = blocks.grant(0, 1)
     blocks.check_granted(0, a)
@@ -55,7 +54,7 @@ def test_only_granted_blocks_may_be_handed_over() -> None:
 
 
 def test_no_block_is_granted_during_the_embargo() -> None:
-    """After a restart no block is safe until the old writers are known to be gone."""
+    """After a restart, blocks are unsafe until the old writers are known to have exited."""
     blocks = ledger()
     blocks.embargo.add(0)
     assert blocks.grant(0) == []
@@ -65,7 +64,7 @@ def test_no_block_is_granted_during_the_embargo() -> None:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Random moves of two ranks against a model that only counts."""
+    """Random operations of two ranks, compared with a model that only counts."""
 
     def __init__(self) -> None:
         super().__init__()

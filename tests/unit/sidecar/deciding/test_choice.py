@@ -1,4 +1,4 @@
-"""The decision alone: measurements and a policy in, a choice out."""
+"""The choice as a function of measurements and a policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def measured(cost_s: float, *, world_size: int = 1) -> Measurements:
 
 
 def test_pls_goal_applies_from_the_first_attempt() -> None:
-    """Partial recovery is what the trainer says it is: no restart is needed to see it."""
     known, policy = measured(0.1, world_size=4), pb.Policy(goal="pls=0.0001")
     assert "needs partial recovery" in decide(known, policy).decision.unreachable
     save = MeasuredSave(cut=1, started=Reading(9, 4.5), timed=True)
@@ -29,7 +28,7 @@ def test_pls_goal_applies_from_the_first_attempt() -> None:
 
 
 def test_new_goal_applies_at_once_and_restarts_measurement() -> None:
-    """The choice is made again from what is known; until it was measured a save costs what the choice was made for."""
+    """The choice is repeated from known values. Until a save is measured, the choice's assumed cost applies."""
     known, causes, found = measured(0.5), [], []
     for policy in (
         pb.Policy(goal="auto"),

@@ -1,4 +1,4 @@
-"""The decider under a clock of the test's: trainers that are simulated, saves that cost what the test says."""
+"""The decider with a fake clock, simulated trainers and saves of given cost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def log_of(
 
 
 class DeciderLife:
-    """A trainer and its sidecar's decider: steps of a fixed time, saves that stall and slow."""
+    """A trainer and its sidecar's decider: steps take a fixed time, saves stall and slow training."""
 
     def __init__(self, *, step_s: float = 0.5, seed: int = 0, **said: object) -> None:
         self.rng = random.Random(seed)
@@ -63,7 +63,7 @@ class DeciderLife:
         seen: int = 0,
         ranks: int = 1,
     ) -> str:
-        """What is believed of failures once the attempt is open."""
+        """Open an attempt, and return the failure evidence of the decision."""
         opening = Opening(
             attempt=attempt, world_size=ranks, ranks_here=ranks, reading=Reading(self.step, self.now_s),
             resumed=resumed, step_seen=seen,
@@ -88,7 +88,6 @@ class DeciderLife:
     def save(
         self, *, stall_s: float, slowdown_s: float = 0.0, durable_s: float = 1.0, timed: bool = True
     ) -> None:
-        """A save of the step that was last ended, and the first step after its commit."""
         self.cut += 1
         save = MeasuredSave(cut=self.cut, started=Reading(self.step, self.now_s), timed=timed)
         self.decider.save_started(save, planned_steps=0, partial=False)
@@ -105,7 +104,6 @@ class DeciderLife:
         self.observe()
 
     def saves(self, count: int, cost_s: Callable[[], float] = lambda: 0.1, durable_s: float = 1.0) -> None:
-        """So many saves at the interval in force, each costing this."""
         for _ in range(count):
             self.train(self.every_s, observations=2)
             drawn = cost_s()
@@ -142,7 +140,7 @@ class DeciderLife:
 
 
 def chosen(**said: object) -> str:
-    """The record of a life that has measured enough saves for a choice, in a commit."""
+    """Return the commit record of a decider that has measured enough saves for a choice."""
     life = DeciderLife(**said)
     life.open()
     life.saves(MIN_SAVES)
@@ -150,7 +148,7 @@ def chosen(**said: object) -> str:
 
 
 def test_without_a_goal_timers_apply_and_auto_choice_is_shown() -> None:
-    """Nothing is chosen or written; what saves cost is measured all the same. Before an attempt nothing is known."""
+    """Nothing is chosen or written, but the cost of saves is measured. Before an attempt nothing is known."""
     life = DeciderLife(every_s=7.0, every_steps=9, goal="fixed")
     assert (life.decider.apply_to(life.policy), life.decider.measured(), life.text()) == (
         life.policy,
@@ -182,19 +180,18 @@ def test_without_a_goal_timers_apply_and_auto_choice_is_shown() -> None:
 def test_cost_is_independent_of_observation_times(
     step_s: float, stall_s: float, slowdown_s: float, more_s: float, quiet_s: float
 ) -> None:
-    """No step more or less is counted to it, however long a step is."""
     life = DeciderLife(step_s=step_s)
     life.open()
     life.train(max(quiet_s, 40 * step_s), observations=7)
     life.save(stall_s=stall_s, slowdown_s=slowdown_s, durable_s=stall_s + slowdown_s + more_s)
-    life.train(3 * step_s)  # a step may end just when the commit does
+    life.train(3 * step_s)  # a step may end together with the commit
     off_s = 2e-3 * (stall_s + slowdown_s + more_s + step_s) + 1e-5
     assert life.measured.cost_s == pytest.approx(stall_s + slowdown_s, abs=off_s)
     assert life.measured.step_s == pytest.approx(step_s, rel=1e-3)
 
 
 def test_only_timer_saves_are_measured() -> None:
-    """Who asks for a save waits for it; a save that failed has no cost; and the steps beside them are not quiet."""
+    """A requested save blocks its caller, a failed save has no cost, and the steps during either are not quiet."""
     life = DeciderLife(step_s=0.5)
     life.open()
     life.train(50.0)
@@ -212,7 +209,7 @@ def test_only_timer_saves_are_measured() -> None:
 @pytest.mark.parametrize("goal", ["auto", "overhead=1%", "lost-work=5m"])
 @pytest.mark.parametrize("spread", [0.3, 1.0])
 def test_noise_rarely_changes_the_interval(goal: str, spread: float) -> None:
-    """Log-normal costs with a spread of 30 % and of 130 %: a handful of changes in a day, always within bounds."""
+    """Costs are log-normal with a spread of 30 % or 130 %. A day has few changes, all within bounds."""
     life = DeciderLife(seed=int(10 * spread), least_s=20.0, most_s=900.0, goal=goal)
     life.open()
     begun_s, found = life.now_s, []
@@ -225,7 +222,7 @@ def test_noise_rarely_changes_the_interval(goal: str, spread: float) -> None:
 
 @pytest.mark.parametrize("factor", [4.0, 0.25])
 def test_fourfold_cost_change_is_followed_within_40_saves(factor: float) -> None:
-    """In both directions, after a day at the old cost, and then the interval fits the new one."""
+    """After a day at the old cost, in both directions."""
     life = DeciderLife(seed=3, most_s=3600.0, goal="overhead=1%")
     life.open()
     noise = life.rng
@@ -238,7 +235,6 @@ def test_fourfold_cost_change_is_followed_within_40_saves(factor: float) -> None
 
 
 def test_failures_shorten_the_interval_and_clean_exits_do_not() -> None:
-    """From the log's side: which trainer came back to what."""
     life = DeciderLife()
     life.open()
     life.saves(2 * MIN_SAVES, lambda: 0.5)
@@ -253,7 +249,6 @@ def test_failures_shorten_the_interval_and_clean_exits_do_not() -> None:
 
 
 def test_crash_loop_is_one_failure_unless_the_arena_saw_progress() -> None:
-    """Trainers that come back to the same commit: one incident; a step that was seen beyond it, or none."""
     life = DeciderLife()
     life.open()
     life.saves(1)
@@ -268,7 +263,7 @@ def test_crash_loop_is_one_failure_unless_the_arena_saw_progress() -> None:
 
 
 def test_next_trainer_resumes_decider_state_from_the_commit() -> None:
-    """Its profile, its choice and its evidence; of another world size only the evidence. Nonsense counts nothing."""
+    """The state is profile, choice and evidence. Another world size keeps only the evidence, malformed text nothing."""
     first = DeciderLife()
     first.open()
     first.saves(MIN_SAVES, lambda: 0.2)
@@ -283,7 +278,7 @@ def test_next_trainer_resumes_decider_state_from_the_commit() -> None:
 
 
 def log_of_attempts(empty: int, metadata: Mapping[str, str]) -> RunState:
-    """A log whose attempt 1 committed, and so many after it did not; the newest is open."""
+    """Return a log whose attempt 1 committed, followed by attempts without a commit; the newest is open."""
     nothing = Attempt(world_size=1, resumes_from=2, resumes_attempt=1)
     first = replace(
         nothing, resumes_from=None, resumes_attempt=None, last_snapshot=1, last_seq=2, last_step=100
@@ -293,7 +288,7 @@ def log_of_attempts(empty: int, metadata: Mapping[str, str]) -> RunState:
 
 
 def test_attempt_after_failed_ones_saves_early_then_backs_off() -> None:
-    """A minute, half of it for each further one, doubled with each commit; a rewind, in which nobody failed, is none."""
+    """The delay is a minute, halved by each further failure and doubled by each commit. A rewind is not a failure."""
     text = chosen(most_s=600.0)
     for empty, every_s in ((0, 600.0), (1, 60.0), (2, 30.0), (9, 1.0)):
         life = DeciderLife(most_s=600.0)
@@ -318,7 +313,7 @@ def test_attempt_after_failed_ones_saves_early_then_backs_off() -> None:
 
 
 def test_restarted_sidecar_counts_uncommitted_restores() -> None:
-    """The restore that the attempt began with, once; and what its own commits did not say, an earlier one did."""
+    """The restore of the open attempt counts once. An earlier attempt counts if its commits did not."""
     state = log_of_attempts(2, {KEY: chosen(most_s=600.0)})
     life = DeciderLife(most_s=600.0)
     assert LOSSY in life.open(state, attempt=4)
@@ -338,7 +333,7 @@ def test_restarted_sidecar_counts_uncommitted_restores() -> None:
 
 
 def test_restore_and_restart_durations() -> None:
-    """From the end of a trainer to the next, and from open to the first step."""
+    """Restart lasts from the end of a trainer to the next start, restore from open to the first step."""
     life = DeciderLife()
     life.open()
     life.saves(2)
@@ -346,7 +341,7 @@ def test_restore_and_restart_durations() -> None:
     life.now_s += 40.0
     life.decider.trainer_attached()
     life.open(log_of({}, step=life.step), attempt=3, resumed=True, seen=life.step)
-    life.observe(at_s=life.now_s - 50.0)  # the line still says what the last trainer wrote
+    life.observe(at_s=life.now_s - 50.0)  # the line still has the last trainer's values
     life.now_s += 12.5 + life.step_s
     life.step += 2
     life.observe()

@@ -1,4 +1,4 @@
-"""Steps on a control line: what a quiet one takes, and what a save takes from those beside it, whenever one looks."""
+"""Steps on a control line: the duration of a quiet step, and what a save costs the steps during it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def metered(readings: list[tuple[int, float]]) -> StepMeter:
 
 
 def test_non_steps_are_ignored_and_pauses_until_frequent() -> None:
-    """The same step again, a clock set back, a trainer that begins anew, steps beside a save, an evaluation."""
+    """A repeated step, a clock set back, a restarted trainer, steps during a save and an evaluation are ignored."""
     meter = metered([(n, 0.1 * n) for n in range(100)])
     assert meter.read(Reading(99, 9.9), quiet=True) == meter
     for reading, quiet in ((Reading(100, 5.0), True), (Reading(3, 20.0), True), (Reading(100, 10.5), False)):
@@ -28,7 +28,7 @@ def test_non_steps_are_ignored_and_pauses_until_frequent() -> None:
 
 
 def test_save_cost_is_step_time_above_the_baseline() -> None:
-    """Negative where noise makes it so; nothing where a pause or a set clock lies between."""
+    """Noise can make the cost negative. A pause or a clock change in between gives no cost."""
     found = [
         lost_s(Reading(10, 100.0), Reading(20, at_s), step_s=0.1, in_flight_s=1.0)
         for at_s in (101.5, 100.9, 700, 50)

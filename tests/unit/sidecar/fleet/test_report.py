@@ -1,4 +1,4 @@
-"""What of a report is news, and how often a workload opened its run, by the attempts in the log."""
+"""Urgent changes of a report, and openings of a run by the attempts in the log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deltashard_sidecar.fleet.report import needs_report, openings
 
 
 def state(*attempts: tuple[int, str, int | None, int | None, int]) -> RunState:
-    """Attempts: (number, workload, resumes from, newest commit, ranks)."""
+    """Build a state from attempts: (number, workload, resumes from, newest commit, ranks)."""
     return RunState(
         run="r",
         attempts={
@@ -30,10 +30,10 @@ FIRST = (1, "w", None, 5, 1)
         ([], 1),
         ([(6, "w", 5, 9, 1)], 2),
         ([(6, "w", 5, None, 1), (7, "w", 5, 9, 1)], 3),  # it crashed before a commit
-        ([(6, "w", 5, None, 1), (7, "w", 4, 9, 1)], 2),  # 5 was not whole: the same opening
+        ([(6, "w", 5, None, 1), (7, "w", 4, 9, 1)], 2),  # 5 was incomplete: the same opening
         ([(6, "w", 5, None, 1), (7, "w", 4, None, 1), (8, "w", None, 9, 1)], 2),
-        ([(6, "v", 5, None, 1), (7, "w", 4, 9, 1)], 2),  # another workload's is none of ours
-        ([(6, "w", 5, None, 1), (7, "", 3, None, 0), (8, "w", 3, 9, 1)], 3),  # a person went back in between
+        ([(6, "v", 5, None, 1), (7, "w", 4, 9, 1)], 2),  # another workload's attempt does not count
+        ([(6, "w", 5, None, 1), (7, "", 3, None, 0), (8, "w", 3, 9, 1)], 3),  # a user rewound in between
     ],
 )
 def test_opening_count(more: list[tuple[int, str, int | None, int | None, int]], count: int) -> None:
@@ -43,7 +43,6 @@ def test_opening_count(more: list[tuple[int, str, int | None, int | None, int]],
 
 
 def test_urgent_report_changes() -> None:
-    """Neither a step nor a number is; nor that something told is not said again."""
     acknowledged = fleet.ReportRequest(
         pod=fleet.PodState(phase=fleet.PHASE_TRAINING, store_ok=True, ranks=[fleet.Rank(step=1)]),
         incidents=[fleet.Incident(id=7)],

@@ -1,4 +1,4 @@
-"""When a sidecar reports: by answers, changes and nudges, in whatever order they come."""
+"""The time of a sidecar's reports under any order of answers, changes and nudges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATUSES = st.sampled_from([0, 200, 400, 401, 403, 404, 409, 413, 421, 429, 500,
 def test_next_report_is_timely_after_any_response(
     answers: list[tuple[int, float, float, float, bool]],
 ) -> None:
-    """Never in the past, and not later than an answer asked for or a table says; what fails is no news's to hurry."""
+    """The time is never in the past, and not after the time that the answer or the table gives."""
     now_s, schedule = 100.0, ReportSchedule()
     for status, next_s, retry_after_s, uniform, changed in answers:
         chance, after_s = lambda uniform=uniform: uniform, retry_after_s * (status in (429, 503))
@@ -37,7 +37,7 @@ def test_next_report_is_timely_after_any_response(
 
 @given(st.lists(st.floats(0.0, 2.0), min_size=1, max_size=200))
 def test_changes_are_rate_limited_to_one_report_a_second(waits: list[float]) -> None:
-    """Three at once, then one a second, however often things change."""
+    """The first three are sent at once, the others at one a second."""
     now_s, schedule, reports = 100.0, ReportSchedule(due_s=1e9), 0
     for wait_s in waits:
         now_s += wait_s

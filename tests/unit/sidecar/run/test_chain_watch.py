@@ -1,4 +1,4 @@
-"""Looks at whether what a checkpoint is read from is still in the store."""
+"""Checks that the objects of a checkpoint's chain are still in the store."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from tests.crash import log_victim
 
 
 class WatchedChains:
-    """A run of two chains, and a watch over it."""
+    """A run of two chains and a watch over it."""
 
     def __init__(self, directory):
         self.store = MemoryStore()

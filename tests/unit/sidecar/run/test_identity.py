@@ -15,7 +15,7 @@ def config(**environment: str) -> settings.Settings:
 
 
 def test_pods_of_a_workload_share_its_run_by_default() -> None:
-    """However many ranks there are: a number in the name is the workload's own wish. A JobSet's Jobs number anew."""
+    """This holds for any number of ranks. A number in the name comes from the workload. A JobSet numbers its Jobs."""
     for numbers in ({}, {"INDEX": "3"}, {"INDEX": "3", "RUNS": "one"}, {"RUNS": "per-pod"}):
         assert identity(config(**numbers)) == Identity(run="ns/job-uid", owner="ns/job-uid")
     assert identity(config(OWNER="")) == Identity(run="ns/job-uid", owner="")
@@ -33,7 +33,7 @@ def test_pods_of_a_workload_share_its_run_by_default() -> None:
         ({"INDEX": "0", "PODS": "4"}, 4, False),
         ({"INDEX": "0", "PODS": "4"}, 1, True),
         ({"INDEX": "0", "PODS": "1"}, 1, False),
-        ({"INDEX": "0"}, 1, False),  # a StatefulSet: how many there are is not known
+        ({"INDEX": "0"}, 1, False),  # a StatefulSet: the number of pods is unknown
         ({"INDEX": "1"}, 1, True),
         ({"INDEX": "0", "PODS": "2", "REPLICA": "1"}, 1, True),
         ({"INDEX": "3", "PODS": "4", "RUNS": "per-pod"}, 1, False),

@@ -1,4 +1,4 @@
-"""When a save is due: seconds, steps, both, neither; what comes due under a running save is skipped and counted."""
+"""When a save is due: seconds, steps, both or neither. Saves due during a running save are skipped and counted."""
 
 import pytest
 from deltashard_proto.arena_layout import NEVER
@@ -10,7 +10,7 @@ from deltashard_sidecar.session.schedule import Schedule
     [
         (0, 0, 1e9, 10**9, NEVER),
         (30, 0, 129.9, 50, NEVER),
-        (30, 0, 130.0, 50, 50),  # at the step that the trainer has reached
+        (30, 0, 130.0, 50, 50),  # at the trainer's current step
         (0, 10, 100.0, 7, 17),  # written ahead
         (5, 1000, 101.0, 9, 1007),
         (5, 1000, 106.0, 9, 9),
@@ -23,7 +23,7 @@ def test_a_save_is_due_once_an_attempt_is_open(every_s, every_steps, now_s, step
 
 
 def test_saves_due_during_a_save_are_skipped_and_counted() -> None:
-    """Three intervals under one upload are three skipped saves; the next one is a whole interval later."""
+    """Three intervals during one upload are three skipped saves. The next save follows a whole interval later."""
     for every, started, now, after in (
         ({"every_s": 10.0, "every_steps": 0}, (110.0, 20), ((119.0, 30), 0, (145.0, 60), 3), ((149.9, 65), NEVER, (150.0, 65), 65)),
         ({"every_s": 0.0, "every_steps": 10}, (101.0, 10), ((101.0, 19), 0, (102.0, 35), 2), ((103.0, 36), 40, (103.0, 39), 40)),

@@ -1,4 +1,4 @@
-"""Who is attached: signs of life, refusals, notices, and sessions that replace one another."""
+"""Attached sessions: liveness, refusals, notices and replacement."""
 
 import threading
 import time
@@ -35,7 +35,7 @@ def session(sessions: Sessions, **more: object) -> Session:
 
 
 def test_liveness_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A young one has yet to take its lock and to watch. Once locked only the lock counts: forks inherit sockets."""
+    """A new session has yet to take its lock. Later only the lock counts, because forks inherit sockets."""
     one = session(Sessions()).presence
     assert one.alive(lock_held=False)
     monkeypatch.setattr(one, "_attached_s", time.monotonic() - GRACE_S - 1)
@@ -47,7 +47,7 @@ def test_liveness_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_session_is_fenced_until_a_new_attempt_is_open() -> None:
-    """A fenced session may not commit; what it had resumed and lost is forgotten with its attempt."""
+    """A fenced session must not commit. Its resumed and lost steps are dropped with its attempt."""
     one = session(Sessions())
     assert not one.may_commit
     one.opened(pb.OpenReply(attempt=3, resume_seq=9, step=7, last_step_seen=12))
@@ -82,13 +82,13 @@ def test_bad_requests_are_refused(more: dict[str, object], says: str) -> None:
 
 
 def test_full_snapshot_size() -> None:
-    """q8 keeps 8 codes and 8 bytes of scale and bias a row; blobs count as they are."""
+    """In q8 a row has 8 codes and 8 bytes of scale and bias. Blobs count unchanged."""
     assert encoded_bytes(request(blob_bytes=5), encoding="q8", state_encoding="fp32") == 100 * (8 + 8) + 5
     assert encoded_bytes(request(), encoding="fp32", state_encoding="fp32") == 100 * 32
 
 
 def test_notices_are_bounded_and_survive_a_lost_reader() -> None:
-    """A trainer that does not read loses the oldest; what was queued before the close is still read."""
+    """A trainer that does not read loses the oldest notices. Notices queued before the close can still be read."""
     queue, alive, read = Notices(), [True], []
     thread = threading.Thread(target=lambda: read.extend(queue.read(lambda: alive[0])))
     thread.start()

@@ -1,4 +1,4 @@
-"""Incidents are kept until somebody has them, and the store's health makes them."""
+"""Incidents are kept until they are reported; the store's health creates incidents."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def failed(incidents: Incidents, number: int) -> None:
 def test_incidents_are_kept_until_reported_and_oldest_are_dropped(
     incidents: Incidents, metrics: Metrics
 ) -> None:
-    """At most LIMIT; what went unheard is counted; ids never repeat."""
+    """At most LIMIT are kept, dropped incidents are counted, and ids never repeat."""
     for number in range(LIMIT + 3):
         failed(incidents, number)
     assert [i.step for i in incidents.pending()] == list(range(3, LIMIT + 3))
@@ -54,7 +54,7 @@ def test_incidents_are_kept_until_reported_and_oldest_are_dropped(
 
 
 def test_repeated_incident_is_counted_until_it_is_sent(incidents: Incidents) -> None:
-    """A restore is one of its attempt; what a report under way has is not changed behind it."""
+    """An attempt has one restore. A report in flight is not modified."""
     for kind in (fleet.INCIDENT_KIND_RESTORED, fleet.INCIDENT_KIND_FENCED):
         for message in ("a", "b"):
             incidents.add(kind, cause="store", message=message)
@@ -75,7 +75,7 @@ def test_repeated_incident_is_counted_until_it_is_sent(incidents: Incidents) -> 
 
 
 class ClockedHealth(StoreHealth):
-    """With a clock of its own."""
+    """Store health with a fake clock."""
 
     now_s = 0.0
 
@@ -90,7 +90,7 @@ class ClockedHealth(StoreHealth):
 
 
 def test_store_is_unreachable_only_after_lasting_failures(incidents: Incidents, metrics: Metrics) -> None:
-    """Single tries are retried and forgotten; one incident a time, with the store's own sentence; a success ends it."""
+    """Single failed tries are retried. An outage is one incident with the store's message, and ends with a success."""
     health = ClockedHealth(incidents, metrics)
     down = StoreUnavailable("no connection: refused", where="s3://b", remedy="is the store up?")
     for _ in range(5):
@@ -131,7 +131,7 @@ def test_refusal_is_immediate_and_object_errors_are_healthy(
     healthy: object,
     answer: Exception,
 ) -> None:
-    """Waiting would not mend it; told once, and again when the cause changes. Not there, or taken: the store is well."""
+    """Waiting does not help. A changed cause is a new incident. Missing objects are no problem of the store."""
     health = ClockedHealth(incidents, metrics)
     health.tried(kind("no"))
     health.tried(kind("no"))
@@ -146,7 +146,7 @@ def test_refusal_is_immediate_and_object_errors_are_healthy(
 def test_denied_operation_stays_a_problem_while_others_succeed(
     incidents: Incidents, metrics: Metrics
 ) -> None:
-    """Rights are given for each kind: no flapping, one incident, and the end comes with a success of that kind."""
+    """Permissions are per operation. The problem is one incident and ends with a success of the same operation."""
     health = ClockedHealth(incidents, metrics)
     for _ in range(3):
         health.tried(AccessDenied("no right to delete"), operation="delete")

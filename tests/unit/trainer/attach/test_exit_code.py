@@ -1,4 +1,4 @@
-"""What an exception means: the exit code of a run that another workload holds now, and whose error leaves a save."""
+"""The exit code after another workload takes over the run, and the exceptions that propagate out of a save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deltashard.errors import FencedError, TakenOver
 
 
 def because(error: Exception, cause: Exception) -> Exception:
-    """`error` as Python has it after `raise error from cause`."""
+    """Return `error` as Python raises it for `raise error from cause`."""
     error.__cause__ = cause
     return error
 
@@ -32,7 +32,10 @@ def because(error: Exception, cause: Exception) -> Exception:
 def test_uncaught_takeover_has_its_own_exit_code(
     error: Exception, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the traceback that any error gets; a framework's wrapping does not hide it. Other ends stay what they were."""
+    """The exit code is set after the normal traceback, also when a framework wraps the error.
+
+    Other exit codes do not change.
+    """
     seen: list[tuple[str, BaseException]] = []
     monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _trace: seen.append(("before", error)))
     monkeypatch.setattr(exit_code, "_installed", False)
@@ -48,7 +51,7 @@ def test_uncaught_takeover_has_its_own_exit_code(
 
 
 class HandlerExit(Exception):
-    """What a user's handler raises."""
+    """The exception that a user's signal handler raises."""
 
 
 def _raise(error: BaseException, *_: Any) -> None:
@@ -64,7 +67,7 @@ class _CallableHandler:
 
 @pytest.fixture
 def usr1() -> Iterator[Callable[[Any], BaseException]]:
-    """Installs a handler of SIGUSR1, raises the signal, and returns what came out."""
+    """Install a handler of SIGUSR1, raise the signal and return the exception."""
     before = signal.getsignal(signal.SIGUSR1)
 
     def out_of(handler: Any) -> BaseException:
@@ -89,7 +92,10 @@ def usr1() -> Iterator[Callable[[Any], BaseException]]:
 def test_signal_handler_exception_leaves_a_save(
     usr1: Callable[[Any], BaseException], handler: Callable[..., Any]
 ) -> None:
-    """Functions, partials, methods, callable objects; and Ctrl-C. The same raised by the user's getters stays."""
+    """Handlers are functions, partials, methods, callable objects and Ctrl-C.
+
+    The same exception from the user's getters does not propagate.
+    """
     assert must_propagate(usr1(handler))
     assert must_propagate(KeyboardInterrupt())
     for kind in (HandlerExit, IndexError, MemoryError, SystemExit):

@@ -1,4 +1,4 @@
-"""A process that is one of several ranks is refused until there is a process group, before anything is started."""
+"""A process that is one of several ranks is refused until a process group exists, before anything starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torch import distributed
 def test_rank_without_a_process_group_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: str, refused: bool
 ) -> None:
-    """Each would save a run of its own: the message names what said so and the remedy. One process is none of several."""
+    """Each rank would save a separate run. The message names the launcher's variable and the remedy."""
     if not refused:
         assert multi_rank_variable(dict(each.split("=") for each in environment.split())) is None
         return
@@ -48,7 +48,7 @@ def test_rank_without_a_process_group_is_refused(
 
 @pytest.fixture
 def group_of_two() -> Iterator[None]:
-    """A process group of two ranks, of which this process is one; the backend needs no second one."""
+    """Create a process group of two ranks. This process is one of them; the backend does not need the other."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -58,7 +58,10 @@ def group_of_two() -> Iterator[None]:
 
 @pytest.mark.usefixtures("group_of_two")
 def test_rank_is_read_from_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However its ranks were started; without a launcher's word all are on one machine. Made too late it is refused."""
+    """Without a launcher's variables all ranks count as one machine.
+
+    A process group that is created too late is refused.
+    """
     assert multi_rank_variable({}) == "torch.distributed's process group of 2 ranks"
     assert rank_of_this_process("here") == Rank(number=0, local=0, world_size=2)
     monkeypatch.setenv("LOCAL_RANK", "3")

@@ -1,4 +1,4 @@
-"""What ranks say of themselves makes one layout, or a sentence that names what differs, and where."""
+"""The manifests of all ranks give one layout, or an error that names the difference and the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deltashard_checkpoint.format.schema import Box
 
 
 def half(rank: int, **changes: Any) -> RankManifest:
-    """Of two ranks, which hold five rows each of one table."""
+    """Return the manifest of one of two ranks. Each rank holds five rows of one table."""
     said: dict[str, Any] = {
         "facts": {"run": "r", "world size": 2},
         "tables": {"t": (10, 4)},

@@ -1,4 +1,4 @@
-"""Orders: how one is settled, and what a rank does about it; any interleaving is the group model's."""
+"""How a snapshot round is settled, and what a rank does about it. The group model covers the interleavings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERDICTS = {
     "not all answered": (ANY, {0: READY}, 2, None),
     "the last limit": (ANY, {0: READY, 1: NINE}, 2, RoundVerdict(at=9)),
     "one that cannot": (ANY, {1: BUSY}, 3, RoundVerdict(at=None, cancel_reason="rank 1: the sidecar was disconnected", rank=1)),
-    # Who waits for a save, or closes: only its own step is one that all can cut.
+    # A rank that waits for a save, or that closes: only its current step is one that all ranks can save.
     "one stays": (CLOSE, {0: STAYS, 1: NINE}, 3, RoundVerdict(
         at=None, cancel_reason="rank 0 is held at step 7, rank 1 continues to step 9", rank=1
     )),
@@ -43,7 +43,7 @@ def test_unresponsive_rank_is_named() -> None:
 
 
 def test_verdict_before_a_promise_raises() -> None:
-    """Some rank may have passed it."""
+    """Another rank may have passed the promised step."""
     rounds = SnapshotRounds()
     rounds.promise(8)
     with pytest.raises(InternalBug, match="before the limit 8"):
@@ -51,7 +51,7 @@ def test_verdict_before_a_promise_raises() -> None:
 
 
 def test_verdict_between_two_promise_checks_is_no_error() -> None:
-    """The order thread may end the promise at any instant of a question that the training thread asks."""
+    """The order thread may end the promise at any time between two checks by the training thread."""
 
     class EndingOrders(SnapshotRounds):
         @property

@@ -1,4 +1,4 @@
-"""Fingerprints of batches: equal content, equal fingerprint; what cannot be hashed says so."""
+"""Fingerprints of batches: equal content has an equal fingerprint, and content that cannot be hashed is reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deltashard.loader.fingerprint import fingerprint
 
 @dataclass
 class Bag:
-    """An object of a user's."""
+    """A user's object."""
 
     values: Any
     names: list[str]
@@ -22,7 +22,7 @@ class Bag:
 def _sparse() -> torch.Tensor:
     with (
         torch.sparse.check_sparse_tensor_invariants()
-    ):  # some torches warn of the argument check_invariants=, too
+    ):  # some torch versions also warn about the argument check_invariants=
         return torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,))
 
 

@@ -1,4 +1,4 @@
-"""The table of a pass, and that a wrapped loader keeps to it: what a cut saves, and what a resumed pass delivers."""
+"""The lifecycle of a loader pass: what a snapshot saves, and what a resumed pass delivers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ACTIONS = ["iter", "next", "drop", "step"]
 
 
 class LoaderLoop:
-    """A loop that does one thing after another; a batch is its number in an epoch of four."""
+    """A loop of single steps. A batch is its number in an epoch of four."""
 
     def __init__(self, step: int = 0) -> None:
         self.steps = StepCount(step)
@@ -49,7 +49,7 @@ def tree(loop: LoaderLoop) -> dict[str, Any]:
 @pytest.mark.slow
 @given(actions=st.lists(st.sampled_from(ACTIONS), max_size=25))
 def test_snapshot_captures_the_last_step_boundary(actions: list[str]) -> None:
-    """A batch in hand changes nothing; a resumed pass gives the batch after the last one that was trained on."""
+    """A batch that is delivered but not trained on does not count: a resumed pass delivers it again."""
     loop = LoaderLoop()
     at_step = tree(loop)
     for action in actions:

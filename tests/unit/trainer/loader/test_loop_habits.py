@@ -1,4 +1,4 @@
-"""Loops that use several loaders at a time, make a loader for each epoch, or end epochs by a count of their own."""
+"""Loops that use several loaders at a time, make a loader for each epoch, or end epochs by their own count."""
 
 import itertools
 import random
@@ -27,7 +27,10 @@ def registry_at(step: int = 0) -> tuple[LoaderRegistry, Callable[[], None]]:
 def test_reused_batches_of_a_parallel_loader_are_reported(
     caplog: pytest.LogCaptureFixture, first: bool
 ) -> None:
-    """zip(long, cycle(short)): the long one delivers a batch for each step, and hides that the short one does not."""
+    """In zip(long, cycle(short)) the long loader delivers a batch for each step.
+
+    That hides the end of the short one.
+    """
     registry, step_done = registry_at()
     long, short = registry.wrap(list(range(9)), name="long"), registry.wrap(list(range(3)), name="short")
     both = (itertools.cycle(short), long) if first else (long, itertools.cycle(short))
@@ -38,7 +41,7 @@ def test_reused_batches_of_a_parallel_loader_are_reported(
 
 
 def test_end_of_pass_is_visible_until_the_next_step() -> None:
-    """What a scheduler does once an epoch, after the last step() of it, is no change that a resumed run would miss."""
+    """The last scheduler step of an epoch, after step(), is not reported as a change that a resumed run would miss."""
     registry, step_done = registry_at()
     loader = registry.wrap([0, 1])
     for _ in loader:
@@ -51,7 +54,7 @@ def test_end_of_pass_is_visible_until_the_next_step() -> None:
 
 
 class RandomDataset(Dataset[float]):
-    """Its samples depend on who fetches them."""
+    """Samples that depend on the worker that fetches them."""
 
     def __len__(self) -> int:
         return 12
@@ -64,7 +67,10 @@ class RandomDataset(Dataset[float]):
     ("data", "reported"), [(RandomDataset(), True), (list(range(12)), False)], ids=["drawn", "plain"]
 )
 def test_worker_count_matters_if_fetching_uses_randomness(data: Any, reported: bool) -> None:
-    """In mid-epoch; where it does not draw, any number of workers delivers the same batches."""
+    """The number of workers must match in mid-epoch.
+
+    Without randomness any number of workers delivers the same batches.
+    """
     registry, step_done = registry_at()
     for _, _ in zip(range(5), registry.wrap(DataLoader(data, 2)), strict=False):
         step_done()

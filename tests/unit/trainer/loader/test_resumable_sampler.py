@@ -1,4 +1,4 @@
-"""ResumableSampler: shares of an order, and every sample once whatever dies; without worker processes."""
+"""ResumableSampler without worker processes: its shares of an order, and every sample once after any failure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.trainer.step_count import StepCount
 def test_shares_cover_the_remaining_order(
     samples: int, used: int, world: int, shuffle: bool, drop_last: bool
 ) -> None:
-    """In turns; all ranks get as many, by leaving the last ones out, or by the first ones of the epoch once more."""
+    """All ranks get equally many samples. The last samples are dropped, or the first ones of the epoch are repeated."""
     shares = [
         list(
             ResumableSampler(
@@ -79,8 +79,11 @@ def test_shares_cover_the_remaining_order(
     ),
 )
 def test_every_sample_is_trained_on_once_an_epoch(data: Data, lives: list[SamplerLife]) -> None:
-    """By our sampler or torch's, whatever number of ranks takes over, with batches of whatever size; nothing is read again."""
-    if data.distributed:  # as many ranks with other batches: that is another loader
+    """With this sampler or torch's, any number of ranks after the restart and any batch size.
+
+    No sample is read twice.
+    """
+    if data.distributed:  # as many ranks with other batches count as another loader
         lives = [replace(each, batch_size=lives[0].batch_size) for each in lives]
     check_each_once(data, lives, trained_samples(data, lives))
 
@@ -93,7 +96,7 @@ def test_every_sample_is_trained_on_once_an_epoch(data: Data, lives: list[Sample
     lost=st.integers(0, 2),
 )
 def test_resumed_run_sees_the_same_batches(snapshots: list[int], world: int, samples: int, lost: int) -> None:
-    """On as many ranks, with batches of one size: the very same batches, those that are padded at the end, too."""
+    """With as many ranks and one batch size, the padded batches at the end are the same, too."""
     data = Data(samples=samples)
     whole = resume(data, SamplerLife(saved=0, world=world, batch_size=3), [])
     for rank in whole:
@@ -112,12 +115,11 @@ def test_resumed_run_sees_the_same_batches(snapshots: list[int], world: int, sam
 
 
 def resume_at(registry: LoaderRegistry, tree: dict[str, Any]) -> None:
-    """Its loader, where `tree` stood; another one is refused."""
+    """Resume the loader at the position in `tree`; raise if the position is refused."""
     registry.resume({"loader": tree}, None, step=registry.clock(), on_change="refuse")
 
 
 def test_sampler_works_in_a_batch_sampler_and_without_batching() -> None:
-    """In a BatchSampler that was given, and where the loader makes no batches."""
     steps = StepCount()
     for options in (
         {"batch_sampler": BatchSampler(ResumableSampler(20, seed=3), 4, drop_last=False)},
@@ -138,7 +140,7 @@ def test_sampler_works_in_a_batch_sampler_and_without_batching() -> None:
 
 
 def test_replay_fetches_the_same_order() -> None:
-    """`skip="replay"`, with batches of one size."""
+    """The replay has `skip="replay"` and one batch size."""
     data = Data(samples=20)
     (lost,) = resume(data, SamplerLife(saved=0), [], skip="replay")
     lost.take(14)
@@ -159,7 +161,7 @@ def test_replay_fetches_the_same_order() -> None:
     ],
 )
 def test_changed_order_is_refused_within_an_epoch(what: str, live: Data) -> None:
-    """It would skip some samples and repeat others. Between epochs all of it may change."""
+    """Another order would skip some samples and repeat others. Between epochs every option may change."""
     (lost,) = resume(Data(samples=20), SamplerLife(saved=0), [])
     lost.take(3)
     with pytest.raises(CheckpointMismatch, match=what):
@@ -184,7 +186,6 @@ def test_changed_order_is_refused_within_an_epoch(what: str, live: Data) -> None
     ],
 )
 def test_invalid_sampler_options_are_refused(options: dict[str, Any], what: str) -> None:
-    """What, where, and the remedy."""
     with pytest.raises(UserError, match=what):
         deltashard.ResumableSampler(**{"data": 5, "seed": 0} | options)
     with pytest.raises(UserError, match="epoch="):

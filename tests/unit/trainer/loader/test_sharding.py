@@ -1,4 +1,4 @@
-"""An epoch that some ranks began and another number of them ends: what cannot be shared begins again, or is refused."""
+"""An epoch that one number of ranks begins and another number ends: the loader restarts the epoch or refuses it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rank_of(rank: int, world: int, data: Data = DATA, **options: Any) -> Sampler
 def taken_over(
     trees: dict[int, Any], *, rank: int = 0, saved: int = 2, world: int = 1
 ) -> tuple[dict[str, Any], str]:
-    """The position of a loader and the note on it; raises why there is none."""
+    """Return the position of a loader and its note; raise if the position cannot be shared."""
     found = ResumePositions({"loader": trees.get(rank) or trees.get(0)})
     found.reshard("loader", trees, rank=rank, saved=saved, world=world)
     if found.refused:

@@ -1,4 +1,4 @@
-"""Optimizer state through capture and restore: names, types, memory, and training that goes on bit for bit."""
+"""Optimizer state through capture and restore: names, types, memory, and bit-identical training afterwards."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SETTINGS = TrackingSettings(hash_below_bytes=0)
 
 
 def detached(tree):
-    """What a checkpoint gives back of a tree: equal values in memory of their own."""
+    """Return the tree as a checkpoint restores it: equal values in separate memory."""
     return decode_value(encode_value(tree).to_bytes())
 
 
 def transfer(source: Tracking, target: Tracking) -> list[str]:
-    """Restore `target` from the live state of `source`, the way a restore does it: rows first, then trees."""
+    """Restore `target` from the live state of `source` in the order of a restore: rows first, then trees."""
     notes = []
     for name, tensor in source.dense().items():
         target.dense()[name].data.copy_(tensor)
@@ -57,7 +57,6 @@ def state_of(training: TableTraining) -> dict[str, object]:
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.slow
 def test_a_restored_optimizer_continues_bit_for_bit(name, sparse):
-    """Any optimizer: state arrives with its keys, types and values, and five further steps end in equal weights."""
     if not OPTIMIZERS[name][1 if sparse else 2]:
         pytest.skip("torch has no such gradients for it")
     with quiet():
@@ -84,7 +83,7 @@ def test_a_restored_optimizer_continues_bit_for_bit(name, sparse):
 
 
 def test_param_groups_are_restored_in_place():
-    """Learning rates, also tensor ones that a scheduler holds, and groups matched by their parameters."""
+    """The groups include tensor learning rates that a scheduler holds, and are matched by their parameters."""
 
     def build(lr):
         model = nn.ModuleDict({"a": nn.Embedding(8, 2), "b": nn.Linear(2, 2)})
@@ -113,7 +112,7 @@ def test_param_groups_are_restored_in_place():
 
 
 def test_low_precision_weights_keep_float32_state():
-    """load_state_dict would cast row state to bfloat16; this does not."""
+    """load_state_dict would cast row state to bfloat16; a restore does not."""
     model = nn.Embedding(16, 4, dtype=torch.bfloat16, sparse=True)
     other = nn.Embedding(16, 4, dtype=torch.bfloat16, sparse=True)
     from deltashard.optim import RowWiseAdagrad
@@ -127,8 +126,6 @@ def test_low_precision_weights_keep_float32_state():
 
 
 def test_parameters_outside_the_model_are_saved_with_their_optimizer():
-    """A temperature that the model does not hold is saved and restored under a name of its own."""
-
     def build(value):
         model, extra = nn.Embedding(8, 2), nn.Parameter(torch.full((1,), value))
         return model, extra, Tracking(model, torch.optim.SGD([*model.parameters(), extra], lr=0.1))
@@ -140,7 +137,6 @@ def test_parameters_outside_the_model_are_saved_with_their_optimizer():
 
 
 def test_state_without_an_owner_is_refused():
-    """A checkpoint with optimizer state needs an optimizer."""
     from deltashard_checkpoint.format.schema import FieldSpec
 
     table = Tracking(nn.Embedding(8, 2)).tables[0]
@@ -149,7 +145,7 @@ def test_state_without_an_owner_is_refused():
 
 
 class UserAdagrad(torch.optim.Optimizer):
-    """Row-wise Adagrad of a user: rows without a gradient stay; subclasses say when its state is made."""
+    """A user's row-wise Adagrad. Rows without a gradient do not change; subclasses choose when its state is made."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -176,7 +172,7 @@ class UserAdagrad(torch.optim.Optimizer):
 
 
 class Flagged(UserAdagrad):
-    """A plain attribute says whether its state was made."""
+    """An Adagrad with a plain attribute that records whether its state exists."""
 
     initialized = False
 
@@ -186,7 +182,7 @@ class Flagged(UserAdagrad):
 
 
 class Keyed(UserAdagrad):
-    """State, and references to it, in dictionaries and lists of its own."""
+    """An Adagrad with state, and references to it, in its own dictionaries and lists."""
 
     def __init__(self, params):
         super().__init__(params)
@@ -209,7 +205,7 @@ class Keyed(UserAdagrad):
 
 
 class RandomOptimizer(UserAdagrad):
-    """A generator of its own: stochastic rounding and the like."""
+    """An Adagrad with its own generator, as for stochastic rounding."""
 
     def __init__(self, params):
         super().__init__(params)
@@ -220,7 +216,7 @@ class RandomOptimizer(UserAdagrad):
 
 
 class ExtraStateOptimizer(UserAdagrad):
-    """Further entries in its own state_dict, held where attributes are not looked for."""
+    """An optimizer with further entries in its state_dict, held where deltashard does not search attributes."""
 
     __slots__ = ("hidden",)
 
@@ -241,13 +237,13 @@ class ExtraStateOptimizer(UserAdagrad):
 
 
 class PlainObject:
-    """What the tree codec cannot hold."""
+    """An object that the tree codec cannot hold."""
 
     made = False
 
 
 class ReinitializingOptimizer(UserAdagrad):
-    """Makes its state at its own first step, whatever is there: no flag that could be saved."""
+    """An Adagrad that makes its state at its first step, even if state exists. It has no flag that could be saved."""
 
     in_place = False
 
@@ -267,7 +263,7 @@ class ReinitializingOptimizer(UserAdagrad):
 
 
 class InPlaceReinitializingOptimizer(ReinitializingOptimizer):
-    """The same, in the memory that was restored."""
+    """A variant that initializes its state in the restored memory."""
 
     in_place = True
 
@@ -287,7 +283,7 @@ def stepped(model, optimizer, ids):
 
 
 def watched(tracking):
-    """Looks at the first step of its optimizers; what it tells of that."""
+    """Watch the first step of the optimizers and return what is reported of it."""
     reports = []
     tracking.report = lambda name, facts: reports.append((name, dict(facts)))
     tracking.watch_first_step()
@@ -298,7 +294,6 @@ def watched(tracking):
     "kind", [Flagged, Keyed, RandomOptimizer, ExtraStateOptimizer], ids=lambda k: k.__name__
 )
 def test_extra_optimizer_attributes_are_restored(kind, caplog):
-    """Flags, counters, dictionaries by parameter, generators, entries of its own state_dict: bit for bit."""
     model, optimizer, source = built(kind)
     for i in range(4):
         stepped(model, optimizer, torch.arange(10 * i, 10 * i + 10))
@@ -315,13 +310,11 @@ def test_extra_optimizer_attributes_are_restored(kind, caplog):
     assert torch.equal(model.weight, other_model.weight)
     assert torch.equal(optimizer.state[model.weight]["sum"], other.state[other_model.weight]["sum"])
     assert "initialises it at its first step" not in caplog.text
-    # What was restored is changed, too: the next checkpoint holds it as well.
+    # Restored attributes also count as changed: the next checkpoint holds them.
     assert source.optimizers[0].capture().keys() == target.optimizers[0].capture().keys()
 
 
 def test_unchanged_attributes_are_not_restored():
-    """A setting that the user gives another value in the new process is not undone."""
-
     class Tuned(UserAdagrad):
         def __init__(self, params, gain=1.0):
             super().__init__(params)
@@ -341,7 +334,10 @@ def test_unchanged_attributes_are_not_restored():
 
 
 def test_unsupported_optimizer_attributes_are_reported():
-    """Objects are not pickled: they are listed; an entry of a state_dict is a promise, so it is refused."""
+    """Objects are not pickled but listed.
+
+    An unsupported entry of a state_dict is refused, because state_dict promises it.
+    """
     _, _, tracking = built(ReinitializingOptimizer)
     assert tracking.optimizers[0].unsaved == ["ReinitializingOptimizer.box"]
 
@@ -355,7 +351,7 @@ def test_unsupported_optimizer_attributes_are_reported():
 
 
 def test_a_wrapper_around_an_optimizer_keeps_its_own_counter():
-    """Whether it has a state of its own, shares the inner one's, or has none."""
+    """The wrapper has its own state, shares the inner optimizer's state, or has none."""
 
     class StepCounter:
         def __init__(self, inner, *, share):
@@ -390,7 +386,7 @@ def test_a_wrapper_around_an_optimizer_keeps_its_own_counter():
     ids=lambda k: k.__name__,
 )
 def test_discarded_restored_state_is_reported(kind, sparse, caplog):
-    """Its first step after the restore makes state again; those that decay it, or keep it, are not blamed."""
+    """An optimizer that makes its state again at the first step is reported; one that decays or keeps it is not."""
     if sparse and kind in (torch.optim.Adam, torch.optim.RMSprop):
         pytest.skip("torch has no such gradients for it")
     model, optimizer, source = built(kind, sparse)
@@ -410,14 +406,14 @@ def test_discarded_restored_state_is_reported(kind, sparse, caplog):
 
 @pytest.mark.parametrize("discards", [False, True])
 def test_state_equal_to_the_last_gradient_is_not_discarded(discards):
-    """Adam with beta1 = 0, as GANs have it: zero by right on rows that had no gradient. Of a large table few are trained."""
+    """Adam with beta1 = 0 has zeros on rows that had no gradient. Only a few rows of a large table are trained."""
     torch.manual_seed(0)
     model = nn.Embedding(65_536, 2)
     params = list(model.parameters())
     optimizer = (
         ReinitializingOptimizer(params) if discards else torch.optim.Adam(params, lr=0.01, betas=(0.0, 0.999))
     )
-    stepped(model, optimizer, torch.arange(9, 90, 2))  # a coarse look, at each 8th row, finds none
+    stepped(model, optimizer, torch.arange(9, 90, 2))  # a coarse check of each 8th row finds none
     tracking = Tracking(model, [optimizer])
     reports = watched(tracking)
     if discards:
@@ -428,13 +424,16 @@ def test_state_equal_to_the_last_gradient_is_not_discarded(discards):
 
 
 def test_kernel_updated_parameters_are_not_optimizer_state():
-    """TorchRec's scripts give an optimizer all of a model's: nothing of a shard is stored, until it is stepped."""
+    """TorchRec's scripts give an optimizer all parameters of a model.
+
+    Nothing of a shard is stored until it is stepped.
+    """
     dense, shard = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, 2))
     optimizer = torch.optim.Adam([dense, shard])
     (view,) = views_of([optimizer], {dense: "top"}, (), {shard})
     tree = view.capture()
     assert (tree["groups"][0]["params"], tree["orphans"]) == (["top"], {})
-    other = torch.optim.Adam([dense, nn.Parameter(torch.ones(1, 2))])  # another rank's shard
+    other = torch.optim.Adam([dense, nn.Parameter(torch.ones(1, 2))])  # a shard of another rank
     (view,) = views_of([other], {dense: "top"}, (), {other.param_groups[0]["params"][1]})
     assert view.restore(detached(tree)) == []
     shard.grad = torch.ones(4, 2)

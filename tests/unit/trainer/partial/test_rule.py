@@ -1,4 +1,4 @@
-"""Partial or full: nothing unclear is partial, no rank takes another road, and PLS is what was really lost."""
+"""Partial or full recovery: unclear cases are full, all ranks decide alike, and PLS is the actual loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TERMS = RecoveryTerms(pls_target=0.5, planned_steps=1000)
 
 
 def part(**values: Any) -> StagedMetadata:
-    """A part that can be used, but for what is `values`."""
+    """Return a usable part, except for what `values` changes."""
     fits: dict[str, Any] = {
         "run": "store run", "attempt": 5, "rank": 0, "world_size": WORLD, "layout": "laid", "lineage": "born",
         "covers": 9, "step": 40, "clean": True, "ahead": False, "pls": 0.0, "recoveries": 0,
@@ -44,7 +44,7 @@ def vote(rank: int, /, *, lost: bool = False, rows: float = 100.0, **values: Any
 
 
 def test_remote_ranks_are_sent_the_part_within_a_size_limit() -> None:
-    """Which ranks read the donor's part where it lies, and which cannot, all know; where somebody cannot, size counts."""
+    """All ranks know which ranks can read the donor's part in place. If a rank cannot, the size limit applies."""
     votes = [dataclasses.replace(vote(r), location="here" if r in (1, 3) else f"there {r}") for r in range(4)]
     verdict = decide(votes, NOW, TERMS)
     assert verdict.partial
@@ -133,7 +133,7 @@ VOTES = st.lists(
 
 @given(VOTES, st.floats(0.001, 0.05))
 def test_recovery_plan_for_any_votes(values: list[tuple[bool, dict[str, Any]]], target: float) -> None:
-    """Partial only with usable parts, one clean donor that nobody is beyond, and within the target."""
+    """Partial recovery needs usable parts, one clean donor that no rank is ahead of, and a loss within the target."""
     votes = [
         vote(rank, lost=lost, rows=float(each["rows"]), **{k: v for k, v in each.items() if k != "rows"})
         for rank, (lost, each) in enumerate(values)

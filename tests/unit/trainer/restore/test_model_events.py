@@ -1,4 +1,4 @@
-"""What scripts do to optimizers while they train, or give otherwise when they restart: adopted, or reported."""
+"""Changes that scripts make to optimizers during training or at a restart: each is adopted or reported."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class Script:
 
 
 def trained(steps: int) -> dict[str, memoryview]:
-    """The checkpoint of a script after so many steps."""
     script = Script()
     script.begin()
     return script.train(steps).cut()
@@ -47,7 +46,10 @@ def trained(steps: int) -> dict[str, memoryview]:
 
 @pytest.mark.parametrize("script", [False, True])
 def test_changed_hyperparameters_are_reported(script: bool) -> None:
-    """The checkpoint's are in force, or this script's; what the scheduler changed is no difference."""
+    """The message names whether the checkpoint's or the script's values apply.
+
+    A change by the scheduler is not reported.
+    """
     again = Script(lr=0.02)
     group = again.optimizers[0].param_groups[0]
     group["weight_decay"] = 0.5
@@ -63,7 +65,7 @@ def test_changed_hyperparameters_are_reported(script: bool) -> None:
 
 
 def test_changed_requires_grad_is_reported() -> None:
-    """A script that begins frozen now: the checkpoint's word is in force, or the script's, and both are named."""
+    """The restarted script freezes a parameter. The message names whether the checkpoint or the script applies."""
     for script in (False, True):
         again = Script()
         again.model[1].weight.requires_grad_(False)
@@ -74,7 +76,7 @@ def test_changed_requires_grad_is_reported() -> None:
 
 
 def test_replaced_optimizer_of_a_module_is_adopted() -> None:
-    """As scripts that keep the optimizer beside the model do."""
+    """The script keeps the optimizer beside the model."""
     model: Any = nn.Linear(2, 1)
     model.optimizer = torch.optim.Adam(model.parameters())
     handed = UserOptimizers(model.optimizer, model)

@@ -1,4 +1,4 @@
-"""Which plan of recovery a Checkpointer takes, with an extra and without any; and what a restore does with its frames."""
+"""Which recovery plan a Checkpointer takes, with and without an extra, and how a restore applies frames."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deltashard_checkpoint.vocabulary import encoding_named
 
 
 def test_first_available_plan_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an extra partial recovery is refused."""
+    """Without an extra, partial recovery is refused."""
 
     def plan(*factories: Any, partial: bool) -> RecoveryPlan:
         monkeypatch.setattr(recovery_plan, "FACTORIES", factories)
@@ -33,7 +33,7 @@ def test_first_available_plan_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_of_a_checkpoint_without_blobs_are_not_applied() -> None:
-    """Nothing was judged, so nothing of the model may change: it is not whole, and an older one may be."""
+    """Without blobs nothing was checked, and an older checkpoint may be whole: the model must not change."""
     schema = TableSchema(fqn="t", rows=1, columns=4, dtype="float32", fields=())
     weights = np.zeros((1, 4), np.float32)
     rows = RowBlock(schema=schema, ids=range(1), weights=weights, fields={}, columns=range(4))

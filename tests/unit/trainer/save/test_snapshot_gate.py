@@ -1,4 +1,4 @@
-"""Why a cut waits: the whole table, and which reason is named first; which requests one cut can satisfy."""
+"""Why a snapshot waits: all block reasons, their order, and which requests one snapshot can satisfy."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ APPLIES_TO: dict[str, tuple[BlockReason, set[Asker]]] = {
     "away": (BlockReason.SIDECAR_DISCONNECTED, ALL),
     "backing_off": (BlockReason.BACK_OFF, {Asker.TIMER, Asker.REQUEST, Asker.URGENT}),
 }
-"""Fact -> the reason, and for whom it is one; the first that holds is named."""
+"""Maps a fact to its block reason and to the requesters that it blocks. The first reason that applies is named."""
 
 
 @pytest.mark.parametrize("asker", list(Asker))
 def test_first_applicable_block_reason_by_requester(asker: Asker) -> None:
-    """Every state of affairs, for everybody."""
     for facts in itertools.product([False, True], repeat=len(APPLIES_TO)):
         holds = dict(zip(APPLIES_TO, facts, strict=True))
         gate = SnapshotGate.of(**holds)
@@ -38,7 +37,10 @@ def test_first_applicable_block_reason_by_requester(asker: Asker) -> None:
 
 
 def test_snapshot_serves_all_requests_with_compatible_metadata() -> None:
-    """Oldest first; who says something else under a name that is taken waits. What was said of one model is exact."""
+    """Requests are served oldest first.
+
+    A request with other metadata under a used name waits. A request with a pin or metadata is exact.
+    """
 
     def handle(pin: str | None = None, **metadata: str) -> SaveHandle:
         return SaveHandle(reason="test", pin=pin, metadata=metadata, waiter=lambda _handle, _timeout: None)
@@ -53,7 +55,10 @@ def test_snapshot_serves_all_requests_with_compatible_metadata() -> None:
 
 
 def test_wait_for_a_running_comparison_is_bounded() -> None:
-    """Of what was copied ahead with the live rows: whoever closes has a bound; what was not begun is not done any more."""
+    """A running comparison of precopied rows with live rows delays close() by a bounded time.
+
+    Comparisons not yet begun are dropped.
+    """
     job: Future[None] = Future()
     comparison = Comparison(lambda _work: job, on_found=lambda: pytest.fail("it was not over"))
     comparison.begin(InFlightSave(cut=1, step=1, reason="timer"), [(None, None)])  # type: ignore[list-item]

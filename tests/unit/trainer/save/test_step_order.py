@@ -1,4 +1,4 @@
-"""`step()` is the last statement of the loop body: what comes after it and before the next optimizer step is said."""
+"""`step()` is the last statement of the loop body: changes between it and the next optimizer step are reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 @pytest.mark.parametrize("loop", ["in order", "accumulated", "scheduler last", "parameter last"])
 def test_changes_after_step_are_reported_once(loop: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Under accumulation the scheduler moves in every step before `step()`, the optimizer in every second one."""
+    """Under accumulation the scheduler steps before every `step()`, the optimizer before every second one."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)

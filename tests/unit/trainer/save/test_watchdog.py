@@ -1,4 +1,4 @@
-"""A save that is due and does not happen is told: whatever the reason, within a minute or three intervals."""
+"""The watchdog reports an overdue save within a minute or three intervals, whatever the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 
 
 class WatchedLoop:
-    """A training loop of one step a second, by its own clock; what was told of it."""
+    """A training loop of one step a second, with its own clock and a record of all reports."""
 
     def __init__(self, *, every_s: float = 0.0, every_steps: int = 0) -> None:
         self.now_s = 1000.0
@@ -47,7 +47,7 @@ class WatchedLoop:
             self.dog.check(lambda: self.block, asked=self.asked)
 
     def save(self, *, durable_after: int = 0) -> None:
-        """The snapshot of the last step, durable some steps later."""
+        """Take the snapshot of the last step and make it durable some steps later."""
         at = self.clock.step
         self.dog.taken()
         self.step(durable_after)
@@ -64,7 +64,7 @@ class WatchedLoop:
 def test_blocked_save_is_reported_with_doubling_intervals(
     reason: BlockReason, rank: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Reason, age of the newest checkpoint and remedy: in the log, the event, doctor() and the control line."""
+    """The reason, the checkpoint's age and the remedy are in the log, the event, doctor() and the control line."""
     loop = WatchedLoop(every_steps=10)
     loop.block = BlockedBy(reason=reason, message=MESSAGE[reason], rank=rank)
     loop.step(10)
@@ -90,7 +90,7 @@ def test_blocked_save_is_reported_with_doubling_intervals(
 
 
 def test_requested_save_is_due_without_a_timer() -> None:
-    """A save() on demand only; nothing is due otherwise, nor any more when it failed or was taken."""
+    """With save() on demand only, nothing else is due. A save that failed or was taken is not due any more."""
     loop = WatchedLoop()
     loop.step(500)
     assert loop.dog.blocked is None
@@ -105,7 +105,7 @@ def test_requested_save_is_due_without_a_timer() -> None:
 
 
 def test_watchdog_is_called_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sidecar that is stopped asks for nothing: `step()` has work every few seconds all the same."""
+    """A stopped sidecar asks for nothing: `step()` still calls the watchdog every few seconds."""
     now_ns = [1]
     monkeypatch.setattr("deltashard.tracking.step_clock._time_ns", lambda: now_ns[0])
     loop = WatchedLoop(every_s=10)
@@ -126,7 +126,7 @@ def test_watchdog_is_called_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_overdue_saves_are_reported(
     every_s: float, every_steps: int, saves: list[tuple[int, int]]
 ) -> None:
-    """Whenever saves happen: what passes between two commits is told if, and only if, it is beyond the limit."""
+    """For any times of saves, the time between two commits is reported if and only if it is above the limit."""
     loop = WatchedLoop(every_s=every_s, every_steps=every_steps)
     interval_s = min((each for each in (every_s, every_steps) if each), default=None)
     for pause, durable_after in saves:

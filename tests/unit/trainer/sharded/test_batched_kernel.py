@@ -1,4 +1,4 @@
-"""What a fused kernel says of its rows: those it updated, when it updated them, whatever its input looks like."""
+"""What a fused kernel reports of its rows: which rows it updated, and when, for every form of its input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS, COLUMNS = (20, 30), 8
 
 
 class _Holder(nn.Module):
-    """As TorchRec holds a kernel: two tables, the second with two features."""
+    """Holds a kernel as TorchRec does: two tables, the second with two features."""
 
     def __init__(self, optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Holder(nn.Module):
         self.fused_optimizer = SimpleNamespace(param_groups=[{"params": [], "lr": 0.5}])
 
     def forward(self, *bags: list[list[int]], **more: Any) -> Tensor:
-        """`bags` of each feature: the ids of each."""
+        """Run the kernel on `bags`: for each feature, the ids of each bag."""
         each = [torch.tensor(bag, dtype=torch.int64) for feature in bags for bag in feature]
         ends = torch.tensor([0, *(len(bag) for bag in each)]).cumsum(0)
         out: Tensor = self.emb_module(indices=torch.cat(each), offsets=ends, **more)
@@ -54,7 +54,7 @@ class _Holder(nn.Module):
 
 
 class _RowRecorder:
-    """Collects what the kernel says of each table."""
+    """Records the rows that the kernel reports for each table."""
 
     def __init__(self, batch: BatchedKernel) -> None:
         self.ids: dict[int, list[int]] = {0: [], 1: []}
@@ -70,7 +70,7 @@ class _RowRecorder:
 
 
 def test_batch_sizes_may_differ_by_feature() -> None:
-    """The bags of the features are counted each for itself then; an empty batch trips nothing."""
+    """The kernel counts the bags of each feature separately. An empty batch raises nothing."""
     holder = _Holder()
     recorder = _RowRecorder(BatchedKernel(holder))
     holder([[], []], [[], []], [[], []]).backward()
@@ -80,7 +80,7 @@ def test_batch_sizes_may_differ_by_feature() -> None:
 
 
 def test_ids_beyond_the_table_count_as_row_zero() -> None:
-    """The kernel takes them for it."""
+    """The kernel itself reads row zero for such ids."""
     holder = _Holder()
     batch = BatchedKernel(holder)
     recorder = _RowRecorder(batch)
@@ -91,7 +91,7 @@ def test_ids_beyond_the_table_count_as_row_zero() -> None:
 
 
 def test_invalid_offsets_mark_every_id_of_every_table() -> None:
-    """More is harmless, less is not."""
+    """Marking too many rows is harmless, marking too few is not."""
     holder = _Holder()
     batch = BatchedKernel(holder)
     recorder = _RowRecorder(batch)
@@ -101,7 +101,6 @@ def test_invalid_offsets_mark_every_id_of_every_table() -> None:
 
 
 def test_model_copy_is_not_tracked() -> None:
-    """Nor does one that went through a pickle."""
     holder = _Holder()
     recorder = _RowRecorder(BatchedKernel(holder))
     (hook,) = holder.emb_module._forward_hooks.values()
@@ -113,7 +112,6 @@ def test_model_copy_is_not_tracked() -> None:
 
 
 def test_failed_mark_is_reported_and_backward_continues() -> None:
-    """The table goes over to hashes then."""
     holder = _Holder()
     lost: list[Exception] = []
     LookupTracker(BatchedKernel(holder).shards[0], Marks(1), lost.append)
@@ -122,7 +120,7 @@ def test_failed_mark_is_reported_and_backward_continues() -> None:
 
 
 def test_module_keeps_its_kernel_while_its_memory_is_unchanged() -> None:
-    """Tables are recognised by their tensors: they must be the same ones at each look."""
+    """Tables are recognised by their tensors, which must be the same objects at each check."""
     holder = _Holder()
     batch = kernel_of(holder)
     assert kernel_of(holder) is batch
@@ -135,7 +133,7 @@ def test_module_keeps_its_kernel_while_its_memory_is_unchanged() -> None:
 
 
 def test_learning_rates_and_counters_are_restored() -> None:
-    """And the group that a scheduler holds stays the same object."""
+    """The group that a scheduler holds stays the same object."""
     holder, other = _Holder(), _Holder()
     for _ in range(3):
         holder([[1], []], [[], []], [[], []])
@@ -152,7 +150,10 @@ def test_learning_rates_and_counters_are_restored() -> None:
 
 
 def test_a_kernel_without_an_optimizer_is_refused() -> None:
-    """Nobody would know what becomes of its gradients. One that is not proven may change rows that nobody looked up."""
+    """What such a kernel does with its gradients is unknown.
+
+    An unproven optimizer may change rows that had no lookup.
+    """
     holder = _Holder()
     batch = BatchedKernel(holder)
     holder.emb_module.optimizer = EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD

@@ -1,4 +1,4 @@
-"""The gather of a cut: chosen rows of live tensors of every layout, on one thread and on several, of whole tables and shards."""
+"""The gather of a snapshot: selected rows of tensors of every layout, on one thread and on several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_selected_rows_are_copied_bit_for_bit(dtype, threads, monkeypatch):
-    """Whole rows, row-wise state, a strided view of a wider tensor; with a batch that several threads share."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(cut, "_SPLIT_BYTES", 1 << 10)
     torch.manual_seed(0)
@@ -25,6 +24,5 @@ def test_selected_rows_are_copied_bit_for_bit(dtype, threads, monkeypatch):
 
 
 def test_thread_failure_is_raised():
-    """A row outside of the table raises, whichever thread met it."""
     with pytest.raises(Exception, match="row 10 of a table of 10"):
         cut._gather(torch.zeros(10, 4), torch.tensor([0, 10]), 0, torch.zeros(2, 4))

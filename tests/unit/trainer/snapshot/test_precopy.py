@@ -1,4 +1,4 @@
-"""Copies ahead of a cut against what a cut must hold: every row that changed, as it is at the cut, whatever came between."""
+"""Precopies compared with the snapshot's contract: every changed row has its value at the snapshot."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from tests.support.trainer.arena import FakeArena, table_snapshot
 
 ROWS, COLUMNS = 70, 3
 FIRST = 1000
-"""Of the shard in its table."""
+"""The row offset of the shard in its table."""
 MODES = ["all", "since_baseline", "since_commit"]
 
 
 def stored(arena):
-    """Row -> (weights, state) as what was handed over says, and the fresh rows; no row twice but again, no block returned to."""
+    """Return row -> (weights, state) of the delivered blocks, and the fresh rows.
+
+    Check that no block repeats, and that only batches marked `again` repeat a row.
+    """
     found, order, fresh = {}, [], set()
     for batch in arena.sent:
         if not order or order[-1] != batch.block:
@@ -44,7 +47,7 @@ def stored(arena):
 
 
 class TrainedTable:
-    """A table that is trained and marked, and what of it changed since the newest commit and baseline."""
+    """A table that is trained and marked, with its changes since the newest commit and since the baseline."""
 
     def __init__(self):
         self.tracker, self.schema_version = "gradients", 0
@@ -58,7 +61,7 @@ class TrainedTable:
         self.marks.watch()
 
     def write(self, rows):
-        """A step: rows are written, then marked."""
+        """Write rows, then mark them, as a step does."""
         self.clock += 1.0
         index = torch.tensor(sorted(rows), dtype=torch.int64)
         self.weights[index] = self.clock
@@ -76,7 +79,7 @@ during = st.lists(
     st.one_of(
         st.tuples(st.just("copy"), st.integers(1, 3)),
         st.tuples(st.just("step"), rows_of),
-        # A row written, and seen by the copying thread, before its step marks it.
+        # A row is written, and the copying thread reads it, before its step marks it.
         st.tuples(st.just("torn"), rows_of),
         st.tuples(st.just("mark_all"), st.none()),
         st.tuples(st.just("schema"), st.none()),
@@ -98,7 +101,7 @@ lives = st.lists(
 
 
 def play(script):
-    """Cuts with copies ahead; after each, what it handed over is compared with the table."""
+    """Take snapshots with precopies, and compare the delivered rows of each with the table."""
     table = TrainedTable()
     for number, (before, mode, between, fate, end, wanted) in enumerate(script, 1):
         apart = wanted and mode != "since_commit"
@@ -173,7 +176,7 @@ def _small(monkeypatch):
 @settings(max_examples=400, deadline=None)
 @given(lives)
 def test_snapshot_holds_the_current_value_of_every_changed_row(script):
-    """Whatever is written while rows are copied, and however far the copy came; after cuts that commit, fail, are lost."""
+    """Rows are written at any point of the copy. Snapshots commit, fail or are lost."""
     play(script)
 
 
@@ -182,7 +185,7 @@ WRITTEN_MEANWHILE = [({1, 2, 40}, "all", [("copy", 9), ("step", {2})], "baseline
 
 @pytest.mark.parametrize("blind", ["touched", "watch"])
 def test_checker_detects_rows_of_another_step(monkeypatch, blind):
-    """The property is not vacuous: a row written after it was copied must be copied again."""
+    """The property is not vacuous: a row that is written after its copy must be copied again."""
     monkeypatch.setattr(precopy, "PROBE_ROWS", 0)
     play(WRITTEN_MEANWHILE)
     if blind == "touched":
@@ -200,7 +203,7 @@ def test_checker_detects_rows_of_another_step(monkeypatch, blind):
 
 
 def test_checker_detects_changed_rows_that_are_not_resent(monkeypatch):
-    """Of 70 rows two have changed; a third is written when it was copied with the others, over its place alone."""
+    """Two of 70 rows change. A third row, whose copy is in the same batch, is written in place only."""
     script = [
         ({1}, "all", [], "baseline", "cut", False),
         ({1, 2}, "all", [("copy", 99), ("step", {9})], "lost", "cut", True),
@@ -221,7 +224,7 @@ def test_checker_detects_changed_rows_that_are_not_resent(monkeypatch):
 
 
 def test_no_memory_is_moved_while_it_is_read():
-    """`share_memory_` swaps the memory under a tensor in place: it waits for the copying thread, and for no other."""
+    """`share_memory_` swaps the memory under a tensor in place. It waits for the copying thread and for no other."""
     pool = copying_thread()
     tensor = torch.zeros(4)
     read, moved = threading.Event(), threading.Event()

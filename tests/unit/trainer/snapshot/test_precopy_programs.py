@@ -1,7 +1,8 @@
-"""Random programs, any optimizer and table, with copies ahead of cuts in the midst: what is stored is what is there.
+"""Random programs with any optimizer and table, and with precopies before snapshots.
 
-A store is kept beside the program: each cut's rows are written into it as they were handed over, and after every cut it
-has to equal weights and state in full, bit for bit. Where a program's cuts are baselines, they say which rows changed.
+The store of each program receives the rows of each snapshot as delivered.
+After every snapshot the store equals weights and state bit for bit.
+If a program's snapshots are baselines, they also report which rows changed.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ SEEN: collections.Counter[str] = collections.Counter()
 
 
 class TrackedProgram:
-    """A training under tracking, its store, and the copy ahead that may be under way."""
+    """A program under tracking, with its store and its running precopy."""
 
     def __init__(self, case, seed, how, *, split_batches=False):
-        """`split_batches`: cuts take all rows, those that changed since the newest commit in batches of their own."""
+        """`split_batches`: snapshots take all rows.
+
+        The rows that changed since the newest commit are in separate batches.
+        """
         self.split_batches, self.mode = split_batches, "all" if split_batches else "since_commit"
         self.training, self.cutter = begin(*case, seed, how)
         self.table, self.tracking = self.cutter.table, self.cutter.tracking
@@ -45,7 +49,7 @@ class TrackedProgram:
         return table_snapshot(self.table.param, fields, box=self.table.box, **selection)
 
     def watch(self):
-        """A cut is near."""
+        """Start a precopy, as before a snapshot."""
         if self.ahead is None and can_precopy(self.table, self.cut()):
             self.arena, self.written = FakeArena(2 << 10), []
             self.writer = self.arena.writer(threads=1)
@@ -55,12 +59,10 @@ class TrackedProgram:
             self.copy()
 
     def copy(self):
-        """The copying thread gets on by a batch."""
         if self.ahead is not None and (batch := next(self.batches, None)) is not None:
             self.written.append((self.ahead, batch))
 
     def train_and_copy(self):
-        """What most programs do between two cuts."""
         self.training.train()
         self.watch()
         self.copy()
@@ -68,7 +70,6 @@ class TrackedProgram:
         self.training.train()
 
     def take(self):
-        """A cut, as the saver takes it."""
         cutter = self.cutter
         cutter.cut += 1
         self.tracking.audit_before_commit()
@@ -100,9 +101,9 @@ class TrackedProgram:
         self.tracking.audit_sample()
 
     def apply(self):
-        """What was handed over is what is stored."""
+        """Write the delivered rows into the store."""
         parts = section_tensors(self.cut())
-        if len(parts) != len(self.store):  # a field appeared or went: all rows are sent
+        if len(parts) != len(self.store):  # a field was added or removed: all rows are sent
             self.store = [torch.full_like(part, 77) for part in parts]
         before = [part.clone() for part in self.store]
         said, sent = (torch.zeros(ROWS, dtype=torch.int64, device="cpu") for _ in range(2))
@@ -129,7 +130,7 @@ class TrackedProgram:
 
 
 TRACKED = [case for case in CASES if case[0] in EXACT and case[1:] == ("embedding", True)]
-"""By gradients: the others are never copied ahead."""
+"""Cases that are tracked by gradients. Tables of other cases are never precopied."""
 COMMON = [
     "train", "train_and_copy", "train_and_copy", "watch", "copy", "copy", "cut", "cut", "step_again", "accumulate_and_step",
 ]  # fmt: skip
@@ -160,8 +161,7 @@ def _small(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_stored_rows_equal_the_live_rows(device, case, events, seed, split_batches):
-    """Any optimizer x any table x any sequence of events: after every cut no row is of another step."""
-    if "replace_module" in events:  # torch cannot give the state of a parameter that is in no group any more
+    if "replace_module" in events:  # torch cannot give the state of a parameter that no group holds any more
         events = [event for event in events if event != "reload_optimizer"]
     with quiet(), torch.device(device):
         program = TrackedProgram(
@@ -178,7 +178,7 @@ def test_stored_rows_equal_the_live_rows(device, case, events, seed, split_batch
 
 @pytest.mark.slow
 def test_programs_used_precopy():
-    """The property is not vacuous: copies were used, rows were copied or sent again, and copies were thrown away."""
+    """The property is not vacuous: programs use copies, copy or send rows again, and discard copies."""
     if not SEEN:
         pytest.skip("the property did not run in this process")
     kinds = ("renewed", "discarded", "ahead", "again", "repeated")

@@ -1,4 +1,4 @@
-"""Models that are more than parameters and buffers: what a cut takes of them comes back, or they are refused."""
+"""Models that are more than parameters and buffers: a restore returns all of their state, or they are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.trainer.blob_program import BlobProgram
 
 
 class Ema(nn.BatchNorm1d):
-    """A batch norm that counts its calls in plain attributes, which its extra state says."""
+    """A batch norm that counts its calls in plain attributes and returns them in its extra state."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -42,7 +42,7 @@ class Ema(nn.BatchNorm1d):
 
 
 class Renaming(nn.Module):
-    """Calls its weight otherwise in its state_dict, and keeps a schedule that is no tensor there."""
+    """A module that renames its weight in its state_dict and adds a schedule that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Renaming(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Keeps a buffer out of its state_dict, and makes it anew from what is loaded."""
+    """A module that omits a buffer from its state_dict and rebuilds it from the loaded values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def _add_cache(module: Any, held: dict[str, Any], prefix: str, *_: Any) -> None:
 
 
 class Rounding(nn.Module):
-    """Gives its state_dict in half precision: loading it would lose bits."""
+    """A module that returns its state_dict in half precision: loading it would lose bits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def _halve(module: nn.Module, held: dict[str, Any], prefix: str, _metadata: Any)
 
 
 class OverriddenStateDict(nn.Module):
-    """Overrides state_dict itself; the counter is in no module's own."""
+    """A model that overrides state_dict itself. No module's own state has the counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def _equal(a: Any, b: Any) -> bool:
 def test_resumed_module_equals_the_uninterrupted_one(
     make: Callable[[], nn.Module], wrap: Callable[[nn.Module], nn.Module]
 ) -> None:
-    """Bit for bit, plain attributes that its contract names included."""
+    """The state is equal bit for bit, including plain attributes that the module's contract names."""
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
@@ -167,7 +167,7 @@ def test_resumed_module_equals_the_uninterrupted_one(
     train(second.model, optimizer, range(3, 6))
     mine, others = _everything(first.model), _everything(second.model)
     differ = {name for name in mine if not _equal(mine[name], others[name])}
-    # What Dropping says of its cache is that it is made anew; and it was loaded once.
+    # Dropping's contract records that the cache is rebuilt. It was loaded once.
     assert {name.rpartition(".")[2] for name in differ} == ({"cache", "loads"} if make is Dropping else set())
 
 
@@ -182,7 +182,7 @@ def test_dropped_buffer_is_not_saved_and_rebuilt(
     second = BlobProgram(Dropping())
     second.restore(raw)
     assert torch.equal(second.model.cache, 2 * first.model.weight)
-    # What an older version saved of it is passed over.
+    # State that an older version saved of the module is ignored.
     second.restore(raw | {"dense/cache": raw["dense/weight"]})
 
 
@@ -216,7 +216,7 @@ def test_a_state_dict_that_copies_a_table_is_refused() -> None:
 def test_whole_model_contract_does_not_copy_tables(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """No copy of a table in a blob, none written at the restore."""
+    """No blob has a copy of a table, and the restore writes none."""
     model = _table()
     model.register_load_state_dict_post_hook(lambda module, keys: None)
     program = BlobProgram(model)
@@ -264,11 +264,11 @@ def test_only_a_large_dense_model_in_state_is_refused() -> None:
         (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized"),
     ],
 )
-@pytest.mark.filterwarnings("ignore")  # torch calls these beta, or deprecated
+@pytest.mark.filterwarnings("ignore")  # torch marks these as beta or deprecated
 def test_buffers_that_cannot_be_stored_are_refused_at_construction(
     buffer: Callable[[], Tensor], why: str
 ) -> None:
-    """Unless no checkpoint has them."""
+    """Buffers that no checkpoint holds are accepted."""
     model = nn.Linear(2, 2)
     model.register_buffer("odd", buffer())
     with pytest.raises(UserError, match=rf"odd .*{why}.*cannot be saved"):
@@ -279,7 +279,7 @@ def test_buffers_that_cannot_be_stored_are_refused_at_construction(
 
 
 def test_sharded_tensors_are_refused_at_construction() -> None:
-    """DTensors of FSDP2 and their like; FSDP1 leaves a flat parameter, on every rank another piece."""
+    """The cases are DTensors of FSDP2 and similar. FSDP1 holds a flat parameter, a different piece on every rank."""
 
     class ShardedSubclass(Tensor):
         @classmethod
@@ -317,7 +317,7 @@ def test_expanded_buffers_are_restored() -> None:
 
 
 class Observer(nn.Module):
-    """Buffers that take their shape from the first batch, as those of quantisation-aware training do."""
+    """A module whose buffers take their shape from the first batch, as in quantisation-aware training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +372,7 @@ def test_cast_after_construction_is_reported_and_saved(caplog: pytest.LogCapture
 
 
 def test_strict_false_restores_what_fits() -> None:
-    """Other shapes, missing and unknown names, other state: left as they are, and said; the rest comes back."""
+    """Other shapes, missing and unknown names and other state are not changed but reported. The rest is restored."""
     model = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.Linear(4, 2)))
     mine = {"x": 1}
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -397,7 +397,7 @@ def test_strict_false_restores_what_fits() -> None:
 
 
 def test_another_default_device_changes_nothing() -> None:
-    """What the library makes for itself lies where it says, not where the program's new tensors do."""
+    """The library's own tensors are on the devices that it chooses, not on the program's default device."""
     model = _table()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.tensor([1, 2])).sum().backward()
@@ -441,7 +441,7 @@ def test_wrapper_without_base_init_is_unwrapped_or_refused() -> None:
 
 
 def test_sharded_modules_have_no_contract() -> None:
-    """They say their tables themselves; a module around them cannot speak for them, and is refused."""
+    """Sharded modules declare their tables themselves. A contract of a module around them is refused."""
 
     class Speaks(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

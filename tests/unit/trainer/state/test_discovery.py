@@ -1,4 +1,4 @@
-"""Discovery: what is a table, and names that do not depend on wrappers."""
+"""Discovery of tables, and names that do not depend on wrappers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import nn
 
 
 class MixedModel(nn.Module):
-    """Tables, a large matrix, and things that are neither."""
+    """A model with tables, a large matrix, and values that are neither."""
 
     def __init__(self) -> None:
         super().__init__()
         self.items = nn.Embedding(10, 4)
         self.bags = nn.ModuleList([nn.EmbeddingBag(5, 4), nn.EmbeddingBag(6, 4)])
-        self.module = nn.Linear(4, 3)  # a user's own attribute of that name stays in the path
+        self.module = nn.Linear(4, 3)  # a user's attribute of that name stays in the path
         self.norm = nn.BatchNorm1d(3)
         self.big = nn.Parameter(torch.zeros(1000, 2))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
@@ -26,7 +26,6 @@ NAMES = {"items.weight", "bags.0.weight", "bags.1.weight"}
 
 
 def test_lookups_are_tables_and_everything_else_is_dense():
-    """Parameters and persistent buffers, each once."""
     found = discover(MixedModel())
     assert set(found.tables) == NAMES
     assert {"module.weight", "module.bias", "norm.running_mean", "norm.num_batches_tracked", "big"} <= set(
@@ -37,7 +36,7 @@ def test_lookups_are_tables_and_everything_else_is_dense():
 
 
 def test_matrices_above_a_size_are_tables():
-    """Any 2-D parameter may be a table; small lookups may be dense."""
+    """Any 2-D parameter may be a table; small lookup tables may be dense."""
     found = discover(MixedModel(), TableSettings(min_rows=1000, min_weights=2000, lookups_min_rows=6))
     assert set(found.tables) == {"items.weight", "bags.1.weight", "big"}
 
@@ -56,7 +55,6 @@ def test_matrices_above_a_size_are_tables():
     ids=["data_parallel", "compiled", "both", "averaged", "part"],
 )
 def test_wrappers_do_not_change_names(wrap):
-    """The same names whatever wraps the model."""
     plain, wrapped = discover(MixedModel()), discover(wrap(MixedModel()))
     assert set(wrapped.tables) == set(plain.tables)
     assert set(plain.dense) <= set(wrapped.dense)
@@ -64,7 +62,10 @@ def test_wrappers_do_not_change_names(wrap):
 
 
 def test_shared_memory_is_detected():
-    """By address: Parameters over one storage, views of it, memory from outside; neighbours do not share."""
+    """Addresses show sharing: parameters over one storage, views, memory from outside.
+
+    Adjacent memory is not shared.
+    """
     whole = torch.zeros(30, 4)
     raw = bytearray(400)
     names = ("a", "b", "view", "left", "right", "raw", "again", "alone")
@@ -84,7 +85,7 @@ def test_shared_memory_is_detected():
 
 
 def test_table_of_unsupported_dtype_is_refused() -> None:
-    """By its name; lazy parameters say where they are, too."""
+    """The message names the table, and the position of lazy parameters."""
     with pytest.raises(UserError, match=r"0\.weight"):
         discover(nn.Sequential(nn.LazyLinear(3)))
     with pytest.raises(UserError, match="complex64"):

@@ -1,4 +1,4 @@
-"""TorchRec's managed collisions, unsharded: what they collect between evictions comes back."""
+"""Unsharded managed collisions of TorchRec: a restore returns what they collect between evictions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 
 def torchrec(module: str) -> Any:
-    """Imported when a test runs: it takes seconds, of each process that collects tests."""
+    """Import TorchRec when a test runs, because the import takes seconds in each process that collects tests."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip(f"torchrec.{module}")
@@ -40,7 +40,10 @@ def look_up(managed: Any, step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("at", range(7))
 def test_remapping_continues_after_a_restore(at: int) -> None:
-    """Before the first lookup, between two evictions and right after one; a bare `state_dict` evicts at other steps."""
+    """Snapshots are before the first lookup, between two evictions and right after one.
+
+    A restore of `state_dict` alone would evict at other steps.
+    """
     lost, whole = module(), module()
     wanted = [look_up(whole, step) for step in range(14)]
     for step in range(at):
@@ -59,7 +62,7 @@ def test_remapping_continues_after_a_restore(at: int) -> None:
 
 
 def test_another_eviction_policy_is_refused() -> None:
-    """It keeps another history."""
+    """Another policy keeps another history."""
     lost = module()
     look_up(lost, 0)
     (source,) = histories(nn.Sequential(lost))

@@ -1,4 +1,4 @@
-"""One owner saves a replica, whom all find alike; replicas that are not the same are found and named."""
+"""One rank saves a replica, and all ranks choose the same one. Replicas that differ are found and named."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: NPY002 - numpy's global generator is what is tested
-"""Generators: captured, drawn on, put back."""
+"""Random number generators: captured, used, and restored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draws() -> tuple[Any, ...]:
 
 
 def test_global_generators_resume() -> None:
-    """Python, numpy (with its cached Gaussian) and torch, through the typed tree."""
+    """The generators are Python's, numpy's (with its cached Gaussian) and torch's, through the typed tree."""
     draws()
     captured = capture_globals()
     first = draws()
@@ -41,7 +41,6 @@ def test_global_generators_resume() -> None:
     ],
 )
 def test_user_generators_resume(make: Any) -> None:
-    """PCG64's big integers included."""
     generator = make()
 
     def draw() -> float:
@@ -57,27 +56,23 @@ def test_user_generators_resume(make: Any) -> None:
 
 
 def test_another_kind_of_generator_is_refused() -> None:
-    """And one that has no state."""
     with pytest.raises(CheckpointMismatch):
         apply_own(random.Random(), capture_own(torch.Generator()))
     with pytest.raises(StateError):
         capture_own(random.SystemRandom())
-    with pytest.raises(
-        CheckpointMismatch, match="cuda"
-    ):  # the states of both are bytes, and mean other things
+    with pytest.raises(CheckpointMismatch, match="cuda"):  # both states are bytes with different meanings
         apply_own(torch.Generator(), {**capture_own(torch.Generator()), "device": "cuda"})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_generators_are_not_dropped_silently() -> None:
-    """A checkpoint of a CUDA run on a machine without CUDA: refused, unless asked otherwise."""
+    """A checkpoint of a CUDA run on a machine without CUDA is refused by default."""
     with pytest.raises(CheckpointMismatch, match="CUDA"):
         apply_globals({**capture_globals(), "cuda": [b"x"]})
 
 
 @needs_gpu
 def test_cuda_generators_are_restored() -> None:
-    """The default one of each device, and one of the program's own."""
     own = torch.Generator("cuda").manual_seed(3)
     torch.rand(5, device="cuda")
     held = decode_value(encode_value({"all": capture_globals(), "own": capture_own(own)}).to_bytes())

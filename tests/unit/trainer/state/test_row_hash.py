@@ -1,4 +1,4 @@
-"""Row hashes of torch tensors: CPU kernels and torch arithmetic agree, bit for bit, and see every change."""
+"""Row hashes of torch tensors: CPU kernels and torch arithmetic agree bit for bit and detect every change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def sections(dtype: torch.dtype, columns: int, rows: int = 257) -> list[torch.Te
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 3, 8, 33])
 def test_torch_arithmetic_agrees_with_the_kernels(dtype, columns, device, monkeypatch):
-    """The code for GPUs gives the kernels' hashes, whole, in small chunks and for chosen rows, on any device."""
     monkeypatch.setattr(row_hash, "_GPU_CHUNK_BYTES", 1000)
     parts = sections(dtype, columns)
     there = [p.to(device) for p in parts]
@@ -33,7 +32,6 @@ def test_torch_arithmetic_agrees_with_the_kernels(dtype, columns, device, monkey
 
 
 def test_large_tables_hash_the_same_on_several_threads(monkeypatch):
-    """Splitting over threads changes nothing."""
     table = torch.randn(100_003, 16)
     one = row_hash.row_hashes([table, table[:, 0]], 5)
     monkeypatch.setattr(row_hash, "_CHUNK_BYTES", 1 << 18)
@@ -42,7 +40,6 @@ def test_large_tables_hash_the_same_on_several_threads(monkeypatch):
 
 
 def test_every_value_changes_the_hash():
-    """Changing any one value of any section changes that row's hash and no other."""
     parts = sections(torch.float32, 8)
     before = row_hash.row_hashes(parts, 1)
     for part in parts:

@@ -1,4 +1,4 @@
-"""Torch values through the typed tree, and what `state=` takes and refuses."""
+"""Torch values through the typed tree, and which values `state=` accepts and refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = "float32", "float64", "float16", "bfloat16", "int64", "uint8", "bool", 
 @pytest.mark.parametrize("dtype", [getattr(torch, name) for name in DTYPES])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 4)])
 def test_tensors_round_trip_with_dtype_shape_and_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Also scalars, empty ones, and types numpy has not."""
+    """The cases include scalars, empty tensors, and types that numpy does not have."""
     value = (torch.rand(shape) * 10).to(dtype)
     back = through({"t": value})["t"]
     assert back.dtype == dtype
@@ -30,7 +30,6 @@ def test_tensors_round_trip_with_dtype_shape_and_bits(dtype: torch.dtype, shape:
 
 
 def test_strided_and_conjugated_tensors_are_stored_by_value() -> None:
-    """Views, transposes, lazy conjugation."""
     base = torch.arange(12.0).view(3, 4)
     assert torch.equal(through(base.t()), base.t())
     assert torch.equal(through(base[:, ::2]), base[:, ::2])
@@ -50,7 +49,6 @@ def test_uncoalesced_sparse_tensors_stay_uncoalesced() -> None:
 
 
 def test_mixed_torch_and_python_types() -> None:
-    """As state dicts hold them."""
     value = {
         "size": torch.Size([2, 3]),
         "dtype": torch.bfloat16,
@@ -63,17 +61,19 @@ def test_mixed_torch_and_python_types() -> None:
 
 @pytest.mark.parametrize("value", [3, 2.5, "text", None, True, (1, 2), b"x"])
 def test_values_that_cannot_be_restored_are_refused(value: Any) -> None:
-    """A plain value is frozen at construction; the remedy is a pair or a mutable object. The entry is named."""
+    """A plain value does not change after construction.
+
+    The message names the entry; the remedy is a pair or a mutable object.
+    """
     with pytest.raises(StateError, match="get, set"):
         source("mine", value)
     with pytest.raises(StateError, match=r"state\['mine'\].*|deep"):
         sources({"mine": {"deep": [object()]}})
-    with pytest.raises(CheckpointMismatch):  # broadcasting would be silent corruption
+    with pytest.raises(CheckpointMismatch):  # broadcasting would corrupt the value silently
         source("mine", torch.zeros(4)).set(torch.zeros(1))
 
 
 def test_all_supported_state_is_restored_in_place() -> None:
-    """Objects, pairs, generators, tensors, arrays, dicts and lists."""
     box = [1]
     scheduler_like = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 2)
     things: dict[str, Any] = {
@@ -110,8 +110,6 @@ def test_all_supported_state_is_restored_in_place() -> None:
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
 def test_containers_of_stateful_objects_are_restored(kind: type) -> None:
-    """A list, tuple or dict of schedulers, modules, generators: each is read and written itself."""
-
     def members(seed: int) -> Any:
         torch.manual_seed(seed)
         things = [torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.Generator().manual_seed(seed)]
@@ -131,7 +129,7 @@ def test_containers_of_stateful_objects_are_restored(kind: type) -> None:
 
 
 def test_mixed_container_is_refused_with_a_remedy() -> None:
-    """Not "plain values by state_dict()": a copy of the state would be saved for ever, and never loaded."""
+    """The remedy is not "plain values by state_dict()": such a copy would be saved forever and never loaded."""
     module = torch.nn.Linear(2, 2)
     with pytest.raises(StateError, match="cannot be stored") as caught:
         sources({"all": {"module": module, "best": 0.5}})

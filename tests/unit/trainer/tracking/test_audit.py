@@ -1,4 +1,4 @@
-"""The sampled audit finds what leaves no trace, as often as its documentation says."""
+"""The sampled audit finds writes without a trace as often as its documentation states."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_silent_write_detection_rate_matches_the_docs(fraction, sampled):
 
 
 def audited(rows: int = 512) -> tuple[nn.Embedding, Tracking]:
-    """A table that was cut whole, and the sample for its next cut."""
+    """Return a table after a full snapshot, and the sample for its next snapshot."""
     torch.manual_seed(0)
     table = nn.Embedding(ROWS, 8, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
@@ -48,7 +48,6 @@ def audited(rows: int = 512) -> tuple[nn.Embedding, Tracking]:
 
 
 def commit_cut(tracking: Tracking, cut: int) -> None:
-    """A cut that commits."""
     tracking.refresh()
     tracking.snapshot_taken(cut, "all")
     tracking.committed(cut, baseline=True)
@@ -56,7 +55,10 @@ def commit_cut(tracking: Tracking, cut: int) -> None:
 
 
 def test_fault_makes_the_next_snapshot_full_and_is_counted():
-    """A fused kernel stand-in writes a tenth of the table through .data: seen at the next cut, then followed exactly."""
+    """A stand-in for a fused kernel writes a tenth of the table through .data.
+
+    The next snapshot detects it, and tracking is exact afterwards.
+    """
     table, tracking = audited()
     assert tracking.tables[0].tracker == "gradients"
     table.weight.data[::10] *= 0.5
@@ -73,13 +75,16 @@ def test_fault_makes_the_next_snapshot_full_and_is_counted():
 
 
 def compare_ahead(tracking: Tracking) -> None:
-    """What the copying thread does right before a cut."""
+    """Compare the sample as the copying thread does right before a snapshot."""
     for each in tracking.audit_ahead():
         each()
 
 
 def test_comparison_before_a_snapshot_counts_for_the_snapshot():
-    """Found by the look ahead, and not looked for again; a row that was marked meanwhile is no fault."""
+    """The early comparison finds the fault, and the snapshot does not repeat it.
+
+    A row that is marked meanwhile is no fault.
+    """
     table, tracking = audited()
     compare_ahead(tracking)
     assert tracking.audit_before_commit(ahead=True) == []
@@ -93,7 +98,7 @@ def test_comparison_before_a_snapshot_counts_for_the_snapshot():
 
 
 def test_write_between_check_and_snapshot_is_found_by_rotation():
-    """Every table is compared at the cut itself once in SYNC_CHECK_INTERVAL cuts."""
+    """Every table is compared at the snapshot itself once in SYNC_CHECK_INTERVAL snapshots."""
     table, tracking = audited()
     found = []
     for cut in range(2, 2 + SYNC_CHECK_INTERVAL):
@@ -108,7 +113,7 @@ def test_write_between_check_and_snapshot_is_found_by_rotation():
 
 
 def test_full_sample_is_compared_only_at_snapshots():
-    """Not by the copying thread: it would miss what is written before its first look, or after its last."""
+    """The copying thread would miss writes before its first comparison or after its last."""
     table, tracking = audited(ROWS)
     commit_cut(tracking, 2)
     tracking.audit_sample(lambda _: pytest.fail("looked at on another thread"))
@@ -119,7 +124,7 @@ def test_full_sample_is_compared_only_at_snapshots():
 
 
 def test_state_is_audited_and_a_new_field_is_no_fault():
-    """Lazy state changes the layout; the whole table is marked by other means then."""
+    """Lazy state changes the layout. Another mechanism marks the whole table then."""
     weights, total = torch.randn(ROWS, 4), torch.zeros(ROWS)
     audit = Audit("t", 1)
     audit.draw([weights, total], ROWS)()

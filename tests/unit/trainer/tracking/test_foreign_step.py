@@ -1,4 +1,4 @@
-"""Optimizers that the Checkpointer was not given and that step its model."""
+"""Optimizers that step the Checkpointer's model but were not given to it."""
 
 import gc
 import logging
@@ -18,7 +18,10 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 def test_unregistered_optimizer_is_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The one that was given steps on, so that saves continue: only this tells. After close(), and of other models, nothing."""
+    """The given optimizer continues to step, so saves continue.
+
+    After close(), and for other models, nothing is reported.
+    """
     caplog.set_level(logging.WARNING)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     given = torch.optim.Adam(model[0].parameters())

@@ -1,4 +1,4 @@
-"""Gradients that live across a cut: said when they are used after it, and never for a loop that zeroes them."""
+"""Gradients that survive a snapshot are reported when they are used after it, and never for a loop that zeroes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [
 
 
 class TwoTowerLoop:
-    """A table and a net over it, under an optimizer each: two towers, or a generator and its discriminator."""
+    """A table and a net over it, each under its own optimizer: two towers, or a generator and its discriminator."""
 
     def __init__(self, *, sparse: bool) -> None:
         torch.manual_seed(0)
@@ -31,7 +31,7 @@ class TwoTowerLoop:
         self.snapshots = 0
 
     def loss(self, *, detached: bool = False) -> torch.Tensor:
-        """Of both; or of the discriminator alone, which judges what the generator made."""
+        """Return the loss of both, or of the discriminator alone on the generator's output."""
         made = self.table(torch.tensor([1, 2, 3]))
         return self.net(made.detach() if detached else made).square().sum()
 
@@ -39,7 +39,7 @@ class TwoTowerLoop:
         self.loss().backward()
 
     def generate(self) -> None:
-        """The generator's turn, whose loss reaches the discriminator."""
+        """Train the generator. Its loss reaches the discriminator."""
         self.first.zero_grad()
         self.backward()
         self.first.step()
@@ -96,7 +96,6 @@ def accumulated(loop: TwoTowerLoop, i: int) -> None:
 
 
 def one_after_the_other(loop: TwoTowerLoop, _: int, *, to_none: bool = True) -> None:
-    """What arrived at the discriminator is zeroed before it steps."""
     loop.generate()
     loop.second.zero_grad(set_to_none=to_none)
     loop.loss(detached=True).backward()
@@ -151,7 +150,7 @@ USED_LATER: list[Body] = [
 def test_gradients_used_after_a_snapshot_are_reported_once(
     body: Body, sparse: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A loop that zeroes them is not bothered, wherever zero_grad() is, and whatever it does; no hook is left behind."""
+    """A loop that zeroes gradients is not reported, wherever it calls zero_grad(). No hook remains."""
     loop = TwoTowerLoop(sparse=sparse)
     for i in range(7):
         body(loop, i)

@@ -1,4 +1,4 @@
-"""Marks against a model that remembers every change, every cut and every piece of news."""
+"""Marks compared with a model that remembers every change, snapshot and notification."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ rows_of = st.lists(st.integers(0, ROWS - 1), max_size=4)
 moves = st.one_of(
     st.tuples(st.just("change"), rows_of),
     st.tuples(st.just("cut"), st.sampled_from(["all", "since_baseline", "since_commit"])),
-    # News about any cut ever taken, also repeated, late, out of order, or after a failure was assumed.
+    # A notification about any earlier snapshot, also repeated, late, out of order, or after an assumed failure.
     st.tuples(st.just("committed"), st.integers(0, 30)),
     st.tuples(st.just("failed"), st.integers(0, 30)),
-    # The sidecar has the newest commit that is known take the baseline's place.
+    # The newest commit that the trainer knows becomes the sidecar's baseline.
     st.tuples(st.just("rebase"), st.none()),
 )
 
 
 @dataclass
 class MarksModel:
-    """What truly changed since what this trainer knows to be committed."""
+    """The actual changes since the newest commit that the trainer knows."""
 
     changed: list[set[int]] = field(default_factory=lambda: [set()])
-    """Rows changed before cut 1, between cut 1 and 2, ..."""
+    """The rows that changed before snapshot 1, between snapshots 1 and 2, and so on."""
     commit: int = 0
     baseline: int = 0
     full: dict[int, bool] = field(default_factory=dict)
@@ -84,7 +84,6 @@ def play(script: list[tuple[str, object]], device: str = "cpu") -> tuple[Marks, 
 @settings(max_examples=600, deadline=None)
 @given(script=st.lists(moves, max_size=30))
 def test_selection_contains_every_changed_row_for_any_notifications(device, script):
-    """Overlapping cuts, lost, late, repeated and contradictory news: always a superset."""
     play(script, device)
 
 
@@ -95,7 +94,7 @@ def test_selection_contains_every_changed_row_for_any_notifications(device, scri
     )
 )
 def test_selection_is_exact_with_prompt_notifications(script):
-    """One cut at a time, each acknowledged before the next: nothing is marked that did not change."""
+    """Each snapshot is acknowledged before the next one. No unchanged row is marked."""
     marks, model = Marks(ROWS), MarksModel()
     marks.snapshot_taken(1, full=True)
     marks.committed(1, baseline=True)
@@ -119,7 +118,7 @@ def test_selection_is_exact_with_prompt_notifications(script):
 
 
 def test_checker_detects_marks_dropped_too_early(monkeypatch):
-    """The property is not vacuous: clearing pending flags at any commit misses rows of a newer failed cut."""
+    """The property is not vacuous: clearing pending flags at any commit misses rows of a newer failed snapshot."""
 
     def hasty(self, cut, *, baseline):
         if self._in_flight.pop(cut, None) is not None:
@@ -139,7 +138,7 @@ def test_checker_detects_marks_dropped_too_early(monkeypatch):
 
 
 def test_full_snapshot_committed_as_a_delta_keeps_the_old_baseline():
-    """The trainer sent everything, but the commit says that it does not stand alone: rows still count."""
+    """The trainer sends all rows, but the commit is recorded as a delta: the rows still count as changed."""
     marks = Marks(ROWS)
     marks.snapshot_taken(1, full=True)
     marks.committed(1, baseline=True)

@@ -1,4 +1,4 @@
-"""Inside an optimizer's step, past a forward pass, or neither."""
+"""A program's stance: inside an optimizer's step, past a forward pass, or neither."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def net() -> nn.Module:
 
 
 def watched(model: nn.Module, optimizers: Any) -> tuple[StepBoundaryMonitor, StepClock]:
-    """A program's stance, and the clock that counts its steps."""
+    """Return a program's stance, and the clock that counts its steps."""
     tracking = Tracking(model, optimizers)
     clock = StepClock(tracking)
     return StepBoundaryMonitor(tracking, clock), clock
 
 
 def test_only_a_training_forward_leaves_the_step_boundary() -> None:
-    """Through the whole model, or through a part that keeps statistics or draws."""
+    """Forward passes run through the whole model, or through a part that keeps statistics or draws randomly."""
     model = net()
     step_boundary, clock = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.ones(3, 2)
@@ -47,7 +47,7 @@ def test_only_a_training_forward_leaves_the_step_boundary() -> None:
 
 
 def test_submodules_of_an_uncalled_model_are_hooked_after_one_step() -> None:
-    """A program that calls the whole model does not pay for that."""
+    """A program that calls the whole model does not pay for these hooks."""
     towers = nn.ModuleDict({"both": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
     step_boundary, clock = watched(towers, torch.optim.SGD(towers.parameters(), lr=0.1))
     for stepped in (False, True):
@@ -66,7 +66,7 @@ def test_submodules_of_an_uncalled_model_are_hooked_after_one_step() -> None:
 
 
 def test_copies_and_pickles_of_the_model_have_no_hooks() -> None:
-    """An EMA copy's forward is no step of the program's."""
+    """The forward pass of an EMA copy is not a step of the program."""
     model = net()
     step_boundary, _ = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
     buffer = io.BytesIO()
@@ -80,7 +80,7 @@ def test_copies_and_pickles_of_the_model_have_no_hooks() -> None:
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.slow
 def test_compiled_model_is_not_recompiled_per_step(fullgraph: bool) -> None:
-    """The hooks run inside of the compiled frame: what they read of a step would compile it anew at each."""
+    """The hooks run inside the compiled frame. Reading a step counter there would recompile the frame at each step."""
     from torch._dynamo.testing import CompileCounter
 
     torch._dynamo.reset()

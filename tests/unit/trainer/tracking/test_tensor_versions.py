@@ -1,4 +1,4 @@
-"""One look at all tables of an optimizer finds what a look at each of them would find."""
+"""One check of all tables of an optimizer finds what separate checks of each table find."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class VersionsCase:
     def entry(self):
         return self.optimizer.state[self.weight]
 
-    # -- what others do between two steps
+    # -- changes between two steps
 
     def write_weight(self):
         with torch.no_grad():
@@ -93,7 +93,7 @@ BETWEEN = [name for name in vars(VersionsCase) if name.split("_")[0] in (
 
 @pytest.fixture
 def answers(monkeypatch):
-    """What each version set answered before a step."""
+    """Return the answer of each version set before a step."""
     said = []
     real = TensorVersionSet.unchanged
     monkeypatch.setattr(TensorVersionSet, "unchanged", lambda self: said.append(real(self)) or said[-1])
@@ -102,7 +102,7 @@ def answers(monkeypatch):
 
 @pytest.mark.parametrize("between", BETWEEN)
 def test_external_changes_are_detected_by_the_next_step(answers, between):
-    """All of its rows count as changed; the other tables keep their marks."""
+    """All rows of the table count as changed; the other tables keep their marks."""
     case = VersionsCase()
     getattr(case, between)()
     case.train()
@@ -111,6 +111,6 @@ def test_external_changes_are_detected_by_the_next_step(answers, between):
     assert dirty.pop(THIS) == list(range(ROWS))
     assert dirty == [[1, 2]] * (TABLES - 1)
     if case.tracking.tables[THIS].tracker == "gradients":
-        case.train()  # the first step after a cut's look takes it table by table
+        case.train()  # the first step after a snapshot's check takes the tables one by one
         case.train()
         assert answers[-1] is True

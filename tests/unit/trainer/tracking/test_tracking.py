@@ -1,4 +1,4 @@
-"""Tracking against a full comparison of weights and state: no miss under any optimizer, table and event."""
+"""Tracking compared with a full comparison of weights and state: no miss under any optimizer, table and event."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.trainer.tracking_case import (
     quiet,
 )
 
-# Every row is sampled, so that even a write without a trace must be found before the next cut.
+# Every row is sampled: the next snapshot must find even a write without a trace.
 AUDIT_ALL = TrackingSettings(hash_below_bytes=0, audit_rows=ROWS)
 TRACELESS = {"write_data"}
 
@@ -46,7 +46,6 @@ TRACELESS = {"write_data"}
 )
 @pytest.mark.slow
 def test_no_row_that_changed_is_missed(case, events, seed):
-    """Any optimizer x any table x any sequence of events: selections hold every changed row, by weight or state."""
     with quiet():
         training, cutter = begin(*case, seed, AUDIT_ALL if TRACELESS & set(events) else PLAIN)
         for event in events:
@@ -60,7 +59,7 @@ def test_no_row_that_changed_is_missed(case, events, seed):
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
 @pytest.mark.slow
 def test_plain_training_uses_the_cheapest_tracking(case):
-    """Whitelisted optimizers stay on gradients, all others use hashes; over-marking is small."""
+    """Whitelisted optimizers stay on gradients, all others use hashes. Few unchanged rows are marked."""
     with quiet():
         training, cutter = begin(*case)
         training.train()
@@ -77,12 +76,12 @@ def test_plain_training_uses_the_cheapest_tracking(case):
     over = (cutter.selected - cutter.changed) / max(cutter.changed, 1)
     if not exact:
         assert over == 0
-    elif kind not in ("padded", "bag_offsets", "bag_max"):  # some of their rows get no gradient
+    elif kind not in ("padded", "bag_offsets", "bag_max"):  # some rows of these tables get no gradient
         assert over < 0.05, over
 
 
 def test_checker_detects_a_missed_row(monkeypatch):
-    """The property is not vacuous: forget half of the rows of each gradient and it fails."""
+    """The property is not vacuous: it fails if half of the rows of each gradient are dropped."""
     real = Marks.mark
     monkeypatch.setattr(Marks, "mark", lambda self, ids: real(self, ids[..., : ids.shape[-1] // 2]))
     with quiet():
@@ -94,14 +93,13 @@ def test_checker_detects_a_missed_row(monkeypatch):
 
 
 def commit_all(tracking, cut=1):
-    """A cut of everything, which commits."""
     tracking.refresh()
     tracking.snapshot_taken(cut, "all", full=True)
     tracking.committed(cut, baseline=True)
 
 
 def pair(share):
-    """Two embeddings under an optimizer each, whose weights `share` makes one; looked up in rows 1, 2 and 2, 7."""
+    """Return two embeddings under separate optimizers, looked up in rows 1, 2 and 2, 7. `share` ties their weights."""
     first, second = make_table("embedding", True), make_table("embedding", True)
     share(first, second)
     tables = nn.ModuleDict({"a": first, "b": second})
@@ -118,7 +116,6 @@ def pair(share):
 
 
 def test_tied_embeddings_are_one_table():
-    """One canonical name, one set of marks; lookups through either module count."""
     _, _, tracking = pair(lambda first, second: setattr(second, "weight", first.weight))
     (table,) = tracking.tables
     assert (table.fqn, table.aliases, table.tracker) == ("a.weight", ("b.weight",), "gradients")
@@ -126,7 +123,7 @@ def test_tied_embeddings_are_one_table():
 
 
 def test_parameters_sharing_storage_are_hashed():
-    """The step of one changes the rows of the other: identity says nothing, memory does; also if it is shared later."""
+    """The step of one changes rows of the other. Only addresses show it, also if the storage is shared later."""
     _, _, tracking = pair(lambda first, second: setattr(second, "weight", nn.Parameter(first.weight.data)))
     for table in tracking.tables:
         assert table.select_rows("since_commit").ids.tolist() == [1, 2, 7]
@@ -139,7 +136,7 @@ def test_parameters_sharing_storage_are_hashed():
 
 
 def test_removed_table_is_no_longer_saved():
-    """It was added while training; the next save is of all rows."""
+    """The table is added during training and then removed. After each change the next save holds all rows."""
     training, cutter = begin("adagrad", "embedding", True)
     tracking, late = cutter.tracking, make_table("embedding", True)
     training.model["late"] = late
@@ -155,7 +152,7 @@ def test_removed_table_is_no_longer_saved():
 
 
 def test_copies_and_pickles_of_the_model_are_not_tracked():
-    """Averaged models deep-copy, people pickle: neither drags marks along nor marks anything."""
+    """Averaged models are deep copies. Copies and pickles carry no marks and mark nothing."""
     training, cutter = begin("sgd", "embedding", True)
     twin = copy.deepcopy(training.model)
     other = pickle.loads(pickle.dumps(training.model))
@@ -166,7 +163,7 @@ def test_copies_and_pickles_of_the_model_are_not_tracked():
 
 
 def test_replaced_parameter_is_detected_at_the_next_snapshot():
-    """The module got a new Parameter object: all rows count; one of another shape is a new table of that name."""
+    """All rows of the new Parameter count. A Parameter of another shape is a new table of that name."""
     training, cutter = begin("sgd", "embedding", True)
     training.model["table"].weight = nn.Parameter(torch.randn(ROWS, COLUMNS))
     assert cutter.take() == set(range(ROWS))
@@ -175,7 +172,7 @@ def test_replaced_parameter_is_detected_at_the_next_snapshot():
     cutter.tracking.refresh()
     assert cutter.tracking.regrown
     assert cutter.tracking.by_key["table.weight"].schema.rows == ROWS + 1
-    training.weight.data = torch.randn(ROWS + 2, COLUMNS)  # in place: the very parameter
+    training.weight.data = torch.randn(ROWS + 2, COLUMNS)  # in place: the same parameter object
     cutter.tracking.snapshot_taken(7, "all")
     cutter.tracking.refresh()
     assert cutter.tracking.regrown
@@ -183,7 +180,6 @@ def test_replaced_parameter_is_detected_at_the_next_snapshot():
 
 
 def test_close_removes_all_hooks():
-    """After close neither model nor optimizer knows deltashard."""
     training = TableTraining("sgd", "embedding", False, 0)
     tracking = Tracking(training.model, [training.optimizer], settings=AUDIT_ALL)
     tracking.close()
@@ -192,7 +188,6 @@ def test_close_removes_all_hooks():
 
 
 def test_dense_and_sparse_gradients_of_one_table_do_not_hide_rows():
-    """A dense lookup and a sparse functional one, in one backward pass and in two."""
     training, cutter = begin("sgd", "embedding", False)
     functional = torch.nn.functional
     with quiet():
@@ -209,7 +204,6 @@ def test_dense_and_sparse_gradients_of_one_table_do_not_hide_rows():
 
 
 def test_hashed_tables_are_compared_in_chunks(monkeypatch):
-    """Every chunk is hashed once, by whichever thread; the marks are those of one look after the other."""
     from deltashard.state import row_hash
 
     monkeypatch.setattr(row_hash, "_CHUNK_BYTES", 512)
@@ -225,7 +219,7 @@ def test_hashed_tables_are_compared_in_chunks(monkeypatch):
 
 
 class Rebinds(nn.Module):
-    """A table beside a buffer that each forward makes anew."""
+    """A table beside a buffer that each forward pass replaces."""
 
     def __init__(self):
         super().__init__()
@@ -239,7 +233,7 @@ class Rebinds(nn.Module):
 
 @pytest.mark.parametrize("lazy", [True, False])
 def test_changes_are_detected_when_model_tensors_are_rebound(lazy):
-    """A write from outside, or state that appears at the first step: all rows count."""
+    """All rows count after a write from outside, or after state appears at the first step."""
     model = Rebinds()
     kind = torch.optim.SparseAdam if lazy else torch.optim.SGD
     optimizer = kind(model.parameters(), lr=0.1)

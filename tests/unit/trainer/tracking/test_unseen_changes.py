@@ -1,4 +1,4 @@
-"""Programs whose changes a proof could overlook: at every cut, an unselected row is what it was, bit for bit."""
+"""Programs whose changes tracking could miss: at every snapshot, an unselected row is unchanged bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def lookup(module, *rows):
 
 
 class AuditlessProgram:
-    """Tables under optimizers, without audits; a cut commits at once, and fails if an unselected row has changed."""
+    """Tables under optimizers, without audits.
+
+    Each snapshot commits at once, and fails if an unselected row has changed.
+    """
 
     def __init__(self, optimize=adagrad, later=lambda _self: None, settings=PLAIN, **kinds):
         torch.manual_seed(0)
@@ -34,14 +37,14 @@ class AuditlessProgram:
         later(self.begin())
 
     def begin(self):
-        """Track all that, by a new Tracking."""
+        """Track the tables and optimizers with a new Tracking."""
         self.tracking, self.number = Tracking(self.model, self.optimizers, settings=self.settings), 0
         self.trackers = {each.fqn.removesuffix(".weight"): each for each in self.tracking.tables}
         self.cut("all")
         return self
 
     def fields(self, weight):
-        """Weights and row state of a table, found without deltashard's help."""
+        """Return weights and row state of a table, found without deltashard."""
         found = {"weight": weight}
         for nth, optimizer in enumerate(self.optimizers):
             state = optimizer.state.get(weight, {}).items()
@@ -49,7 +52,7 @@ class AuditlessProgram:
         return {name: tensor.detach().clone() for name, tensor in found.items()}
 
     def cut(self, mode="since_commit"):
-        """The rows that were selected, by table."""
+        """Take a snapshot and return the selected rows by table."""
         self.number += 1
         self.faults = self.tracking.audit_before_commit()
         self.tracking.refresh()
@@ -74,7 +77,7 @@ class AuditlessProgram:
             optimizer.step()
 
     def train_three_steps(self, loss=None, between=lambda: None):
-        """Three steps with a cut after each: `loss(i)` of the i-th, `between` its backward pass and the step."""
+        """Run three steps with a snapshot after each. Step i uses `loss(i)`; `between` runs after its backward pass."""
         tables = [*self.model.values()]
         for i in range(3):
             self.model.zero_grad()
@@ -84,7 +87,7 @@ class AuditlessProgram:
             self.cut()
 
     def expect(self, **hashed):
-        """Tables named here are on hashes, and their reason says so; the others on gradients, which choose rows."""
+        """Check that the named tables are on hashes with this reason, and that the others select rows by gradients."""
         for name, tracked in self.trackers.items():
             if name in hashed:
                 assert tracked.tracker == "hashes"
@@ -95,7 +98,7 @@ class AuditlessProgram:
 
 
 def prepared(how):
-    """A table to which `how` is done."""
+    """Return a table to which `how` was applied."""
     return lambda *shape: (made := Table(*shape), how(made))[0]
 
 
@@ -124,10 +127,10 @@ MINUS_ZERO = {
 
 
 class UnseenChangeCase(AuditlessProgram):
-    """What happens in the cases of the table below that are more than training."""
+    """The cases of the table below that are more than plain training."""
 
     def stash(self, *more):
-        """A probe's backward pass comes between."""
+        """Run a probe's backward pass between a backward pass and its step."""
 
         def probe():
             kept, self.e.weight.grad = self.e.weight.grad, None
@@ -141,7 +144,7 @@ class UnseenChangeCase(AuditlessProgram):
     late_opt_two_passes = partialmethod(stash, 51)
 
     def late(self):
-        """Gradients are applied one step late, over a cut."""
+        """Apply gradients one step late, after a snapshot."""
         pending = [None]
 
         def swap():
@@ -173,7 +176,7 @@ class UnseenChangeCase(AuditlessProgram):
         self.train_three_steps(lambda i: lookup(self.a, i) + lookup(self.b, 100 + i), swap)
 
     def ema_model_grad_tracked(self):
-        """A tracked replica makes the gradients, and gets the weights."""
+        """Make the gradients on a tracked replica, which then receives the weights."""
 
         def give():
             self.b.weight.data = self.a.weight.data.clone()
@@ -182,7 +185,7 @@ class UnseenChangeCase(AuditlessProgram):
         self.train_three_steps(lambda i: lookup(self.b, 20 + i), give)
 
     def torn(self):
-        """A step fails after a group, to which it applied a gradient from before a cut; the program goes on."""
+        """Fail a step after one group, which has a gradient from before a snapshot. The program continues."""
         self.flow(lookup(self.a, 50), lookup(self.b, 50))
         self.cut()
         state = self.optimizers[0].state[self.b.weight]
@@ -193,7 +196,7 @@ class UnseenChangeCase(AuditlessProgram):
         self.train_three_steps()
 
     def pre_only_cleared(self):
-        """Someone drops all hooks before steps, and the gradient in one after them."""
+        """Remove all hooks that run before steps, and clear the gradient in a hook that runs after them."""
         self.train_three_steps()
         optimizer = self.optimizers[0]
         before, ours = optimizer._optimizer_step_pre_hooks, dict(optimizer._optimizer_step_pre_hooks)
@@ -207,7 +210,7 @@ class UnseenChangeCase(AuditlessProgram):
         self.train_three_steps()
 
     def moved(self, at=1, back=()):
-        """A table goes to another optimizer, with a gradient from before a cut, and the first steps no more."""
+        """Move a table, with a gradient from before a snapshot, to another optimizer. The first one steps no more."""
         self.flow(lookup(self.a, 50), lookup(self.b, 50))
         self.cut()
         first, other = (each.param_groups[0]["params"] for each in self.optimizers)
@@ -218,7 +221,7 @@ class UnseenChangeCase(AuditlessProgram):
         self.optimizers = self.optimizers[1:]
         self.train_three_steps()
 
-    # In front: all parameters of all optimizers are what they were, in the same order.
+    # At the front: all parameters of all optimizers are the same, in the same order.
     moved_in_front = partialmethod(moved, at=0)
     moved_and_back = partialmethod(moved, back=[1])
 
@@ -241,7 +244,7 @@ class UnseenChangeCase(AuditlessProgram):
             torch.set_flush_denormal(False)
 
     def key_swap(self):
-        """Two fields of the state exchange their names, and nothing else."""
+        """Exchange the names of two fields of the state, and nothing else."""
         self.train_three_steps()
         state = self.optimizers[0].state[self.e.weight]
         step, mean, square = state.values()
@@ -250,13 +253,13 @@ class UnseenChangeCase(AuditlessProgram):
         self.train_three_steps()
 
     def hogwild(self):
-        """What another process writes leaves no trace here, as `.data` does not."""
+        """Writes of another process leave no trace in this one, as `.data` writes do not."""
         self.e.weight.share_memory_()
         self.train_three_steps(between=lambda: self.e.weight.data[50].add_(1))
 
 
 DENSE = "its gradient is dense"
-# By name: how the program is made; the tables that end on hashes, and what their reason names.
+# Name -> how the program is made, the tables that end on hashes, and what their reason names.
 CASES = {
     **dict.fromkeys(["stash", "late_opt_two_passes", "late", "accumulated_over_snapshots"], ({}, {})),
     **dict.fromkeys(["moved", "moved_in_front", "moved_and_back"], (MOVED, {})),
@@ -279,7 +282,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_changed_row_is_missed(name):
-    """At no cut of the program; its tables go over to hashes only where their changes cannot be told otherwise."""
+    """A table changes to hashes only if no other tracking can detect its changes."""
     made, hashed = CASES[name]
     with quiet():
         case = UnseenChangeCase(**made)
@@ -288,7 +291,7 @@ def test_no_changed_row_is_missed(name):
 
 
 def test_write_visible_in_versions_is_no_fault():
-    """It marks the table; what leaves no trace is for the audit to find."""
+    """The write marks the table. Only writes without a trace are for the audit."""
     with quiet():
         program = AuditlessProgram(settings=TrackingSettings(hash_below_bytes=0, audit_rows=ROWS))
         program.train_three_steps()
@@ -304,7 +307,6 @@ def test_write_visible_in_versions_is_no_fault():
 
 @pytest.mark.parametrize("what", ["weight", "state"])
 def test_checker_detects_a_missed_write(what):
-    """A write without a trace fails the cut."""
     program = AuditlessProgram()
     program.train_three_steps()
     written = program.e.weight if what == "weight" else program.optimizers[0].state[program.e.weight]["sum"]
