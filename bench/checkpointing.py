@@ -1,8 +1,8 @@
-"""Checkpointers against each other: stall, trigger to durable, bytes, restore; on a directory and on a real MinIO.
+"""Compares checkpointers on a directory and on a real MinIO: stall, trigger to durable, bytes, restore.
 
-Everybody saves the very same live state in the same process, in turns, so that a slow moment of the machine hits all.
-Times are medians over the rounds. A peer that cannot run on this torch stands in the result with its error. Ratios are
-peer / ours, so larger is better; bars are those of the design (docs/design) and are only reported, never asserted.
+All checkpointers save the same live state in the same process, in turns, so that a slow moment affects all of them.
+Times are medians over the rounds. For a peer that cannot run on this torch, the result has its error. Ratios are
+peer / ours: larger is better. The bars are from the design (docs/design) and are only reported, never asserted.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _measure_peers(
             alive[kind.name] = kind(place)
     saves: dict[str, list[SaveTiming]] = {name: [] for name in alive}
     loads: dict[str, list[float]] = {name: [] for name in alive}
-    for turn in range(rounds + 1):  # the first is for warming up
+    for turn in range(rounds + 1):  # the first round is warm-up
         for name, peer in list(alive.items()):
             state.touch(1.0, seed=turn)
             tag = f"{type(peer).__name__}-{turn}"
@@ -106,11 +106,10 @@ def _times(saves: list[SaveTiming], loads: list[float]) -> dict[str, object]:
 def _measure_ours(
     place: StoreLocation, state: states.TrainingState, rounds: int, folder: Path
 ) -> dict[str, object]:
-    """Consecutive deltas: every save holds just the rows of the one step before it, all of them or 26 %."""
     found: dict[str, object] = {}
     for encoding in ("q8", "fp32"):
         where = folder / f"{place.name}-{encoding}"
-        # As much shared memory as the asynchronous peers take for their copy.
+        # As much shared memory as the asynchronous peers use for their copy.
         arena_bytes = max(64 << 20, int(state.bytes * 1.1))
         flags = {
             "encoding": encoding,
@@ -130,7 +129,7 @@ def _measure_ours(
                 some.append(ours.save())
             ours.touch_and_step(
                 1.0, seed=1000
-            )  # what is restored below is one full checkpoint, as the peers' are
+            )  # the restores below read one full checkpoint, as the peers' restores do
             ours.save()
             ours.close()
             peak = sidecar.peak_anonymous_bytes
@@ -170,7 +169,6 @@ def _summed(
 def _measure_step(
     place: StoreLocation, state: states.TrainingState, folder: Path, *, calls: int
 ) -> dict[str, float]:
-    """`ckpt.step()` when nothing is due, as a training loop calls it, less the loop itself."""
     with SidecarServer(place, "step", folder / "step") as sidecar:
         ours = Deltashard(sidecar, state)
         ours.restore()
@@ -194,10 +192,10 @@ def _timed(call: Callable[[], object], calls: int) -> float:
 
 
 def interval_rows(rows: int, intervals: int, seed: int = 0) -> Iterator[torch.Tensor]:
-    """The rows each interval touches: 21 % that every interval touches and 5 % out of a pool of 40 %.
+    """Return the rows each interval changes: 21 % that every interval changes and 5 % out of a pool of 40 %.
 
     26 % an interval, 30 % after two, 37 % after four, 52 % after eleven: the growth that Check-N-Run (NSDI'22)
-    reports for production models, whenever one starts to count.
+    reports for production models, from any starting interval.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(rows, generator=generator)
@@ -210,7 +208,6 @@ def interval_rows(rows: int, intervals: int, seed: int = 0) -> Iterator[torch.Te
 def _measure_sequences(
     place: StoreLocation, folder: Path, *, megabytes: int, intervals: int
 ) -> dict[str, object]:
-    """A real run of real checkpoints: what was stored, and what the store held once retention had done its work."""
     found: dict[str, object] = {}
     for encoding in ("q8", "q4", "q2"):
         state = states.build(megabytes=megabytes, pointwise=False, hidden=64)
@@ -243,7 +240,7 @@ def _measure_sequences(
             "baselines": kinds,
             "held_bytes": held,
             "fewer_bytes": full * len(stored) / sum(stored),
-            # The same number of fulls as checkpoints we can restore: keep_last of them.
+            # As many fulls as restorable checkpoints: keep_last.
             "less_capacity": 3 * full / median(held[3:]) if len(held) > 3 else None,
         }
     return found

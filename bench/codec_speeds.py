@@ -1,7 +1,7 @@
-"""Codecs against torch: one process, one thread, every ratio from the same run, errors beside speeds.
+"""Compares the codecs with torch on one thread, with speed and error from the same run.
 
-GB/s are of fp32 bytes and of CPU time, the best of many turns in which both sides alternate, so that a busy machine
-disturbs both alike.
+GB/s are fp32 bytes per second of CPU time, the best of many turns. Both sides alternate, so that other load on the
+machine affects both.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from measuring import best_cpu_s
 TORCH = {"q8": "byte", "q4": "4bit", "q2": "2bit"}
 COLUMNS = 64
 FRAME_ROWS = 28_000  # 7 MiB of fp32, a frame's worth
-OPTIMIZED_ROWS = 2_000  # torch's search is slow; this is enough for its speed and error
+OPTIMIZED_ROWS = 2_000  # torch's search is slow; this many rows suffice for its speed and error
 GREEDY_25 = Search(kind="greedy", bins=25, ratio=0.6)
 GREEDY_200 = Search(kind="greedy", bins=200, ratio=0.16)
 
 
 def rates(seconds: float, work: dict[str, tuple[int, Callable[[], object]]]) -> dict[str, float]:
-    """GB/s (CPU time) of each (bytes, function)."""
     best = best_cpu_s(seconds, {name: call for name, (_, call) in work.items()})
     return {name: size / best[name] / 1e9 for name, (size, _) in work.items()}
 
@@ -48,7 +47,7 @@ def encoder(encoding: str, x: np.ndarray, search: Search) -> Callable[[], object
 
 
 def aligned(x: np.ndarray) -> np.ndarray:
-    """A copy on 64 bytes, as arena blocks and torch's tensors are."""
+    """Return a copy aligned to 64 bytes, as arena blocks and torch's tensors are."""
     tensor = torch.empty(x.shape)
     tensor.numpy()[:] = x
     return tensor.numpy()
@@ -63,7 +62,7 @@ def row(
     theirs: float | None = None,
     bar: float | None = None,
 ) -> dict:
-    """One line for the table: the ratio says how many times better ours is (less error, more GB/s)."""
+    """Return a row of the table; the ratio is how many times better ours is (less error, more GB/s)."""
     ratio = None if theirs is None else theirs / ours if unit == "L2" else ours / theirs
     met = None if bar is None or ratio is None else bool(ratio >= bar)
     return {"what": what, "ours": ours, "unit": unit, "peer": peer, "theirs": theirs, "ratio": ratio,
@@ -71,7 +70,7 @@ def row(
 
 
 def plain_and_decode(quick: bool) -> list[dict]:
-    """Plain quantization against prepack, to the same bits; fused decode and scatter against unpack (and scatter)."""
+    """Compare plain quantization with prepack (same bits), and fused decode and scatter with unpack (and scatter)."""
     n = 2 * FRAME_ROWS if quick else 8 * FRAME_ROWS
     x = aligned(reference.rows_like("gaussian", n, COLUMNS))
     tensor = torch.from_numpy(x)
@@ -95,7 +94,7 @@ def plain_and_decode(quick: bool) -> list[dict]:
                 peer="torch prepack", theirs=speed["prepack"], bar=0.9),
             row(f"{encoding} dequantize + scatter", speed["decode"], "GB/s",
                 peer="torch unpack, index_copy_", theirs=speed["unpack, scatter"], bar=1.5),
-            # The same against half of that work: a whole table into new pages, and frames into memory used before.
+            # The same against half of that work: a whole table into new pages, and frames into reused memory.
             row(f"{encoding} dequantize + scatter", speed["decode"], "GB/s",
                 peer="unpack alone, new output", theirs=speed["unpack"]),
             row(f"{encoding} dequantize + scatter", speed["decode"], "GB/s",
@@ -126,7 +125,7 @@ def plain_work(encoding, x, pack, unpack, packed, sections, table, touched) -> d
 
 
 def adaptive(quick: bool) -> list[dict]:
-    """Range searches: speed and error against torch's, and against greedy ones in the same kernels."""
+    """Compare range searches: speed and error against torch's, and against greedy searches in the same kernels."""
     n = 8_000 if quick else FRAME_ROWS
     x = aligned(reference.rows_like("gaussian", n, COLUMNS))
     few = torch.from_numpy(x[:OPTIMIZED_ROWS])
@@ -166,7 +165,7 @@ def adaptive(quick: bool) -> list[dict]:
 
 
 def comparison(quick: bool) -> list[dict]:
-    """The paper's quantizers, symmetric to k-means: how much less error ours has."""
+    """Compare the error of the paper's quantizers, from symmetric to k-means, with ours."""
     out = []
     for kind in ("gaussian", "student"):
         x = reference.rows_like(kind, 500 if quick else 2000, COLUMNS)

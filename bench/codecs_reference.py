@@ -1,7 +1,7 @@
-"""The two quantizers of Check-N-Run's comparison that are not worth building: symmetric, and k-means per row.
+"""The two quantizers of Check-N-Run's comparison that the product does not have: symmetric, and k-means per row.
 
-Plain numpy, float64, slow; the yardsticks of tests/unit/codecs and of bench/codec_speeds.py. They return the
-dequantized rows, so that errors compare, as `through_codec` does of the product's.
+Plain numpy, float64, slow: references for tests/unit/codecs and bench/codec_speeds.py. They return dequantized rows,
+as `through_codec` does for the product's codec, so that errors are comparable.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ F64 = npt.NDArray[np.float64]
 
 
 def symmetric(x: npt.NDArray[np.floating], bits: int) -> F64:
-    """Uniform over [-max|x|, max|x|] of each row."""
     v = x.astype(np.float64)
     high = np.abs(v).max(axis=1, keepdims=True)
     return uniform(v, -high, high, bits)
@@ -31,14 +30,14 @@ def asymmetric(x: npt.NDArray[np.floating], bits: int) -> F64:
 
 
 def uniform(v: F64, low: F64, high: F64, bits: int) -> F64:
-    """Rows [n, D] at the nearest of 2**bits equal steps of [low, high] (each [n, 1])."""
+    """Return the rows [n, D] rounded to the nearest of 2**bits equal steps of [low, high] (each [n, 1])."""
     scale = (high - low) / (2**bits - 1)
     scale[scale == 0] = 1
     return np.clip(np.rint((v - low) / scale), 0, 2**bits - 1) * scale + low
 
 
 def k_means(x: npt.NDArray[np.floating], bits: int, iterations: int = 15) -> F64:
-    """Lloyd's algorithm within each row: 2**bits centroids, at first uniform between min and max."""
+    """Run Lloyd's algorithm within each row with 2**bits centroids, initially uniform between min and max."""
     v = x.astype(np.float64)
     low, high = v.min(axis=1, keepdims=True), v.max(axis=1, keepdims=True)
     centroids = low + (high - low) * np.linspace(0, 1, 2**bits)
@@ -54,7 +53,7 @@ def k_means(x: npt.NDArray[np.floating], bits: int, iterations: int = 15) -> F64
 
 
 def rows_like(kind: str, rows: int, columns: int, seed: int = 0) -> npt.NDArray[np.float32]:
-    """Rows of the two distributions that errors are quoted for: `gaussian` with row means, or `student`-t(3)."""
+    """Return rows of one of two distributions: `gaussian` with row means, or `student`-t(3)."""
     rng = np.random.default_rng(seed)
     if kind == "gaussian":
         x = rng.normal(0, 0.05, (rows, columns)) + rng.normal(0, 0.03, (rows, 1))
@@ -68,12 +67,12 @@ def mean_l2(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
 
 
 def through_codec(weights: F32, bits: int, search: Search | None = None) -> F32:
-    """What a checkpoint of `bits` gives back of rows [n, D], by the product's codec; None: its usual range search."""
+    """Encode and decode rows [n, D] with the product's codec at `bits`; without `search`, its default range search."""
     encoding = ENCODINGS[BITS_CHOICES[bits]]
     rows, columns = weights.shape
     scales, biases, codes = (np.empty(size, np.uint8) for size in section_bytes(encoding, rows, columns))
     encoded = encode_rows(encoding, weights, scales, biases, codes, search=search)
-    if not encoded.fits:  # such a block is stored raw
+    if not encoded.fits:  # the codec stores such a block raw
         return weights.copy()
     return decode_rows(
         encoding,
@@ -88,11 +87,10 @@ def through_codec(weights: F32, bits: int, search: Search | None = None) -> F32:
 
 
 def mean_error(x: F32, bits: int, search: Search | None = None) -> float:
-    """Mean L2 distance of a row and what the product's codec gives back of it."""
+    """Return the mean L2 distance between a row and its decoded value from the product's codec."""
     return mean_l2(x, through_codec(x, bits, search))
 
 
 def sample_of(rows: F32) -> F32:
-    """A uniform sample of at most 4,096 rows, in their order."""
     places = np.random.default_rng(0).choice(len(rows), min(len(rows), 4096), replace=False, shuffle=False)
     return np.ascontiguousarray(rows[np.sort(places)])

@@ -44,9 +44,9 @@ from tests.load.simulation.system import LoadSystem  # noqa: E402
 
 NODES = 100
 SAVE_REQUESTS = 200
-"""Runs that are asked for a save at once."""
+"""Runs that get a save request at the same time."""
 EVERY_S = 120.0
-"""Between a run's commits."""
+"""Time between two commits of a run."""
 ADMISSIONS_PER_S = 50.0
 ADMISSION_DURATION_S = 60.0
 STEADY_S = 45.0
@@ -97,7 +97,6 @@ def steady(system: LoadSystem) -> dict[str, Any]:
 
 
 def losses(system: LoadSystem) -> dict[str, Any]:
-    """A pod of every tenth run evicted, then one of every tenth killed."""
     by_run = {pod.job_uid: pod for pod in workload.live_pods(system.plane)}
     victims = list(by_run.values())
     found: dict[str, Any] = {}
@@ -115,7 +114,6 @@ def losses(system: LoadSystem) -> dict[str, Any]:
 
 
 def save_requests(system: LoadSystem) -> dict[str, Any]:
-    """A save is asked for of many runs at once."""
     runs = list({pod.job_uid: pod for pod in workload.live_pods(system.plane)}.values())
     report_delays, over = system.request_saves(runs[:SAVE_REQUESTS])
     return {
@@ -126,7 +124,6 @@ def save_requests(system: LoadSystem) -> dict[str, Any]:
 
 
 def admissions(system: LoadSystem) -> dict[str, Any]:
-    """A steady rate of admissions, while everything trains."""
     before = system.usages()
     outcome = admission.admit(
         system.plane, system.webhook.metrics, per_s=ADMISSIONS_PER_S, duration_s=ADMISSION_DURATION_S
@@ -180,7 +177,7 @@ STEPS = {
     "steady_after": steady,
 }  # fmt: skip
 NEED_JOBS = {"losses", "admissions"}
-"""Steps in which somebody makes pods anew."""
+"""Steps that create pods again."""
 
 
 def write(found: dict[str, Any]) -> None:
@@ -190,7 +187,7 @@ def write(found: dict[str, Any]) -> None:
 
 
 def distribute_sizes(pods: int, sizes: Sequence[int]) -> list[int]:
-    """Sizes of runs that together have about so many pods, as many of them in runs of each of `sizes`."""
+    """Return sizes of runs with about `pods` pods in total, split equally between the given sizes."""
     return [size for size in sizes for _ in range(max(1, round(pods / len(sizes) / size)))]
 
 
@@ -217,7 +214,7 @@ def measure(sizes: Sequence[int], *, metadata_only: bool) -> dict[str, Any]:
                     begun_s = time.monotonic()
                     found[name] = step(system)
                     print(f"{name}: {time.monotonic() - begun_s:.0f} s", flush=True)
-                    write(found)  # what was measured stays, whatever comes after
+                    write(found)  # keep the measurements, even if a later part fails
                 found["programs"] = {name: asdict(usage) for name, usage in system.usages().items()}
                 found["requests"] = system.requests()
                 found["findings"] = system.violations()

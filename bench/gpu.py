@@ -1,13 +1,13 @@
-"""On a GPU: what tracking adds to a step, and what a save holds training for, beside torch.save and DCP.
+"""On a GPU: the cost of tracking per step and the training stall of a save, compared with torch.save and DCP.
 
-Tables, their state and the dense parameters lie on the device; stores and caches in memory (/dev/shm), so that no disk
-is measured. The same live state for everybody, in one run and in turns. A stall is what the training thread waits with
-nothing of its own on the device's queue before it: for a save that comes due by time the queue is drained, and what
-that takes is part of the stall.
+Tables, their state and the dense parameters are on the device; stores and caches are in memory (/dev/shm), so that
+no disk is measured. All checkpointers save the same live state, in one run and in turns. A stall is the time the
+training thread waits with none of its own work queued on the device. For a save that is due by time, the queue is
+drained first, and the stall includes that drain.
 
-    by hand      `save()` right after a step, when the device is done with it
-    by time      a save comes due while training goes on: what is on the device's queue is waited for, too
-    lost         its stall, and by how much the steps until it was durable took longer than steps without us
+    by hand      `save()` right after a step, when the device has finished it
+    by time      a save is due during training; the stall includes the work on the device's queue
+    lost         the stall plus the extra time of the steps until the save was durable, against untracked steps
 
 Without a GPU only `--quick` runs, on the CPU, as a smoke test.
 """
@@ -40,7 +40,7 @@ class GpuState:
     """Four bags with row-wise Adagrad and an MLP with Adam on the device, and steps of skewed lookups."""
 
     def __init__(self, gigabytes: float) -> None:
-        """Tables and their state take so many GiB; every row's state is non-zero."""
+        """Allocate this many GiB of tables and state; every row's state is non-zero."""
         from deltashard.optim import RowWiseAdagrad
 
         torch.manual_seed(0)
@@ -59,7 +59,7 @@ class GpuState:
         ]
         for table in tables:
             self.optimizers[0].state[table.weight]["sum"].uniform_()
-        # Log-uniform: Zipf's law with exponent 1, the hot rows spread over the table.
+        # Log-uniform: Zipf's law with exponent 1, the hot rows are spread over the table.
         self.batches = [
             [
                 (self.rows_each ** torch.rand((BATCH, POOLING), device=DEVICE)).long() * 7919 % self.rows_each
@@ -74,7 +74,6 @@ class GpuState:
         self._train(self.batches[self.at % BATCHES])
 
     def touch(self, share: float, seed: int) -> None:
-        """Change `share` of every table's rows by one training step each, and all dense parameters."""
         generator = torch.Generator(DEVICE).manual_seed(seed)
         rows = torch.randperm(self.rows_each, generator=generator, device=DEVICE)
         rows = rows[: int(self.rows_each * share)]
@@ -90,9 +89,9 @@ class GpuState:
             optimizer.step()
 
     def as_dict(self) -> dict[str, object]:
-        """What a script would hand to torch.save: state_dicts, by reference."""
+        """Return what a script passes to torch.save: state_dicts, by reference."""
         return {
-            "model": dict(self.model.state_dict()),  # a stager of torch 2.11 knows no other mapping
+            "model": dict(self.model.state_dict()),  # torch 2.11's stager accepts no other mapping
             "optimizers": {str(i): optimizer.state_dict() for i, optimizer in enumerate(self.optimizers)},
         }
 
@@ -102,7 +101,7 @@ class GpuState:
 
 
 class DcpPinned(DcpAsyncSaveReusing):
-    """The asynchronous save with a stager that keeps pinned memory for the whole state."""
+    """DCP's asynchronous save with a stager that keeps pinned memory for the whole state."""
 
     name = "dcp.async_save (cached, pinned)"
     pinned = DEVICE == "cuda"
@@ -156,7 +155,7 @@ def _sync() -> None:
 
 
 def _flags(state: GpuState, **flags: object) -> dict[str, object]:
-    # As much shared memory as the asynchronous peers take for their copy.
+    # As much shared memory as the asynchronous peers use for their copy.
     room = max(64 << 20, int(state.bytes * 1.1))
     return {"encoding": "q8", "differential": "consecutive", "compact_after": 0, "arena_bytes": room} | flags
 
@@ -172,7 +171,7 @@ def _timed(state: GpuState, steps: int, end: Callable[[], object]) -> float:
 
 
 def _steps(place: StoreLocation, state: GpuState, folder: Path, steps: int, rounds: int) -> dict[str, object]:
-    """Steps without and with tracking and `step()`, in turns; no save is due."""
+    """Time steps without and with tracking and `step()`, in turns; no save is due."""
     found: dict[str, list[float]] = {"without": [], "with": []}
     _timed(state, steps, lambda: None)
     with SidecarServer(place, "steps", folder / "steps", **_flags(state)) as sidecar:
@@ -245,7 +244,7 @@ def _timer_saves(
     step_s: float,
     quick: bool,
 ) -> dict[str, object]:
-    """Saves by the timer; `share` of the rows is touched in each interval, besides what its steps touch."""
+    """Measure saves by the timer; each interval changes `share` of the rows in addition to its steps' rows."""
     name = f"time-{share:.2f}"
     found = []
     with SidecarServer(place, name, folder / name, **_flags(state, every_s=1 if quick else 4)) as sidecar:

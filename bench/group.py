@@ -1,22 +1,22 @@
-"""Four ranks against torch.distributed.checkpoint: stall, durable, bytes, restore by two ranks; on MinIO.
+"""Compares four ranks with torch.distributed.checkpoint on MinIO: stall, durable, bytes, restore by two ranks.
 
-The model is TorchRec's: four tables cut by rows over all ranks, fused row-wise Adagrad, a small dense part. Ranks are
-processes under one gloo group, forked from a process that has imported everything; one sidecar serves them, as in one
-pod. Both sides save the same live state in turns, and each save is of a state of which 26 % of the rows changed since
-the checkpoint before. DCP gets TorchRec's own sharded state dicts and writes with its FsspecWriter over s3fs.
+The model is TorchRec's: four tables sharded by rows over all ranks, fused row-wise Adagrad, a small dense part. Ranks
+are processes of one gloo group, forked from a process that has imported everything; one sidecar serves them, as in
+one pod. Both sides save the same live state in turns; 26 % of the rows change between checkpoints. DCP gets
+TorchRec's own sharded state dicts and writes with its FsspecWriter over s3fs.
 
-    stall     what the training thread spends from the trigger on until it is free: all of `async_save`; of ours all
-              `save()` and `step()` calls up to the cut's (a group cuts some steps later, and trains until then). All
-              ranks are at a barrier before. A save's stall is that of its slowest rank.
-    durable   from the trigger until the slowest rank knows: the future's result, or the log entry.
-    bytes     what the bucket holds more than before.
-    restore   two new ranks, each holding twice the rows: `restore()` of a baseline and a delta of 26 %, on a sidecar
-              with an empty cache, against `dcp.load` into the state dict in place, its reader made within.
+    stall     time of the training thread from the trigger until it is free: all of `async_save`; for ours all
+              `save()` and `step()` calls up to the snapshot's (a group takes the snapshot some steps later and trains
+              until then). All ranks start at a barrier. A save's stall is that of its slowest rank.
+    durable   from the trigger until the slowest rank has the future's result or the log entry.
+    bytes     growth of the bucket.
+    restore   two new ranks, each with twice the rows: `restore()` of a baseline and a delta of 26 %, on a sidecar
+              with an empty cache, against `dcp.load` into the state dict in place, including its reader's creation.
     step      blocks of ordinary steps with and without a Checkpointer in turns, their ratio of medians by pair; the
-              time inside of our own functions over the time of a step; and collectives counted by the group.
+              share of a step inside our own functions; and the number of collectives of the group.
 
-What is restored is compared with what was saved by sums over the bits of all shards: both sides must bring back the
-state of the trigger, although training went on. In 8 bits that is the optimizer's state, weights being rounded.
+Sums over the bits of all shards compare the restored state with the saved one: both sides must restore the state of
+the trigger, although training continued. In 8 bits this covers the optimizer's state only, as weights are rounded.
 
     bench/run.py group --out out/group.json           2 GiB (`make bench-group`)
     bench/run.py group --quick                        64 MiB, one round
@@ -75,11 +75,11 @@ def run(*, quick: bool = False) -> dict[str, Any]:
 
         def sidecar(into: contextlib.ExitStack, run: str, name: str, **flags: object) -> str:
             started = into.enter_context(SidecarServer(place, run, folder / name, **flags))
-            os.environ.pop("DELTASHARD_SOCKET")  # or the next one would serve there, too
+            os.environ.pop("DELTASHARD_SOCKET")  # otherwise the next sidecar would use this one
             started.wait_idle()
             return str(started.memory / "sidecar.sock")
 
-        # As much shared memory as the peer takes for its copy, and no less than four ranks need.
+        # As much shared memory as the peer uses for its copy, and at least what four ranks need.
         arena_bytes = max(256 << 20, int(scale.state_bytes * 1.1))
         with contextlib.ExitStack() as writers:
             sockets = {
@@ -117,7 +117,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
 
 
 def _saves(saved: list[Any]) -> dict[str, Any]:
-    """Per kind of save: medians over the counted rounds of the slowest rank, and each rank's own median."""
+    """Return for each kind of save the slowest rank's medians over the counted rounds, and each rank's median."""
     found = {}
     for kind in saved[0]["rounds"][0]:
         rounds = [[rank["rounds"][n][kind] for rank in saved] for n in range(1, len(saved[0]["rounds"]))]
@@ -147,7 +147,7 @@ def _restores(restored: list[Any]) -> dict[str, Any]:
 
 
 def _step_cost(saved: list[Any]) -> dict[str, Any]:
-    """Wall time is rank 0's, since the step's collectives keep ranks together; processor time is all ranks'."""
+    """Wall time is rank 0's, as the step's collectives synchronize the ranks; processor time is of all ranks."""
     pairs = range(len(saved[0]["step"]["pairs"]))
 
     def total(pair: int, which: str) -> float:
@@ -169,7 +169,7 @@ def _rows(out: dict[str, Any]) -> list[Row]:
     saves, restores, step = out["saves"], out["restores"], out["step"]
     rows = []
     for encoding in ENCODINGS:
-        barred = encoding == "q8"  # the default; the other is for the record
+        barred = encoding == "q8"  # the default; the other value is only recorded
         some, everything = saves[f"{encoding} some"], saves[f"{encoding} all"]
         for peer in (PLAIN, CACHED):
             theirs, bars = saves[peer], barred and peer == PLAIN

@@ -1,4 +1,4 @@
-"""What the ranks of `bench/group.py` do: train, save and restore, as forks of a process that has imported all."""
+"""The ranks of `bench/group.py`: they train, save and restore, as forks of a process that has imported everything."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tracking import Clock, clocked
 SCRIPT = str(Path(__file__).resolve())
 COLUMNS = 64
 SHARES = (8, 4, 2, 2)
-"""How the rows are spread over the tables, in sixteenths."""
+"""The share of each table in all rows, in sixteenths."""
 ROW_BYTES = 4 * COLUMNS + 4
 DIRTY = 0.26
 TIMEOUT_S = 300
@@ -37,15 +37,14 @@ LOAD = "dcp.load"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupScale:
-    """How much of it."""
+    """The size of the measurement."""
 
     state_bytes: int
     rounds: int
-    """Counted ones; one more goes before them."""
+    """Counted rounds; one warm-up round precedes them."""
     pairs: int
-    """Of blocks of steps with and without a Checkpointer."""
+    """Pairs of blocks of steps with and without a Checkpointer."""
     steps: int
-    """Of a block."""
     world: int = 4
     readers: int = 2
 
@@ -59,7 +58,7 @@ SMALL = GroupScale(state_bytes=64 << 20, rounds=1, pairs=2, steps=10)
 
 
 class GroupTraining:
-    """The model as one rank has it."""
+    """One rank's part of the model."""
 
     def __init__(self, scale: GroupScale) -> None:
         import torch
@@ -91,7 +90,7 @@ class GroupTraining:
 
         class RankSharder(EmbeddingBagCollectionSharder):
             def sharding_types(self, compute_device_type: str) -> list[str]:  # noqa: ARG002
-                return ["row_wise"]  # which the planner leaves out on CPUs
+                return ["row_wise"]  # the planner omits it on CPUs
 
         self.scale, self.rank, self.world = scale, dist.get_rank(), dist.get_world_size()
         torch.manual_seed(self.rank)
@@ -114,7 +113,7 @@ class GroupTraining:
         self._tiny = self._bags([torch.arange(8)] * len(SHARES), 8)
 
     def _bags(self, ids: list[Any], bags: int) -> Any:
-        """A batch of `bags` samples whose bags share out `ids` of each table."""
+        """Return a batch of `bags` samples that distributes `ids` of each table over the bags."""
         import torch
         from torchrec import KeyedJaggedTensor
 
@@ -132,7 +131,7 @@ class GroupTraining:
         self.dense.step()
 
     def touch(self, share: float, seed: int) -> None:
-        """A step that looks up `share` of every table's rows, each rank its part of them, in few bags."""
+        """Run a step that looks up `share` of every table's rows in few bags; each rank looks up its part."""
         import torch
 
         generator = torch.Generator().manual_seed(seed)
@@ -143,7 +142,7 @@ class GroupTraining:
         self.step(self._bags(ids, 8))
 
     def ordinary(self, seed: int) -> Any:
-        """A batch of 512 samples with 20 lookups a table, low ids favoured."""
+        """Return a batch of 512 samples with 20 lookups per table that favours low ids."""
         import torch
 
         generator = torch.Generator().manual_seed(1000 * seed + self.rank)
@@ -152,7 +151,7 @@ class GroupTraining:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """What a script hands to DCP: ShardedTensors, by reference."""
+        """Return what a script passes to DCP: ShardedTensors, by reference."""
         return {
             "model": self.model.state_dict(),
             "fused": self.model.fused_optimizer.state_dict(),
@@ -160,7 +159,7 @@ class GroupTraining:
         }
 
     def shards(self) -> dict[str, list[Any]]:
-        """All ranks' tables: this rank's tensors of weights and of optimizer state."""
+        """Return this rank's tensors of weights and optimizer state for all tables."""
         found: dict[str, list[Any]] = {"weights": [], "state": []}
         for value in self.model.state_dict().values():
             if hasattr(value, "local_shards"):
@@ -235,13 +234,13 @@ def _our_save(training: GroupTraining, ckpt: Any) -> dict[str, Any]:
 
 
 class _Dcp:
-    """torch.distributed.checkpoint on MinIO, one rank's side."""
+    """One rank's side of torch.distributed.checkpoint on MinIO."""
 
     def __init__(self, place: StoreLocation, *, cached: bool = False) -> None:
         import torch.distributed as dist
 
         self.storage = DcpSave(place)
-        # Its thread's collectives must not meet those of training.
+        # The collectives of its thread need a group separate from training's.
         self.group = dist.new_group(backend="gloo")
         self.stager: Any = None
         if cached:
@@ -251,14 +250,13 @@ class _Dcp:
             self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
 
     def _staged(self, state: dict[str, Any]) -> None:
-        """Make the kept copy, in ordinary memory: pinned, as the stager would, needs CUDA."""
+        """Allocate the reused copy in ordinary memory; the stager's pinned memory needs CUDA."""
         from torch.distributed._state_dict_utils import _create_cpu_state_dict
 
         if self.stager is not None and self.stager.state_dict_cache is None:
             self.stager.state_dict_cache = _create_cpu_state_dict(state)
 
     def save(self, training: GroupTraining, tag: str) -> dict[str, Any]:
-        """`async_save`; training goes on by one step before its result is waited for."""
         import torch.distributed.checkpoint as dcp
 
         self._staged(training.as_dict())
@@ -289,7 +287,7 @@ class _Dcp:
 
 
 def save(scale: GroupScale, place: StoreLocation, sockets: dict[str, list[str]]) -> dict[str, Any]:
-    """All saves of one rank; the last of each side stay for `restore`."""
+    """Run all saves of one rank; the last save of each side remains for `restore`."""
     import torch.distributed as dist
 
     training = GroupTraining(scale)
@@ -330,7 +328,6 @@ def save(scale: GroupScale, place: StoreLocation, sockets: dict[str, list[str]])
 
 
 def _steps(training: GroupTraining, sockets: list[str]) -> dict[str, Any]:
-    """Blocks of ordinary steps, with and without a Checkpointer in turns."""
     import torch.distributed as dist
     from deltashard.sharded import batched_kernel
     from deltashard.tracking.step_hook import StepHooks
@@ -344,14 +341,14 @@ def _steps(training: GroupTraining, sockets: list[str]) -> dict[str, Any]:
         (StepHooks, "after"),
     ]
     collectives = {True: 0, False: 0}
-    counted = dist.group.WORLD._get_sequence_number_for_group  # noqa: SLF001 - of collectives so far
+    counted = dist.group.WORLD._get_sequence_number_for_group  # noqa: SLF001 - number of collectives so far
 
     def block(ckpt: Any) -> tuple[float, float, float]:
-        """Median seconds of a step, processor seconds of this rank a step, median share in our functions."""
+        """Return median seconds and this rank's processor seconds per step, and the median share in our functions."""
         end = None if ckpt is None else clock.timed(ckpt.step)
         steps_s, shares = [], []
         for step in range(scale.steps + 5):
-            if step == 5:  # those before are for warming up
+            if step == 5:  # the steps before are warm-up
                 gc.collect()
                 dist.barrier()
                 cpu, count = time.process_time(), counted()
@@ -381,10 +378,10 @@ def _steps(training: GroupTraining, sockets: list[str]) -> dict[str, Any]:
 def restore(
     scale: GroupScale, place: StoreLocation, sockets: dict[str, list[str]], tag: str, sums: dict[str, Any]
 ) -> dict[str, Any]:
-    """Every restore of one rank of the smaller world, each compared with what was saved."""
+    """Run every restore of one rank of the smaller world and compare each with the saved state."""
     training = GroupTraining(scale)
     peer = _Dcp(place)
-    training.step()  # DCP loads into optimizer state that is there
+    training.step()  # DCP loads into existing optimizer state
     found: dict[str, list[float]] = {name: [] for name in (*ENCODINGS, LOAD)}
     for turn in range(scale.rounds):
         for encoding in ENCODINGS:
@@ -408,9 +405,8 @@ def _compare(name: str, saved: dict[str, int], restored: dict[str, int]) -> None
 
 
 def _ranks(asked: dict[str, Any]) -> int:
-    """Fork the ranks and wait for them; how many failed."""
     warnings.simplefilter("ignore")
-    # Imported once for all ranks.
+    # Import once for all ranks.
     import deltashard  # noqa: F401
     import s3fs  # noqa: F401
     import torch.distributed.checkpoint._fsspec_filesystem  # noqa: F401
@@ -424,7 +420,7 @@ def _ranks(asked: dict[str, Any]) -> int:
         child = os.fork()
         if child == 0:
             code = 1
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ranks do not outlive the bench
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end the ranks together with the bench
             try:
                 code = _rank(rank, port, asked)
             finally:
@@ -460,7 +456,7 @@ def _rank(rank: int, port: int, asked: dict[str, Any]) -> int:
         traceback.print_exc()
         return 1
     (folder / f"out-{rank}.json").write_text(json.dumps(found))
-    dist.barrier()  # the store is in rank 0
+    dist.barrier()  # rank 0 hosts the store
     return 0
 
 

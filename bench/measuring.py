@@ -1,4 +1,4 @@
-"""What bench modules share: rows of the table, errors that are noted, what a process used, a MinIO to save to."""
+"""Shared by the bench modules: rows of the table, recorded errors, resource use of a process, a MinIO to save to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 def compare_with(
     what: str, ours: float, peer: str, theirs: float, unit: str, bar: float | None = None
 ) -> Row:
-    """Ours beside a peer's; the bar is the least that theirs / ours may be."""
+    """Return a row of ours and a peer's value; `bar` is the minimum of theirs / ours."""
     row = {"what": what, "ours": ours, "unit": unit, "peer": peer, "theirs": theirs}
     return row | at_least(what, theirs / ours, bar)
 
@@ -28,7 +28,7 @@ def at_least(what: str, ratio: float, bar: float | None, **more: object) -> Row:
 
 
 def limit(what: str, ours: float, unit: str, bar: float | None = None) -> Row:
-    """A figure of ours; the bar is the most that it may be."""
+    """Return a row with a value of ours; `bar` is its maximum."""
     met = None if bar is None else ours <= bar
     return {"what": what, "ours": ours, "unit": unit, "bar": bar, "met": met}
 
@@ -39,7 +39,7 @@ def log_progress(what: str) -> None:
 
 @contextlib.contextmanager
 def record_errors(errors: dict[str, str], what: str) -> Iterator[None]:
-    """Whatever fails within stands in `errors`, and the rest of the bench still runs."""
+    """Record an error of the block in `errors`, so that the rest of the bench still runs."""
     try:
         yield
     except Exception as error:
@@ -48,7 +48,7 @@ def record_errors(errors: dict[str, str], what: str) -> Iterator[None]:
 
 
 def best_cpu_s(seconds: float, work: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """This thread's processor seconds of each call, best of as many turns as fit, at least three; they take turns."""
+    """Return this thread's processor seconds per call, the best of at least three alternating turns."""
     best = dict.fromkeys(work, float("inf"))
     for call in work.values():
         call()
@@ -68,13 +68,12 @@ def process_cpu_s(pid: int) -> float:
 
 
 def memory_bytes(pid: int | str, kind: str) -> int:
-    """Of a process, by the kernel's name: VmRSS, VmHWM (its peak), RssAnon."""
+    """Return a memory figure of a process by the kernel's name: VmRSS, VmHWM (its peak), RssAnon."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{kind}:")), 0)
 
 
 def cpu_model() -> str:
-    """The model's name, where the kernel says it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""deltashard behind the bench's interface: one sidecar process that the bench starts, watches and kills itself.
+"""deltashard behind the bench's interface: one sidecar process that the bench starts, measures and kills.
 
-The trainer half runs in the bench's own process, as it runs in a training script. The sidecar is a process of its
-own, as in a pod; its processor time and memory come from the kernel's account of it (/proc), not from what it says.
+The trainer half runs in the bench's process, as it runs in a training script. The sidecar is a separate process, as
+in a pod. Its processor time and memory are read from /proc, not from its own reports.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class SidecarServer:
         shutil.rmtree(self.memory, ignore_errors=True)
 
     def wait_idle(self) -> None:
-        """Wait until it is idle: in a pod it has looked at the log long before a trainer has imported torch."""
+        """Wait until the sidecar is idle: in a pod it has read the log long before a trainer has imported torch."""
         deadline = time.monotonic() + READY_S
         before = -1.0
         while before != self.cpu_s and time.monotonic() < deadline:
@@ -109,7 +109,6 @@ class SidecarServer:
         return process_cpu_s(self.process.pid)
 
     def anonymous_bytes(self) -> int:
-        """Memory that is neither the arena nor a file of the cache."""
         return memory_bytes(self.process.pid, "RssAnon")
 
     def _watch(self) -> None:
@@ -120,7 +119,7 @@ class SidecarServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OurSave:
-    """A save, with what only we can tell."""
+    """A save with figures that only our checkpointer has."""
 
     saved: SaveTiming
     raw_bytes: int

@@ -1,10 +1,10 @@
-"""The field: torch.save, torch.distributed.checkpoint (DCP) and torchsnapshot behind one small interface.
+"""The peers torch.save, torch.distributed.checkpoint (DCP) and torchsnapshot behind one small interface.
 
-Each saves the state a script would hand it, to a directory or to a real MinIO, and says how long the training
-thread was held (`stall_s`) and how long until the checkpoint could be read back (`durable_s`). Everybody gets the
-road to MinIO that serves it best: torch.save a multipart upload by minio-py, DCP its own FsspecWriter over s3fs
-with as many threads as there are cores, torchsnapshot its own S3 plugin. Both asynchronous peers are also measured
-with their staging memory already allocated, as it is from the second save on where they support that.
+Each saves the state a script would pass to it, to a directory or to a real MinIO, and reports how long the training
+thread was blocked (`stall_s`) and how long until the checkpoint was readable (`durable_s`). Each uses its fastest
+way to MinIO: torch.save a multipart upload by minio-py, DCP its own FsspecWriter over s3fs with as many threads as
+there are cores, torchsnapshot its own S3 plugin. Both asynchronous peers are also measured with their staging memory
+already allocated, as it is from the second save on where they support that.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ THREADS = os.cpu_count() or 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTiming:
-    """One save as the training loop saw it."""
+    """One save as the training loop observed it."""
 
     stall_s: float
     stall_cpu_s: float
-    """Processor time of the training thread within the stall: what is left of it on a busy machine."""
+    """Processor time of the training thread within the stall: the part that a busy machine does not change."""
     durable_s: float
     stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instant:
-    """Both clocks of the training thread."""
+    """A reading of both clocks of the training thread."""
 
     wall_s: float
     cpu_s: float
@@ -59,7 +59,7 @@ class Instant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLocation:
-    """Where checkpoints go: a directory, or a bucket of a running MinIO when `endpoint` is set."""
+    """Where checkpoints are stored: a directory, or a bucket of a running MinIO when `endpoint` is set."""
 
     name: str
     root: str
@@ -98,7 +98,7 @@ class StoreLocation:
                 item.size or 0 for item in self.client().list_objects(bucket, prefix=prefix, recursive=True)
             )
         total = 0
-        for folder, _, names in os.walk(Path(self.root, tag)):  # gc may delete while we look
+        for folder, _, names in os.walk(Path(self.root, tag)):  # gc may delete files during the walk
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     total += Path(folder, name).stat().st_size
@@ -116,7 +116,7 @@ class StoreLocation:
 
 @contextlib.contextmanager
 def minio_place(prefix: str) -> Iterator[tuple[StoreLocation, int]]:
-    """A bucket of a MinIO that runs meanwhile, its keys in this process's environment; and the server's process id."""
+    """Run a MinIO and yield a bucket and the server's process id; its keys are in this process's environment."""
     with minio_server() as server:
         before = dict(os.environ)
         os.environ.update(server.environment())
@@ -150,10 +150,10 @@ class Peer(ABC):
 
     @abstractmethod
     def load(self, state: TrainingState, tag: str) -> float:
-        """Load `tag` into `state`; seconds."""
+        """Load `tag` into `state` and return the seconds."""
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Release what is held between saves."""
+        pass
 
     def _saved(self, tag: str, begun: Instant, released: Instant) -> SaveTiming:
         durable_s = time.perf_counter() - begun.wall_s
@@ -166,7 +166,7 @@ class Peer(ABC):
 
 
 class TorchSave(Peer):
-    """torch.save to a file, synced; uploaded afterwards, in parts, where the place is MinIO."""
+    """torch.save to a synced file; on MinIO a multipart upload of the file follows."""
 
     name = "torch.save"
 
@@ -210,7 +210,7 @@ class DcpSave(Peer):
     name = "dcp.save"
 
     def writer(self, tag: str):
-        """A storage writer for one checkpoint; it is also the stager of an asynchronous save."""
+        """Return a storage writer for one checkpoint; it is also the stager of an asynchronous save."""
         if self.place.remote:
             return _fsspec().FsspecWriter(
                 self.place.url(tag), thread_count=THREADS, **self.place.filesystem_options()
@@ -238,7 +238,7 @@ class DcpSave(Peer):
 
 
 class DcpAsyncSave(DcpSave):
-    """torch.distributed.checkpoint.async_save as it comes."""
+    """torch.distributed.checkpoint.async_save with its defaults."""
 
     name = "dcp.async_save"
     asynchronous = True
@@ -249,7 +249,7 @@ class DcpAsyncSave(DcpSave):
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def stager(self):
-        """None: the writer stages, into fresh memory each time."""
+        """Return None: the writer stages into new memory each time."""
         return
 
     def start(self, state: TrainingState, tag: str) -> Callable[[], bool]:
@@ -271,11 +271,11 @@ class DcpAsyncSave(DcpSave):
 
 
 class DcpAsyncSaveReusing(DcpAsyncSave):
-    """... and with a stager that keeps its memory between saves."""
+    """DCP's asynchronous save with a stager that keeps its memory between saves."""
 
     name = "dcp.async_save (cached staging)"
     pinned = False
-    """Pinned memory, and copies that do not wait for one another, are for CUDA."""
+    """Pinned memory and non-blocking copies need CUDA."""
 
     def __init__(self, place: StoreLocation) -> None:
         super().__init__(place)
@@ -300,7 +300,7 @@ class TorchSnapshotTake(Peer):
         with _silence_warnings():
             import torchsnapshot
         self.library = torchsnapshot
-        # The library asks for the current event loop, which newer Pythons no longer make by themselves.
+        # The library requests the current event loop, which newer Pythons no longer create implicitly.
         asyncio.set_event_loop(asyncio.new_event_loop())
 
     def _app_state(self, state: TrainingState):
@@ -348,7 +348,7 @@ def _fsspec():
 
 
 def _durable(done: Callable[[], bool], result: Callable[[], object]) -> Callable[[], bool]:
-    """Whether a save is done, and not failed: `result` raises then."""
+    """Return whether a save has finished without failing; `result` raises if it failed."""
 
     def durable() -> bool:
         if done():
@@ -360,7 +360,6 @@ def _durable(done: Callable[[], bool], result: Callable[[], object]) -> Callable
 
 
 def _silence_warnings():
-    """The peers' own deprecation warnings are not ours to print."""
     return warnings.catch_warnings(action="ignore")
 
 

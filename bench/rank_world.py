@@ -1,4 +1,4 @@
-"""All pods of `bench/ranks.py` over one store in memory, and what their ranks would say of their parts."""
+"""Simulates all pods of `bench/ranks.py` over one store in memory, and the reports of their ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from deltashard_checkpoint.write.snapshot_reports import LIST_PAGE
 RUN = "ranks"
 COLUMNS = 64
 ROW_BYTES = COLUMNS + 8  # codes, scale and bias
-STATE_BYTES = 4  # of a row: one row-wise float32
+STATE_BYTES = 4  # per row: one row-wise float32
 RAW_BYTES = 4 * COLUMNS + 4
 CHANGED_SHARE = 0.26
 PACK_BYTES = 64 << 20
@@ -46,17 +46,16 @@ SPREAD_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankScale:
-    """How much of it."""
+    """The size of the simulation."""
 
     ranks: int
     tables: int
     rows: int
-    """Of each table."""
     per_pod: int = 8
     cuts: int = 4
-    """A baseline, then deltas, each since the one before."""
+    """A baseline, then deltas, each since the checkpoint before."""
     other_ranks: int
-    """Of the world that reads what this one wrote."""
+    """Ranks of the world that restores."""
 
     @property
     def pods(self) -> int:
@@ -67,7 +66,6 @@ class RankScale:
         return _schemas(self.tables, self.rows)
 
     def rows_of(self, rank: int, world: int) -> tuple[int, int]:
-        """Rows [start, stop) that a rank has of every table."""
         return self.rows * rank // world, self.rows * (rank + 1) // world
 
     def boxes_of(self, rank: int, world: int) -> tuple[Box, ...]:
@@ -78,7 +76,7 @@ class RankScale:
         )
 
     def layout(self) -> Layout:
-        """All boxes, as columns: objects would be gigabytes."""
+        """Return all boxes as columns, since objects would take gigabytes."""
         edges = np.array([self.rows_of(rank, self.ranks)[0] for rank in range(self.ranks)] + [self.rows])
         rank = np.repeat(np.arange(self.ranks), self.tables)
         return Layout(
@@ -112,16 +110,16 @@ def _fqn(n: int) -> str:
     return f"sparse.ebc.embedding_bags.table_{n:03d}.weight"
 
 
-# The store, and time
+# Store and time
 
 
 class RequestCountingStore(MemoryStore):
-    """A store in memory that counts requests as S3 does, by whoever is at work, and bytes."""
+    """A store in memory that counts bytes and, per client, requests as S3 does."""
 
     def __init__(self, clock: Any) -> None:
         super().__init__(clock=clock)
         self.requests: Counter[tuple[str, str]] = Counter()
-        """By (who, PUT | GET | LIST | HEAD | DELETE); a LIST is one for each 1,000 names."""
+        """By (client, PUT | GET | LIST | HEAD | DELETE); a LIST is one for each 1,000 names."""
         self.who = ""
 
     def _count(self, kind: str) -> None:
@@ -148,7 +146,6 @@ class RequestCountingStore(MemoryStore):
         return self._paged(super().list(prefix, start_after=start_after))
 
     def _paged(self, found: Iterator[ObjectInfo]) -> Iterator[ObjectInfo]:
-        """The next page is asked for when the last is used up."""
         for n, info in enumerate(found):
             if n and n % LIST_PAGE == 0:
                 self._count("LIST")
@@ -160,7 +157,7 @@ class RequestCountingStore(MemoryStore):
 
 
 class SimulatedPods:
-    """Pods as greenlets over one clock: whoever sleeps lets the next one go on."""
+    """Pods as greenlets over one clock; a pod that sleeps yields to the next one."""
 
     def __init__(self) -> None:
         from greenlet import getcurrent
@@ -203,13 +200,13 @@ class SimulatedPods:
         self._main.switch()
 
 
-# What ranks say
+# Reports of ranks
 
 
 def make_index(
     scale: RankScale, rank: int, *, attempt: int, cut: int, token: str, covers: int | None
 ) -> Index:
-    """What rank's index of a cut would be, with packs that are not there."""
+    """Return a rank's index of a snapshot, with packs that do not exist."""
     a, b = scale.rows_of(rank, scale.ranks)
     frames: list[FrameInfo] = []
 
@@ -276,16 +273,16 @@ def make_index(
 
 @dataclass(slots=True)
 class _PackFill:
-    """A pack, as far as it is filled."""
+    """A pack and its fill level."""
 
     number: int
     state: bool
-    """Whether it has tails."""
+    """Whether the pack has tails."""
     bytes: int = 0
 
 
 def _place_frames(frames: Iterable[FrameInfo]) -> tuple[list[Place], list[_PackFill]]:
-    """Where frames and tails lie when each kind fills one pack after another, and these packs."""
+    """Return where frames and tails are stored when each kind fills one pack after another, and these packs."""
     packs: list[_PackFill] = []
     filling: dict[bool, _PackFill] = {}
 
@@ -326,20 +323,20 @@ def _blobs(scale: RankScale, rank: int) -> dict[str, int]:
 
 @dataclass(slots=True, kw_only=True)
 class CommittedSnapshot:
-    """One cut, as it was seen."""
+    """One snapshot with the requests of its commit."""
 
     number: int
     seq: int = 0
     covers: int | None = None
     requests: dict[str, dict[str, int]] = field(default_factory=dict)
-    """PUT, GET, LIST, ... of `first` (the pod of rank 0), of `others` together, and of `worst` (one of them)."""
+    """PUT, GET, LIST, ... of `first` (the pod of rank 0), of the sum of `others`, and of `worst` (one of them)."""
     indexes: int = 0
-    """PUTs among these that are indexes."""
+    """The PUTs of indexes among them."""
     committed_by: str = ""
     waited_s: float = 0.0
-    """From the last part to the last pod that knows."""
+    """From the last part until every pod knows of the commit."""
     first_s: float = 0.0
-    """Real seconds that the pod of rank 0 worked, when it came last."""
+    """Real seconds of work of rank 0's pod, when it finishes last."""
     packs: int = 0
     bytes: int = 0
 
@@ -351,7 +348,7 @@ class PodGroup:
         self.scale = scale
         self.world = SimulatedPods()
         self.read = frozenset(read)
-        """Ranks whose indexes are whole: others' are empty objects of their names."""
+        """Ranks with complete indexes; those of other ranks are empty objects of the same names."""
         begun_s = time.monotonic()
         self.layout = scale.layout()
         self.digest = self.layout.digest
@@ -367,10 +364,9 @@ class PodGroup:
         self.latencies = [CommitLatency() for _ in range(scale.pods)]
         self._shapes: dict[tuple[bool, bool, bool], tuple[int, int, int]] = {}
         self.index_bytes: dict[int, int] = {}
-        """Of the first rank that is read, by cut."""
+        """By snapshot, of the first rank whose index is read."""
 
     def reports(self, pod: int, cut: CommittedSnapshot) -> list[PartReport]:
-        """Of a pod's ranks; their indexes are put."""
         scale, found = self.scale, []
         for rank in range(pod * scale.per_pod, min((pod + 1) * scale.per_pod, scale.ranks)):
             token = f"{cut.number:08x}{rank:08x}"
@@ -412,7 +408,7 @@ class PodGroup:
         return found
 
     def _shape(self, rank: int, cut: CommittedSnapshot) -> tuple[int, int, int]:
-        """(packs, rows, bytes) of a rank's part; ranks without blobs for all differ by a row a table at most."""
+        """Return (packs, rows, bytes) of a rank's part; ranks without blobs differ by at most a row per table."""
         kind = (rank in owners(self.scale), rank == 0, cut.covers is None)
         if kind not in self._shapes:
             index = make_index(self.scale, rank, attempt=1, cut=cut.number, token="0" * 16, covers=cut.covers)
@@ -420,7 +416,7 @@ class PodGroup:
         return self._shapes[kind]
 
     def save(self, number: int, covers: int | None, *, first_last: bool) -> CommittedSnapshot:
-        """One cut of all pods, of which that of rank 0 ends its upload before all others, or after them."""
+        """Save one snapshot of all pods; rank 0's pod finishes its upload before or after all others."""
         cut = CommittedSnapshot(number=number, covers=covers)
         store, world = self.world.store, self.world
         store.requests.clear()

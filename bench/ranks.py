@@ -1,18 +1,18 @@
-"""Many ranks without the machines: 4,096 of them in 512 pods, 800 tables of 10^8 rows, metadata only.
+"""Simulates many ranks, metadata only: 4,096 ranks in 512 pods, 800 tables of 10^8 rows.
 
-Layout, reports, manifests, entries, indexes and plans are those of the real code; only packs are not written, and what
-an index says of them is made up: rows of 8 bits with one row-wise field, a baseline and deltas of 26 % of the rows.
-Every table is cut by rows over all ranks, which is the most boxes that a sharding has.
+Layout, reports, manifests, entries, indexes and plans are those of the real code. Only packs are not written, and
+an index describes generated ones: rows of 8 bits with one row-wise field, a baseline and deltas of 26 % of the rows.
+Every table is sharded by rows over all ranks, which gives the maximum number of boxes.
 
-    commits   every pod's `commit_parts` over one store in memory that counts requests. Pods are greenlets over a clock
-              of their own, so that waiting costs nothing and who asks when is the same in every run. Uploads end within
-              30 s of one another, rank 0's first; in the last cut it is the last, which shows a commit without waiting.
-              The first baseline and the first delta find pods that do not know how long such a cut takes.
-    opening   a trainer's library hands the layout to a real sidecar, which opens the attempt on a directory.
-    reading   fresh processes plan a restore from a copy of that store on disk: one rank, the ranks of one pod, a rank
+    commits   every pod's `commit_parts` over one store in memory that counts requests. Pods are greenlets over a
+              simulated clock, so that waiting is free and the order of requests is the same in every run. Uploads end
+              within 30 s of one another, rank 0's first; in the last snapshot it is the last, which shows a commit
+              without waiting. At the first baseline and delta, pods have no estimate of the duration yet.
+    opening   a trainer's library sends the layout to a real sidecar, which opens the attempt on a directory.
+    reading   new processes plan a restore from a copy of that store on disk: one rank, the ranks of one pod, a rank
               of another world size. Seconds are from an empty log to the plan; memory is the peak above what imports
               take.
-    a month   the requests of such a cut every 30 minutes, with its packs, at S3's list price.
+    a month   the requests of such a snapshot every 30 minutes, with its packs, at S3's list price.
 
     bench/run.py ranks --out out/ranks.json           4,096 ranks (`make bench-ranks`): some minutes, 6 GB of memory
     bench/run.py ranks --quick                        64 ranks, 20 tables of 10^6 rows
@@ -48,7 +48,7 @@ from rank_world import DENSE_OWNERS, FULL, RUN, SMALL, CommittedSnapshot, PodGro
 EVERY_S = 1800.0
 MONTH_S = 30 * 86400.0
 USD_WRITE, USD_READ = 5e-6, 0.4e-6
-"""Of one PUT or LIST, and of one GET: S3 Standard's list price, us-east-1."""
+"""Price of one PUT or LIST, and of one GET: S3 Standard's list price, us-east-1."""
 MB = 1e6
 
 
@@ -56,7 +56,7 @@ MB = 1e6
 
 
 def open_through_sidecar(layout: Layout) -> dict[str, float]:
-    """Rank 0's library hands the layout of all to its sidecar, over their socket, and gets an attempt."""
+    """Send the layout of all ranks from rank 0's library over its sidecar's socket, and open an attempt."""
     import grpc
     from deltashard.attach.lock import lock_line, open_arena, release_arena
     from deltashard.attach.session import OPEN_DEADLINE_S
@@ -97,7 +97,7 @@ def open_through_sidecar(layout: Layout) -> dict[str, float]:
 
 
 def copy_for_readers(store: Store, to: Path) -> dict[str, int]:
-    """What readers need on disk; bytes by kind."""
+    """Copy to disk what readers need, and return bytes by kind."""
     sizes: Counter[str] = Counter()
     with FileStore(to) as disk:
         for info in store.list(RUN):
@@ -109,7 +109,7 @@ def copy_for_readers(store: Store, to: Path) -> dict[str, int]:
 
 
 class _GetCountingStore(FileStore):
-    """A store on disk that counts what is read."""
+    """A store on disk that counts reads."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -142,7 +142,7 @@ def plan_in_this_process(scale: RankScale, root: Path, ranks: list[int], world: 
         ]
         for rank in ranks
     }
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = memory_bytes("self", "VmRSS")
     found: dict[str, Any] = {"seconds": []}
     with _GetCountingStore(root) as store:
@@ -170,7 +170,6 @@ def plan_in_this_process(scale: RankScale, root: Path, ranks: list[int], world: 
 
 
 def plan_in_another_process(scale: RankScale, root: Path, ranks: list[int], world: int) -> dict[str, Any]:
-    """The same, in a process that has done nothing else."""
     asked = json.dumps({"scale": asdict(scale), "root": str(root), "ranks": ranks, "world": world})
     done = subprocess.run(
         [sys.executable, str(Path(__file__).resolve()), "--plan", asked],
@@ -183,7 +182,7 @@ def plan_in_another_process(scale: RankScale, root: Path, ranks: list[int], worl
     return found
 
 
-# All of it
+# Everything
 
 
 def run(*, quick: bool = False, scale: RankScale | None = None) -> dict[str, Any]:
@@ -205,7 +204,7 @@ def run(*, quick: bool = False, scale: RankScale | None = None) -> dict[str, Any
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         copied = copy_for_readers(group.world.store, Path(folder))
         opened_s, made_s = group.opened_s, group.made_layout_s
-        del group  # what the pods held is not the readers'
+        del group  # exclude the pods' memory from the readers'
         reading = {
             "one rank": plan_in_another_process(scale, Path(folder), pod[:1], scale.ranks),
             "a pod": plan_in_another_process(scale, Path(folder), pod, scale.ranks),
@@ -250,7 +249,7 @@ def _total(cut: CommittedSnapshot, kind: str) -> int:
 
 
 def _month(cuts: list[CommittedSnapshot]) -> dict[str, float]:
-    """A delta every half hour and a baseline a day: requests and dollars."""
+    """Return requests and dollars of a delta every half hour and a baseline a day for a month."""
     times = round(MONTH_S / EVERY_S)
     baselines = round(MONTH_S / 86400.0)
     deltas = times - baselines

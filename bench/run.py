@@ -34,7 +34,7 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 MODULES = ("codec_speeds", "tracking", "checkpointing", "slowdown", "group", "ranks", "gpu")
 ONLY_IF_NAMED = ("group", "ranks", "gpu")
-"""In full: gigabytes and minutes each; `make bench-group`, `make bench-ranks`, `make bench-cuda`."""
+"""The full measurements take gigabytes and minutes: `make bench-group`, `make bench-ranks`, `make bench-cuda`."""
 COLUMNS = (
     ("what", "left"),
     ("ours", "right"),
@@ -57,7 +57,7 @@ def main() -> int:
     import torch
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers and sidecars are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end servers and sidecars
     console = Console(width=None if sys.stdout.isatty() else 150)
     found: dict[str, object] = {"machine": _machine(), "quick": args.quick}
     failed = False

@@ -1,16 +1,15 @@
-"""What a save costs a training that goes on: the stall, what the steps beside it lose, and the processor time of all.
+"""Measures what a save costs a running training: the stall, the slowdown of other steps, and processor time.
 
-A stall that is merely moved into the steps before or after it is seen here. Everybody trains the same state by the same
-steps on a real MinIO. A round:
+The measure includes a stall that only moves into the steps before or after it. All checkpointers train the same state
+by the same steps on a real MinIO. A round:
 
-    the share of rows is touched, ordinary steps follow; their mean is the round's measure of a step
-    a save comes due; steps go on until it is durable
+    training changes the share of rows, ordinary steps follow; their mean is the round's measure of a step
+    a save is due; steps continue until it is durable
 
-`lost` is by how much all steps from there on, and the stall, took longer than as many ordinary ones: seconds of
-training that one save costs. Ours comes due by the sidecar's timer, as in a run, so that rows may be copied ahead;
-its steps count from so long before the cut (`_lead_s`) that no copy can have begun earlier, and those before are the
-ordinary ones. Processor time is that of this process, of the sidecar and of MinIO together, less what as many
-ordinary steps take.
+`lost` is the extra time of the stall and of all steps from there on over as many ordinary steps: seconds of training
+that one save costs. Ours is due by the sidecar's timer, as in a run, so that rows may be copied ahead. Its steps count
+from so long before the snapshot (`_lead_s`) that no copy can start earlier, and those before are the ordinary ones.
+Processor time is that of this process, of the sidecar and of MinIO together, less what as many ordinary steps take.
 """
 
 from __future__ import annotations
@@ -37,15 +36,14 @@ SHARES = (0.26, 1.0)
 LOOKUPS = 512
 """Rows of each table that an ordinary step touches."""
 ORDINARY = 100
-"""Steps of each round, at least, that nothing runs beside."""
+"""Minimum number of steps per round without a concurrent save."""
 LONGEST_S = 180.0
 BARS = {DcpAsyncSave.name: 1 / 0.1, DcpAsyncSaveReusing.name: 1 / 0.5}
-"""Theirs / ours, of stalls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCost:
-    """One save."""
+    """The cost of one save."""
 
     stall_s: float
     lost_s: float
@@ -59,7 +57,7 @@ Found = dict[str, dict[float, list[SaveCost]]]
 
 
 class TimedLoop:
-    """Ordinary steps, timed; so many at least measure one."""
+    """Times ordinary steps; a measure needs at least `ordinary` of them."""
 
     def __init__(self, state: states.TrainingState, ordinary: int) -> None:
         self.state, self.ordinary = state, ordinary
@@ -68,7 +66,7 @@ class TimedLoop:
         self.work = torch.randn(512, 512)
 
     def step(self, end: Callable[[], object] = lambda: None) -> float:
-        """One step; its seconds, with `end`, which is called last."""
+        """Run one step and return its seconds; `end` is called last and included."""
         begun = time.perf_counter()
         self.state.touch_rows(
             [torch.randint(len(t), (LOOKUPS,), generator=self.generator) for t in self.tables]
@@ -86,12 +84,12 @@ def run(*, quick: bool) -> dict[str, object]:
     for megabytes, rounds in sizes.items():
         log_progress(f"{megabytes} MB")
         try:
-            # A smoke test says nothing of speed, and must not fail where a step takes a second.
+            # A smoke test does not measure speed, and must not fail where a step takes a second.
             found = _size(megabytes, rounds, 1 if quick else ORDINARY, out)
         except Exception as error:
             if quick:
                 raise
-            # What the other sizes took minutes for is kept.
+            # Keep the results of the other sizes, which took minutes.
             out["errors"][f"{megabytes} MB"] = f"{type(error).__name__}: {error}"[:500]  # type: ignore[index]
             traceback.print_exc()
             continue
@@ -132,7 +130,7 @@ def _peers(
 
 
 class RoundSteps:
-    """Steps of a round, each with its seconds and the processor time of everybody after it."""
+    """Steps of a round, each with its seconds and the processor time of all processes after it."""
 
     def __init__(
         self, loop: TimedLoop, cpu: Callable[[], float], end: Callable[[], object] = lambda: None
@@ -146,7 +144,7 @@ class RoundSteps:
         self.cpu.append(self._cpu())
 
     def cost(self, ordinary: int, *, stall_s: float, durable_s: float, within: bool) -> SaveCost:
-        """What was done since the first `ordinary` of them; `within`: the stall is a part of one of the others."""
+        """Return the cost from step `ordinary` on; `within`: the stall is already part of a step."""
         assert ordinary >= self._loop.ordinary, f"{ordinary} steps are too few to measure an ordinary one"
         rest = self.seconds[ordinary:]
         step_s = fmean(self.seconds[:ordinary])
@@ -190,7 +188,7 @@ def _ours(
 ) -> dict[float, list[SaveCost]]:
     found: dict[float, list[SaveCost]] = {}
     for share in SHARES:
-        # The timer runs out after the rows were touched (4 GB of them take a minute) and the ordinary steps ran.
+        # The timer runs out after the rows have changed (4 GB of them take a minute) and the ordinary steps have run.
         every_s = 5.0 + _lead_s(megabytes) + megabytes / (100 if megabytes < 1000 else 40)
         flags = {
             "encoding": "q8",
@@ -214,14 +212,14 @@ def _ours(
 
 
 def _lead_s(megabytes: int) -> float:
-    """Seconds before a cut, at least, in which a copy ahead of it may run."""
+    """Return the minimum seconds before a snapshot in which a copy ahead may run."""
     return min(LONGEST_COPY_S, 1.5 + megabytes / 250)
 
 
 def _our_round(
     ours: Deltashard, loop: TimedLoop, share: float, turn: int, others: Callable[[], float], lead_s: float
 ) -> SaveCost:
-    """One interval of the timer, which began with the last cut."""
+    """Run one interval of the timer, which started with the last snapshot."""
     ckpt = ours.ckpt
     _until_durable(ours, loop)
     ours.touch_and_step(share, seed=turn)

@@ -1,7 +1,7 @@
 """The training state that every checkpointer of the bench saves: the same bytes for ours and for the peers.
 
-Three tables with row-wise Adagrad state, one with point-wise Adagrad state and a dense MLP with Adam: the shape of a
-DLRM in small. `touch` changes a share of the rows as training does: weights and optimizer state together.
+Three tables with row-wise Adagrad state, one with point-wise Adagrad state and a dense MLP with Adam: a small DLRM.
+`touch` changes a share of the rows as training does: weights and optimizer state together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COLUMNS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """A model and its optimizers, with their state filled in."""
+    """A model and its optimizers, with non-empty state."""
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
@@ -49,7 +49,7 @@ class TrainingState:
         self.touch_rows([torch.randperm(n, generator=generator)[: round(n * share)] for n in counts], seed)
 
     def touch_rows(self, rows: list[torch.Tensor], seed: int = 0) -> None:
-        """Change these rows of each table as a training step does: lookups, backward, the optimizers' step."""
+        """Change these rows of each table as a training step does: lookups, backward, optimizer step."""
         generator = torch.Generator().manual_seed(seed)
         bags = (*self.model.tables, *self.model.pointwise)  # type: ignore[misc]
         for bag, touched in zip(bags, rows, strict=True):
@@ -86,7 +86,7 @@ class _Model(nn.Module):
 
 
 def build(*, megabytes: int, pointwise: bool = True, hidden: int = 512, seed: int = 0) -> TrainingState:
-    """A state of about `megabytes` (10^6), every row's optimizer state non-zero.
+    """Build a state of about `megabytes` (10^6), every row's optimizer state non-zero.
 
     Without `pointwise` all tables have row-wise state, as the production models behind the bars for bytes have.
     """

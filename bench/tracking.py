@@ -1,8 +1,8 @@
-"""What tracking costs: a DLRM step with and without it, the hooks' own time, and the looks at a cut.
+"""Measures the cost of tracking: a DLRM step with and without it, the hooks' own time, and the scan at a snapshot.
 
 `step_overhead` is paired: blocks of steps with and without hooks alternate on the same model in one process, and the
-median over the pairs of (median with / median without - 1) is reported. On a shared machine that still scatters by
-several percent; `hooks_share`, the median time inside tracking's own functions (by clock) over the median step, does
+median over the pairs of (median with / median without - 1) is reported. On a shared machine it still scatters by
+several percent. `hooks_share`, the median time inside tracking's own functions (by clock) over the median step, does
 not. The bar is on `hooks_share`.
 """
 
@@ -24,7 +24,7 @@ from torch import nn
 
 
 class BenchDlrm(nn.Module):
-    """Eight tables, pooled by sum, pairwise dot products, two perceptrons: the shape of MLPerf's DLRM, smaller."""
+    """A small MLPerf DLRM: eight sum-pooled tables, pairwise dot products, two MLPs."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Clock:
 
 @contextmanager
 def clocked(clock: Clock, targets: Sequence[tuple[Any, str]]) -> Iterator[None]:
-    """Meanwhile these methods, each with its class or module, are timed."""
+    """Time these methods, each given with its class or module, within the block."""
     saved = [(owner, name, getattr(owner, name)) for owner, name in targets]
     for owner, name, function in saved:
         setattr(owner, name, clock.timed(function))
@@ -81,7 +81,7 @@ CASES = {
     "sparse_adam": lambda ps: torch.optim.SparseAdam(ps, lr=0.01),
     "rowwise_adagrad_sparse": lambda ps: RowWiseAdagrad(ps, lr=0.01),
 }
-"""Optimizers of the tables, whose gradients are sparse: with dense ones they are hashed, and a step pays nothing."""
+"""Optimizers of the tables with sparse gradients; for dense ones tracking hashes rows at no cost per step."""
 
 
 def _case(
@@ -125,7 +125,7 @@ def _case(
     clock = Clock()
     until = time.monotonic() + limit_s
     for block in range(blocks):
-        if block > 1 and time.monotonic() > until:  # a crowded machine: fewer pairs, not a stuck bench
+        if block > 1 and time.monotonic() > until:  # on a loaded machine: fewer pairs, no timeout
             break
         order = (False, True) if block % 2 else (True, False)
         seconds = {}
@@ -140,7 +140,7 @@ def _case(
     with clocked(clock, [(StepHooks, "before"), (StepHooks, "after"), (Steps, "end_step")]):
         tracking = Tracking(model, optimizers, settings=settings)
         steps_s, hooks_s = train(steps * 2, tracking, clock)
-    # Medians: on a machine with other work a hook that is preempted once would count for hundreds.
+    # Medians: on a loaded machine one preempted hook would count for hundreds.
     share = statistics.median(hooks_s) / statistics.median(steps_s)
     tracking.refresh()
     tracking.snapshot_taken(1, "all")
@@ -175,11 +175,11 @@ def _case(
 
 
 TINY = ((1, False, 0.03), (26, False, 0.03), (400, True, 0.05))
-"""Tables of 1,000 rows of 16 columns, whether each has an optimizer of its own, and the bar: share of a step."""
+"""Tables of 1,000 rows of 16 columns, whether each has a separate optimizer, and the bar: share of a step."""
 
 
 def _tiny_step(tables: int, *, each: bool, repeat: int) -> dict[str, Any]:
-    """Lookups of 16 bags of two, their sum, SGD: what tracking adds to a step, over the step without it."""
+    """Measure tracking's overhead on a step of 16 bags of two lookups, their sum, and SGD."""
     torch.manual_seed(0)
     model = nn.ModuleList(nn.EmbeddingBag(1000, 16, mode="sum", sparse=True) for _ in range(tables))
     groups = [[m.weight] for m in model] if each else [[m.weight for m in model]]

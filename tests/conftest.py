@@ -19,19 +19,19 @@ from tests.support.server.minio_server import MinioServer
 from tests.support.tool import MISSING
 from tests.support.trainer.rank_zygote import RankZygote
 
-# How long a busy machine may take to answer a cut says nothing about what is tested either.
+# The time that a busy machine takes to answer a cut is not under test.
 os.environ.setdefault("DELTASHARD_HOLD_S", "30")
-# Nor does how long its sidecar takes to be done with a save whose end it has told: the next one would be refused as busy.
+# Nor is the time that its sidecar takes to finish a save after the acknowledgement: it would refuse the next as busy.
 os.environ.setdefault("DELTASHARD_BRIEF_WAIT_S", "10")
 
 TEMPORARY = "deltashard-tests-"
-"""What the name of a session's temporary directory begins with."""
+"""Prefix of a session's temporary directory."""
 
 LEAST_FREE_GIB = 2
-"""Of the disk. What tests leave is removed when they pass, so a whole run needs hardly more."""
+"""Required free disk space. Passed tests' files are removed, so a whole run needs little more."""
 
 pytest.register_assert_rewrite("tests.support.checkpoint.store_conformance")
-# How long an example takes says something about the machine, nothing about what is tested.
+# The duration of an example depends on the machine and is not under test.
 # The examples are the same in every run, so that a change is judged by what it changes; DELTASHARD_FUZZ=1 draws new ones.
 settings.register_profile(
     "any-machine",
@@ -45,7 +45,7 @@ settings.load_profile("any-machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measured before any worker starts, which inherits it; and what is shown while tests run."""
+    """Measure the machine before any worker starts, since workers inherit the result, and show progress."""
     timeout_scale()
     if not hasattr(config, "workerinput"):
         # A run's directory in /dev/shm is named by a hash of its store's URL, and outlives the tests. pytest would use
@@ -63,19 +63,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Unit tests last: they are short, and fill up whichever process would wait for a long file at the end."""
+    """Run unit tests last: they are short, and keep every process busy at the end."""
     items.sort(key=lambda item: "tests/unit/" in item.nodeid)
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays until the end: to go through it takes the garbage collector a second."""
+    """Freeze what was imported and collected: the garbage collector takes a second to traverse it."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """What failed is kept to be looked at."""
+    """Keep the temporary folder of a failed run; delete that of a passed one."""
     temporary = Path(session.config.option.basetemp)
     controls = not hasattr(session.config, "workerinput")
     if controls and exitstatus == pytest.ExitCode.OK and temporary.name.startswith(TEMPORARY):
@@ -83,7 +83,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say loudly when a tier did not run."""
     skipped = [str(each.longrepr) for each in terminalreporter.stats.get("skipped", [])]
     for tool in sorted({found[1] for each in skipped if (found := MISSING.search(each))}):
         count = sum(f"no {tool}: `make servers`" in each for each in skipped)
@@ -100,7 +99,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def minio_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MinioServer]:
-    """One real MinIO for the session. Do not stop it: `own_minio` is yours to break."""
+    """One real MinIO for the session. Do not stop it: `own_minio` is for tests that break the server."""
     server = MinioServer(tmp_path_factory.mktemp("minio"))
     server.start()
     yield server
@@ -111,7 +110,7 @@ def minio_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MinioServ
 def own_minio(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MinioServer]:
-    """A real MinIO of this test's own, with its credentials in the environment: kill it, stop it, start it again."""
+    """A real MinIO for one test, with its credentials in the environment; the test may kill, stop and restart it."""
     server = MinioServer(tmp_path_factory.mktemp("own-minio"))
     server.start()
     for name, value in server.environment.items():
@@ -123,7 +122,6 @@ def own_minio(
 
 @pytest.fixture
 def minio_url(minio_server: MinioServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """URL of a new, empty bucket of the session's MinIO, whose credentials are in the environment."""
     for name, value in minio_server.environment.items():
         monkeypatch.setenv(name, value)
     return minio_server.url(minio_server.new_bucket())
@@ -131,7 +129,7 @@ def minio_url(minio_server: MinioServer, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture(scope="session")
 def rank_zygote() -> Iterator[RankZygote]:
-    """What ranks are forked from; starting it takes longer than most scenarios."""
+    """The process that ranks are forked from; its start takes longer than most scenarios."""
     zygote = RankZygote()
     yield zygote
     zygote.close()
@@ -155,7 +153,6 @@ def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CloudServ
 
 @pytest.fixture
 def google(google_server: CloudServer, monkeypatch: pytest.MonkeyPatch) -> CloudServer:
-    """With its credentials in the environment."""
     for name, value in google_server.environment.items():
         monkeypatch.setenv(name, value)
     return google_server
@@ -163,7 +160,6 @@ def google(google_server: CloudServer, monkeypatch: pytest.MonkeyPatch) -> Cloud
 
 @pytest.fixture
 def azure(azure_server: CloudServer, monkeypatch: pytest.MonkeyPatch) -> CloudServer:
-    """With its credentials in the environment."""
     for name, value in azure_server.environment.items():
         monkeypatch.setenv(name, value)
     return azure_server
@@ -171,6 +167,5 @@ def azure(azure_server: CloudServer, monkeypatch: pytest.MonkeyPatch) -> CloudSe
 
 @pytest.fixture(params=["google", "azure"])
 def cloud(request: pytest.FixtureRequest) -> CloudServer:
-    """Each server in turn."""
     server: CloudServer = request.getfixturevalue(request.param)
     return server

@@ -1,7 +1,7 @@
-"""Holds the limits of budget.toml: lines of each package and module, class names that only one module may define.
+"""Checks the limits of budget.toml: lines of each package and module, class names that only one module may define.
 
 Prints each breach with its remedy and exits with 1, or exits with 0 when all limits hold. Lines are those of .py and .c
-files that git tracks, code generated from proto/ aside.
+files that git tracks, except code generated from proto/.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GENERATED = "proto/deltashard_proto/v1/"
 
 
 def tracked(root: Path) -> dict[str, int]:
-    """Each tracked source file that stands in `root`, with its lines."""
+    """Return each tracked source file in `root`, with its lines."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, check=True, capture_output=True, text=True)  # noqa: S607
     names = [name for name in listed.stdout.split("\0") if name.endswith((".py", ".c"))]
     names = [name for name in names if not name.startswith(GENERATED) and (root / name).exists()]
@@ -25,7 +25,6 @@ def tracked(root: Path) -> dict[str, int]:
 
 
 def shared_classes(root: Path, names: list[str]) -> dict[str, list[str]]:
-    """Class names that more than one of these modules defines."""
     homes: dict[str, set[str]] = defaultdict(set)
     for name in names:
         for node in ast.walk(ast.parse((root / name).read_text())):
@@ -35,7 +34,7 @@ def shared_classes(root: Path, names: list[str]) -> dict[str, list[str]]:
 
 
 def violations(root: Path) -> list[str]:
-    """Every limit that does not hold, as a sentence with its remedy."""
+    """Return every breached limit as a sentence with its remedy."""
     limits = tomllib.loads((root / "tools/budget.toml").read_text())
     files = tracked(root)
     sizes = Counter[str]()

@@ -1,8 +1,8 @@
-"""Makes what the chart's README.md and values.schema.json say of values from the comments in values.yaml.
+"""Generates the values table of the chart's README.md and the descriptions in values.schema.json from values.yaml.
 
 `--check` only compares.
 
-A comment stands right above its key. A map whose entries have comments is a section; any other value is a row. A value
+A comment is right above its key. A map whose entries have comments is a section; any other value is a row. A value
 without a comment is an error.
 """
 
@@ -21,11 +21,11 @@ BEGIN, END = "<!-- values -->\n", "<!-- end of values -->\n"
 
 
 class ReadmeError(Exception):
-    """A value has no comment, or the README no place for the table."""
+    """A value has no comment, or the README has no place for the table."""
 
 
 def comment_above(lines: list[str], line: int) -> str:
-    """The comment right above a line (counted from 0), as one line."""
+    """Return the comment right above a line (counted from 0), as one line."""
     said: list[str] = []
     while line > 0 and lines[line - 1].lstrip().startswith("#"):
         line -= 1
@@ -34,7 +34,7 @@ def comment_above(lines: list[str], line: int) -> str:
 
 
 def rows(node: yaml.MappingNode, lines: list[str], prefix: str = "") -> Iterator[str]:
-    """A row of the table for every value below a map; raises `ReadmeError`."""
+    """Return a row of the table for every value below a map; raises `ReadmeError`."""
     for key, value in node.value:
         path = prefix + key.value
         meaning = comment_above(lines, key.start_mark.line).replace("|", "\\|")
@@ -50,7 +50,7 @@ def rows(node: yaml.MappingNode, lines: list[str], prefix: str = "") -> Iterator
 
 
 def render_readme(readme: str, values: str) -> str:
-    """The README with the table of these values in its place; raises `ReadmeError`."""
+    """Return the README with the table of these values in its place; raises `ReadmeError`."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -61,7 +61,7 @@ def render_readme(readme: str, values: str) -> str:
 
 
 def with_descriptions(schema: str, values: str) -> str:
-    """The schema with each value's comment as its description, for editors."""
+    """Return the schema with each value's comment as its description, for editors."""
     document = json.loads(schema)
     lines = values.splitlines()
 
@@ -81,7 +81,7 @@ def with_descriptions(schema: str, values: str) -> str:
 
 
 def main() -> int:
-    """Write README and schema, or with `--check` say whether they are as they should be."""
+    """Write README and schema, or with `--check` report whether they are up to date."""
     values = (CHART / "values.yaml").read_text(encoding="utf-8")
     for name, make in (("README.md", render_readme), ("values.schema.json", with_descriptions)):
         path = CHART / name

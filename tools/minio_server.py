@@ -1,4 +1,4 @@
-"""A real MinIO server for the demo and the bench: built once by tools/build, on loopback, in a directory of its own."""
+"""A real MinIO server for the demo and the bench: built once by tools/build, on loopback, in its own directory."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[1] / "docs/reference/sidecar-settings.md"
 
 
 def entries() -> list[tuple[str, str, str, str]]:
-    """(name, type, default, docstring) of every setting, read from its source."""
+    """Return (name, type, default, docstring) of every setting, read from its source."""
     node = ast.parse(inspect.getsource(settings))
     body = next(n for n in node.body if isinstance(n, ast.ClassDef) and n.name == "Settings").body
     defaults = {f.name: f.default for f in fields(settings.Settings)}

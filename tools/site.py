@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: the README is the site's front page, and links to files outside docs/ lead to the repository.
+"""Hooks of mkdocs.yml: the README is the site's front page, and links to files outside docs/ point to the repository.
 
 A link whose target does not exist is a warning, which `make docs` turns into an error.
 """

@@ -30,11 +30,11 @@ KERNELS = "deltashard_checkpoint/codecs/_native.abi3.so"
 
 
 class WheelError(Exception):
-    """What was built is not what is to be published."""
+    """A built package must not be published."""
 
 
 def copy_sources(target: Path) -> Path:
-    """What is under version control of the packages, and nothing that an earlier build left."""
+    """Copy the packages' files under version control, without results of earlier builds."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", *SOURCES, *PACKAGES],  # noqa: S607
         cwd=ROOT,
@@ -49,7 +49,7 @@ def copy_sources(target: Path) -> Path:
 
 
 def check(wheel: Path) -> None:
-    """Raise `WheelError` for a wheel without the kernels, or with what is no package of ours."""
+    """Raise `WheelError` for a wheel without the kernels, or with content outside our packages."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     if KERNELS not in names:
@@ -66,7 +66,7 @@ def _uv(*words: str | Path, **environment: str) -> None:
 
 
 def compiler(architecture: str) -> str:
-    """The C compiler for an architecture; raises `WheelError` where there is none."""
+    """Return the C compiler for an architecture; raises `WheelError` if it is missing."""
     name = "gcc" if architecture == platform.machine() else f"{architecture}-linux-gnu-gcc"
     found = shutil.which(name)
     if found is None:
@@ -77,7 +77,7 @@ def compiler(architecture: str) -> str:
 
 
 def wheel(source: Path, scratch: Path, architecture: str, out: Path) -> Path:
-    """The wheel of one architecture, checked and named."""
+    """Build, check and name the wheel of one architecture."""
     raw, program = scratch / f"raw-{architecture}", compiler(architecture)
     _uv(
         *("build", "--quiet", "--wheel", "--python", sys.executable, "--out-dir", raw, source),

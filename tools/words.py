@@ -19,7 +19,7 @@ SKIPPED = re.compile(r"^(uv\.lock|tools/words\.toml|tests/golden/|changes/)|_pb2
 
 
 def pattern(words: list[str]) -> re.Pattern[str]:
-    """Matches one of `words` wherever it is a whole word or a whole part of an identifier."""
+    """Return a pattern that matches one of `words` as a whole word or a whole part of an identifier."""
     choices = "|".join(
         rf"{re.escape(word[0])}{re.escape(word[1:])}|{re.escape(word[0].upper())}{re.escape(word[1:])}"
         for word in words
@@ -28,7 +28,7 @@ def pattern(words: list[str]) -> re.Pattern[str]:
 
 
 def places(words: list[str]) -> dict[str, list[str]]:
-    """`path:line: word` of every match, by the path's first folder."""
+    """Return `path:line: word` of every match, by the path's first folder."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)  # noqa: S607
     rejected = pattern(words)
     found: dict[str, list[str]] = defaultdict(list)

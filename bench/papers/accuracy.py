@@ -1,10 +1,10 @@
-"""Part 2: what a training loses when it goes on from quantized checkpoints (Check-N-Run, section on bit widths).
+"""Part 2: what a training loses when it resumes from quantized checkpoints (Check-N-Run, section on bit widths).
 
-The paper says that a job's accuracy stays within .01 % with 2 bits for at most 1 restore, 3 bits for 3, 4 bits for 20
-and 8 bits for more than 100. Here a real training, one pass over shopping baskets (`basket_training`), is restored so
-often at so many bits: at a restore every row that changed since the last one goes through the product's own codec and
-back, all accumulators and dense parameters stay as they are, and the pass goes on. Its twin of the same seed sees the
-same samples and negatives from the same first weights, uninterrupted. Runs of a seed are equal up to the first restore.
+The paper claims that a job's accuracy stays within .01 % with 2 bits for at most 1 restore, 3 bits for 3, 4 bits for
+20 and 8 bits for more than 100. Here a real training, one pass over shopping baskets (`basket_training`), is restored
+this many times at each bit width. A restore passes every row that changed since the last one through the product's
+own codec. All accumulators and dense parameters are unchanged, and the pass continues. Its twin of the same seed has
+the same samples, negatives and first weights, uninterrupted. Runs of a seed are equal up to the first restore.
 """
 
 from __future__ import annotations
@@ -49,38 +49,34 @@ from deltashard_checkpoint.vocabulary import BITS_CHOICES, ENCODINGS
 from report import picture, table
 
 PAIR_ROWS = 1 << 17
-"""With them the two small tables are 5.8 % of all rows."""
+"""With these rows the two small tables are 5.8 % of all rows."""
 SEEDS = 6
 RESTORES = (1, 3, 20, 100)
 PLACEMENTS = (0.1, 0.5, 0.9)
-"""Of a single restore, in parts of the pass; several are spread evenly."""
+"""Positions of a single restore, as shares of the pass; several restores are spread evenly."""
 PAPER = {2: 1, 3: 3, 4: 20, 8: 100}
-"""Restores that the paper finds bearable at so many bits."""
+"""Restores that the paper tolerates at each bit width."""
 MAX_LOSS_PERCENT = 0.01
-"""The paper's bound, in %."""
 PLACEBO = 1e-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreHistory:
-    """What a rule may look at before the next restore."""
+    """The state that a rule may read before the next restore."""
 
     tables: Sequence[F32]
-    """Whole."""
     changed: Sequence[F32]
-    """Of each table the rows that changed since the last restore (before the first: all)."""
+    """Per table, the rows that changed since the last restore (before the first: all)."""
     spent: Sequence[float]
-    """Of each table the sum of the squared relative errors of past restores."""
+    """Per table, the sum of the squared relative errors of past restores."""
     restores_so_far: int
-    """Restores so far."""
     restores_planned: int
-    """Planned restores from here on."""
+    """Planned restores that remain, including this one."""
     near_end: bool
-    """In the last tenth of the pass."""
+    """Whether the restore is in the last tenth of the pass."""
 
 
 Rule = Callable[[RestoreHistory], Sequence[int]]
-"""The bits of each table at the next restore."""
 
 
 def sampled_errors(rows: F32) -> dict[int, float]:
@@ -106,7 +102,7 @@ def small_at_8(bits: int) -> Rule:
 
 
 def budgeted(history: RestoreHistory) -> list[int]:
-    """The product's rule, that knows how many restores will come."""
+    """Choose bits by the product's rule, which knows the number of restores."""
     facts = {
         name: TableStats(raw_bytes=table.nbytes, errors=sampled_errors(rows), spent=spent)
         for name, table, rows, spent in zip(
@@ -132,7 +128,7 @@ ARMS: Mapping[str, Rule | None] = {
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Changes against the twin by arm, restores and seed, and how all was set up."""
+    """Return changes against the twin by arm, restores and seed, and the settings."""
     began = time.perf_counter()
     steps, seeds = (400, 2) if quick else (STEPS, SEEDS)
     schedules = _schedules(steps, (1, 10) if quick else RESTORES, PLACEMENTS[1:2] if quick else PLACEMENTS)
@@ -215,7 +211,7 @@ def _interrupted(
             )
             training.model.weights *= 1 + np.float32(PLACEBO) * noise
             continue
-        # The others are as the last restore left them, and as they lie in the store.
+        # The other rows are as the last restore left them, and as they are in the store.
         rows = _changed(of, at[i - 1], step) if i else [np.arange(last - first) for first, last in of.bounds]
         changed = [table[chosen] for table, chosen in zip(tables, rows, strict=True)]
         history = RestoreHistory(
@@ -281,7 +277,7 @@ def check(found: Mapping[str, Any]) -> list[str]:
 def _loss_change(
     found: Mapping[str, Any], arm: str, restores: int, metric: str = "progressive"
 ) -> tuple[float, float]:
-    """Change in % and its standard error over seeds; placements of a single restore are averaged within a seed."""
+    """Return the change in % and its standard error over seeds; a seed's single-restore placements are averaged."""
     return mean_and_error(_changes(found, arm, restores, metric))
 
 
@@ -291,7 +287,7 @@ def _changes(found: Mapping[str, Any], arm: str, restores: int, metric: str) -> 
 
 
 def _verdict(mean: float, error: float) -> str:
-    """Of a loss's change against the paper's bound; one-sided 95 % of 6 seeds is 2 standard errors."""
+    """Compare a loss's change with the paper's bound; one-sided 95 % of 6 seeds is 2 standard errors."""
     if mean + 2 * error < MAX_LOSS_PERCENT:
         return "met"
     return "**missed**" if mean - 2 * error > MAX_LOSS_PERCENT else "not resolved"
@@ -413,7 +409,7 @@ def _claims(found: Mapping[str, Any], counts: Sequence[int]) -> str:
 
 
 def _bits_used(cells: Sequence[Mapping[str, Any]]) -> str:
-    """How often which bits were the big table's, over all runs of these cells."""
+    """Return how often the big table had each bit width, over all runs of these cells."""
     used = [restore[TABLES.index("pairs")] for cell in cells for run in cell["bits"] for restore in run]
     return ", ".join(f"{b} ({100 * used.count(b) / len(used):.0f} %)" for b in BITS if b in used)
 
@@ -446,7 +442,7 @@ def _placements(found: Mapping[str, Any], arms: Sequence[str]) -> list[str]:
 
 
 def _resolution(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
-    """What the placebo and the standard errors say can be told apart."""
+    """Describe the smallest difference that the placebo and the standard errors can show."""
     floor = {
         metric: max(abs(m) + 2 * e for m, e in (_loss_change(found, "placebo", n, metric) for n in counts))
         for metric in ("progressive", "held_out", "auc")

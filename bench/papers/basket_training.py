@@ -2,12 +2,12 @@
 
 The model is the demo's without its hidden layers and dropout. Four vectors of 32 floats: the basket's size (a line
 in its logarithm), the mean of its items' rows, the candidate's row, the mean of the rows of all (candidate, item)
-pairs, hashed as in the demo. The logit is a learned weighting of their elements and of their six dot products. So it
-is smooth: a change of the weights shows in the loss as what it is, not as chaos (the loss of a deep model with dropout
+pairs, hashed as in the demo. The logit is a learned weighting of their elements and of their six dot products. The
+model is smooth: a small change of the weights gives a small change of the loss (the loss of a deep model with dropout
 moves by .1 % when its weights move by 1e-7).
 
-Tables are updated by exact row-wise AdaGrad, the 199 dense parameters by AdaGrad. One thread, one order of additions:
-two runs of the same seed are equal bit for bit. Runs of one seed see the same samples, negatives and first weights.
+Tables are updated by exact row-wise AdaGrad, the 199 dense parameters by AdaGrad. One thread adds in one order: two
+runs of the same seed are equal bit for bit. Runs of one seed have the same samples, negatives and first weights.
 
 The kernels release Python's lock, so that two threads train two models at once.
 """
@@ -37,7 +37,7 @@ DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 COLUMNS = 32
 BATCH = 128
 SAMPLES = 338_944
-"""Of one pass: the training baskets' items in whole batches."""
+"""Samples of one pass: the training baskets' items in whole batches."""
 STEPS = SAMPLES // BATCH
 INITIAL_STD = 0.05
 TABLE_RATE, DENSE_RATE = 0.1, 0.02
@@ -49,12 +49,11 @@ SHALLOW = "a shallow model of three tables of 32 columns, row-wise AdaGrad"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """S samples in the order of training; arrays as the kernels take them."""
+    """S samples in the order of training, as arrays for the kernels."""
 
     context: I32
     """[S, 10] rows of `items`, the first `sizes` of each."""
     sizes: I32
-    """[S]."""
     candidates: I32
     """[S, 2] rows of `candidates`; the first was in the basket."""
     pairs: I32
@@ -65,7 +64,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTask:
-    """What all runs of one seed share."""
+    """The data that all runs of one seed share."""
 
     seed: int
     bounds: tuple[tuple[int, int], ...]
@@ -75,9 +74,9 @@ class TrainingTask:
     first: ShallowModel
 
     def steps_rows(self, start: int, stop: int, table: int | None = None) -> Rows:
-        """The rows that steps [start, stop) look up, and so change: int64, with repeats.
+        """Return the rows that steps [start, stop) look up and change: int64, with repeats.
 
-        Of all tables, counted through; or of one of `TABLES`, counted from its own first.
+        Rows are numbered over all tables, or within one of `TABLES`.
         """
         s, at = self.samples, slice(start * BATCH, stop * BATCH)
         items = np.arange(s.context.shape[1])[None, :] < s.sizes[at, None]
@@ -93,7 +92,7 @@ class TrainingTask:
 
 @dataclass(slots=True, kw_only=True)
 class ShallowModel:
-    """Weights of all tables one below the other, their AdaGrad accumulators, and the dense parameters likewise."""
+    """Weights of all tables, concatenated, their AdaGrad accumulators, and the dense parameters likewise."""
 
     weights: F32
     """[R, COLUMNS]."""
@@ -113,7 +112,7 @@ class ShallowModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """What a finished pass is judged by."""
+    """The quality of a finished pass."""
 
     progressive: float
     """Mean log loss of every batch before its update."""
@@ -121,7 +120,7 @@ class Quality:
     auc: float
 
     def change(self, twin: Quality) -> dict[str, float]:
-        """Against the uninterrupted twin, in % of the twin's; losses: above 0 is worse, AUC: below 0 is worse."""
+        """Return the change against the uninterrupted twin, in %; a loss above 0 is worse, an AUC below 0 is worse."""
         return {
             name: 100 * (getattr(self, name) / getattr(twin, name) - 1)
             for name in ("progressive", "held_out", "auc")
@@ -138,7 +137,7 @@ def _retail() -> Any:
 
 
 def _samples(batch: Any, pair_count: int, starts: Sequence[int]) -> Samples:
-    from model import pair_rows  # the demo's, on the path since `_retail`
+    from model import pair_rows  # the demo's module, on the path since `_retail`
 
     def narrow(rows: Any, first: int) -> I32:
         return np.ascontiguousarray(rows.numpy() + first, np.int32)
@@ -153,7 +152,7 @@ def _samples(batch: Any, pair_count: int, starts: Sequence[int]) -> Samples:
 
 
 def task(seed: int, *, pair_count: int, steps: int = STEPS) -> TrainingTask:
-    """The first `steps` steps of the pass of `seed`; `pair_count`: rows of `pairs`, a power of 2 up to 2^20."""
+    """Return the first `steps` steps of the pass of `seed`; `pair_count`: rows of `pairs`, a power of 2 up to 2^20."""
     import torch
 
     retail = _retail()
@@ -188,12 +187,12 @@ def task(seed: int, *, pair_count: int, steps: int = STEPS) -> TrainingTask:
 
 
 class BasketTraining:
-    """One model on its way through a task's steps."""
+    """The training of one model over a task's steps."""
 
     def __init__(
         self, of: TrainingTask, model: ShallowModel, step: int = 0, losses: F64 | None = None
     ) -> None:
-        """Goes on at `step` from `model`, which it changes; `losses` are those of the steps before."""
+        """Continue at `step` from `model`, which is changed in place; `losses` are those of the steps before."""
         self.task = of
         self.model = model
         self.step = step
@@ -203,7 +202,6 @@ class BasketTraining:
         return BasketTraining(self.task, self.model.copy(), self.step, self.losses)
 
     def run(self, until: int) -> None:
-        """Train to the end of step `until` (exclusive of the step of that number)."""
         s, m = self.task.samples, self.model
         _train(
             m.weights, m.sums, m.dense, m.dense_sums,
@@ -229,7 +227,7 @@ class BasketTraining:
 
 
 def compile_kernels() -> None:
-    """Before the threads, which would both do it."""
+    """Compile the kernels before the threads start, since both threads would compile them."""
     small = task(0, pair_count=1 << 10, steps=1)
     training = BasketTraining(small, small.first.copy())
     training.run(1)
@@ -246,19 +244,19 @@ def run_parallel(jobs: Sequence[Callable[[], Found]], workers: int = WORKERS) ->
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and its standard error (0 of a single value: not known)."""
+    """Return the mean and its standard error (0 for a single value: unknown)."""
     several = np.asarray(values, float)
     error = several.std(ddof=1) / np.sqrt(len(several)) if len(several) > 1 else 0.0
     return float(several.mean()), float(error)
 
 
-# Compiled once per process, for the threads together; `fastmath` lets a dot product be vectorized.
+# Compiled once per process, before the threads; `fastmath` allows vectorized dot products.
 _compiled = numba.njit(fastmath=True, nogil=True)
 
 
 @_compiled
 def _forward(weights, dense, context, size, log_size, candidate, pairs, vectors, reuse):
-    """Fill `vectors` [4, D] and return the logit; `reuse`: the first two are there from the other candidate."""
+    """Fill `vectors` [4, D] and return the logit; with `reuse` the first two are already set by the other candidate."""
     d = weights.shape[1]
     lines, linear = dense[4 * d + 6 :], dense[: 4 * d]
     if not reuse:
@@ -299,7 +297,7 @@ def _forward(weights, dense, context, size, log_size, candidate, pairs, vectors,
 
 @_compiled
 def _slot(row, slots, touched, count, gradients):
-    """The place of a row's gradient in this batch, and how many rows have one now."""
+    """Return the position of a row's gradient in this batch, and the number of rows with a gradient."""
     if slots[row] < 0:
         slots[row] = count
         touched[count] = row
@@ -314,7 +312,7 @@ def _train(
     context, sizes, candidates, pairs, log_sizes,
     start, stop, losses,
 ):  # fmt: skip
-    """Steps [start, stop): gradients of a batch summed per row, then one update of every row that has one."""
+    """Train steps [start, stop): sum a batch's gradients per row, then update each such row once."""
     d, longest = weights.shape[1], context.shape[1]
     slots = np.full(len(weights), -1, np.int32)
     touched = np.empty(BATCH * (3 * longest + 2), np.int32)
@@ -385,7 +383,7 @@ def _train(
 
 @_compiled
 def _score(weights, dense, context, sizes, candidates, pairs, log_sizes, logits):
-    """The logits [S, 2] of samples that are not trained on."""
+    """Return the logits [S, 2] of held-out samples."""
     vectors = np.empty((4, weights.shape[1]), np.float32)
     for s in range(len(sizes)):
         for c in range(2):

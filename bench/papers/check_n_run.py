@@ -1,7 +1,7 @@
-"""Part 1, Check-N-Run (NSDI'22): bytes written and held by policy and bits, and what its quantizers cost and lose.
+"""Part 1, Check-N-Run (NSDI'22): bytes written and held by policy and bits, and cost and error of its quantizers.
 
 Bytes are those of real checkpoints (`store_run`): of a real training on the baskets, and of a trace with production's
-reuse (`reuse`) at four widths of a row. Beside every mean of the trace stands what arithmetic says of it (`ORACLE`).
+reuse (`reuse`) at four row widths. The page shows every mean of the trace next to its computed value (`ORACLE`).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = ["check", "measure", "page", "plot"]
 Found = dict[str, Any]
 WIDTHS = (16, 32, 64, 128)
 CHECKPOINTS = 16
-"""Two of the periods that `intermittent` comes to: a baseline and seven increments."""
+"""Two periods of `intermittent`: each a baseline and seven increments."""
 PERIOD = 8
 SWEEP_BYTES = 12e6
-"""Of a table with its state. Bytes are linear in rows but for index and entry, which weigh more in a small one."""
+"""Size of a table with its state. Bytes are linear in rows except index and entry, which weigh more in small tables."""
 PAIR_ROWS = 1 << 18
-"""Of the baskets' largest table; the demo's own has four times as many."""
+"""Rows of the baskets' largest table; the demo's own table has four times as many."""
 BASKET_CHECKPOINTS = 15
-"""Three periods: there, a baseline and four increments."""
+"""Three periods of the baskets, each a baseline and four increments."""
 BASKET_STEPS = 36
-"""Of 128 samples, to an interval: about a quarter of the rows."""
+"""Steps of 128 samples per interval, which change about a quarter of the rows."""
 PAGE_YEAR = "2022"
-"""Of the histogram that the trace has; the other one is compared as well."""
+"""The trace's histogram; the other one is also compared."""
 
 
 def measure(quick: bool) -> Found:
@@ -96,7 +96,7 @@ def _trace(rows: int) -> Found:
 
 
 def _sweep(columns: int, *, quick: bool) -> Found:
-    """Every policy and bits on one trace of one table with a row-wise sum, trained by row-wise AdaGrad."""
+    """Run every policy and bit width on one trace of a table trained by row-wise AdaGrad."""
     rows = int((4e6 if quick else SWEEP_BYTES) / (4 * columns + 4))
     rng = np.random.default_rng(columns)
     live = _table("table", reference.rows_like("gaussian", rows, columns, seed=columns))
@@ -119,7 +119,7 @@ def _sweep(columns: int, *, quick: bool) -> Found:
 
 
 def _step(live: LiveTable, interval: reuse.IntervalLookups, rng: np.random.Generator) -> None:
-    """Row-wise AdaGrad with gradients of one size for each lookup, those of an interval in one."""
+    """Apply row-wise AdaGrad with gradients of equal size per lookup, all of an interval at once."""
     ids, counts = interval.ids, interval.counts
     gradient = rng.standard_normal((len(ids), live.weights.shape[1]), np.float32)
     gradient *= np.sqrt(counts, dtype=np.float32)[:, None]
@@ -168,7 +168,7 @@ def _cost_of(saved: Sequence[SavedCheckpoint], full: float) -> Found:
 
 
 def _restored(runs: Mapping[tuple[str, int], StoreRun], tables: Sequence[LiveTable]) -> Found:
-    """Bits -> whether every policy's newest checkpoint restores the same rows and exact state; fp32: the live ones."""
+    """Return for each bit width whether all policies restore the same rows and exact state; for fp32 the live rows."""
     out: Found = {}
     for bits in BITS:
         known = [(t.weights, t.fields) for t in tables] if bits == 32 else runs["full", bits].restored()
@@ -187,7 +187,7 @@ def _restored(runs: Mapping[tuple[str, int], StoreRun], tables: Sequence[LiveTab
 
 
 def _baskets(folder: Path, *, quick: bool) -> tuple[Found, np.ndarray]:
-    """The demo's training, saved by a Checkpointer and by every policy and bits; also the trained rows of its pairs."""
+    """Save the demo's training with a Checkpointer and with every policy and bit width; also return pair rows."""
     import baskets
     import deltashard
     from model import COLUMNS
@@ -201,7 +201,7 @@ def _baskets(folder: Path, *, quick: bool) -> tuple[Found, np.ndarray]:
         ckpt = deltashard.Checkpointer(
             model, optimizers, url=folder / "store", run="baskets", encoding="q8",
             differential="intermittent", keep_last=100, grace_s=None,
-            # As the paper has it: baselines are cuts, never made of what lies in the cache.
+            # As in the paper: baselines are snapshots, never built from cached data.
             sidecar={"compact_after": 0, "synthetic_baselines": False},
         )  # fmt: skip
         ckpt.restore()
@@ -253,7 +253,6 @@ def _baskets(folder: Path, *, quick: bool) -> tuple[Found, np.ndarray]:
 
 
 def _live_table(name: str, parameter: Any, optimizer: Any) -> LiveTable:
-    """The table of a parameter: the very memory that is trained."""
     weights = parameter.detach().numpy()
     made = _table(name, weights)
     made.fields = {"sum": optimizer.state[parameter]["sum"].numpy()}
@@ -261,7 +260,7 @@ def _live_table(name: str, parameter: Any, optimizer: Any) -> LiveTable:
 
 
 def _blob_bytes(store: Path) -> list[int]:
-    """Of each checkpoint the bytes that are no rows: dense parameters and their state, loader, generators."""
+    """Return for each checkpoint the bytes other than rows: dense parameters and their state, loader, generators."""
     from deltashard_checkpoint.format.frame import FrameKind
     from deltashard_checkpoint.log.commit_log import RunLog
     from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
@@ -283,7 +282,7 @@ def _blob_bytes(store: Path) -> list[int]:
 
 
 def _quantizers(trained: np.ndarray, *, quick: bool) -> Found:
-    """Errors on rows of two distributions and on trained ones; processor time of a row at 64 columns."""
+    """Measure errors on rows of two distributions and on trained rows, and processor time of a row at 64 columns."""
     out: Found = {}
     rows = 1000 if quick else 4000
     data = {kind: reference.rows_like(kind, rows, 64) for kind in ("gaussian", "student")}

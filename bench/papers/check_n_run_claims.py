@@ -1,4 +1,4 @@
-"""Of part 1, Check-N-Run: what is claimed of its figures, what must hold on any machine, the page and its pictures."""
+"""Part 1, Check-N-Run: the claims about its figures, checks that hold on any machine, the page and its pictures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORACLE = {
     64: {8: (7.5, 2.6), 4: (14.3, 4.9), 3: (17.8, 6.1), 2: (23.7, 8.2)},
     128: {8: (8.1, 2.8), 4: (15.8, 5.4), 3: (20.3, 6.9), 2: (28.3, 9.7)},
 }
-"""Columns -> bits -> (write, capacity): what S, 4 bytes of row state, bitmap ids and our scales come to."""
+"""Columns -> bits -> (write, capacity), computed from S, 4 bytes of row state, bitmap ids and our scales."""
 TOLERANCE = 0.05
 PAPER_WRITE, PAPER_CAPACITY = (6.0, 17.0), (2.5, 8.0)
 """At 8 and at 2 bits."""
@@ -88,7 +88,7 @@ def _verdict(ours: float, paper: float) -> str:
 
 
 def check(found: Found) -> list[str]:
-    """Orders that no machine changes, and figures that depend on none: what is violated."""
+    """Return violations of orders and figures that do not depend on the machine."""
     wrong = []
     trace = found["trace"]
     for i, (made, wanted) in enumerate(zip(trace["growth"], trace["wanted"], strict=False), 1):
@@ -309,7 +309,7 @@ def _beyond(one: Found) -> str:
 
 
 def _s(cell: Found) -> list[float]:
-    """S_i of each checkpoint, by the first one, a baseline."""
+    """Return S_i of each checkpoint relative to the first one, a baseline."""
     return [written / cell["written"][0] for written in cell["written"]]
 
 
@@ -423,7 +423,7 @@ def _draw_policies(found: Found, axes: Any) -> None:
             made = cells[policy]["32"][key]
             under = (
                 {"lw": 4, "alpha": 0.5} if policy == "one-shot" else {}
-            )  # until a baseline both are the same
+            )  # both are the same until a baseline
             ax.plot(range(len(made)), made, ".-", color=POLICY_COLOURS[policy], label=policy, **under)
         ax.set_title(f"{title} (full = 1)", fontsize=9)
         ax.set_xlabel("checkpoint")

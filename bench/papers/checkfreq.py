@@ -1,14 +1,14 @@
-"""Part 3, CheckFreq (FAST'21): how often to save, what that costs, what a failure loses, and the order of the data.
+"""Part 3, CheckFreq (FAST'21): how often to save, what saves cost, what a failure loses, and the order of the data.
 
-The demo's training on real data under a real sidecar and a file store; every figure is of steps that were timed.
+The demo's training on real data under a real sidecar and a file store; every figure comes from timed steps.
 
-    overhead    at the frequency that the sidecar finds for a budget, at a fixed one that is too high, and, beside them,
-                of torch.save with fsync as often, and once an epoch
-    neighbour   busy loops on all processors begin and end: a fixed interval, and one that is chosen anew
+    overhead    at the frequency that the sidecar finds for a budget, at a fixed one that is too high, and, for
+                comparison, of torch.save with fsync as often, and once an epoch
+    neighbour   busy loops on all processors start and stop: a fixed interval, and one that the sidecar adapts
     kills       SIGKILL at several instants of an interval: steps lost, against the interval and the time to durable
-    order       one pass with restarts, resumed where it was and restarted under a new shuffle (`data_order`)
+    order       one pass with restarts, resumed at its position and restarted under a new shuffle (`data_order`)
 
-What needs the sidecar to choose an interval says "not run" where it chose none.
+A figure that needs the sidecar to choose an interval is reported as "not run" where it chose none.
 """
 
 from __future__ import annotations
@@ -35,31 +35,28 @@ __all__ = ["check", "measure", "page", "plot"]
 Found = dict[str, Any]
 GOALS = {"1 %": "overhead=1%", "3.5 %": "overhead=3.5%"}
 TIMELINE = "3.5 %"
-"""The budget under which a neighbour comes."""
+"""The budget in the neighbour's arm."""
 FREQUENT_STEPS = 4
-"""Steps between saves that are too frequent."""
+"""Steps between too frequent saves."""
 FIRST_S = 0.7
-"""Interval while the sidecar measures."""
 START_TIMEOUT_S = 180.0
-"""A trainer process may take so long to begin, or to come to an instant."""
+"""Seconds that a trainer process may take to start, or to reach an instant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much is measured."""
+    """The size of the measurement."""
 
     pair_rows: int
     every_steps: int
-    """Of the trainings that are killed."""
     instants: tuple[str, ...]
     measuring_s: float
-    """The sidecar may take so long to choose."""
     steady_s: float
-    """At the smaller budget."""
+    """Seconds of training at the smaller budget."""
     blocks: int
     block_s: float
     quiet_s: float
-    """The neighbour's three phases."""
+    """Seconds of the neighbour's three phases."""
     busy_s: float
     second_quiet_s: float
     static_s: tuple[float, float]
@@ -124,7 +121,7 @@ class Arm:
         return self.trace.run(self.training, self.ckpt.step, seconds=seconds, stop_when=stop_when)
 
     def until_chosen(self, seconds: float) -> bool:
-        """Train until the sidecar has chosen an interval and saved once more; whether it did."""
+        """Train until the sidecar has chosen an interval and has saved once more; return whether it did."""
 
         def chosen() -> bool:
             return len(self.trace.seconds) % 16 == 0 and bool(self.decisions.read())
@@ -137,7 +134,7 @@ class Arm:
         return True
 
     def share(self, begin: int, end: int) -> Found:
-        """What saves cost between two steps, what a death there would lose, and how long they took."""
+        """Return the cost of saves between two steps, what a death there would lose, and how long the saves took."""
         trace = self.trace
         lost = lost_steps(len(trace.seconds), trace.saves)
         inside = lost[-(len(trace.seconds) - begin) :][: end - begin] if lost else []
@@ -157,7 +154,7 @@ def _arm(folder: Path, training: EndlessTraining, run: str, **settings: object) 
     from peers import StoreLocation
 
     place = StoreLocation(name="file", root=str(folder / "store"))
-    # What nobody needs is deleted while it runs: a hundred checkpoints would fill the disk.
+    # Delete unneeded checkpoints during the run: a hundred of them would fill the disk.
     flags = {"maintenance_interval_s": 10, "gc_grace_s": 5, **settings}
     trace = StepTrace()
     with SidecarServer(place, run, folder / run, **flags) as sidecar:
@@ -185,7 +182,7 @@ def _unchosen(arm: Arm) -> str:
 
 
 def _too_frequent(folder: Path, training: EndlessTraining, size: Size) -> Found:
-    """Blocks of steps that the Checkpointer hears of, between blocks that it does not: those cannot be saved."""
+    """Run blocks of steps with `ckpt.step()`, which are saved, between blocks without it, which cannot be saved."""
     with _arm(folder, training, "often", every_steps=FREQUENT_STEPS) as arm:
         trace, off, on = arm.trace, [], []
         arm.run(size.measuring_s, lambda: trace.commits >= 2)
@@ -196,7 +193,9 @@ def _too_frequent(folder: Path, training: EndlessTraining, size: Size) -> Found:
             on.append(fmean(trace.seconds[begin:end]))
             off.append(_unobserved_step_s(arm, size))
         end = len(trace.seconds)
-        trace.step(arm.training, arm.ckpt.step)  # closing takes the last step, which must be one it heard of
+        trace.step(
+            arm.training, arm.ckpt.step
+        )  # closing saves the last step, which must be one with `ckpt.step()`
         overhead, error = paired(on, off)
         return arm.share(first, end) | {
             "overhead": overhead, "error": error, "blocks": size.blocks, "on_s": on, "off_s": off,
@@ -205,7 +204,7 @@ def _too_frequent(folder: Path, training: EndlessTraining, size: Size) -> Found:
 
 
 def _unobserved_step_s(arm: Arm, size: Size) -> float:
-    """Seconds a step of steps beside which no save runs: those of the time that a save needs are left out."""
+    """Return seconds per step without a concurrent save: steps within the time that a save needs are excluded."""
     until = time.monotonic() + 2 * max(arm.trace.durable_s, default=0.0)
     while time.monotonic() < until:
         arm.training.step()
@@ -215,13 +214,13 @@ def _unobserved_step_s(arm: Arm, size: Size) -> float:
 
 
 def _steps_of(overhead: Found, size: Size) -> int:
-    """Steps between saves that a synchronous save is measured at: as many as at the larger budget."""
+    """Return the steps between saves for the synchronous measurement: as many as at the larger budget."""
     steps = overhead[TIMELINE].get("interval_steps")
     return max(10, round(steps)) if steps else size.every_steps
 
 
 def _synchronous(folder: Path, training: EndlessTraining, size: Size, every: int) -> Found:
-    """torch.save of everything, synced, every so many steps; and once an epoch, which follows from it."""
+    """Run torch.save of everything, synced, every few steps; derive the overhead of one save per epoch."""
     import torch
 
     trace, path = StepTrace(), folder / "state.pt"
@@ -254,7 +253,7 @@ def _synchronous(folder: Path, training: EndlessTraining, size: Size, every: int
 
 
 def _neighbours(folder: Path, training: EndlessTraining, size: Size) -> tuple[Found, Found]:
-    """The same neighbour beside a chosen interval and beside a fixed one; and the quiet phase by itself."""
+    """Measure the same neighbour with a chosen interval and with a fixed one; and the quiet phase alone."""
     with _arm(folder, training, "adaptive", goal=GOALS[TIMELINE], every_s=FIRST_S) as arm:
         if arm.until_chosen(size.measuring_s):
             adaptive = _phases(arm, (size.quiet_s, size.busy_s, size.second_quiet_s))
@@ -270,7 +269,7 @@ def _neighbours(folder: Path, training: EndlessTraining, size: Size) -> tuple[Fo
 
 
 def _phases(arm: Arm, lasting_s: tuple[float, float, float]) -> Found:
-    """Quiet, beside a neighbour, quiet again; each with what saves cost in all of it and in its second half."""
+    """Measure quiet, neighbour and quiet phases; for each the cost of saves in all of it and in its second half."""
     trace, names = arm.trace, ("quiet", "busy", "quiet again")
     begin = len(trace.seconds)
     began_s = time.time()
@@ -303,7 +302,7 @@ def _phases(arm: Arm, lasting_s: tuple[float, float, float]) -> Found:
 
 
 def _kills(folder: Path, size: Size) -> Found:
-    """Lives of one run, each ended by SIGKILL at an instant; the next one tells what was lost."""
+    """Kill several lives of one run by SIGKILL at an instant; the next life reports what was lost."""
     from ours import SidecarServer
     from peers import StoreLocation
 
@@ -339,13 +338,13 @@ INSTANTS: dict[str, Callable[[int], Callable[[Any], bool]]] = {
     "in between": lambda every: lambda record: _steps_since_snapshot(record) >= every // 2,
     "before the next": lambda every: lambda record: _steps_since_snapshot(record) >= every - 3,
 }
-"""Of an interval of so many steps: whether a record shows it."""
+"""By position in an interval of `n` steps: whether a record is at that instant."""
 
 
 def summarize_kill(record: dict[str, int]) -> Found:
-    """What a dead trainer's record says; steps. `promise`: the longest interval it had, and the longest flight.
+    """Summarize a dead trainer's record in steps. `promise`: its longest interval plus its longest flight.
 
-    A save that was in flight, and the interval that had begun, count as they stood.
+    A save in flight and the current interval count with their length at the kill.
     """
     last, cut = record["step"], record["cut"]
     flight = last - cut if record["cuts"] > record["commits"] else 0

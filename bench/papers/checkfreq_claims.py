@@ -1,4 +1,4 @@
-"""Of part 3, CheckFreq: what is claimed of its figures, what must hold on any machine, the page and its picture."""
+"""Part 3, CheckFreq: the claims about its figures, checks that hold on any machine, the page and its picture."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def headlines(found: Found) -> list[Found]:
 
 
 def verdict(arm: Found, budget: float) -> Found:
-    """Ours against a budget: None where twice the standard error leaves it open."""
+    """Compare our value with a budget: None where twice the standard error leaves it open."""
     if "not_run" in arm:
         return {"ours": "not run", "met": None, "why": arm["not_run"]}
     overhead, error = arm["overhead"], arm["error"]
@@ -82,7 +82,7 @@ def _phase(run: Found, name: str) -> Found:
 
 
 def check(found: Found) -> list[str]:
-    """What a failure may lose, and the order of the data; nothing of speed."""
+    """Check what a failure may lose and the order of the data; speed is not checked."""
     wrong = []
     for number, each in enumerate(found["kills"]["lives"], 1):
         where = f"kill {number} ({each['instant']})"
@@ -332,6 +332,6 @@ def _in_force(ax: Any, run: Found) -> None:
 
 
 def parse_interval_s(interval: str) -> float | None:
-    """Seconds of a decision such as "every 1.5 s"; None: it says no seconds."""
+    """Return the seconds of a decision such as "every 1.5 s", or None if it has no seconds."""
     said = re.match(r"every ([0-9.e+-]+) s\b", interval)
     return float(said[1]) if said else None

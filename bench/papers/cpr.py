@@ -1,9 +1,9 @@
-"""CPR (Maeng et al., MLSys 2021): what partial recovery saves, what it loses, and how sure one can be of either.
+"""CPR (Maeng et al., MLSys 2021): what partial recovery saves, what it loses, and how certain both figures are.
 
 The intervals are the product's own (`deltashard_checkpoint.deciding`); `recovery` has the paper's comparison,
-`simulation` draws failures. CPR published neither its code nor the seconds of its events, only that full recovery costs
-8.2 to 8.5 % and partial 0.53 to 0.68 %. For a failure in 20 h, PLS 0.1 and 18 shards there is one pair of events for
-each pair of such figures: `corners` solves for it. What quality a PLS costs is measured by `cpr_quality`.
+`simulation` draws failures. CPR published neither its code nor the seconds of its events, only that full recovery
+costs 8.2 to 8.5 % and partial 0.53 to 0.68 %. For a failure in 20 h, PLS 0.1 and 18 shards there is one pair of
+events for each pair of such figures: `corners` solves for it. `cpr_quality` measures the quality cost of a PLS.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def costs(
 
 
 def overheads(of: recovery.Costs, pls: float = PLS, shards: int = SHARDS) -> dict[str, Any]:
-    """Both kinds by the paper's formulas, in percent, and which is cheaper."""
     judged = recovery.cheaper(of, pls=pls, shards=shards)
     return {
         "full": 100 * judged.full,
@@ -65,7 +64,7 @@ def overheads(of: recovery.Costs, pls: float = PLS, shards: int = SHARDS) -> dic
 
 
 def corners() -> list[dict[str, Any]]:
-    """The base, and for each pair of the paper's figures the events that give it."""
+    """Return the base, and for each pair of the paper's figures the events that give it."""
     pairs = [
         (SAVE_MIN, RECOVER_MIN),
         *(events(full, partial) for full in PAPER_FULL for partial in PAPER_PARTIAL),
@@ -74,7 +73,7 @@ def corners() -> list[dict[str, Any]]:
 
 
 def events(full: float, partial: float) -> tuple[float, float]:
-    """(O_save, O_load + O_res) in minutes, with which the two kinds cost so many percent.
+    """Return the (O_save, O_load + O_res) in minutes for which the two kinds cost these percentages.
 
     With x = O_save / T_fail and R = (O_load + O_res) / T_fail: full = sqrt(2 x) + R, partial = x / (2 PLS N) + R, so
     sqrt(2 x) - x / (2 PLS N) is their difference, a quadratic in sqrt(x).
@@ -103,7 +102,7 @@ def sensitivities() -> list[dict[str, Any]]:
 
 
 def portions(generator: np.random.Generator, runs: int) -> list[dict[str, Any]]:
-    """E[PLS], drawn, against T_save / (2 T_fail N): the cases of the notes, and the base at PLS 0.02 and 0.1."""
+    """Compare the drawn E[PLS] with T_save / (2 T_fail N): the cases of the notes, and the base at PLS 0.02 and 0.1."""
     found = []
     for interval_h, total_h in ((4.0, 1000.0), (14.4, 14.4 * 50), (72.0, 72.0 * 50)):
         drawn = simulation.portions_lost(
@@ -129,7 +128,7 @@ def portions(generator: np.random.Generator, runs: int) -> list[dict[str, Any]]:
 
 
 def renewal(generator: np.random.Generator, failures: int) -> list[dict[str, Any]]:
-    """The simulator against the exact forms; the first order beside them. Percent."""
+    """Compare the simulator with the exact forms and the first order, in percent."""
     base = costs()
     full_s = young_interval_s(base.save_s, MTBF_S)
     partial_s = pls_interval_s(PLS, MTBF_S, SHARDS)
@@ -165,14 +164,14 @@ def renewal(generator: np.random.Generator, failures: int) -> list[dict[str, Any
 
 
 def spread(generator: np.random.Generator, repeats: int) -> list[dict[str, Any]]:
-    """How far full recovery's overhead of so many failures lies from its mean: what a measurement can show at all."""
+    """Return the deviation from the mean of full recovery's overhead with a given number of failures."""
     base = costs()
     run = simulation.SimulatedRun(
         interval_s=young_interval_s(base.save_s, MTBF_S), save_s=base.save_s, recover_s=base.recover_s
     )
     found = []
     for failures in (10, 100, 1_000, 10_000):
-        # A fixed number of failures each; a job of fixed length, which CPR ran, differs more still.
+        # Each has a fixed number of failures; the spread of a job of fixed length, as in CPR, is larger.
         drawn = np.array(
             [
                 simulation.full_recovery(run, simulation.exponential_gaps(generator, MTBF_S, failures)).mean
@@ -196,7 +195,7 @@ def spread(generator: np.random.Generator, repeats: int) -> list[dict[str, Any]]
 def one_job(
     generator: np.random.Generator, run: simulation.SimulatedRun, *, hours: float, repeats: int
 ) -> tuple[float, float, float]:
-    """5 %, 50 % and 95 % of the overhead of one job that trains for so long (useful time, saves and failures apart)."""
+    """Return 5 %, 50 % and 95 % of one job's overhead over a given useful time (without saves and failures)."""
     work_s = hours * HOUR
     overhead = np.empty(repeats)
     for at in range(repeats):
@@ -216,7 +215,7 @@ def one_job(
 
 
 def other_gaps(generator: np.random.Generator, failures: int) -> list[dict[str, Any]]:
-    """Full recovery where failures cluster or come regularly, at the same rate."""
+    """Simulate full recovery where failures cluster or are regular, at the same rate."""
     base = costs()
     run = simulation.SimulatedRun(
         interval_s=young_interval_s(base.save_s, MTBF_S), save_s=base.save_s, recover_s=base.recover_s
@@ -411,7 +410,7 @@ def plot(found: dict[str, Any], folder: Path) -> None:
 
 
 def _quality() -> ModuleType:
-    """`cpr_quality`, which needs torch: what else this module says does not."""
+    """Import `cpr_quality` lazily, as the rest of this module does not need torch."""
     return importlib.import_module("cpr_quality")
 
 

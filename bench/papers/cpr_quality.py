@@ -1,11 +1,11 @@
-"""Part 4's real training: what partial recovery costs in quality, and what priority saves win back (CPR).
+"""Part 4's real training: the quality cost of partial recovery, and the gain of priority saves (CPR).
 
-One pass over shopping baskets (`basket_training`), its tables cut by rows into 8 shards. At random steps a shard dies,
-every one once: its rows and accumulators fall back to what was last saved of them, everything else goes on. Plain
+One pass over shopping baskets (`basket_training`), its tables sharded by rows into 8 shards. At random steps a shard
+dies, each shard once: its rows and accumulators return to their last saved values; everything else continues. Plain
 partial recovery saves all rows every T. At the same bytes the priority variants save r N rows every r T: the two small
 tables whole, the rest from the table of pairs, chosen by SCAR, MFU or SSU as `priority` scores them. Differential
-saves, at the same bytes again, take all changed rows as often as that allows. These and MFU are measured at 8 bits,
-too, which are three times as many rows for the same bytes.
+saves, at the same bytes, save all changed rows as often as these bytes allow. Differential and MFU are also measured
+at 8 bits, which is three times as many rows for the same bytes.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ R = 0.125
 INTERVALS = (128, 256, 512, 1024)
 """T, in steps."""
 SHORT_INTERVALS = (8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 64)
-"""Differential saves so many times in 8 T."""
+"""Number of differential saves in 8 T."""
 RAW_ROW = 4 * COLUMNS + 4
 """Bytes of a row and its accumulator in float32."""
 QUANTIZED_ROW = COLUMNS + 8 + 4
-"""The same with the row at 8 bits, its scale and bias in float32."""
+"""Bytes with the row at 8 bits, its scale and bias in float32."""
 PAIRS = TABLES.index("pairs")
 PLAIN, SCAR, MFU, SSU = "all rows (plain)", "SCAR", "MFU", "SSU"
 CHANGED = "changed rows"
@@ -59,27 +59,27 @@ QUANTIZED = (MFU_8, CHANGED_8)
 
 
 class RowPriority(Protocol):
-    """Which rows of `pairs` a save takes."""
+    """Chooses the rows of `pairs` for a save."""
 
     def steps(self, of: TrainingTask, start: int, stop: int) -> None:
-        """Steps [start, stop) were trained."""
+        pass
 
     def choose(self, now: F32, saved: F32, k: int) -> Rows:
-        """At most k rows, which are saved now."""
+        """Return at most k rows, which are saved now."""
 
 
 class ByDistance:
-    """SCAR."""
+    """SCAR: rows by distance from their saved values."""
 
     def steps(self, of: TrainingTask, start: int, stop: int) -> None:
-        """Nothing: the weights tell."""
+        pass
 
     def choose(self, now: F32, saved: F32, k: int) -> Rows:
         return top(scar(now, saved), k)
 
 
 class ByCounts:
-    """MFU."""
+    """MFU: rows by number of reads."""
 
     def __init__(self) -> None:
         self.counts = AccessCounts(PAIR_ROWS)
@@ -94,13 +94,12 @@ class ByCounts:
 
 
 class BySample:
-    """SSU."""
+    """SSU: rows from a sample of the reads."""
 
     def __init__(self, capacity: int, seed: int) -> None:
         self.sample = SampledReads(capacity, seed=seed)
 
     def steps(self, of: TrainingTask, start: int, stop: int) -> None:
-        """Sample, step by step."""
         for step in range(start, stop):
             self.sample.read(of.steps_rows(step, step + 1, PAIRS))
 
@@ -109,7 +108,7 @@ class BySample:
 
 
 def measure_quality(quick: bool) -> dict[str, Any]:
-    """Changes against the twin that loses nothing, by arm, T and seed; PLS; bytes in parts of plain's."""
+    """Return changes against the lossless twin by arm, T and seed; PLS; bytes as shares of plain's."""
     began = time.perf_counter()
     steps, seeds, intervals = (384, 2, (64, 192)) if quick else (STEPS, SEEDS, INTERVALS)
     compile_kernels()
@@ -259,7 +258,7 @@ def _plain_rate(of: TrainingTask, every: int) -> float:
 
 
 def _affordable(of: TrainingTask, row_bytes: int, every: int, steps: int) -> int:
-    """The shortest of some intervals up to T in which saves of all changed rows take no more bytes than plain's."""
+    """Return the shortest interval up to T in which saves of all changed rows need at most the bytes of plain's."""
     rows = of.bounds[-1][1]
 
     def too_much(interval: int) -> bool:
@@ -277,7 +276,7 @@ def _affordable(of: TrainingTask, row_bytes: int, every: int, steps: int) -> int
 
 
 def _correlation(cells: Sequence[Mapping[str, Any]], metric: str) -> float:
-    """Pearson's, of plain recovery's loss change with PLS, over all seeds and T."""
+    """Return Pearson's correlation of plain recovery's loss change with PLS, over all seeds and T."""
     plain = [cell for cell in cells if cell["arm"] == PLAIN]
     pls = [v for cell in plain for v in cell["pls"]]
     change = [v for cell in plain for v in cell["changes"][metric]]
@@ -299,7 +298,7 @@ def check_quality(found: Mapping[str, Any]) -> list[str]:
             f"saving every {found['cells'][0]['every']} steps harms no less than the longest interval"
         )
     for arm in ARMS[1:]:
-        # Saves of changed rows may come to the very same: where so many change that they are no more frequent.
+        # Saves of changed rows can give the same result: where many rows change, the saves are no more frequent.
         if not loss_changes(arm)[-1] <= plain[-1]:
             wrong.append(
                 f"at the longest interval {arm} harms the progressive loss by {loss_changes(arm)[-1]:.4f} %,"
@@ -388,7 +387,6 @@ def quality_page(found: Mapping[str, Any]) -> str:
 
 
 def _verdict(found: Mapping[str, Any], intervals: Sequence[int]) -> str:
-    """Priority against differential saves, in the figures' own words."""
     sentences = []
     for i, every in enumerate(intervals):
         loss_changes = {arm: np.array(_cells(found, arm)[i]["changes"]["progressive"]) for arm in ARMS}
@@ -404,7 +402,6 @@ def _verdict(found: Mapping[str, Any], intervals: Sequence[int]) -> str:
 
 
 def _compared(loss_changes: Mapping[str, Any], one: str, other: str) -> str:
-    """Paired over seeds, two standard errors."""
     mean, error = mean_and_error(loss_changes[one] - loss_changes[other])
     word = (
         "are worse than"

@@ -1,9 +1,9 @@
-"""Of part 3, CheckFreq: one pass over real data with restarts, and which samples it trains on.
+"""Part 3, CheckFreq: one pass over real data with restarts, and which samples it trains on.
 
 - *whole*: uninterrupted;
 - *resumed*: ended several times, and resumed by a Checkpointer that knows the loader's position: the same pass;
-- *shuffled*: restored at the same steps, into a loader that begins anew under another shuffle: an epoch that loses its
-  place, as CheckFreq's authors found it in the loaders of their time.
+- *shuffled*: restored at the same steps, into a loader that restarts under another shuffle: an epoch that loses its
+  position, as CheckFreq's authors found it in the loaders of their time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS_AFTER_SAVE = 10
 
 
 class _TrainingKilled(Exception):
-    """What ends a life."""
+    """Ends a life."""
 
 
 def measure(folder: Path, *, quick: bool) -> Found:
@@ -66,7 +66,7 @@ def _summary(run: Found, steps: int) -> Found:
 
 
 def seen(samples: list[list[int]], of: int) -> Found:
-    """How many samples a pass of `of` of them trained on twice or more, and how many it could have and did not."""
+    """Return how many samples a pass of `of` samples trained on more than once, and how many it missed."""
     counts = Counter(sample for batch in samples for sample in batch)
     return {
         "trained": counts.total(),
@@ -76,14 +76,12 @@ def seen(samples: list[list[int]], of: int) -> Found:
 
 
 class _Data:
-    """Samples, the held-out ones, and trainings on them."""
-
     def __init__(self, retail: Any, share: float) -> None:
         import baskets
         import deltashard
 
         class Recording(baskets.HeldOutItems):
-            """Notes which samples were fetched."""
+            """Records the samples that are fetched."""
 
             def __getitems__(self, samples: list[int]) -> Any:
                 self.fetched = list(samples)
@@ -126,7 +124,7 @@ class _Data:
         return run | {"held_out": self._loss(training)}
 
     def lives(self, store: Path, seed: int, steps: int, saves: list[int], *, resumes: bool) -> Found:
-        """Ended some steps after each save; every life but the first begins with other initial values."""
+        """End each life some steps after a save; every life but the first starts with other initial values."""
         run = _run(seed)
         for number, save_at in enumerate([*saves, steps]):
             last = number == len(saves)
@@ -145,7 +143,7 @@ class _Data:
 
         seed: int = run["seed"]
         training = DemoTraining(self.retail, seed if number == 0 else seed + 1000 * number)
-        # Exact rows: what differs between the passes is the order of the data, and nothing else.
+        # Exact rows: the passes differ in the order of the data only.
         ckpt = deltashard.Checkpointer(
             training.model, training.optimizers, url=store, run="order", encoding="fp32", grace_s=None
         )
@@ -170,7 +168,6 @@ class _Data:
         return self._loss(training)
 
     def _loss(self, training: DemoTraining) -> float:
-        """Held-out loss, the mean over samples."""
         return float(
             np.average(training.loss(self._held_out), weights=[len(batch.sizes) for batch in self._held_out])
         )
@@ -181,7 +178,7 @@ def _run(seed: int) -> Found:
 
 
 def change(found: Found) -> tuple[float, float | None]:
-    """Of held-out loss by a new shuffle at each restart, a share, the mean over paired seeds; its standard error."""
+    """Return the mean relative change of held-out loss by new shuffles, over paired seeds, and its standard error."""
     changes = [
         other["held_out"] / whole["held_out"] - 1
         for whole, other in zip(found["whole"], found["shuffled"], strict=True)
@@ -205,7 +202,7 @@ def headlines(found: Found) -> list[Found]:
 
 
 def check(found: Found) -> list[str]:
-    """Orders that hold on any machine: a resumed pass is the uninterrupted one, a shuffled one is not."""
+    """Check orders that hold on any machine: a resumed pass equals the uninterrupted one, a shuffled one does not."""
     wrong = []
     resumed = found["resumed"]
     if not resumed["losses_equal"]:

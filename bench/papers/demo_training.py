@@ -1,4 +1,4 @@
-"""The demo's training, for the parts that run it: its model, row-wise AdaGrad for tables, Adam for the dense half."""
+"""The demo's training for the parts that run it: its model, row-wise AdaGrad for tables, Adam for the dense half."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BATCH = 128
 
 @contextlib.contextmanager
 def pair_table_rows(rows: int) -> Iterator[None]:
-    """Meanwhile the largest table of all models of this process has so many rows, a power of two."""
+    """Within the block the largest table of this process's models has this many rows, a power of two."""
     import model as demo
 
     before, demo.PAIR_ROWS = demo.PAIR_ROWS, rows

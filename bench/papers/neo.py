@@ -1,7 +1,7 @@
-"""Part 5, Neo/ZionEX (ISCA'22): what optimizer state costs in a checkpoint, bit-exact resume, and other shardings.
+"""Part 5, Neo/ZionEX (ISCA'22): checkpoint bytes of optimizer state, bit-exact resume, and other shardings.
 
-Three of what a checkpoint system must do to serve it: state by row and by weight beside the weights, in few bytes; a
-training with exact row-wise AdaGrad that goes on to the same bits; tables that come back in any other sharding.
+Three requirements of Neo for a checkpoint system: state by row and by weight stored with the weights, in few bytes; a
+training with exact row-wise AdaGrad that resumes to the same bits; tables that are restored in any other sharding.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ ROW_COLUMNS = 64
 ENCODINGS = {"fp32": 32, "fp16": 16, "q8": 8, "q4": 4, "q2": 2}
 STATES = ("fp32", "bf16")
 STATE_VALUES = {"SGD": (0, 0), "row-wise AdaGrad": (1, 0), "AdaGrad": (0, 1), "Adam": (0, 2)}
-"""Optimizer -> values of state of a row, and of a weight."""
+"""Optimizer -> number of state values per row, and per weight."""
 MODEL_WEIGHTS = 12e12
-"""Of the largest model that Neo trains: what terabytes are extrapolated to."""
+"""Parameters of the largest model that Neo trains, for the extrapolation to terabytes."""
 PAPER_TB = (96.0, 24.0)
 """fp32 with AdaGrad, and fp16 with row-wise AdaGrad: Neo's own account of that model."""
 RESHARD_S = 900.0
@@ -116,7 +116,7 @@ def _frames(store: Path, run: str) -> list[Any]:
 
 
 def expected_bytes(optimizer: str, encoding: str, state: str) -> float:
-    """A row's bytes by the format: codes, scale and bias, row-wise state in fp32, point-wise state as chosen."""
+    """Return a row's bytes by the format: codes, scale and bias, row-wise state in fp32, point-wise state as chosen."""
     by_row, by_weight = STATE_VALUES[optimizer]
     scales = {"q8": 8, "q4": 4, "q2": 4}.get(encoding, 0)
     point = 2 if state == "bf16" else 4
@@ -127,11 +127,11 @@ def expected_bytes(optimizer: str, encoding: str, state: str) -> float:
 
 
 class _TrainingInterrupted(Exception):
-    """What ends the training in the middle."""
+    """Ends the training in the middle."""
 
 
 def _resume(folder: Path, *, quick: bool) -> Found:
-    """The demo's training under exact row-wise AdaGrad: uninterrupted, and ended by an exception and resumed."""
+    """Run the demo's training under exact row-wise AdaGrad: uninterrupted, and ended by an exception and resumed."""
     from model import COLUMNS as PAIR_COLUMNS
 
     steps, save_at, dies_at = (12, 5, 8) if quick else (60, 25, 40)
@@ -144,7 +144,7 @@ def _resume(folder: Path, *, quick: bool) -> Found:
             pass
         else:
             raise AssertionError("the training did not end in the middle")
-        again = _trained(folder / "store", 77, steps)  # a new model of other rows, another seed
+        again = _trained(folder / "store", 77, steps)  # a new model with other rows and another seed
     return {
         "steps": steps, "saved_at": save_at, "died_at": dies_at, "resumed_at": again["begun"],
         "pairs": [pairs, PAIR_COLUMNS],
@@ -209,7 +209,7 @@ def _hash(model: Any, optimizers: list[Any]) -> str:
 
 
 def _shardings(folder: Path, *, quick: bool) -> Found:
-    """Plan pairs: what was saved in one sharding and restored in another, compared cell by cell."""
+    """Compare, for pairs of plans, the state saved in one sharding with the state restored in another, by cell."""
     saved = [("row_wise", 2)] if quick else [("row_wise", 2), ("column_wise", 2), ("table_wise", 2)]
     restored = (
         [("row_wise", 1), ("column_wise", 2)]
@@ -246,9 +246,9 @@ def _name(prefix: str, sharding: str, world: int) -> str:
 
 
 def gathered(folder: Path, name: str) -> dict[str, np.ndarray]:
-    """Whole tables and their state of what all ranks wrote: `table|section` -> values.
+    """Return whole tables and their state from all ranks' files: `table|section` -> values.
 
-    Where a table is split by columns each shard has an accumulator of its own: the whole one is their mean by width.
+    Each shard of a table split by columns has an accumulator: the whole one is their mean by width.
     """
     whole: dict[str, np.ndarray] = {}
     for path in sorted(folder.glob(f"{name}-[0-9].npz")):
@@ -267,7 +267,7 @@ def gathered(folder: Path, name: str) -> dict[str, np.ndarray]:
 
 
 def compared(was: dict[str, np.ndarray], now: dict[str, np.ndarray]) -> Found:
-    """Whether weights are equal to the bit, and the greatest relative difference of the accumulators."""
+    """Return whether weights are equal to the bit, and the greatest relative difference of the accumulators."""
     weights = [name for name in was if name.endswith("|weights")]
     state = [name for name in was if name not in weights]
     differences = [
@@ -282,7 +282,7 @@ def compared(was: dict[str, np.ndarray], now: dict[str, np.ndarray]) -> Found:
     }
 
 
-# What is claimed
+# Claims
 
 
 def _headlines(found: Found) -> list[Found]:
@@ -327,7 +327,7 @@ def _terabytes(row_bytes: float) -> float:
 
 
 def check(found: Found) -> list[str]:
-    """What holds on any machine: bytes are the format's, states and rows are equal."""
+    """Check what holds on any machine: bytes are the format's, states and rows are equal."""
     wrong = []
     for encoding, by_state in found["bytes"]["stored"].items():
         for state, by_optimizer in by_state.items():

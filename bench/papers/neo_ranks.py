@@ -2,8 +2,8 @@
 
 STAGES is JSON: lists of [what, name, sharding, world, source], `what` being "save" (train three steps, save after the
 second and after the third, so that a restore reads a baseline and an increment) or "restore" (run `source` into a model
-with other rows). Every rank writes what its shards hold then to FOLDER/NAME-RANK.npz. One process imports TorchRec
-and forks the ranks of each stage, as torchrun would start them; it ends with the exit code 0 only if all of them did.
+with other rows). Then every rank writes the content of its shards to FOLDER/NAME-RANK.npz. One process imports
+TorchRec and forks the ranks of each stage, as torchrun would start them; it exits with 0 only if all ranks did.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> int:
     for heavy in (
         "torch._dynamo",
         "torchrec.distributed.planner",
-    ):  # seconds, and each rank would import them
+    ):  # importing takes seconds, which each rank would spend
         importlib.import_module(heavy)
 
     for number, (what, name, sharding, world, source) in enumerate(stages):
@@ -97,7 +97,7 @@ def _rank(
 
 
 def _model(sharding: str, world: int) -> tuple[Any, Any]:
-    """Three bags under a linear layer, all tables sharded so, with fused exact row-wise Adagrad."""
+    """Build three bags and a linear layer, all tables in one sharding, with fused exact row-wise Adagrad."""
     import torch
     import torch.distributed as dist
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -159,9 +159,9 @@ def _batch(step: int, rank: int) -> Any:
 
 
 def _shards(ckpt: Any) -> dict[str, np.ndarray]:
-    """`table|first row:last|first column:last|section` -> values, of every shard that this rank saves."""
+    """Return `table|first row:last|first column:last|section` -> values of every shard that this rank saves."""
     found = {}
-    for shard in ckpt._program.tracking.saved:  # noqa: SLF001 - the library says where its shards lie to nobody else
+    for shard in ckpt._program.tracking.saved:  # noqa: SLF001 - the library has no public accessor for its shards
         box = shard.box
         place = f"{box.table}|{box.row_start}:{box.row_stop}|{box.col_start}:{box.col_stop}"
         for name, tensor in {"weights": shard.param.detach(), **shard.state_tensors()}.items():

@@ -1,7 +1,7 @@
-"""Which rows of a table a priority save takes: the three scores of CPR (Maeng et al., MLSys 2021).
+"""The three scores of CPR (Maeng et al., MLSys 2021) that choose a table's rows for a priority save.
 
-In partial recovery lost rows go back to what was last saved of them. Instead of the whole table every T, CPR saves the
-r N of its N rows that matter most every r T, at the same bytes. What matters most is told by one of
+In partial recovery lost rows return to their last saved values. Instead of the whole table every T, CPR saves the
+r N of its N rows that matter most every r T, at the same bytes. The score is one of
 
 * SCAR (Qiao et al., ICML 2019): how far a row has moved since it was saved; needs a copy of the table, 4 D bytes per
   row;
@@ -20,7 +20,6 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float64] | npt.NDArray[np.float32] | npt.NDArray[np.uint32] | npt.NDArray[np.int64]
 EVERY = 2
-"""Of so many steps SSU looks at one."""
 
 
 def top(scores: Scores, k: int) -> Ids:
@@ -36,12 +35,12 @@ def top(scores: Scores, k: int) -> Ids:
 
 
 def scar(weights: npt.NDArray[np.float32], saved: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Euclidean distance of each row of `weights` from `saved`, both float32 [N, D]: float32 [N].
+    """Return the Euclidean distance of each row of `weights` from `saved`, both float32 [N, D]: float32 [N].
 
     Needs `saved`, the last saved values of all rows: 4 D bytes per row, as much as the table.
     """
     distances = np.empty(len(weights), np.float32)
-    for at in range(0, len(weights), 1 << 14):  # in parts that stay in a processor's cache
+    for at in range(0, len(weights), 1 << 14):  # in parts that fit into a processor's cache
         part = weights[at : at + (1 << 14)] - saved[at : at + (1 << 14)]
         distances[at : at + (1 << 14)] = np.sqrt(np.einsum("nd,nd->n", part, part))
     return distances
@@ -54,7 +53,7 @@ class AccessCounts:
         self.counts = np.zeros(rows, np.uint32)
 
     def read(self, ids: Ids) -> None:
-        """Count reads of `ids`, with repeats. A counter stays at its largest value rather than wrap."""
+        """Count reads of `ids`, with repeats. A counter saturates at its largest value."""
         found, times = np.unique(ids, return_counts=True)
         self.counts[found] = np.minimum(self.counts[found] + times, np.iinfo(np.uint32).max)
 
@@ -66,7 +65,7 @@ class AccessCounts:
 
 
 class SampledReads:
-    """SSU: at most `capacity` ids out of those that every second step read. uint32: 4 bytes per id, 4 r per row."""
+    """SSU: at most `capacity` ids of those that every second step read. uint32: 4 bytes per id, 4 r per row."""
 
     def __init__(self, capacity: int, *, seed: int) -> None:
         self.capacity = capacity
@@ -76,7 +75,7 @@ class SampledReads:
         self._steps = 0
 
     def read(self, ids: Ids) -> None:
-        """One step read `ids`, with repeats; if they do not all fit, old and new ones are discarded alike."""
+        """Record one step's reads of `ids`, with repeats; beyond the capacity, old and new ids are discarded alike."""
         self._steps += 1
         if (self._steps - 1) % EVERY:
             return

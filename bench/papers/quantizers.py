@@ -1,8 +1,8 @@
 """Check-N-Run's four quantizers on the same rows: errors, and processor time of a row on one thread.
 
-Symmetric and k-means are not worth building into the product, so they stand here as kernels, compiled by numba; plain
-asymmetric, greedy and adaptive are the product's own codecs, with the scales that it stores. Symmetric and k-means keep
-exact scales and centroids, and their kernels pack nothing: both are favoured.
+The product does not have symmetric and k-means, so they are kernels here, compiled by numba. Plain asymmetric, greedy
+and adaptive are the product's own codecs, with the scales that it stores. Symmetric and k-means keep exact scales and
+centroids, and their kernels do not pack codes: both are favoured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from measuring import best_cpu_s
 F32 = npt.NDArray[np.float32]
 LOW_BITS = (2, 3, 4)
 ITERATIONS = 15
-"""Of k-means."""
 PAPER_SEARCH = Search(kind="greedy", bins=25, ratio=0.6)
 REFITS = [
     Search(kind="refit", starts=starts, passes=passes)
@@ -29,12 +28,12 @@ REFITS = [
     for passes in (1, 2, 3, 4)
 ]
 TABLE_BYTES = 1e12
-"""Of fp32 weights: the table that hours are extrapolated to."""
+"""Bytes of fp32 weights of the table that hours are extrapolated to."""
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def k_means_rows(x, levels, iterations, codes, books):
-    """Lloyd's algorithm in each row, centroids at first uniform; they stay sorted, so a bisection finds the nearest."""
+    """Run Lloyd's algorithm in each row, initially uniform; centroids stay sorted, so bisection finds the nearest."""
     n, d = x.shape
     sums, counts, borders = np.empty(levels), np.empty(levels), np.empty(levels - 1)
     for r in range(n):
@@ -59,7 +58,7 @@ def k_means_rows(x, levels, iterations, codes, books):
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def symmetric_rows(x, top, codes, scales):
-    """Codes of each row, uniform over [-max|x|, max|x|] with codes 0 to `top`."""
+    """Return codes of each row, uniform over [-max|x|, max|x|] with codes 0 to `top`."""
     n, d = x.shape
     for r in range(n):
         most = np.float32(0)
@@ -73,7 +72,7 @@ def symmetric_rows(x, top, codes, scales):
 
 
 def tuned(x: F32, bits: int) -> Search:
-    """Auto-tune: the refit with the fewest passes whose error on a sample is within 1 % of the least one."""
+    """Auto-tune: return the refit with the fewest passes whose error on a sample is within 1 % of the least one."""
     sample = reference.sample_of(x)
     trials = {search: reference.mean_error(sample, bits, search) for search in REFITS}
     enough = min(trials.values()) * 1.01
@@ -82,7 +81,7 @@ def tuned(x: F32, bits: int) -> Search:
 
 
 def errors(x: F32, bits: int, chosen: Search) -> dict[str, float]:
-    """Mean L2 distance of a row of `x` (float32 [n, D]) and what is decoded of it."""
+    """Return the mean L2 distance of a row of `x` (float32 [n, D]) and its decoded value."""
     found = {
         "symmetric": reference.mean_l2(x, reference.symmetric(x, bits)),
         "asymmetric": reference.mean_error(x, bits, PLAIN),
@@ -102,7 +101,6 @@ def k_means(x: F32, bits: int) -> npt.NDArray[np.float64]:
 
 
 def latencies(x: F32, bits: int, chosen: Search, *, seconds: float) -> dict[str, float]:
-    """Processor time of a row in ns, measured for `seconds`."""
     n = len(x)
     few = np.ascontiguousarray(x[: max(64, n // 64)])  # k-means is slow; each row costs the same
     codes, scales = np.empty(x.shape, np.uint8), np.empty(n, np.float32)
@@ -120,7 +118,7 @@ def latencies(x: F32, bits: int, chosen: Search, *, seconds: float) -> dict[str,
 
 
 def hours(row_ns: float, columns: int) -> float:
-    """One thread's hours for a table of `TABLE_BYTES`."""
+    """Return one thread's hours for a table of `TABLE_BYTES`."""
     return TABLE_BYTES / (4 * columns) * row_ns / 3600e9
 
 

@@ -5,8 +5,7 @@ Full recovery rolls all shards back, partial only the lost one; with M the time 
     full     O_save T_tot / T_save + (O_load + T_save / 2 + O_res) T_tot / M        best at T_save = sqrt(2 O_save M)
     partial  O_save T_tot / T_save + (O_load + O_res) T_tot / M                     as long as the PLS allows
 
-and E[PLS] = T_save / (2 M N) for N shards. First order: the exact forms, and failures that are drawn, stand in the
-simulation.
+and E[PLS] = T_save / (2 M N) for N shards. These are first order: `simulation` has the exact forms and draws failures.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from deltashard_checkpoint.deciding.interval import overhead_share, pls_interval
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Of one event each. Seconds."""
+    """Seconds of one event of each kind."""
 
     save_s: float
     recover_s: float
@@ -29,18 +28,17 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """Which kind, and why."""
+    """The chosen kind of recovery and the reason."""
 
     kind: Literal["full", "partial"]
     full: float
     """Share of training time that saves and failures cost under full recovery."""
     partial: float
     interval_s: float
-    """Of the kind that is chosen."""
 
 
 def full_overhead(costs: Costs, interval_s: float | None = None) -> float:
-    """Share of training time under full recovery; without an interval, at the best one."""
+    """Return the share of training time under full recovery; without an interval, at the best one."""
     interval_s = young_interval_s(costs.save_s, costs.mtbf_s) if interval_s is None else interval_s
     return overhead_share(interval_s, costs.save_s, costs.mtbf_s) + costs.recover_s / costs.mtbf_s
 
@@ -50,12 +48,11 @@ def partial_overhead(costs: Costs, interval_s: float) -> float:
 
 
 def expected_pls(interval_s: float, mtbf_s: float, shards: int) -> float:
-    """E[PLS] of a whole training, whatever its length."""
+    """Return E[PLS] of a whole training, which does not depend on its length."""
     return interval_s / (2 * mtbf_s * shards)
 
 
 def cheaper(costs: Costs, *, pls: float, shards: int) -> Recovery:
-    """CPR's comparison at a target PLS: each kind at its own interval."""
     partial_s = pls_interval_s(pls, costs.mtbf_s, shards)
     full, partial = full_overhead(costs), partial_overhead(costs, partial_s)
     if partial < full:

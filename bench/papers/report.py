@@ -1,4 +1,4 @@
-"""The page of `make papers`: docs/papers.md with its pictures, and the figures it is made of."""
+"""Writes the page of `make papers`: docs/papers.md with its pictures, and the figures behind it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ measured. All of them are in [measured/papers.json](measured/papers.json).
 
 LINE = 150
 VERBATIM_PREFIXES = ("|", "#", "!", "    ")
-"""How a block begins that is not wrapped."""
+"""Starts of blocks that are not wrapped."""
 
 
 def write(found: Mapping[str, Any], parts: Mapping[str, ModuleType], docs: Path) -> Path:
-    """Write page, pictures and figures under `docs`; the page. `parts` are the modules of what was found, in order."""
+    """Write page, pictures and figures under `docs`; return the page. `parts` are the modules in `found`, in order."""
     pictures = docs / "papers"
     pictures.mkdir(exist_ok=True)
     sections = []
@@ -48,7 +48,7 @@ def write(found: Mapping[str, Any], parts: Mapping[str, ModuleType], docs: Path)
 
 
 def rows(value: Any, indent: str = "") -> str:
-    """JSON with one line a row: an item of a list, and whatever holds no other object."""
+    """Return JSON with one line per row: an item of a list, and each object without nested objects."""
     whole = json.dumps(value)
     if "{" not in whole[1:]:
         return whole
@@ -87,7 +87,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Paragraphs and items of lists in lines of at most `LINE` characters; tables, code and pictures as they are."""
+    """Wrap paragraphs and list items at `LINE` characters; tables, code and pictures are unchanged."""
     out, code = [], False
     for block in re.split(r"\n{2,}", text):
         fences = block.count("```")
@@ -113,7 +113,7 @@ def spaced(sections: list[str]) -> list[str]:
 
 @contextlib.contextmanager
 def picture(path: Path, rows: int = 1, columns: int = 1, **options: object) -> Iterator[Any]:
-    """Axes to draw on; the picture is written when all is drawn, without the date."""
+    """Yield axes; write the picture afterwards, without the date."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(rows, columns, **options)
@@ -123,7 +123,6 @@ def picture(path: Path, rows: int = 1, columns: int = 1, **options: object) -> I
 
 
 def _style() -> Any:
-    """One look for all pictures, and the same bytes for the same figures."""
     import matplotlib as mpl
 
     mpl.use("svg")

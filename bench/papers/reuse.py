@@ -1,16 +1,16 @@
-"""A training's lookups as production has them: which rows an interval touches, and how often each of them.
+"""A training's lookups as in production: which rows an interval changes, and how often each is looked up.
 
-*Which*: a hot set that every interval touches, and as many rows again and again drawn from a pool. Of N rows, after k
-intervals, whenever one starts to count:
+*Which*: a hot set that every interval changes, and as many rows drawn repeatedly from a pool. Of N rows, after k
+intervals, from any starting interval:
 
     S_k = hot + pool * (1 - (1 - drawn / pool)^k),   hot + drawn = .26
 
 With the three shares below S is .26 .31 .35 .387 .417 .442 .463 (Check-N-Run, NSDI'22, reports 26 % an interval), and
-.52 after eleven, which the paper reports too and nothing was fitted to.
+.52 after eleven, which the paper also reports and which was not fitted.
 
 *How often*: a histogram that Meta published with its lookups (facebookresearch/dlrm_datasets): of all rows that one
 batch of all tables looks up, which share is looked up once, twice, three or four times, and so on. Bytes of a
-checkpoint depend on the first alone; the second makes the rows' values those of a training, hot rows in small steps.
+checkpoint depend on *which* alone; *how often* makes the rows' values those of a training, hot rows in small steps.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 HOT, POOL, DRAWN = 0.2005, 0.372, 0.0595
 S = (0.26, 0.31, 0.35, 0.385, 0.415, 0.44, 0.46)
-"""What is aimed at: shares of rows changed since the baseline, after 1, 2, ... intervals."""
+"""Target shares of rows changed since the baseline, after 1, 2, ... intervals."""
 OPEN_END = 2.0
-"""The last bin, of more than 32,768 lookups, is taken to end at so many times that."""
+"""The last bin, of more than 32,768 lookups, is assumed to end at this multiple of it."""
 
 LOCALITY = {
     "2021": {
@@ -62,7 +62,7 @@ class Locality:
 
     @classmethod
     def published(cls, year: str) -> Locality:
-        """One of `LOCALITY`. Bins of too few rows for three digits get what their lookups say of them."""
+        """Return one of `LOCALITY`. Bins with too few rows for three digits get their share from their lookups."""
         known = LOCALITY[year]
         rows, lookups = np.array(known["rows"], np.float64), np.array(known["lookups"], np.float64)
         mean = float(known["mean"])  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ class Locality:
         return cls(rows=rows / rows.sum(), lookups=lookups / lookups.sum(), mean=float(counts.mean()))
 
     def distance(self, other: Locality) -> tuple[float, float]:
-        """Total variation between the shares of rows, and between those of lookups: 0 the same, 1 nothing in common."""
+        """Return the total variation between row shares and between lookup shares: 0 equal, 1 disjoint."""
         return (
             float(np.abs(self.rows - other.rows).sum() / 2),
             float(np.abs(self.lookups - other.lookups).sum() / 2),
@@ -86,17 +86,17 @@ class Locality:
 
 
 def typical() -> npt.NDArray[np.float64]:
-    """Lookups of a row of each bin: the middle of its whole numbers on a logarithmic scale."""
+    """Return each bin's lookups of a row: the middle of its whole numbers on a logarithmic scale."""
     high = np.array([1 << i for i in range(16)] + [int(OPEN_END * (1 << 15))], np.float64)
     low = np.concatenate([[1.0], high[:-1] + 1])
     return np.sqrt(low * high)
 
 
 def lookups_of(rows: int, locality: Locality, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Lookups (int64 [rows]) of so many rows, in descending order, whose histogram is `locality`'s.
+    """Return lookups (int64 [rows]) in descending order whose histogram is that of `locality`.
 
-    Every bin gets its share of the rows, within one; within a bin counts are spread evenly between its ends, by a power
-    that brings the bin's mean to what its lookups say.
+    Every bin gets its share of the rows, within one. Within a bin counts are spread evenly between its ends, by a power
+    that gives the bin the mean of its lookups.
     """
     edges = np.round(np.cumsum(locality.rows) * rows).astype(np.int64)
     counts = np.ones(rows, np.int64)
@@ -113,16 +113,15 @@ def lookups_of(rows: int, locality: Locality, rng: np.random.Generator) -> npt.N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalLookups:
-    """What one interval looks up."""
+    """The lookups of one interval."""
 
     ids: npt.NDArray[np.int64]
     """Rows, ascending, without repeats."""
     counts: npt.NDArray[np.int64]
-    """Lookups of each."""
 
 
 def intervals(rows: int, count: int, locality: Locality, seed: int = 0) -> Iterator[IntervalLookups]:
-    """`count` intervals of a table of `rows` rows. Rows that every interval touches are looked up most."""
+    """Return `count` intervals of a table of `rows` rows. Rows in every interval are looked up most."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(rows)
     hot, pool = order[: round(rows * HOT)], order[round(rows * HOT) : round(rows * (HOT + POOL))]
@@ -135,7 +134,7 @@ def intervals(rows: int, count: int, locality: Locality, seed: int = 0) -> Itera
 
 
 def growth(rows: int, locality: Locality, most: int = 11) -> list[float]:
-    """Share of the rows touched in the first 1, 2, ... intervals of such a table."""
+    """Return the share of the rows changed in the first 1, 2, ... intervals of such a table."""
     seen = np.zeros(rows, np.bool_)
     shares = []
     for interval in intervals(rows, most, locality):

@@ -43,7 +43,7 @@ PARTS = ("check_n_run", "accuracy", "checkfreq", "cpr", "neo")
 """In the order of the page."""
 VERSIONS = ("torch", "torchrec", "numpy", "deltashard")
 
-# Only a script finds these by itself; this folder comes first (examples/demo has a report of its own).
+# Only a script gets its folder on the path; this folder comes first (examples/demo has its own `report`).
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT / "examples" / "demo")]
 
 
@@ -67,17 +67,17 @@ def main() -> int:
     names = tuple(args.only.split(",")) if args.only else PARTS
     if unknown := set(names) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that sidecars and ranks are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end sidecars and ranks
     import torch
 
     torch.set_num_threads(1)  # a second core is the sidecar's
     found = _previous_results(args.out, quick=args.quick) if args.only else {}
     parts: dict[str, Any] = found.setdefault("parts", {})
-    # Replaced at every run: what a part took from an older one says so by its own date.
+    # Replaced at every run: each part from an older run has its own date.
     found |= {"machine": machine(), "command": _command(), "quick": args.quick}
     violated: list[str] = []
     failed = False
-    # Caches of the sidecars that the parts start: a run leaves nothing behind.
+    # Caches of the sidecars that the parts start: a run removes them at its end.
     caches = tempfile.TemporaryDirectory(prefix="deltashard-papers-", ignore_cleanup_errors=True)
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = caches.name
@@ -87,7 +87,7 @@ def main() -> int:
         begun = time.monotonic()
         record: dict[str, Any] = {"date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC")}
         try:
-            # As it stands in the file: keys are text, and what is not JSON fails here.
+            # As in the file: keys are text, and a value that is not JSON fails here.
             record["found"] = json.loads(json.dumps(part.measure(args.quick)))
             violated += [f"{name}: {each}" for each in part.check(record["found"])]
         except Exception as error:
@@ -123,7 +123,7 @@ def module(name: str) -> ModuleType:
 
 
 def machine() -> dict[str, object]:
-    from measuring import cpu_model  # found since the path knows bench/
+    from measuring import cpu_model  # importable because the path has bench/
 
     return {
         "cpu": cpu_model(),

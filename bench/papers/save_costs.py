@@ -1,9 +1,9 @@
-"""What saves cost a training, from nothing but how long each of its steps took and when saves were. Pure.
+"""What saves cost a training, computed from the duration of its steps and the times of saves. Pure.
 
-A save's *window* goes from shortly before its cut (`LEAD_S`: rows may be copied ahead) to the step at whose end the
+A save's *window* is from shortly before its snapshot (`LEAD_S`: rows may be copied ahead) to the step at whose end the
 trainer knew it durable. All other steps are *quiet*. Its cost is what the window took beyond as many quiet steps, by
-the mean of as many right before it as right after it: a machine that grows slower or faster meanwhile cancels out. It
-may be negative: noise that is cut off at zero would add up to a cost.
+the mean of as many right before it as right after it: a drift of the machine's speed cancels out. It may be negative:
+noise that is clipped at zero would add up to a cost.
 
     overhead = costs of all saves / seconds of all steps without them
 """
@@ -17,46 +17,43 @@ from statistics import fmean, stdev
 from typing import Any
 
 LEAD_S = 0.3
-"""Before a cut, in which rows may be copied ahead of it; at most `LEAD_SHARE` of the quiet steps before it."""
+"""Seconds before a snapshot in which rows may be copied ahead; at most `LEAD_SHARE` of the quiet steps before it."""
 LEAD_SHARE = 0.5
 MIN_QUIET_STEPS = 4
-"""Steps beside a window, below which it has no cost that could be told."""
+"""Minimum number of quiet steps next to a window for its cost to be known."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TimedSave:
-    """Indices of steps, from 0."""
+    """A save by indices of steps, from 0."""
 
     cut: int
-    """The step in which training was held for it."""
     durable: int | None = None
-    """The step at whose end it was known durable; None: never."""
+    """The step at whose end the save was known durable; None: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOverhead:
-    """What saves cost, as a share of training."""
+    """The cost of saves as a share of training."""
 
     overhead: float | None
-    """None: no save's cost could be told."""
+    """None: no save's cost is known."""
     error: float | None
-    """Standard error of `overhead`; None: of one save alone."""
+    """Standard error of `overhead`; None for a single save."""
     cost_s: float | None
-    """Of a save, the mean."""
     saves: int
-    """Whose cost could be told, of all."""
     of: int
     step_s: float
-    """Of a quiet step; of all where none was quiet."""
+    """Seconds of a quiet step; the mean of all steps if none was quiet."""
     interval_s: float | None
-    """Between two cuts, the mean; None: fewer than two."""
+    """Mean time between two snapshots; None for fewer than two."""
     interval_steps: float | None
 
     @classmethod
     def of_span(
         cls, seconds: Sequence[float], saves: Sequence[TimedSave], begin: int, end: int
     ) -> SaveOverhead:
-        """Of the saves that were cut in steps `begin` to `end`, which is exclusive."""
+        """Summarize the saves whose snapshot is in steps `begin` to `end` (exclusive)."""
         told = costs(seconds, saves)
         inside = [number for number, save in enumerate(saves) if begin <= save.cut < end]
         known = [cost for number in inside if (cost := told[number]) is not None]
@@ -87,12 +84,12 @@ class SaveOverhead:
 
 
 def windows(seconds: Sequence[float], saves: Sequence[TimedSave]) -> list[tuple[int, int]]:
-    """(first, last + 1) of each save's window, in order; one that was never durable has all that follows."""
+    """Return (first, last + 1) of each save's window, in order; a save that was never durable has all later steps."""
     found = []
     free = 0
     for number, save in enumerate(saves):
         following = saves[number + 1].cut if number + 1 < len(saves) else len(seconds)
-        # The next one may be cut at the boundary where this one is known durable.
+        # The next snapshot may be at the boundary where this save is known durable.
         end = following if save.durable is None else min(save.durable + 1, following)
         first, lead_s = save.cut, 0.0
         least = save.cut - int((save.cut - free) * LEAD_SHARE)
@@ -113,7 +110,7 @@ def quiet(seconds: Sequence[float], saves: Sequence[TimedSave]) -> list[int]:
 
 
 def costs(seconds: Sequence[float], saves: Sequence[TimedSave]) -> list[float | None]:
-    """Seconds that each save cost; None where too few steps beside it were quiet, or it was never durable."""
+    """Return each save's seconds; None where too few steps next to it were quiet, or it was never durable."""
     spans = windows(seconds, saves)
     found: list[float | None] = []
     for number, (first, end) in enumerate(spans):
@@ -122,7 +119,7 @@ def costs(seconds: Sequence[float], saves: Sequence[TimedSave]) -> list[float | 
         if saves[number].durable is None or first - before + after - end < MIN_QUIET_STEPS:
             found.append(None)
             continue
-        # As many on each side, so that a drift cancels out; where one side has next to none, the other.
+        # As many on each side, so that a drift cancels out; if one side has too few, only the other.
         near = min(first - before, after - end)
         if near < MIN_QUIET_STEPS // 2:
             near = max(first - before, after - end)
@@ -132,7 +129,7 @@ def costs(seconds: Sequence[float], saves: Sequence[TimedSave]) -> list[float | 
 
 
 def lost_steps(steps: int, saves: Sequence[TimedSave]) -> list[int]:
-    """Steps that a death right after each of `steps` steps would have lost; none before the first save is durable."""
+    """Return the steps lost by a death after each of `steps` steps, from the first durable save on."""
     found = []
     known = sorted((save.durable, save.cut) for save in saves if save.durable is not None)
     newest, at = -1, 0
@@ -145,7 +142,7 @@ def lost_steps(steps: int, saves: Sequence[TimedSave]) -> list[int]:
 
 
 def paired(on: Sequence[float], off: Sequence[float]) -> tuple[float, float | None]:
-    """Overhead of blocks with saves, each over the mean of the two blocks without that it lies between; its error.
+    """Return the overhead of blocks with saves over the mean of the two adjacent blocks without; its error.
 
     `off` has one block more than `on`; both in seconds a step.
     """
@@ -156,7 +153,7 @@ def paired(on: Sequence[float], off: Sequence[float]) -> tuple[float, float | No
 def timeline(
     seconds: Sequence[float], saves: Sequence[TimedSave], width_s: float, *, begin: int = 0
 ) -> list[dict[str, Any]]:
-    """Windows of `width_s` each from step `begin` on: when, the saves in it, what they cost, and a quiet step."""
+    """Return windows of `width_s` from step `begin` on: time, saves, their cost, and a quiet step."""
     found: list[dict[str, Any]] = []
     at, now_s = begin, 0.0
     while at < len(seconds):

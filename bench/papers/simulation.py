@@ -1,17 +1,17 @@
-"""What failures cost a run, exactly and by drawing them: the oracle of the first-order formulas. Pure.
+"""What failures cost a run, exactly and by drawing them: a check of the first-order formulas. Pure.
 
-A run trains T seconds, saves for c, and so on; failures come after gaps of trained time, and each costs R seconds
-until training goes on. Nothing fails during those R.
+A run trains T seconds, saves for c, and repeats; failures occur after gaps of trained time, and each costs R seconds
+until training continues. No failure occurs during those R.
 
-**Full recovery** goes back to the newest checkpoint that was durable. For exponential gaps of mean M its overhead is
+**Full recovery** returns to the newest durable checkpoint. For exponential gaps of mean M its overhead is
 
     M (e^{(T+c)/M} - 1) (1 + R/M) / T - 1
 
-where a save is durable when training goes on. **Partial recovery** loses no time but R: (1 + c/T) (1 + R/M) - 1; what
-it loses are samples of one shard of N, as CPR (MLSys'21) counts them: PLS += (trained since the last save) / (total N),
+where a save is durable when training continues. **Partial recovery** loses no time but R: (1 + c/T) (1 + R/M) - 1; it
+loses samples of one shard of N, as CPR (MLSys'21) counts them: PLS += (trained since the last save) / (total N),
 so E[PLS] = T / (2 M N).
 
-The same is drawn here from any gaps: exponential, Gamma or Weibull. The caller brings the random generator, so the
+The simulation draws from any gaps: exponential, Gamma or Weibull. The caller passes the random generator, so the
 same seed gives the same figures.
 """
 
@@ -25,19 +25,17 @@ import numpy as np
 import numpy.typing as npt
 
 Gaps: TypeAlias = npt.NDArray[np.float64]
-"""Trained seconds from the start, or one failure, to the next."""
+"""Draws trained seconds from the start, or from one failure, to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
-    """What is simulated. Seconds."""
+    """The simulated settings in seconds."""
 
     interval_s: float
-    """T: trained between two saves."""
     save_s: float
-    """c: what a save costs the trainer."""
     recover_s: float
-    """R: from a failure until training goes on, without what is trained again."""
+    """R: from a failure until training continues, without the repeated steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +47,7 @@ class Estimate:
 
 
 def renewal_overhead(run: SimulatedRun, mtbf_s: float) -> float:
-    """Full recovery's overhead, exactly, for exponential gaps: a share of useful training. Infinite if none is left."""
+    """Return full recovery's exact overhead for exponential gaps, a share of useful training; inf without progress."""
     try:
         grown = math.expm1((run.interval_s + run.save_s) / mtbf_s)
     except OverflowError:
@@ -58,7 +56,7 @@ def renewal_overhead(run: SimulatedRun, mtbf_s: float) -> float:
 
 
 def partial_renewal_overhead(run: SimulatedRun, mtbf_s: float) -> float:
-    """Partial recovery's overhead, exactly, whatever the gaps' distribution."""
+    """Return partial recovery's exact overhead for any distribution of gaps."""
     return (1 + run.save_s / run.interval_s) * (1 + run.recover_s / mtbf_s) - 1
 
 
@@ -67,23 +65,23 @@ def exponential_gaps(generator: np.random.Generator, mean_s: float, count: int) 
 
 
 def gamma_gaps(generator: np.random.Generator, mean_s: float, shape: float, count: int) -> Gaps:
-    """Gamma gaps, as CPR fitted; shape 1 is exponential, a smaller one clusters failures."""
+    """Draw Gamma gaps, as CPR fitted; shape 1 is exponential, a smaller one clusters failures."""
     return generator.gamma(shape, mean_s / shape, count)
 
 
 def weibull_gaps(generator: np.random.Generator, mean_s: float, shape: float, count: int) -> Gaps:
-    """Weibull gaps; shape 1 is exponential, a smaller one clusters failures."""
+    """Draw Weibull gaps; shape 1 is exponential, a smaller one clusters failures."""
     return generator.weibull(shape, count) * (mean_s / math.gamma(1 + 1 / shape))
 
 
 def full_recovery(run: SimulatedRun, gaps: Gaps) -> Estimate:
-    """Overhead of full recovery over these gaps; infinite where no checkpoint was ever reached."""
+    """Return the overhead of full recovery over these gaps; infinite if no checkpoint was reached."""
     reached = np.floor(gaps / (run.interval_s + run.save_s))
     return _ratio(gaps + run.recover_s, reached * run.interval_s)
 
 
 def partial_recovery(run: SimulatedRun, gaps: Gaps) -> Estimate:
-    """Overhead of partial recovery over these gaps: all that is trained counts, at the pace that saves leave."""
+    """Return the overhead of partial recovery over these gaps: all training counts, at its pace with saves."""
     return _ratio(gaps + run.recover_s, gaps * (run.interval_s / (run.interval_s + run.save_s)))
 
 
@@ -96,9 +94,9 @@ def portions_lost(
     total_s: float,
     runs: int,
 ) -> Estimate:
-    """PLS of so many runs of `total_s` trained seconds under partial recovery, with exponential gaps."""
+    """Return the PLS of several runs of `total_s` trained seconds under partial recovery, with exponential gaps."""
     counts = generator.poisson(total_s / mtbf_s, runs)
-    # Given their number, failures without memory lie anywhere in the run; saves do not wait for them.
+    # Given their number, memoryless failures are uniform over the run; saves are independent of them.
     since_s = generator.uniform(0.0, total_s, int(counts.sum())) % interval_s
     run_of = np.repeat(np.arange(runs), counts)
     return _mean(np.bincount(run_of, since_s, runs) / (total_s * shards))
@@ -110,7 +108,7 @@ def _mean(values: npt.NDArray[np.float64]) -> Estimate:
 
 
 def _ratio(spent_s: Gaps, useful_s: Gaps) -> Estimate:
-    """Overhead of all together, with the error of a ratio of means (to first order)."""
+    """Return the overhead of all together, with the error of a ratio of means (to first order)."""
     useful = float(useful_s.sum())
     if useful <= 0:
         return Estimate(mean=math.inf, error=math.inf)

@@ -1,8 +1,8 @@
-"""A run of tables in memory, saved by the product's own write path, and every byte counted that lands in the store.
+"""A run of tables in memory, saved by the product's own write path, with every stored byte counted.
 
-What a sidecar does with a cut, without a sidecar: `differential.decide` says which rows, frames are encoded, a
-`PartWriter` puts packs and index, `commit_parts` the log's entry; then retention and garbage collection. The store is
-in memory and counts what is put into it. Marks are one bit a row, cleared when the log has what they stand for.
+It does what a sidecar does with a snapshot: `differential.decide` chooses rows, frames are encoded, a `PartWriter`
+puts packs and index, `commit_parts` the log's entry; then retention and garbage collection run. The store is in memory
+and counts the bytes of puts. Marks are one bit a row, cleared when the log has their rows.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ POLICIES = ("full", "one-shot", "consecutive", "intermittent")
 BITS = (32, 8, 4, 3, 2)
 PACK_BYTES = 64 << 20
 FRAME_BYTES = 8 << 20
-"""Of rows before encoding: a block of the arena, which is what a sidecar encodes into one frame."""
+"""Bytes of rows before encoding: a block of the arena, which a sidecar encodes into one frame."""
 
 
 class ByteCountingStore(MemoryStore):
-    """Counts the bytes of every put that got through."""
+    """Counts the bytes of every successful put."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class ByteCountingStore(MemoryStore):
 
 @dataclass(slots=True, kw_only=True)
 class LiveTable:
-    """What a trainer has in memory: weights [rows, columns], fields by name; float32."""
+    """A table in a trainer's memory: weights [rows, columns], fields by name; float32."""
 
     schema: TableSchema
     weights: np.ndarray
@@ -77,16 +77,15 @@ class SavedCheckpoint:
     baseline: bool
     rows: int
     written_bytes: int
-    """Put for it: packs, index, entries of the log, also that by which older ones are retired."""
+    """Bytes put for the checkpoint: packs, index, log entries, including the entry that retires older ones."""
     chain_bytes: int
-    """Of what a restore of it reads: its own objects and those it covers, and the whole log."""
+    """Bytes that its restore reads: its own objects and the earlier ones that it needs, and the whole log."""
     held_bytes: int
-    """All that is in the store once retention and garbage collection are through."""
 
 
 @dataclass(kw_only=True)
 class StoreRun:
-    """A context manager. `save` once an interval; the tables are the caller's, who changes them in between."""
+    """A context manager. Call `save` once an interval; the caller owns the tables and changes them in between."""
 
     tables: Sequence[LiveTable]
     policy: str
@@ -205,18 +204,18 @@ class StoreRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreCost:
-    """What a run's checkpoints cost against full fp32 ones of the same tables; means over all of them."""
+    """The cost of a run's checkpoints against full fp32 ones of the same tables, as means."""
 
     write: float
     """Bytes of as many full fp32 checkpoints over all bytes written."""
     capacity: float
-    """Bytes of one full fp32 checkpoint over the mean of what restoring the newest takes (`chain_bytes`)."""
+    """Bytes of one full fp32 checkpoint over the mean that restoring the newest one reads (`chain_bytes`)."""
     held: float
-    """The same over the mean of `held_bytes`."""
+    """Bytes of one full fp32 checkpoint over the mean of `held_bytes`."""
 
 
 def cost(saved: Sequence[SavedCheckpoint], full_bytes: float) -> StoreCost:
-    """Of a run, against a full fp32 checkpoint of `full_bytes`. Pure."""
+    """Return a run's cost against a full fp32 checkpoint of `full_bytes`. Pure."""
     count = len(saved)
     return StoreCost(
         write=full_bytes * count / sum(each.written_bytes for each in saved),

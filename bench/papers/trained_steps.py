@@ -1,7 +1,7 @@
-"""The demo's training on real data, its steps timed and its saves noted; a neighbour; and a training to be killed.
+"""The demo's training on real data with timed steps and recorded saves; a neighbour; and a training to be killed.
 
-That one is a process forked off one that has imported torch already: its lives begin at once. It trains for ever and
-writes into a file in memory how far it came, which outlives a SIGKILL.
+The killed training is forked off a process that has imported torch: its lives start at once. It trains forever and
+writes its progress into a file in memory, which survives a SIGKILL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from demo_training import BATCH, DemoTraining, pair_table_rows
 from save_costs import TimedSave
 
 FIELDS = ("restored", "step", "cut", "committed", "cuts", "commits", "longest_gap", "longest_flight")
-"""Of a killed trainer's record, int64 each: steps, and counts of this life."""
+"""Fields of a killed trainer's record, int64 each: steps, and counts of this life."""
 NEVER = -1
 _forkserver = multiprocessing.get_context("forkserver")
 _forkserver.set_forkserver_preload(["torch", "deltashard", "baskets", "model", "trained_steps"])
@@ -65,7 +65,7 @@ class EndlessTraining(DemoTraining):
 
 
 class StepTrace:
-    """Steps of a training and its saves, as its own thread sees them."""
+    """Steps of a training and its saves, as its own thread observes them."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -78,7 +78,7 @@ class StepTrace:
         self._by_step: dict[int, TimedSave] = {}
 
     def on_event(self, name: str, facts: Any) -> None:
-        """`Checkpointer(on_event=)`; called within the step that is timed."""
+        """Record an event of `Checkpointer(on_event=)`, which is called within the timed step."""
         at = len(self.seconds)
         if name == "snapshot":
             self._by_step[facts["step"]] = save = TimedSave(cut=at)
@@ -91,7 +91,7 @@ class StepTrace:
             self.failures += 1
 
     def saved(self, seconds: float) -> None:
-        """A save that held training until it was durable, in the step that is timed."""
+        """Record a save that blocked training until it was durable, in the timed step."""
         at = len(self.seconds)
         self.saves.append(TimedSave(cut=at, durable=at))
         self.stalls_s.append(seconds)
@@ -117,7 +117,7 @@ class StepTrace:
         seconds: float,
         stop_when: Callable[[], bool] = lambda: False,
     ) -> tuple[int, int]:
-        """Steps for so long or until it is `stop_when`; the first and the last + 1."""
+        """Train for a time or until `stop_when`; return the first and the last step + 1."""
         first, until = len(self.seconds), time.monotonic() + seconds
         while time.monotonic() < until and not stop_when():
             self.step(training, end)
@@ -125,7 +125,7 @@ class StepTrace:
 
 
 class DecisionLog:
-    """What a sidecar chose, from its log; the log is read on as it grows."""
+    """A sidecar's decisions, read from its log as it grows."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -145,7 +145,6 @@ class DecisionLog:
 
 
 def parse_decision(line: str) -> dict[str, Any] | None:
-    """A decision about the interval of a line of a sidecar's log; None: it is about something else."""
     if '"interval.decided"' not in line:
         return None
     try:
@@ -173,7 +172,7 @@ def neighbour() -> Iterator[None]:
 
 
 class CpuUsage:
-    """Whose processor time it was, since this was made: ours (with ended children), and that of everybody else."""
+    """Processor time since creation: ours (with ended children), and that of all other processes."""
 
     def __init__(self) -> None:
         self._begun = self._now()
@@ -185,7 +184,7 @@ class CpuUsage:
         return time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), sum(ours[:4])
 
     def found(self) -> dict[str, float]:
-        """Shares of all processors' time: ours, and others'; and the load average."""
+        """Return shares of all processors' time: ours and other processes'; and the load average."""
         wall_s, busy_s, ours_s = (now - then for now, then in zip(self._now(), self._begun, strict=True))
         all_s = max(wall_s, 1e-9) * (os.cpu_count() or 1)
         return {
@@ -199,7 +198,7 @@ class CpuUsage:
 
 
 class TrainerRecord:
-    """How far a trainer came, in a file that both see; it outlives the trainer."""
+    """A trainer's progress, in a file that both processes map; it outlives the trainer."""
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
@@ -209,13 +208,13 @@ class TrainerRecord:
         self._values = np.frombuffer(self._map, np.int64)
 
     def begin(self, restored: int) -> None:
-        """A life begins after step `restored`; 0: at the beginning."""
+        """Start a life after step `restored`; 0: at the beginning."""
         for name in FIELDS[1:]:
             self.set(name, restored if name in ("step", "cut", "committed") else 0)
-        self.set("restored", restored)  # last: it says that the others hold
+        self.set("restored", restored)  # written last: it marks the other words as valid
 
     def set(self, name: str, value: int) -> None:
-        """One word; whole, whenever this process dies."""
+        """Write one word, atomically even if this process dies."""
         self._values[FIELDS.index(name)] = value
 
     def get(self, name: str) -> int:
@@ -224,10 +223,9 @@ class TrainerRecord:
     def all(self) -> dict[str, int]:
         return {name: self.get(name) for name in FIELDS}
 
-    # Heard by the trainer.
+    # The trainer installs these.
 
     def on_event(self, name: str, facts: Any) -> None:
-        """`Checkpointer(on_event=)`."""
         if name == "snapshot":
             self.set("longest_gap", max(self.get("longest_gap"), facts["step"] - self.get("cut")))
             self.set("cut", facts["step"])
@@ -249,7 +247,7 @@ class KilledTrainer:
     def __enter__(self) -> Self:
         self._path.unlink(missing_ok=True)
         self.record = TrainerRecord(self._path)
-        # The server's environment is that of its own start.
+        # The server's environment is from its own start.
         self.process = _forkserver.Process(
             target=train, args=(os.environ["DELTASHARD_SOCKET"], self._path, self._pair_rows), daemon=True
         )
@@ -257,7 +255,7 @@ class KilledTrainer:
         return self
 
     def until(self, what: Callable[[TrainerRecord], bool], *, seconds: float) -> bool:
-        """Wait for it, at most so long; whether it came. Raises `RuntimeError` if the trainer ended."""
+        """Wait at most this long and return whether it happened. Raises `RuntimeError` if the trainer ended."""
         end = time.monotonic() + seconds
         while not (self.record.get("restored") != NEVER and what(self.record)):
             if not self.process.is_alive():
@@ -293,5 +291,5 @@ def train(socket: str, path: Path, pair_rows: int) -> None:
         while True:
             training.step()
             step += 1
-            record.set("step", step)  # before anything can be cut at it
+            record.set("step", step)  # before any snapshot can be taken there
             ckpt.step()

@@ -31,20 +31,20 @@ class Model(nn.Module):
         self.top = nn.Sequential(nn.Linear(COLUMNS, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 1))
 
     def forward(self, items: torch.Tensor) -> torch.Tensor:
-        """[n, ITEMS] item numbers -> [n, 1]."""
+        """Map [n, ITEMS] item numbers to [n, 1]."""
         out: torch.Tensor = self.top(self.items(items))
         return out
 
 
 def data() -> TensorDataset:
-    """Baskets, and how many of their items are among the first hundred."""
+    """Return baskets, and how many of their items are among the first hundred."""
     generator = torch.Generator().manual_seed(11)
     items = (torch.rand(8192, ITEMS, generator=generator) ** 4 * ROWS).long()
     return TensorDataset(items, (items < 100).float().mean(1, keepdim=True))
 
 
 def main() -> None:
-    """Train for `--steps` steps, from wherever the last checkpoint left off."""
+    """Train for `--steps` steps, from the last checkpoint on."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

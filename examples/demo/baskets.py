@@ -1,13 +1,13 @@
-"""Real shopping baskets as training samples: guess the item that was taken out of a basket.
+"""Real shopping baskets as training samples: predict the item that was removed from a basket.
 
-The data is UCI Online Retail (../data/ATTRIBUTION.md): one invoice a line, its items separated by commas, in the
-order of their numbers: first the orders, from December 2010 to December 2011, then adjustments and cancellations
-(those are not used, as they tell of orders). The last tenth of the orders is held out. A sample is one item of a
-basket, the *target*, up to `CONTEXT` other items of the same basket, and `NEGATIVES` items drawn as often as they
-are sold, so that being popular explains nothing.
+The data is UCI Online Retail (../data/ATTRIBUTION.md): one invoice per line, its items separated by commas, in the
+order of their numbers: first the orders, from December 2010 to December 2011, then adjustments and cancellations,
+which are not used. The last tenth of the orders is held out. A sample is one item of a basket, the *target*, up to
+`CONTEXT` other items of the same basket, and `NEGATIVES` items drawn as often as they are sold, so that popularity
+has no predictive value.
 
-Batches are built whole, with numpy, and every draw comes from torch's default generator: a training run that resumes
-from a checkpoint must find that generator where it was, or it will see other negatives.
+Batches are built whole, with numpy, and every draw uses torch's default generator: a training run that resumes from a
+checkpoint must restore that generator's state, or it draws other negatives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEGATIVES = 1
 ORDERS = 22_061
 """The first lines are the orders; adjustments ("bad debt") and 3,836 cancellations follow."""
 LARGEST_BASKET = 100
-"""Invoices with more distinct items say little about what goes with what."""
+"""Invoices with more distinct items carry little information about which items belong together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +51,10 @@ class Retail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BasketBatch:
-    """B samples with 1 + N candidates each; candidate 0 is the true one."""
+    """B samples with 1 + N candidates each; candidate 0 is the target."""
 
     context: torch.Tensor
-    """int64 [B, CONTEXT]: items that are in the basket, the first `sizes` of each row."""
+    """int64 [B, CONTEXT]: items of the basket, the first `sizes` of each row."""
     sizes: torch.Tensor
     """int64 [B], 1 ... CONTEXT."""
     candidates: torch.Tensor
@@ -70,7 +70,7 @@ def _ragged(baskets: list[tuple[int, ...]]) -> Baskets:
 
 
 def load(path: Path = PATH) -> Retail:
-    """Read and split the invoices; item numbers are given in order of appearance."""
+    """Read and split the invoices; items are numbered in order of appearance."""
     numbers: dict[str, int] = {}
     invoices: list[tuple[int, ...]] = []
     with lzma.open(path, "rt", encoding="utf-8") as lines:
@@ -86,10 +86,10 @@ def load(path: Path = PATH) -> Retail:
 
 
 class HeldOutItems(Dataset[int]):
-    """Sample i is the i-th item of all baskets in a row, taken out of its basket."""
+    """Sample i is the i-th item over all baskets, removed from its basket."""
 
     def __init__(self, baskets: Baskets, popularity: np.ndarray) -> None:
-        """`popularity` are item numbers to draw negatives from, uniformly: the training part's occurrences."""
+        """Draw negatives uniformly from `popularity`: the training part's occurrences of item numbers."""
         self.baskets = baskets
         self.popularity = popularity
         lengths = np.diff(baskets.starts)
@@ -99,13 +99,13 @@ class HeldOutItems(Dataset[int]):
         return len(self.baskets.items)
 
     def __getitems__(self, samples: list[int]) -> BasketBatch:
-        """A whole batch at once; draws from torch's default generator."""
+        """Return a whole batch at once; draws from torch's default generator."""
         sample = np.asarray(samples)
         basket = self.basket_of[sample]
         start = self.baskets.starts[basket]
         length = self.baskets.starts[basket + 1] - start
         size = np.minimum(length - 1, CONTEXT)
-        # `CONTEXT` consecutive others, from a random place on, around the ring of the basket without the target.
+        # `CONTEXT` consecutive others, from a random position, around the ring of the basket without the target.
         turn = torch.rand(len(sample), dtype=torch.float64).numpy()
         ring = ((turn * (length - 1)).astype(np.int64)[:, None] + np.arange(CONTEXT)) % (length - 1)[:, None]
         others = (sample - start)[:, None] + 1 + ring
@@ -125,7 +125,6 @@ def _as_is(batch: BasketBatch) -> BasketBatch:
 
 
 def training_loader(retail: Retail, *, batch_size: int, seed: int) -> DataLoader[BasketBatch]:
-    """An ordinary shuffling DataLoader over the training baskets."""
     return DataLoader(
         HeldOutItems(retail.train, retail.train.items),  # type: ignore[arg-type]
         batch_size=batch_size,
@@ -137,7 +136,7 @@ def training_loader(retail: Retail, *, batch_size: int, seed: int) -> DataLoader
 
 
 def held_out_batches(retail: Retail, *, batch_size: int, seed: int) -> list[BasketBatch]:
-    """The same held-out samples for everyone; leaves torch's default generator as it was."""
+    """Return the same held-out samples on every call; does not change torch's default generator."""
     data = HeldOutItems(retail.held_out, retail.train.items)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,13 +1,13 @@
-"""Whether what came back is what was cut: a content comparison, not an assumption.
+"""Compares the content of a restored state with the state at the snapshot.
 
-The training process copies its live tensors when a checkpoint is cut and again right after a restore (`evidence.py`);
+The training process copies its live tensors at each snapshot and again right after a restore (`evidence.py`);
 neither copy passes through deltashard. A restored state is *exact* when
 
 * every optimizer state and every dense parameter has the same bits, and
-* every table row is `decode(encode(row))` of the row that was cut, bit for bit: what its encoding makes of it, no less.
-  A row that has not been trained since an earlier restore *is* already a decoded row; it must come back as itself.
+* every table row is `decode(encode(row))` of the row in the snapshot, bit for bit.
+  A row that has not been trained since an earlier restore is already a decoded row; it must be restored unchanged.
 
-The encoding is done here once more, from the copy, so a row lost, swapped, torn or left over from another step shows.
+This module repeats the encoding from the copy, so a row lost, swapped, torn or left over from another step shows.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ _CHUNK_ROWS = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyComparison:
-    """The outcome of comparing one restored state with what was cut."""
+    """The outcome of comparing one restored state with its snapshot."""
 
     rows: int
-    """Table rows compared."""
     wrong_rows: int
-    """Rows that are neither what was cut nor what the encoding makes of it."""
+    """Rows that equal neither the snapshot's row nor its encoded and decoded value."""
     wrong_names: tuple[str, ...]
     """Optimizer states and dense parameters that differ in any bit, or are missing."""
     worst: float
-    """Largest difference of a restored weight from the one that was cut: the encoding's own error."""
+    """Largest difference of a restored weight from the snapshot's weight: the encoding's own error."""
 
     @property
     def exact(self) -> bool:

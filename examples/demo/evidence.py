@@ -1,12 +1,12 @@
-"""What the training process leaves for the demo's report: a line a step, and copies of what was cut and restored.
+"""Records the training process for the demo's report: a line per step, and copies of snapshots and restored states.
 
 `steps-*.jsonl`: wall time, step, loss, seconds inside `ckpt.step()`, a checksum of the batch's drawn candidates, and
-whether this call cut a checkpoint. The checksum shows that a resumed run sees the very batches (order, position and
-random draws) of the uninterrupted one.
+whether this call took a snapshot. The checksum shows that a resumed run has the same batches (order, position and
+random draws) as the uninterrupted one.
 
 `cut-<step>/` and `restored-<pid>/`: every table's weights and optimizer state, the dense parameters and theirs, as
-plain .npy files written directly from the live tensors, past deltashard. They are what "exact" is measured against.
-None of this is needed in a training script of your own.
+plain .npy files written directly from the live tensors, without deltashard. `checks` compares restored states with
+them. Your own training script needs none of this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KEPT_DUMPS = 4
 
 
 class StepLog:
-    """One process's lines, which `records.StepLines` reads; whole up to the last step, whenever it is killed."""
+    """One process's lines, which `records.StepLines` reads; complete up to the last step at any kill."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ class DemoRecorder:
             self._log = StepLog(self.folder)
 
     def restored(self, resumed: Any) -> None:
-        """Keep what the model holds right after `restore()`, and what it reported."""
+        """Copy the model right after `restore()`, and record its result."""
         if not self.folder or resumed is None:
             return
         name = f"restored-{os.getpid()}"
@@ -71,7 +71,7 @@ class DemoRecorder:
 
     @contextlib.contextmanager
     def record_step(self, step: int, loss: float, batch: BasketBatch, ckpt: Any) -> Iterator[None]:
-        """Time the body, which is `ckpt.step()`, and write this step's line; if it cut a checkpoint, keep a copy."""
+        """Time the body, which is `ckpt.step()`, and write this step's line; if it took a snapshot, keep a copy."""
         if not self.folder:
             yield
             return
@@ -87,7 +87,7 @@ class DemoRecorder:
                 shutil.rmtree(old)
 
     def finished(self, step: int, auc: float) -> None:
-        """The result, and how large this state is in the ordinary format."""
+        """Write the result, and the size of this state in the ordinary format."""
         if self.folder:
             write_atomic(
                 self.folder / "result.json", {"step": step, "auc": auc, "full_bytes": self._full_bytes()}
@@ -99,7 +99,7 @@ class DemoRecorder:
         return sorted(self.folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
 
     def _dump(self, name: str) -> None:
-        """Live tensors to files, under their final name only when whole."""
+        """Write live tensors to files; a file gets its final name when it is complete."""
         assert self.folder
         unfinished = self.folder / f".{name}"
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -121,7 +121,7 @@ class DemoRecorder:
 
 
 class _Counter:
-    """A file that only counts."""
+    """A file that only counts bytes."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -132,11 +132,10 @@ class _Counter:
         return size
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing, as no bytes are buffered."""
 
 
 def write_atomic(path: Path, value: object) -> None:
-    """A JSON file that is there whole or not at all."""
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(value))
     unfinished.rename(path)

@@ -1,4 +1,4 @@
-"""How a run of the demo went, drawn from its records as SVG."""
+"""Draws a run of the demo from its records as SVG."""
 
 from __future__ import annotations
 
@@ -35,32 +35,31 @@ STYLE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventMark:
-    """Something that happened to the run."""
+    """An event of the run."""
 
     text: str
     at_s: float
     last_step: int
-    """The last step that was finished then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHistory:
-    """How a run went, as the figures draw it."""
+    """The history of a run for the figures."""
 
     started_s: float
     steps: list[StepRecord]
     reference: list[StepRecord]
-    """Of the run that nothing happened to."""
+    """Of the uninterrupted run."""
     seen: list[SeenCheckpoint]
     marks: list[EventMark]
     lives: list[str]
-    """What each training process, or group of them, is called that has steps."""
+    """Names of the training processes, or groups of processes, that have steps."""
     full_bytes: int
     """One ordinary checkpoint."""
 
 
 def figures(history: RunHistory) -> dict[str, str]:
-    """Drawings by name, as SVG: progress, loss, bytes, stall, age."""
+    """Return drawings as SVG by name: progress, loss, bytes, stall, age."""
     drawn = {"progress": _progress, "loss": _loss, "bytes": _bytes, "stall": _stall, "age": _age}
     with mpl.rc_context(STYLE):
         return {name: svg(draw(history)) for name, draw in drawn.items()}
@@ -79,7 +78,7 @@ def svg(figure: Figure) -> str:
 
 
 def _processes(steps: list[StepRecord]) -> list[list[StepRecord]]:
-    """The steps of each process that came so far as to have any."""
+    """Return the steps of each process that has any."""
     return [[s for s in steps if s.process == process] for process in sorted({s.process for s in steps})]
 
 
@@ -133,7 +132,7 @@ def _progress(history: RunHistory) -> Figure:
 
 
 def _smooth(values: list[float], width: int = 100) -> np.ndarray:
-    """Mean of the last `width` values, of fewer at the start."""
+    """Return means of the last `width` values, of fewer at the start."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(1, len(values) + 1)
     start = np.maximum(0, at - width)
@@ -151,7 +150,7 @@ def _loss(history: RunHistory) -> Figure:
         label="never interrupted",
         zorder=2,
     )
-    # Each process draws only what the final model went through: up to where the next one took over.
+    # Draw only each process's steps that led to the final model: up to where the next process took over.
     lives = _processes(history.steps)
     final: dict[int, float] = {}
     for life in lives:
@@ -245,7 +244,7 @@ def _age(history: RunHistory) -> Figure:
     newest: float | None = None
     for seen in history.seen:
         cut = snapshot_times.get(seen.checkpoint.step)
-        if cut is None:  # cut by close(), after the last step line
+        if cut is None:  # snapshot by close(), after the last step line
             continue
         at = seen.at_s - history.started_s
         if newest is not None:

@@ -1,4 +1,4 @@
-"""What the harnesses of both demos do alike: a store to save into, waiting, and a process that stands still."""
+"""Shared by both demos' harnesses: a store to save into, waiting, and a stopped process."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ T = TypeVar("T")
 VERDICT = {True: "yes", False: "[bold red]NO[/]"}
 STORES = ("file", "minio")
 DEADLINE_S = 180.0
-"""Without a step or a checkpoint: a machine that is busy with something else is slow, but it gets on."""
+"""Limit without a step or a checkpoint: a machine that is busy with other work is slow, but makes progress."""
 
 
 class DemoFailed(Exception):
-    """Something the demo waits for did not happen."""
+    """An event that the demo waits for did not occur."""
 
 
 def empty_store(kind: str, folder: Path, stack: contextlib.ExitStack) -> tuple[str, str]:
-    """(URL, name for people) of an empty store, one of `STORES`; `stack` ends what was started for it."""
+    """Yield (URL, display name) of an empty store, one of `STORES`; `stack` ends the server started for it."""
     if kind == "file":
         return f"file://{folder / 'store'}", "a directory (file://)"
     server = stack.enter_context(minio_server())
@@ -67,7 +67,7 @@ def until(
 
 @contextlib.contextmanager
 def frozen(pid: int) -> Iterator[int]:
-    """The process stands still (SIGSTOP) inside the block; it goes on afterwards if it is still there."""
+    """Stop the process (SIGSTOP) inside the block; continue it afterwards if it still exists."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield pid

@@ -1,12 +1,12 @@
-"""The three accidents of the demo, and what is checked after each of them.
+"""The three kills of the demo, and the checks after each of them.
 
-`trainer`: SIGKILL the training process; its restart comes back from the sidecar's local cache.
-`sidecar`: SIGKILL the sidecar while a checkpoint is half uploaded; training goes on, and the next checkpoint covers
-    what the lost one would have.
+`trainer`: SIGKILL the training process; its restart restores from the sidecar's local cache.
+`sidecar`: SIGKILL the sidecar while a checkpoint is half uploaded; training continues, and the next checkpoint covers
+    the rows of the lost one.
 `node`: SIGKILL both, wipe shared memory and local cache; the restart has only the store.
 
-A moment counts as "half uploaded" when the store holds objects of a cut and its log does not hold the cut: the
-sidecar is stopped (SIGSTOP) to look, killed if it is so, and let go on if the commit came first.
+An upload is "half uploaded" when the store holds objects of a snapshot that the log does not have. To check, the
+sidecar is stopped (SIGSTOP). It is killed if this is so, and continued if the commit came first.
 """
 
 from __future__ import annotations
@@ -34,26 +34,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """One accident and how the run came out of it."""
+    """One kill and the run's recovery from it."""
 
     what: str
     source: str
-    """Where the state came back from."""
     at_s: float
     last_step: int
     """The last step the training process had finished at that moment."""
     last_committed_step: int
-    """By the store's log."""
+    """Newest checkpoint by the store's log."""
     restored_step: int
     lost_steps: int
     restore_s: float
     back_s: float
-    """From the kill to the next finished step."""
     comparison: checks.CopyComparison
     same_batches: bool
-    """The steps trained from the restored state on saw the batches of the uninterrupted run."""
+    """The steps trained from the restored state on had the batches of the uninterrupted run."""
     process: int
-    """Which training process went on from there."""
+    """The number of the training process that continued."""
 
     @property
     def exact(self) -> bool:
@@ -62,7 +60,7 @@ class Kill:
 
 @dataclass(slots=True, kw_only=True)
 class KillContext:
-    """All that a kill needs to know of the run."""
+    """The parts of the run that a kill needs."""
 
     pod: LocalPod
     watch: LogWatcher
@@ -86,7 +84,7 @@ class KillContext:
         )
 
     def ready(self, *, step: int, commits: int) -> None:
-        """Wait for a step, and for so many checkpoints since the newest process took over."""
+        """Wait for a step, and for this many checkpoints since the newest process took over."""
         self.until(f"step {step}", lambda: self.lines.last >= step)
         opened = self.watch.attempts[-1]
         self.until(
@@ -95,13 +93,12 @@ class KillContext:
         )
 
     def keep(self, name: str) -> Path:
-        self.until(f"the copy {name}", (self.evidence / name).is_dir)  # a commit may be faster than the copy
+        self.until(f"the copy {name}", (self.evidence / name).is_dir)  # a commit can be faster than the copy
         kept = self.evidence / f"kept-{name}"
         shutil.copytree(self.evidence / name, kept, copy_function=os.link)
         return kept
 
     def compare(self, snapshot_step: int, restored: dict[str, np.ndarray]) -> checks.CopyComparison:
-        """What came back against what was cut at `snapshot_step`."""
         cut = self.keep(f"cut-{snapshot_step}")
         try:
             return checks.compare(cut, restored, encoding=self.encoding)
@@ -110,7 +107,7 @@ class KillContext:
 
 
 def kill_trainer(context: KillContext, *, steps_after_commit: int) -> Kill:
-    """SIGKILL the trainer some steps after a checkpoint, so that there is something to lose."""
+    """SIGKILL the trainer some steps after a checkpoint, so that it loses steps."""
     _wait_past_commit(context, steps_after_commit)
     return _restart(context, "trainer", lambda: context.pod.kill("trainer"))
 
@@ -130,7 +127,7 @@ def kill_sidecar(context: KillContext) -> Kill:
         with context.pod.frozen("sidecar"):
             context.watch.poll()
             if context.watch.uploading() is None:
-                continue  # it committed before it stood still: the next one, then
+                continue  # it committed before it was stopped: try the next upload
             last_step = context.lines.last
             before = context.watch.newest()
             assert before is not None
@@ -160,13 +157,13 @@ def kill_sidecar(context: KillContext) -> Kill:
         restore_s=restore_s,
         back_s=next_step.at_s - at_s,
         comparison=comparison,
-        same_batches=False,  # judged at the end
+        same_batches=False,  # checked at the end
         process=process,
     )
 
 
 def check_batches(kill: Kill, lines: StepLines, reference: StepLines) -> Kill:
-    """Fill in `same_batches` once both runs are over."""
+    """Fill in `same_batches` after both runs have ended."""
     expected = {s.step: s.crc for s in reference.read()}
     seen = [s for s in lines.read() if s.process == kill.process and s.at_s > kill.at_s]
     return replace(kill, same_batches=bool(seen) and all(expected.get(s.step) == s.crc for s in seen))
@@ -215,13 +212,13 @@ def _restart(context: KillContext, what: str, kill: Callable[[], float]) -> Kill
         restore_s=report["seconds"],
         back_s=first.at_s - at_s,
         comparison=comparison,
-        same_batches=False,  # judged at the end
+        same_batches=False,  # checked at the end
         process=first.process,
     )
 
 
 def _read_from_store(context: KillContext, seq: int) -> dict[str, np.ndarray]:
-    """The checkpoint as a third process reads it: this one, from nothing but the store."""
+    """Read the checkpoint from the store alone, in this third process."""
     state = RunLog(context.watch.store, context.run).refresh()
     checkpoint = OpenCheckpoint.of(context.watch.store, state, state.checkpoints[seq])
     found: dict[str, np.ndarray] = {}

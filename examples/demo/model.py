@@ -1,6 +1,6 @@
 """A small DLRM: embedding tables, a bottom MLP for the dense feature, pairwise dot products, a top MLP.
 
-Most of it is one table: for every (candidate, item in the basket) pair a row, found by hashing the pair into 2^20 rows
+Most of it is one table: every (candidate, item in the basket) pair has a row, found by hashing the pair into 2^20 rows
 (Weinberger et al., 2009: the hashing trick). The tables' gradients are sparse, as in any model whose tables are large.
 """
 
@@ -19,31 +19,31 @@ _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def pair_rows(candidates: Tensor, context: Tensor) -> Tensor:
-    """The row of each unordered (candidate [B, K], item [B, L]) pair: int64 [B, K, L] in [0, PAIR_ROWS)."""
+    """Return the row of each unordered (candidate [B, K], item [B, L]) pair: int64 [B, K, L] in [0, PAIR_ROWS)."""
     a, b = candidates[:, :, None], context[:, None, :]
     low, high = torch.minimum(a, b), torch.maximum(a, b)
     return ((low * 65_537 + high + 1) * _MIX >> 40) & (PAIR_ROWS - 1)
 
 
 def present(batch: BasketBatch) -> Tensor:
-    """Which of `batch.context` are items: bool [B, CONTEXT]."""
+    """Return which of `batch.context` are items: bool [B, CONTEXT]."""
     return torch.arange(CONTEXT)[None, :] < batch.sizes[:, None]
 
 
 def repeated(batch: BasketBatch) -> Tensor:
-    """The sample of each (sample, candidate): int64 [B * K]."""
+    """Return the sample of each (sample, candidate): int64 [B * K]."""
     samples, choices = batch.candidates.shape
     return torch.arange(samples).repeat_interleave(choices)
 
 
 def pairs(batch: BasketBatch) -> Tensor:
-    """The rows of all pairs, those of one (sample, candidate) after the other: int64 [sum of sizes * K]."""
+    """Return the rows of all pairs, grouped by (sample, candidate): int64 [sum of sizes * K]."""
     rows = pair_rows(batch.candidates, batch.context)
     return rows[present(batch)[:, None, :].expand_as(rows)]
 
 
 class Scorer(nn.Module):
-    """The dense half: from the pooled rows of a basket, a candidate and their pairs to a score."""
+    """The dense half: scores a candidate from the pooled rows of a basket, the candidate and their pairs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Scorer(nn.Module):
         self.register_buffer("two", torch.from_numpy(two), persistent=False)
 
     def forward(self, batch: BasketBatch, basket: Tensor, candidate: Tensor, pair: Tensor) -> Tensor:
-        """Logits, float32 [B, K]; `basket`, `candidate`, `pair` are [B * K, COLUMNS], a sample's choices in a row."""
+        """Return logits, float32 [B, K]; `basket`, `candidate`, `pair` are [B * K, COLUMNS], grouped by sample."""
         samples, choices = batch.candidates.shape
         size = self.bottom(batch.basket_sizes.log()[:, None])
         vectors = torch.stack([size[repeated(batch)], basket, candidate, pair], dim=1)
@@ -86,11 +86,11 @@ class BasketModel(nn.Module):
         return [self.items.weight, self.candidates.weight, self.pairs.weight]
 
     def dense(self) -> list[nn.Parameter]:
-        """All the others."""
+        """All other parameters."""
         return list(self.scorer.parameters())
 
     def forward(self, batch: BasketBatch) -> Tensor:
-        """Logits, float32 [B, 1 + N]."""
+        """Return logits, float32 [B, 1 + N]."""
         offsets = nn.functional.pad(batch.sizes.cumsum(0), (1, 0))
         basket = self.items(batch.context[present(batch)], offsets)[repeated(batch)]
         candidate = self.candidates(batch.candidates.reshape(-1, 1))
@@ -99,7 +99,7 @@ class BasketModel(nn.Module):
 
 
 def loss_of(logits: Tensor) -> Tensor:
-    """Binary cross-entropy: candidate 0 was in the basket, the others were drawn."""
+    """Return binary cross-entropy: candidate 0 was in the basket, the others were drawn."""
     labels = torch.zeros_like(logits)
     labels[:, 0] = 1
     return nn.functional.binary_cross_entropy_with_logits(logits, labels)
@@ -107,7 +107,7 @@ def loss_of(logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def auc(model: nn.Module, batches: list[BasketBatch]) -> float:
-    """Area under the ROC curve over all (sample, candidate) scores; ties count half."""
+    """Return the area under the ROC curve over all (sample, candidate) scores; ties count half."""
     was_training = model.training
     model.eval()
     logits = torch.cat([model(batch) for batch in batches]).numpy().astype(np.float64)

@@ -1,8 +1,8 @@
-"""A pod in small: one sidecar and one trainer, restarted when they die, as the kubelet would restart the containers.
+"""A local pod: one sidecar and one trainer, restarted when they die, as the kubelet would restart the containers.
 
-The runtime directory (arena and socket) lies in memory, the cache directory on disk; only the sidecar gets the store's
-URL and credentials. A process that ends with anything but 0 is started again after `RESTART_S`, except while the pod
-is `held` for a kill with clean-up; when the trainer has finished with 0 the sidecar is asked to stop.
+The runtime directory (arena and socket) is in memory, the cache directory on disk; only the sidecar gets the store's
+URL and credentials. A process that exits with a code other than 0 is restarted after `RESTART_S`, except while the
+pod is `held` for a kill with clean-up; when the trainer has exited with 0 the sidecar is stopped.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class LocalPod:
         self.finished = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="kubelet", daemon=True)
 
-    # Life
+    # Lifecycle
 
     def start(self) -> None:
         with self._lock:
@@ -131,7 +131,7 @@ class LocalPod:
         container.process = None
 
     def close(self) -> None:
-        """Ask the sidecar to finish, as a pod that is deleted does; end what does not listen."""
+        """Stop the sidecar as a deleted pod would, and end processes that do not react."""
         self._closing.set()
         if self._supervisor.is_alive():
             self._supervisor.join()
@@ -147,16 +147,16 @@ class LocalPod:
                 self._record_end(container, process.wait())
         shutil.rmtree(self.memory, ignore_errors=True)
 
-    # Looking and killing
+    # Inspection and kills
 
     @property
     def lives(self) -> list[ContainerRun]:
-        """Processes that have ended, oldest first."""
+        """Return the processes that have ended, oldest first."""
         with self._lock:
             return sorted((*self._sidecar.lives, *self._trainer.lives), key=lambda life: life.ended_s)
 
     def pid(self, name: str) -> int:
-        """Process id of "sidecar" or "trainer", waiting while it is being restarted."""
+        """Return the process id of "sidecar" or "trainer", waiting while it is being restarted."""
         container = self._sidecar if name == "sidecar" else self._trainer
         while True:
             with self._lock:
@@ -165,7 +165,6 @@ class LocalPod:
             time.sleep(0.01)
 
     def kill(self, name: str) -> float:
-        """SIGKILL one container; the time it was dead."""
         process = (self._sidecar if name == "sidecar" else self._trainer).process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
@@ -173,7 +172,7 @@ class LocalPod:
         return time.time()
 
     def kill_all_and_wipe(self) -> float:
-        """SIGKILL both, then remove shared memory and local cache: what is left of a lost node. Seconds since epoch."""
+        """SIGKILL both and remove shared memory and local cache, as in the loss of a node. Seconds since epoch."""
         with self._lock:  # no restart in between
             for container in (self._trainer, self._sidecar):
                 if container.process is not None:
@@ -186,7 +185,7 @@ class LocalPod:
             return time.time()
 
     def frozen(self, name: str) -> AbstractContextManager[int]:
-        """The process stands still (SIGSTOP) inside the block; it goes on afterwards if it is still there."""
+        """Stop the process (SIGSTOP) inside the block; continue it afterwards if it still exists."""
         return frozen(self.pid(name))
 
     def log_tail(self, name: str, lines: int = 30) -> str:

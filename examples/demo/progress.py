@@ -1,4 +1,4 @@
-"""How far the training is, while it trains: a line rewritten in place in a terminal, elsewhere a new one at times."""
+"""Shows the training's progress: a line rewritten in place in a terminal, elsewhere periodic new lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rich.console import Console
 
 POLL_S = 0.5
 LINE_INTERVAL_S = 5.0
-"""Where lines cannot be rewritten."""
 
 
 class ProgressLine:

@@ -1,7 +1,7 @@
-"""What the harness knows about a run: its step lines and the commit log.
+"""The harness's view of a run: its step lines and the commit log.
 
-`LogWatcher` polls the log as any reader would, in its own thread, and remembers when it first saw each
-checkpoint. Nothing here asks the trainer or the sidecar what was committed.
+`LogWatcher` polls the log as any reader would, in a separate thread, and records when it first saw each checkpoint.
+The harness reads commits from the log only, never from the trainer or the sidecar.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class StepRecord:
     stall_s: float
     """Inside `ckpt.step()`."""
     crc: int
-    """Of the batch's candidates: which samples, which random draws."""
+    """Checksum of the batch's candidates, which identifies samples and random draws."""
     cut: bool
     process: int
     """0 for the first trainer process, 1 for the one after it, ..."""
 
 
 class StepLines:
-    """All step lines of a folder, read on as they grow."""
+    """All step lines of a folder, read as they grow."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -52,7 +52,7 @@ class StepLines:
             with path.open("rb") as lines:
                 lines.seek(offset)
                 data = lines.read()
-            whole = data[: data.rfind(b"\n") + 1]  # a killed process may leave half a line
+            whole = data[: data.rfind(b"\n") + 1]  # a killed process can leave half a line
             self._offsets[path] = offset + len(whole)
             for line in whole.splitlines():
                 at_s, step, loss, stall_s, crc, cut = json.loads(line)
@@ -65,7 +65,7 @@ class StepLines:
 
     @property
     def last(self) -> int:
-        """The newest step, 0 before the first."""
+        """Return the newest step, 0 before the first."""
         steps = self.read()
         return steps[-1].step if steps else 0
 
@@ -94,7 +94,7 @@ class LogWatcher:
 
     def _follow(self) -> None:
         while not self._closing.wait(POLL_S):
-            with contextlib.suppress(EnvironmentFault):  # the next poll asks again
+            with contextlib.suppress(EnvironmentFault):  # the next poll retries
                 self.poll()
 
     def poll(self) -> None:
@@ -107,23 +107,23 @@ class LogWatcher:
 
     @property
     def seen(self) -> list[SeenCheckpoint]:
-        """All checkpoints so far, oldest first, those retired since included."""
+        """Return all checkpoints so far, oldest first, including those retired since."""
         with self._lock:
             return [self._seen[seq] for seq in sorted(self._seen)]
 
     @property
     def attempts(self) -> list[int]:
-        """Log positions at which a training process took over."""
+        """Return the log positions at which a training process took over."""
         with self._lock:
             return list(self._attempts)
 
     def newest(self, *, before_seq: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint in the log, or the newest before a position of it."""
+        """Return the newest checkpoint in the log, or the newest before a position of it."""
         found = [s.checkpoint for s in self.seen if before_seq is None or s.checkpoint.seq < before_seq]
         return found[-1] if found else None
 
     def uploading(self) -> tuple[int, int] | None:
-        """The (attempt, cut) whose objects are in the store but which is not in the log, if there is one now."""
+        """Return the (attempt, snapshot) whose objects are in the store but which is not in the log, if any."""
         newest = self.newest()
         after = f"{self.run}/data/{newest.attempt:020d}/{newest.cut:08d}/~" if newest else ""
         for item in self.store.list(f"{self.run}/data/", start_after=after):

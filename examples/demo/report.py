@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - the page is prose
-"""The demo's page: what happened, with its figures. One self-contained file, no script, nothing fetched."""
+"""The demo's page with events and figures. One self-contained file without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -144,7 +144,6 @@ death the next checkpoint is read back from the store alone, by a third process.
 
 
 def document(title: str, body: str) -> str:
-    """A whole HTML file."""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><style>{_CSS}</style></head><body><main>{body}</main></body></html>
@@ -160,7 +159,6 @@ def cards(found: list[str]) -> str:
 
 
 def card(title: str, came_back: str, facts: list[tuple[str, str]], *, exact: bool, verdict: str) -> str:
-    """One thing that happened, and whether what came back was exact."""
     items = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts)
     said = f'<div class="verdict {"good" if exact else "bad"}">{html.escape(verdict)}</div>'
     return f'<div class="kill"><h3>{html.escape(title)}</h3><p class="from">{came_back}</p><dl>{items}</dl>{said}</div>'
@@ -184,7 +182,7 @@ class ReportedEvent(Protocol):
 def facts_of(
     event: ReportedEvent, *, committed: int, restored: str, seconds: str, back: str
 ) -> list[tuple[str, str]]:
-    """The numbers of a card; `restored`, `seconds` and `back` are what three of them are called."""
+    """Return the numbers of a card; `restored`, `seconds` and `back` are labels of three of them."""
     return [
         ("last step trained", f"{event.last_step:,}"),
         ("last committed step", f"{committed:,}"),

@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "out")
     parser.add_argument("--keep", action="store_true", help="keep the working folder (store, logs, copies)")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything that was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end every process that was started
     began = time.monotonic()
     console = Console(width=None if sys.stdout.isatty() else 120)
     folder = Path(tempfile.mkdtemp(prefix="deltashard-demo-"))

@@ -25,7 +25,6 @@ SEED = 20260101
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -39,7 +38,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train for `--steps` steps, from wherever the last checkpoint left off."""
+    """Train for `--steps` steps, from the last checkpoint on."""
     args = arguments()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     retail = baskets.load()

@@ -28,7 +28,6 @@ log = logging.getLogger("train")
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -56,7 +55,7 @@ def log_start(resumed: deltashard.Restored | None) -> int:
 
 
 def main() -> None:
-    """Train for `--steps` steps, from wherever the last checkpoint left off."""
+    """Train for `--steps` steps, from the last checkpoint on."""
     args = arguments()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     torch.set_num_threads(args.threads)

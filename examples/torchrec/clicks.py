@@ -1,4 +1,4 @@
-"""Clicks that nobody made: popular items are seen often, and whether one is clicked depends on who sees what."""
+"""Synthetic clicks: popular items appear often, and the probability of a click depends on user and item."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from torchrec import KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 
 FEATURES = {"user": 20_000, "item": 5_000, "shop": 300}
-"""Feature -> how many different values it has."""
+"""Feature -> number of distinct values."""
 
 
 class Clicks(Dataset[int]):
-    """Positions; `batch_of` makes the clicks at them, the same ones each time."""
+    """Positions; `batch_of` generates the clicks at them, the same ones each time."""
 
     dense = 4
-    """Dense features of a click."""
 
     def __len__(self) -> int:
         return 20_000
@@ -26,7 +25,7 @@ class Clicks(Dataset[int]):
 
 
 def batch_of(positions: list[int]) -> Batch:
-    """The clicks at `positions`: of each feature one to three values."""
+    """Return the clicks at `positions`: of each feature one to three values."""
     values: dict[str, list[Tensor]] = {name: [] for name in FEATURES}
     dense, labels = [], []
     for position in positions:

@@ -33,7 +33,6 @@ COLUMNS = 32
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,7 +45,7 @@ def arguments() -> argparse.Namespace:
 
 
 def build() -> DistributedModelParallel:
-    """The model, each table where the planner puts it, updated within the backward pass by row-wise Adagrad."""
+    """Build the model: the planner places each table, and row-wise Adagrad updates it within the backward pass."""
     tables = [
         EmbeddingBagConfig(name=f"t_{name}", embedding_dim=COLUMNS, num_embeddings=rows, feature_names=[name])
         for name, rows in FEATURES.items()
@@ -66,7 +65,7 @@ def build() -> DistributedModelParallel:
 
 
 def main() -> None:
-    """Train for `--steps` steps, from wherever the last checkpoint left off."""
+    """Train for `--steps` steps, from the last checkpoint on."""
     args = arguments()
     rank = int(os.environ["RANK"])
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank} %(message)s", force=True)

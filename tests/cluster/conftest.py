@@ -1,8 +1,8 @@
-"""One stage for everybody, namespaces per scenario, and what a failed scenario leaves for its reader.
+"""Fixtures of the cluster tests: one shared stage, namespaces per scenario, and a report of each failed scenario.
 
-These tests change the host (and put it back) and need root, so they only run when asked: `make test-cluster`. Where the
-machine lacks something they are skipped, loudly; with CI=true they fail. Run by several processes (pytest-xdist), the
-controlling one builds the stage and takes it down.
+These tests change the host, restore it afterwards, and need root, so they run only on request: `make test-cluster`.
+Where the machine lacks a requirement they are skipped with a warning; with CI=true they fail. Under pytest-xdist, the
+controlling process builds the stage and takes it down.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def _is_full() -> bool:
 
 
 def _skip_reason() -> str:
-    """Why these tests do not run; empty when they do."""
     if os.environ.get("DELTASHARD_TEST_CLUSTER") not in {"1", "full"}:
         return "it changes the host while it runs, so ask for it: `make test-cluster`"
     lacks = cluster.missing()
@@ -43,7 +42,6 @@ def _skip_reason() -> str:
 
 
 def _build(config: pytest.Config) -> str:
-    """Build the stage if nobody has; returns why it cannot be."""
     if _SKIP_REASON not in config.stash:
         config.stash[_SKIP_REASON] = _skip_reason()
         if not config.stash[_SKIP_REASON]:
@@ -51,7 +49,7 @@ def _build(config: pytest.Config) -> str:
             try:
                 stage.build()
             except BaseException:
-                stage.tear_down()  # a session that cannot start does not finish either
+                stage.tear_down()  # a session that cannot start does not run pytest_sessionfinish either
                 raise
             config.stash[_STAGE] = stage
     return config.stash[_SKIP_REASON]
@@ -59,13 +57,11 @@ def _build(config: pytest.Config) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Of pytest-xdist: before a worker starts."""
     node.workerinput["deltashard_why"] = _build(node.config)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """After the workers ended: the host is as it was, or the session fails."""
     stage = session.config.stash.get(_STAGE, None)
     if stage is None:
         return
@@ -73,16 +69,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     print(f"\ncluster: {timings}")
     if left := stage.tear_down():
         print(f"the host is not as it was: {left}")
-        # Not that of a failed test, which one that passes alone would excuse.
+        # A failed test has its own status, which a passing rerun would excuse.
         session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
 ROUNDS = 3
-"""Of every scenario, in the long variant."""
+"""Runs of every scenario in the long variant."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """In the long variant, every scenario that leaves the stage as it was happens several times."""
+    """In the long variant, every scenario that leaves the stage unchanged runs several times."""
     alone = any(mark.name == "exclusive" for mark in metafunc.definition.iter_markers())
     if _is_full() and "bench" in metafunc.fixturenames and not alone:
         metafunc.fixturenames.append("again")
@@ -99,10 +95,6 @@ behind the first: so a long one stands behind a short one."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In the order that fills five processes; scenarios that take the stage for themselves last, as they are written.
-
-    Their limits are this machine's.
-    """
     for item in items:
         if (limit := item.get_closest_marker("timeout")) is not None:
             item.add_marker(pytest.mark.timeout(limit_s(limit.args[0]), **limit.kwargs), append=False)
@@ -116,7 +108,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say loudly when the tier did not run."""
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if "no test cluster" in str(r.longrepr)]
     if skipped:
         why = str(skipped[0].longrepr).partition("no test cluster: ")[2].rstrip("')")
@@ -127,7 +118,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def stage(pytestconfig: pytest.Config) -> ClusterStage:
-    """The cluster with its system, up."""
     workerinput = getattr(pytestconfig, "workerinput", None)
     why = (
         _build(pytestconfig) if workerinput is None else workerinput.get("deltashard_why", "run it by itself")
@@ -145,7 +135,7 @@ def stage(pytestconfig: pytest.Config) -> ClusterStage:
 
 @pytest.fixture(scope="session")
 def witness(stage: ClusterStage) -> Iterator[WitnessServer]:
-    """Hears every trainer of this process' scenarios."""
+    """Receive the reports of every trainer of this process' scenarios."""
     heard = WitnessServer(HOST_ADDRESS)
     yield heard
     heard.close()
@@ -153,19 +143,17 @@ def witness(stage: ClusterStage) -> Iterator[WitnessServer]:
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    """The training that nothing happened to."""
     return Reference()
 
 
 @pytest.fixture(scope="session")
 def full() -> bool:
-    """Whether the long variants were asked for."""
     return _is_full()
 
 
 @pytest.fixture
 def stage_lock(request: pytest.FixtureRequest, stage: ClusterStage) -> Iterator[None]:
-    """The stage together with others; alone with the mark `exclusive`."""
+    """Share the stage with other scenarios; the mark `exclusive` takes it alone."""
     with hold_stage(exclusive=request.node.get_closest_marker("exclusive") is not None):
         yield
 
@@ -174,7 +162,7 @@ def stage_lock(request: pytest.FixtureRequest, stage: ClusterStage) -> Iterator[
 def own_bridge_minio(
     stage: ClusterStage, stage_lock: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MinioServer]:
-    """A MinIO of this scenario's own, where pods reach it; stop it, start it, fill it."""
+    """A separate MinIO for this scenario at an address that pods reach; the test may stop, start and fill it."""
     server = MinioServer(tmp_path_factory.mktemp("own-minio"), host=HOST)
     server.start()
     stage.cluster.register_process("own-minio", server.pid)
@@ -192,7 +180,7 @@ def bench(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> Iterator[ScenarioBench]:
-    """A namespace and a bucket of the scenario's own; with `own_bridge_minio` among its fixtures, a server too."""
+    """A namespace and a bucket for one scenario; a scenario that uses `own_bridge_minio` gets its own server too."""
     own = "own_bridge_minio" in request.fixturenames
     minio: MinioServer = request.getfixturevalue("own_bridge_minio") if own else stage.minio
     for name, value in minio.environment.items():
@@ -209,7 +197,7 @@ def bench(
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failed scenario shows its events and what its pods said, before they are deleted."""
+    """Print a failed scenario's events and its pods' logs before the pods are deleted."""
     report = yield
     bench = getattr(item, "funcargs", {}).get("bench")
     if call.when == "call" and call.excinfo is not None and isinstance(bench, ScenarioBench):

@@ -1,4 +1,4 @@
-"""Pods as strict clusters and meshes want them: the real admission chain, the real kubelet."""
+"""Pods that strict clusters and meshes require: the real admission chain, the real kubelet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ _SLEEPER: Object = {
 
 
 def test_strict_cluster(bench: ScenarioBench) -> None:
-    """One pod has it all: PodSecurity restricted, quota, LimitRange, Guaranteed, a UID from nowhere, a mesh, inits."""
     api, namespace = bench.cluster.api, bench.namespace
     hard = {f"{what}.cpu": "2" for what in ("requests", "limits")}
     hard |= {f"{what}.memory": "4Gi" for what in ("requests", "limits")}
@@ -55,7 +54,7 @@ def test_strict_cluster(bench: ScenarioBench) -> None:
     bench.policy(namespace, "strict", sidecar={"resources": {"limits": {"cpu": "1"}}})
     job = bench.job(
         "strict",
-        steps=300,  # long enough to be killed within on a busy machine
+        steps=300,  # long enough for a kill on a busy machine
         notes={"deltashard.io/policy": "strict"},
         container={"securityContext": whoever, "resources": {"limits": {"cpu": "400m", "memory": "2Gi"}}},
         pod={"initContainers": copy.deepcopy(inits)},

@@ -1,4 +1,4 @@
-"""deltashard is upgraded and gets new certificates while Jobs are created and others train: no admission fails."""
+"""deltashard is upgraded and gets new certificates while Jobs are created and other Jobs train: no admission fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ SECRET = f"/api/v1/namespaces/{NAMESPACE}/secrets/{authority.SECRET}"
 
 
 def test_rolling_upgrade(bench: ScenarioBench) -> None:
-    """A change of the chart's values replaces every replica of the webhook under a load of admissions."""
     system = bench.stage.system
     old = {pod["metadata"]["uid"] for pod in system.webhooks()}
     with AdmissionLoad(bench.cluster.api, bench.namespace, bench.manifest("load")) as load:
@@ -38,15 +37,14 @@ def test_rolling_upgrade(bench: ScenarioBench) -> None:
 
 
 def served(pod: dict[str, dict[str, str]]) -> bytes:
-    """The certificate that a webhook's pod serves, PEM; nothing while it serves none."""
+    """Return the certificate that a webhook's pod serves, PEM; empty while it serves none."""
     try:
         return ssl.get_server_certificate((pod["status"]["podIP"], 9443), timeout=10).strip().encode()
-    except (OSError, KeyError):  # no answer in time; a pod that has no address yet
+    except (OSError, KeyError):  # no answer in time, or a pod without an address yet
         return b""
 
 
 def test_rotated_certificate(bench: ScenarioBench) -> None:
-    """A certificate near its end is renewed by the controller and taken up by every replica, under a load of admissions."""
     api, system = bench.cluster.api, bench.stage.system
 
     def stored(key: str = "tls.crt") -> bytes:
@@ -58,7 +56,7 @@ def test_rotated_certificate(bench: ScenarioBench) -> None:
     aging = issuance.issue(names, signer, now_s=began_s, lasts_s=90 * DAY_S).data("tls")
     with AdmissionLoad(api, bench.namespace, bench.manifest("load")) as load:
         load.wait_more(10)
-        # As if time had passed: what is served is trusted, and has a few days left.
+        # Simulates the passage of time: the served certificate is trusted, and has a few days left.
         change = {"data": {key: base64.b64encode(value).decode() for key, value in aging.items()}}
         api.patch(SECRET, change)
         began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""A Job with one annotation trains, saves, completes; and whoever looks at the cluster learns how it went."""
+"""A Job with one annotation trains, saves and completes; the cluster's objects show the result."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
 def test_job_completes(bench: ScenarioBench) -> None:
-    """Its last step is durable, the native sidecar is gone, `kubectl get checkpointruns` and Events tell the story."""
-    job = bench.job("completes", steps=300, pace_s=0.1)  # long enough to be seen while it trains
+    job = bench.job("completes", steps=300, pace_s=0.1)  # long enough to be observed while it trains
     start_event = bench.start_event(job, 0)
     assert start_event["step"] == 0
     assert start_event["library"].startswith("/opt/deltashard/"), "what runs must be the wheel"
@@ -48,7 +47,7 @@ def test_job_completes(bench: ScenarioBench) -> None:
 
 
 def test_request_makes_pinned_checkpoint(bench: ScenarioBench) -> None:
-    """`kubectl apply` of a CheckpointRequest: no timer would save, and the checkpoint has the name that was asked for."""
+    """`kubectl apply` of a CheckpointRequest, without a save timer: the checkpoint has the requested name."""
     job = bench.job("asked", notes=NO_TIMER)
     bench.start_event(job, 0)
     job.wait_phase("Training")
@@ -72,10 +71,10 @@ def test_request_makes_pinned_checkpoint(bench: ScenarioBench) -> None:
 
 
 def test_kubectl_rewinds_run(bench: ScenarioBench) -> None:
-    """Suspended, rewound by the plugin's Job with the sidecar's own keys, and resumed: from just that checkpoint."""
+    """A suspended run is rewound by the plugin's Job with the sidecar's own keys, and resumes from exactly that checkpoint."""
     job = bench.job("goes-back", notes=NO_TIMER)
     life = bench.start_event(job, 0)
-    for number in (1, 2):  # each leaves a checkpoint of its last step behind
+    for number in (1, 2):  # each leaves a checkpoint of its last step
         bench.witness.wait_step(life["life"], life["step"] + 20, timeout_s=60)
         pod = life["pod"]
         job.delete_pod(pod)

@@ -1,4 +1,4 @@
-"""A container dies, the pod stays: what the kubelet starts again, and from where training goes on."""
+"""A container dies and its pod stays: the kubelet restarts the container, and training resumes from a known state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
 def test_killed_containers(bench: ScenarioBench) -> None:
-    """A killed or starved trainer resumes from its pod's cache; a killed sidecar does not stop training."""
     limits = {"requests": {"cpu": "10m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}}
     job = bench.job("killed", container={"resources": limits})
     start_event = bench.start_event(job, 0)
@@ -41,7 +40,7 @@ def test_killed_containers(bench: ScenarioBench) -> None:
     assert job.container(pod, "trainer")["restartCount"] == 1
 
     committed = bench.newest(job)
-    strike("trainer", signal.SIGUSR1)  # which makes it eat memory
+    strike("trainer", signal.SIGUSR1)  # which makes the trainer allocate memory
     third = bench.start_event(job, 2)
     assert third["pod"] == pod
     told = job.wait_container(pod, "trainer", restartCount=2)

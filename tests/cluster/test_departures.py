@@ -1,4 +1,4 @@
-"""A pod is preempted: what it saves in its grace period, and where its successor begins."""
+"""A pod is preempted: it saves in its grace period, and its successor begins there."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from tests.cluster.scenario.job import RESTRICTED
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
 SLOT = "deltashard.test/slot"
-"""An extended resource: one a node, so that two pods that want it cannot share a node."""
+"""An extended resource: one per node, so two pods that request it cannot share a node."""
 
 
 @pytest.fixture
 def slots(bench: ScenarioBench) -> None:
-    """Every common node offers one slot."""
     for name, node in bench.cluster.nodes.items():
         if not node.pool:
             change = [{"op": "add", "path": f"/status/capacity/{SLOT.replace('/', '~1')}", "value": "1"}]
@@ -34,7 +33,7 @@ def slots(bench: ScenarioBench) -> None:
 
 
 def test_preempted(bench: ScenarioBench, slots: None) -> None:
-    """It commits an urgent cut within the grace period. Pods that are evicted and deleted have groups to tell (test_groups)."""
+    """The pod commits an urgent cut within the grace period; test_groups covers eviction and deletion."""
     wants = {"cpu": "10m", "memory": "512Mi", SLOT: "1"}
     limits = {"memory": "2Gi", SLOT: "1"}
     job = bench.job("departs", notes=NO_TIMER, container={"resources": {"requests": wants, "limits": limits}})
@@ -47,7 +46,7 @@ def test_preempted(bench: ScenarioBench, slots: None) -> None:
 
 
 def preempt(api: KubeApi, namespace: str, node: str) -> None:
-    """A pod that matters more wants the node's only slot."""
+    """A pod with a higher priority takes the node's only slot."""
     classes = "/apis/scheduling.k8s.io/v1/priorityclasses"
     if api.find(f"{classes}/matters-more") is None:
         document = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "value": 1000}

@@ -1,4 +1,4 @@
-"""Several pods that train one run: whatever becomes of one of them, all go on from one step, without a person."""
+"""Several pods train one run: after the loss of any pod, all resume from one step without manual action."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ pytestmark = pytest.mark.timeout(900, func_only=True)
 
 
 def test_pod_group_recovers(bench: ScenarioBench) -> None:
-    """One is deleted, one evicted, all are suspended and come back as two: each time one step of all, to the bit.
+    """One pod is deleted, one evicted, all are suspended and resume as two: each time all share one step, bit for bit.
 
-    Nothing commits but the notices: a pod that is told to go has the whole group save. So at most one step is lost.
+    Only the notices cause commits: a pod that gets a termination notice makes the whole group save. So at most one
+    step is lost.
     """
     group = indexed_job(bench, "four", pods=4, nodes="2:4", notes=NO_TIMER)
     first = group.wait_round(world_size=4)
     group.job.wait_status("all are there", lambda status: status.get("ranks") == "4/4")
     second = remove_pod(group, first.attempt, lambda: group.job.delete_pod(first.pods[2]))
-    # Pod 0 is where torchrun's ranks meet: without it they all begin anew.
+    # torchrun's ranks meet at pod 0: without it all ranks restart.
     third = remove_pod(group, second, lambda: group.job.evict(group.rounds()[-1].pods[0]))
 
     group.wait_step(group.rounds()[-1].step + 30, attempt=third)
@@ -43,7 +44,7 @@ def test_pod_group_recovers(bench: ScenarioBench) -> None:
 
 
 def remove_pod(group: TrainingGroup, attempt: int, leave: object) -> int:
-    """A pod goes; the whole group saves within its grace period, and comes back. Returns the next attempt."""
+    """Remove a pod; the whole group saves within its grace period and resumes. Return the next attempt."""
     assert callable(leave)
     began = next(each for each in group.rounds() if each.attempt == attempt)
     group.wait_step(began.step + 40, attempt=attempt)

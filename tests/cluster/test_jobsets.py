@@ -1,4 +1,4 @@
-"""A group as a JobSet, whose own controller runs in the cluster, and as a TrainJob, of which Kubeflow's makes a JobSet."""
+"""A group as a JobSet, whose own controller runs in the cluster, and as a TrainJob, of which Kubeflow makes a JobSet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ pytestmark = pytest.mark.timeout(900, func_only=True)
 
 
 def test_restarted_jobset_keeps_run(bench: ScenarioBench, tmp_path: Path) -> None:
-    """A pod is evicted, so its Job fails, and the JobSet makes another one, with another UID, of all of its pods."""
     jobset.install(bench.cluster, tmp_path)
     bench.note("the JobSet controller answers")
     group = group_of_jobset(bench, "pair", pods=2, notes=NO_TIMER)
@@ -26,7 +25,7 @@ def test_restarted_jobset_keeps_run(bench: ScenarioBench, tmp_path: Path) -> Non
 
 
 def test_train_job_recovers_evicted_pod(bench: ScenarioBench, tmp_path: Path) -> None:
-    """The line stands on its runtime; the run is that of the JobSet that its controller makes, whose Job stays."""
+    """The annotation is on the runtime; the run belongs to the JobSet that its controller makes, whose Job stays."""
     jobset.install(bench.cluster, tmp_path)
     kubeflow.trainer(bench.cluster, tmp_path)
     bench.note("the Trainer's controller answers")
@@ -37,7 +36,7 @@ def test_train_job_recovers_evicted_pod(bench: ScenarioBench, tmp_path: Path) ->
 
 
 def recover_evicted_pod(group: TrainingGroup, job: str) -> tuple[str, str, int]:
-    """The second of two is evicted, and all goes on: UIDs of the Job before and after, and how many pods are the same."""
+    """Evict the second of two pods; return the Job's UIDs before and after, and how many pods are unchanged."""
     bench = group.bench
     path = f"/apis/batch/v1/namespaces/{bench.namespace}/jobs/{job}"
     first = group.wait_round(world_size=2)

@@ -1,4 +1,4 @@
-"""A node stops without a word, or only its kubelet does: who goes on, from where, and what becomes of the zombie."""
+"""A node stops without notice, or only its kubelet does: a successor resumes, and the zombie is fenced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
 def wait_fenced(bench: ScenarioBench, job: TrainingJob, zombie: Event) -> None:
-    """The zombie is told that it is one, by deltashard."""
     fenced = bench.witness.wait(
         job.key,
         lambda e: e["life"] == zombie["life"] and e["kind"] == "fenced",
@@ -29,7 +28,7 @@ def wait_fenced(bench: ScenarioBench, job: TrainingJob, zombie: Event) -> None:
 
 
 def assert_successor_owns_run(bench: ScenarioBench, job: TrainingJob, replacement: Event) -> None:
-    """Whoever came last writes the run, whatever the zombie does."""
+    """Assert that only the newest attempt writes the run, whatever the zombie does."""
     bench.wait_commits(job, beyond=replacement["step"])
     assert checkpoints(bench.url, job.run)[-1].attempt == replacement["attempt"]
     bench.witness.wait_step(replacement["life"], replacement["step"] + 1, timeout_s=60)
@@ -38,7 +37,7 @@ def assert_successor_owns_run(bench: ScenarioBench, job: TrainingJob, replacemen
 
 @contextlib.contextmanager
 def cordoned(bench: ScenarioBench, node: str) -> Iterator[None]:
-    """No new pod gets onto this node meanwhile."""
+    """No new pod is scheduled on this node meanwhile."""
     bench.cluster.kubectl("cordon", node)
     try:
         yield
@@ -47,14 +46,15 @@ def cordoned(bench: ScenarioBench, node: str) -> Iterator[None]:
 
 
 def test_lost_node(bench: ScenarioBench) -> None:
-    """The other node goes on from the last commit, also with a Job whose lost pod is not replaced until it is helped.
+    """The other node resumes from the last commit, also for a Job whose lost pod needs manual action.
 
-    That Job is named, with both remedies; one is applied. The zombies, back again, are fenced.
+    The cluster names that Job with both remedies; the test applies one. The zombies are fenced after their node
+    resumes.
     """
     spare = bench.cluster.nodes["m2"]
     with cordoned(bench, spare.name):
         job = bench.job("orphaned", pool=DIRTY)
-        # Replaced only when its pod is seen to have failed, which nobody sees of a pod on a lost node.
+        # The pod is replaced only when its failure is seen, which does not happen on a lost node.
         stuck = bench.job("stuck", pool=DIRTY, spec={"podReplacementPolicy": "Failed"})
         zombie, stuck_zombie = bench.start_event(job, 0), bench.start_event(stuck, 0)
     lost = bench.cluster.nodes[zombie["node"]]
@@ -64,7 +64,7 @@ def test_lost_node(bench: ScenarioBench) -> None:
     try:
         lost.freeze()
         bench.note(f"{lost.name} is frozen")
-        # What was on its way to the store at that instant may still arrive after this look.
+        # An upload in flight at that instant may still arrive after this check.
         committed, stuck_committed = bench.newest(job), bench.newest(stuck)
         replacement = bench.start_event(job, 1)
         assert replacement["node"] == spare.name
@@ -84,7 +84,7 @@ def test_lost_node(bench: ScenarioBench) -> None:
         bench.assert_resumed(stuck_heir, at_least=stuck_committed)
         stuck.wait_condition("StuckOnLostNode", "False")
 
-        lost.thaw_containers()  # and nobody there yet who would end them
+        lost.thaw_containers()  # and no kubelet runs yet that would end them
         for each, back, successor in ((job, zombie, replacement), (stuck, stuck_zombie, stuck_heir)):
             wait_fenced(bench, each, back)
             assert_successor_owns_run(bench, each, successor)
@@ -96,7 +96,6 @@ def test_lost_node(bench: ScenarioBench) -> None:
 
 
 def test_lost_kubelet(bench: ScenarioBench) -> None:
-    """Only the kubelet dies: two live trainers of one Job at once, and one of them writes."""
     job = bench.job("doubled", pool=DIRTY)
     zombie = bench.start_event(job, 0)
     node = bench.cluster.nodes[zombie["node"]]

@@ -1,4 +1,4 @@
-"""A PyTorchJob, whose operator runs in the cluster: it makes pods anew under their old names, and they go on with its run."""
+"""A PyTorchJob, whose operator runs in the cluster: it recreates pods under their old names, and they resume its run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.cluster.scenario.kubeflow_group import pytorch_job
 pytestmark = pytest.mark.timeout(900, func_only=True)
 
 STEPS, PACE_S = 330, 0.2
-"""Beyond the end of the first epoch of three ranks; slow, since what ended training is told apart half a minute later."""
+"""Beyond the end of the first epoch of three ranks; slow, since the operator reports the cause of an end half a minute later."""
 
 
 def test_pytorch_job_recovers_lost_worker_and_master(bench: ScenarioBench, tmp_path: Path) -> None:
-    """The worker is evicted, after a save of all; the master is gone without a word, and all go back to that save.
+    """The worker is evicted after a save by all; the master is lost without notice, and all ranks return to that save.
 
     In the end the PyTorchJob has succeeded, the run is finished, and every sample of the epoch was trained once.
     """

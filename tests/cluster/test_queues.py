@@ -1,6 +1,6 @@
-"""Workloads that wait in a queue of Kueue's: what it admits trains and comes back, and what it counts is what the pods ask for.
+"""Workloads that wait in a Kueue queue: admitted workloads train and resume, and Kueue counts what the pods request.
 
-The queues cover cpu and memory alone, as those of Kueue's own guide.
+The queues cover only cpu and memory, as those of Kueue's own guide.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ STEPS = 150
 COUNTED = ("cpu", "memory")
 QUEUED = {kueue.QUEUE: kueue.NAME}
 NOWHERE = {"nodeSelector": {"deltashard.test/nowhere": "x"}}
-"""Of pods that are only looked at."""
+"""Node selector of pods that tests only inspect: no node matches it."""
 
 
 def resource_requests(containers: list[Object]) -> dict[str, Fraction]:
-    """What containers request, together."""
     requests = [(each.get("resources") or {}).get("requests") or {} for each in containers]
     return {
         what: sum((quantity.parse(each.get(what, 0)) for each in requests), Fraction()) for what in COUNTED
@@ -39,7 +38,6 @@ def resource_requests(containers: list[Object]) -> dict[str, Fraction]:
 
 
 def pod_requests(specs: list[Object]) -> dict[str, Fraction]:
-    """What pods request, each of them with a sidecar."""
     assert all(SIDECAR in {each["name"] for each in spec["initContainers"]} for spec in specs)
     sidecars = [
         each for spec in specs for each in spec["initContainers"] if each.get("restartPolicy") == "Always"
@@ -48,14 +46,13 @@ def pod_requests(specs: list[Object]) -> dict[str, Fraction]:
 
 
 def read(usage: Object) -> dict[str, Fraction]:
-    """What Kueue says that something takes."""
     return {what: quantity.parse(much) for what, much in usage.items()}
 
 
 def test_queued_job_counts_sidecar_and_resumes(bench: ScenarioBench, tmp_path: Path) -> None:
-    """The queue has room for one Job and for another's training container, but not for its sidecar: so that one waits.
+    """The queue has room for one Job and another's training container, but not for that one's sidecar, so it waits.
 
-    The first loses its pod, goes on, and ends; then the other trains.
+    The first Job loses its pod, resumes, and ends; then the other trains.
     """
     kueue.install(bench.cluster, tmp_path)
     bench.note("Kueue answers")
@@ -87,7 +84,7 @@ def test_queued_job_counts_sidecar_and_resumes(bench: ScenarioBench, tmp_path: P
 
 
 def rendered(bench: ScenarioBench, runtime: Object) -> Object:
-    """A runtime with the sidecar in it, as its administrator makes it: Kueue counts TrainJobs by what their runtime says."""
+    """Render a runtime with the sidecar in it, as an administrator does: Kueue counts TrainJobs by their runtime."""
     file = bench.folder / "runtime.yaml"
     file.write_text(yaml.safe_dump(runtime))
     made: Object = yaml.safe_load(bench.plugin("inject", "-f", file))
@@ -95,10 +92,10 @@ def rendered(bench: ScenarioBench, runtime: Object) -> Object:
 
 
 def test_queue_counts_group_sidecars(bench: ScenarioBench, tmp_path: Path) -> None:
-    """What it holds for an admitted JobSet, TrainJob or PyTorchJob is what its pods request, sidecars and all."""
+    """Kueue reserves for an admitted JobSet, TrainJob or PyTorchJob what its pods request, with sidecars."""
     kueue.install(bench.cluster, tmp_path)
     kueue.queue(bench, cpu="4", memory="8Gi")
-    # A runtime does not know that its TrainJobs are queued, so its policy says what no queue here covers.
+    # A runtime does not know that its TrainJobs are queued, so its policy requests resources that no queue here covers.
     bench.policy(bench.namespace, "queued", sidecar={"resources": {"requests": {"ephemeral-storage": "0"}}})
     groups = [
         jobset(bench, "set", pods=2, labels=QUEUED, pod=NOWHERE),

@@ -1,4 +1,4 @@
-"""What becomes of a finished run's checkpoints, where the policy has them deleted."""
+"""The removal of a finished run's checkpoints, where the policy deletes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ POLICY = "/apis/deltashard.io/v1alpha1/namespaces/{}/checkpointpolicies/training
 
 
 def test_finished_run_is_deleted_and_pinned_run_kept(bench: ScenarioBench) -> None:
-    """By Jobs that the controller makes as itself, under PodSecurity restricted, with the namespace's own Secret."""
     goes, stays = (bench.job(name, steps=60) for name in ("goes", "stays"))
     for job in (goes, stays):
         job.wait_complete()

@@ -1,4 +1,4 @@
-"""The store fails its users in the ways stores do: what the cluster says of it, and that training neither stops nor loses."""
+"""Store failures: the cluster reports them, and training neither stops nor loses steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def assert_store_problem(
     end: Callable[[], object],
     hold_s: float = 0.0,
 ) -> None:
-    """A trouble is told by a condition and an Event, does not stop training, and is over by itself when it is over."""
     at_begin = bench.witness.last_step(life["life"])
     began_s = time.monotonic()
     begin()
@@ -41,7 +40,7 @@ def assert_store_problem(
     job.wait_event(condition)
     bench.note(f"{condition}: {told['message']}")
     wait_until(lambda: time.monotonic() > began_s + hold_s, timeout_s=hold_s + 60, what="the outage's length")
-    bench.witness.wait_step(life["life"], at_begin + 1, timeout_s=60)  # training goes on
+    bench.witness.wait_step(life["life"], at_begin + 1, timeout_s=60)  # training continues
     at_end = bench.witness.last_step(life["life"])
     end()
     bench.wait_commits(job, beyond=at_end)
@@ -50,7 +49,6 @@ def assert_store_problem(
 
 
 def test_store_problems(bench: ScenarioBench, own_bridge_minio: MinioServer, full: bool) -> None:
-    """The server is down for 30 s, keys are changed, then gone, the bucket is full: told, survived, over by itself."""
     minio, namespace = own_bridge_minio, f"{bench.namespace}-tenant"
     old, new = Tenant(minio, bench.bucket), Tenant(minio, bench.bucket)
     bench.namespace_with_store(namespace, keys=old.environment)
@@ -104,7 +102,6 @@ def test_store_problems(bench: ScenarioBench, own_bridge_minio: MinioServer, ful
 
 
 def test_missing_bucket(bench: ScenarioBench) -> None:
-    """A policy names a bucket that is not there: told, of the run and of the policy; and once it is there, all is well."""
     bucket = f"{bench.bucket}-later"
     bench.policy(bench.namespace, "later", bucket=bucket)
     path = f"/apis/deltashard.io/v1alpha1/namespaces/{bench.namespace}/checkpointpolicies/later"
@@ -135,7 +132,7 @@ def test_missing_bucket(bench: ScenarioBench) -> None:
 
 
 def test_store_on_volume_claim(bench: ScenarioBench) -> None:
-    """A volume that all nodes share, the sidecar's user's own: a run goes on in its next pod, and its bytes are removed."""
+    """On a volume that all nodes share, a run resumes in its next pod, and the removal deletes its bytes."""
     folder, api, name = bench.folder / "volume", bench.cluster.api, bench.namespace
     folder.mkdir(mode=0o700)
     os.chown(folder, USER_ID, USER_ID)

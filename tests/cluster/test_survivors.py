@@ -1,4 +1,4 @@
-"""Partial recovery over pods: one of a group is lost without a word, the others keep their rows, and nobody helps."""
+"""Partial recovery over pods: one of a group is lost without notice, the others keep their rows, without manual action."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ pytestmark = pytest.mark.timeout(900, func_only=True)
 
 WORLD, PLANNED = 3, 2000
 FIRST, SECOND = (20, 40, 2), (65, 130, 0)
-"""(step of the checkpoint, last step of all, rank that is lost then, before it counts that step)."""
+"""(step of the checkpoint, last step of all ranks, rank that is lost before it counts that step)."""
 LAST_SAVE = 150
 VOLUME = "/kept"
 
 
 def test_survivors_keep_rows_after_pod_loss(bench: ScenarioBench) -> None:
-    """First pod 2, whose ranks' launchers stay; then pod 0, where they meet: the others' containers end, and start anew.
+    """Pod 2 is lost, whose ranks' launchers stay; then pod 0, the meeting point: the others' containers end and restart.
 
-    What a survivor held lies in a volume of its pod. The lost ranks' rows are those of the newest checkpoint. What that
-    cost stands in the CheckpointRun: as many samples as the steps that the trainers said.
+    A survivor's rows are in a volume of its pod. The lost ranks' rows are those of the newest checkpoint. The
+    CheckpointRun reports the cost: as many samples as the trainers' steps.
     """
     group = indexed_job(
         bench,
@@ -64,7 +64,7 @@ def test_survivors_keep_rows_after_pod_loss(bench: ScenarioBench) -> None:
 
 
 def lose_pod_at(group: TrainingGroup, before: Round, saved: int, at: int, rank: int) -> Round:
-    """A pod is lost after step `at`, where all stand still; the next round, in which all others kept their rows."""
+    """Lose a pod after step `at`, where all ranks wait; return the next round, in which all others kept their rows."""
     job, pod = group.job, before.pods[rank]
     group.bench.wait_commits(job, beyond=saved - 1)
     group.bench.witness.wait(
@@ -85,7 +85,7 @@ def lose_pod_at(group: TrainingGroup, before: Round, saved: int, at: int, rank: 
 
 
 def portion(saved: int, at: int, rank: int) -> float:
-    """PLS of one recovery: what the rank lost of the planned steps, by its share of rows, dealt out in equal blocks."""
+    """Return PLS of one recovery: the lost fraction of the planned steps, times the rank's share of rows, in equal blocks."""
     held = 0
     for rows in TABLE_ROWS.values():
         block = -(-rows // WORLD)

@@ -1,6 +1,6 @@
-"""deltashard itself goes away and comes back: training hardly notices, and other people's work never does.
+"""deltashard itself disappears and returns: training continues, and unrelated workloads are unaffected.
 
-These scenarios have the stage to themselves, each from the chart as it is installed, whatever happened before.
+These scenarios have the stage to themselves, each from a fresh installation of the chart.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ pytestmark = [pytest.mark.exclusive, pytest.mark.timeout(600, func_only=True)]
 
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{CONTROLLER}"
 SERVED_S = 30.0
-"""Within which another controller does the work of one that is lost."""
+"""Time limit in which another controller replaces a lost one."""
 
 
 @pytest.fixture(autouse=True)
 def installed(stage: ClusterStage, stage_lock: None) -> None:
-    """This tree's deltashard is there, also after a scenario that broke off."""
+    """Install this tree's deltashard, also after a scenario that failed."""
     stage.system.install()
 
 
 def unrelated_objects(bench: ScenarioBench) -> list[tuple[str, Object]]:
-    """Path and object of work that has nothing to do with deltashard: without annotations at all, or with others' only."""
+    """Path and object of work unrelated to deltashard: without annotations, or only with those of other tools."""
     container = {"name": "c", "image": f"{TRAINER}:{TAG}", "args": ["-c", "0"], "securityContext": RESTRICTED}
     spec = {
         "containers": [container],
@@ -63,14 +63,12 @@ def unrelated_objects(bench: ScenarioBench) -> list[tuple[str, Object]]:
 
 
 def test_helm_test_passes(bench: ScenarioBench) -> None:
-    """`helm test`: a pod with rights for nothing else asks the webhook, in dry runs, and says what it answered."""
     said = bench.stage.system.helm("test", RELEASE, "--logs", f"--timeout={limit_s(180):.0f}s")
     assert "Phase:          Succeeded" in said, said
     bench.note(said[said.index("POD LOGS") :])
 
 
 def test_training_continues_without_operator(bench: ScenarioBench) -> None:
-    """Controller and webhook are deleted: saves and restores go on, strangers work, annotated Jobs wait for their return."""
     cluster, system = bench.cluster, bench.stage.system
     job = bench.job("alone")
     life = bench.start_event(job, 0)
@@ -99,7 +97,7 @@ def test_training_continues_without_operator(bench: ScenarioBench) -> None:
     jobs = f"/apis/batch/v1/namespaces/{bench.namespace}/jobs"
     with pytest.raises(ApiError, match="failed calling webhook"):
         cluster.api.create(jobs, bench.manifest("refused"))
-    # With failurePolicy Ignore nobody asks; what would train without checkpoints is refused all the same.
+    # With failurePolicy Ignore the webhook is not called; a Job that would train without checkpoints is still refused.
     for number in (0, 1):
         change = [{"op": "replace", "path": f"/webhooks/{number}/failurePolicy", "value": "Ignore"}]
         path = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/deltashard-webhook"
@@ -173,16 +171,16 @@ def test_leader_node_loss_fails_over(bench: ScenarioBench) -> None:
 
 
 def test_controller_writes_no_user_objects(stage: ClusterStage, stage_lock: None) -> None:
-    """In all that happened so far, nothing of any user's: the API server's own record of every write says so."""
+    """The API server's audit log shows that the controller wrote no user's object in all scenarios so far."""
     asked = list(audit.requests(stage.cluster.audit_log, f"system:serviceaccount:{NAMESPACE}:{CONTROLLER}"))
     statuses = [each for each in asked if each.resource == "checkpointruns/status" and each.status == 200]
     assert statuses, "it was at work"
-    # A namespace that is being deleted refuses the Event that tells of it: refusals are no findings here.
+    # A namespace that is being deleted refuses its own Events: refusals are not findings here.
     assert not audit.violations(each for each in asked if each.status < 400)
 
 
 def test_uninstall_and_upgrade(bench: ScenarioBench, tmp_path: Path) -> None:
-    """Uninstalled, Jobs train on and checkpoints are readable. A run of an older version's resumes under the newer."""
+    """After uninstallation Jobs train on and checkpoints are readable. A run of an older version resumes under the newer."""
     cluster, system = bench.cluster, bench.stage.system
     job = bench.job("survivor")
     life = bench.start_event(job, 0)
@@ -195,7 +193,7 @@ def test_uninstall_and_upgrade(bench: ScenarioBench, tmp_path: Path) -> None:
     assert command_line("ls", bench.url)
     plain = bench.manifest("plain", steps=1)
     path = f"/apis/batch/v1/namespaces/{bench.namespace}/jobs?dryRun=All"
-    made = cluster.api.create(path, plain)  # annotated, and nobody left who minds
+    made = cluster.api.create(path, plain)  # annotated, and no webhook remains
     assert "initContainers" not in made["spec"]["template"]["spec"]
     job.delete()
 
@@ -221,7 +219,7 @@ def test_uninstall_and_upgrade(bench: ScenarioBench, tmp_path: Path) -> None:
     bench.note("the newer version is installed")
     bench.wait_commits(old, beyond=bench.newest(old))
     old.delete()
-    # Templates are immutable: a Job keeps the sidecar it was given. The next one goes on with its run.
+    # Templates are immutable: a Job keeps its original sidecar. The next Job resumes its run.
     newer = bench.job("upgraded", notes={"deltashard.io/run-id": old.run_id})
     second = bench.start_event(newer, 1)
     assert image_of_sidecar(bench, second["pod"]).endswith(f":{TAG}")

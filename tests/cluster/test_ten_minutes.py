@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.exclusive, pytest.mark.timeout(1200, func_only=True)]
 
 @pytest.fixture
 def empty_cluster(stage: ClusterStage, stage_lock: None, tmp_path: Path) -> Iterator[ClusterStage]:
-    """The cluster without deltashard, its nodes with the images that users name; who needs deltashard afterwards installs it."""
+    """The cluster without deltashard, its nodes with the images that users name; later tests install deltashard again."""
     archive = published.build(tmp_path / "published.tar", require_tool("minio"))
     for node in stage.cluster.nodes.values():
         node.ctr("images", "import", archive)
@@ -29,7 +29,7 @@ def empty_cluster(stage: ClusterStage, stage_lock: None, tmp_path: Path) -> Iter
         _empty(stage)
         yield stage
     finally:
-        _empty(stage)  # a page that broke off left something
+        _empty(stage)  # a failed page may leave objects
 
 
 def _empty(stage: ClusterStage) -> None:
@@ -40,7 +40,6 @@ def _empty(stage: ClusterStage) -> None:
 
 
 def test_every_page_command_works(empty_cluster: ClusterStage, tmp_path: Path) -> None:
-    """Nothing is replaced in a command; each prints what the page shows."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("helm", "kubectl"):

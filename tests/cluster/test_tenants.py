@@ -1,4 +1,4 @@
-"""Several users of one cluster, and one user's Jobs that pause, end, and come again."""
+"""Several users of one cluster, and one user's Jobs that pause, end, and restart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
 def test_two_tenants(bench: ScenarioBench) -> None:
-    """Different policies, buckets and credentials at once: each run is saved and restored from its own store alone."""
     other_bucket = bench.minio.new_bucket()
     tenants = [Tenant(bench.minio, bucket) for bucket in (bench.bucket, other_bucket)]
     names = [f"{bench.namespace}-{each}" for each in ("one", "two")]
@@ -47,7 +46,7 @@ def test_two_tenants(bench: ScenarioBench) -> None:
 
 
 def test_suspend_and_recreate_job(bench: ScenarioBench) -> None:
-    """`suspend` and back resumes; the same name again is a new run, unless `run-id` names the old one."""
+    """`suspend` and resume continue the run; the same name again is a new run, unless `run-id` names the old one."""
     name = f"train-{secrets.token_hex(2)}"
     job = bench.job(name, spec={"suspend": True})
     job.patch({"spec": {"suspend": False}})

@@ -1,6 +1,6 @@
 """A process that dies in the middle of a copy or a removal: `python -m tests.crash.copy_victim DIRECTORY ACTION`.
 
-The run in DIRECTORY is `log_victim`'s, `job`; copies are `job` in `store2`, and `one` beside the run.
+The run in DIRECTORY is `log_victim`'s, `job`; its copies are `job` in `store2`, and `one` in the same store.
 """
 
 import sys
@@ -15,7 +15,6 @@ from tests.crash.log_victim import log_of
 
 
 def target_of(directory: Path, action: str) -> RunLog:
-    """Where the copy goes, or what is removed."""
     match action:
         case "cp":
             return RunLog(open_store(f"file://{directory}/store2"), "job")
@@ -25,7 +24,6 @@ def target_of(directory: Path, action: str) -> RunLog:
 
 
 def act(directory: Path, action: str) -> run_copy.CopyResult | removal.Content:
-    """Do one thing; a crash point may end it."""
     target = target_of(directory, action)
     if action == "rm":
         return removal.remove(target)

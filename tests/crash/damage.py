@@ -1,11 +1,12 @@
-"""Stores damaged one object at a time, and what a plain restart makes of each: `python -m tests.crash.damage`.
+"""Stores damaged one object at a time, and the result of a plain restart for each: `python -m tests.crash.damage`.
 
-A run with compaction, retention, gc, a restart and a pin is written in memory, and one of two ranks beside it. Then, for
-every object of every slot and every kind of damage, a fresh process restarts the run as a sidecar does: it opens an
-attempt, restores what that names, excludes what turns out to be bad and opens again. Compared are the checkpoint that
-came back with the newest one whose objects and entry are whole, and with what `deltashard repair` would have kept.
+The module writes in memory a run with compaction, retention, gc, a restart and a pin, and a second run of two ranks.
+Then, for every object of every slot and every kind of damage, a fresh process restarts the run as a sidecar does: it
+opens an attempt, restores the checkpoint that the attempt names, excludes what is invalid and opens again. The
+restored checkpoint is compared with the newest one whose objects and entry are whole, and with what `deltashard
+repair` would have kept.
 
-Writes docs/measured/damage.json and the table in docs/damage.md.
+The module writes docs/measured/damage.json and the table in docs/damage.md.
 """
 
 import json
@@ -51,12 +52,12 @@ DAMAGES: dict[str, Callable[[bytes, bytes], bytes | None]] = {
     "bit flipped at the end": lambda data, other: _flipped(data, 1.0),
     "replaced by another": lambda data, other: other,
 }
-"""What may become of an object's bytes; `other` are those of another object of its kind."""
+"""Possible damages of an object's bytes; `other` are the bytes of another object of its kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """A run as it lies in a store."""
+    """A run as a store holds it."""
 
     name: str
     objects: Objects
@@ -67,7 +68,7 @@ class StoredRun:
 
 @dataclass(frozen=True, slots=True)
 class DamageOutcome:
-    """What one damage did. Checkpoints are slots; None: none."""
+    """The result of one damage. Checkpoints are slots; None means no checkpoint."""
 
     story: str
     kind: str
@@ -77,18 +78,18 @@ class DamageOutcome:
     newest: int
     """The newest checkpoint before the damage."""
     possible: int | None
-    """The newest that can be restored from what is left."""
+    """The newest checkpoint that the remaining objects restore."""
     repair: int | None
-    """The newest that `deltashard repair` keeps and that restores; None also where it has nothing to do."""
+    """The newest checkpoint that `deltashard repair` keeps and that restores; None also where it changes nothing."""
     back: int | None
-    """What a plain restart came back to."""
+    """The checkpoint that a plain restart restored."""
     reported: bool
     """Whether the restart reported the damage."""
     error: str = ""
 
     @property
     def good(self) -> bool:
-        """Whether nothing more could have come back, and a loss is reported."""
+        """Whether no newer checkpoint was restorable, and a loss is reported."""
         if self.back is None:
             return self.possible is None and self.repair is None and bool(self.error)
         least = max(self.possible or 0, self.repair or 0)
@@ -96,7 +97,6 @@ class DamageOutcome:
 
 
 def kind_of(key: str) -> str:
-    """The kind of an object, by its key below the run."""
     if key.startswith("log/"):
         return {"H": "HINT", "f": "folded state"}.get(key[4], "log entry")
     if key.startswith("layout/"):
@@ -105,7 +105,7 @@ def kind_of(key: str) -> str:
 
 
 def stored_runs(directory: Path) -> Iterator[StoredRun]:
-    """A run of one rank in which everything happens, ending in each kind of entry; and one of two ranks."""
+    """Yield a run of one rank with every operation, ending in each kind of entry; and one of two ranks."""
     store, expected, step = MemoryStore(), dict[int, np.ndarray](), 0
     log, weights = _log(store), np.zeros((ROWS, log_victim.COLUMNS), np.float32)
     for life in range(3):
@@ -157,15 +157,15 @@ def _objects(store: MemoryStore) -> Objects:
 
 
 def restored(store: MemoryStore, story: StoredRun, seq: int) -> int:
-    """Restore a checkpoint, and compare every bit; its slot. Raises `InvalidCheckpoint`, and `AssertionError`."""
-    state = _log(store).refresh(deadline_s=0.0)  # no other process writes: what is missing stays so
+    """Restore a checkpoint, compare every bit, return its slot. Raises `InvalidCheckpoint` and `AssertionError`."""
+    state = _log(store).refresh(deadline_s=0.0)  # no other process writes, so a missing object stays missing
     found = read_checkpoint(store, RUN, f"seq:{seq}", state=state).tables[TABLE.fqn].weights
     np.testing.assert_array_equal(found, story.expected[seq])
     return seq
 
 
 def restart(store: MemoryStore, story: StoredRun) -> tuple[int, bool]:
-    """(checkpoint, whether damage was reported) of a process that begins anew on this store."""
+    """Return (checkpoint, whether damage was reported) of a process that starts on this store."""
     excluded: set[int] = set()
     reported = False
     while True:
@@ -185,7 +185,7 @@ def restart(store: MemoryStore, story: StoredRun) -> tuple[int, bool]:
 def outcomes(
     story: StoredRun, *, chosen: Callable[[str], bool] = lambda _key: True, every: int = 1
 ) -> Iterator[DamageOutcome]:
-    """Every object of a `chosen` key with every damage, one at a time; `every`: of that many cases the first."""
+    """Yield every object of a `chosen` key with every damage, one at a time; `every` keeps the first of that many cases."""
     newest = _log(_store(story.objects)).refresh().newest()
     assert newest is not None
     by_kind: dict[str, list[str]] = {}
@@ -224,10 +224,10 @@ def _outcome(
 
 
 def _possible(story: StoredRun, objects: Objects, key: str) -> int | None:
-    """The newest checkpoint that the undamaged log restores with the objects that are left.
+    """Return the newest checkpoint that the undamaged log restores with the remaining objects.
 
-    Without the newest entry, where that is the damaged one: nothing else says what it said. A layout is with the ranks
-    that restart.
+    The newest entry is excluded where that entry is the damaged one: no other object holds its content. The
+    restarting ranks know the layout.
     """
     whole = {name: data for name, data in story.objects.items() if "/log/" in name or "/layout/" in name}
     state = _log(_store(story.objects)).refresh()
@@ -236,7 +236,7 @@ def _possible(story: StoredRun, objects: Objects, key: str) -> int | None:
 
 
 def _restorable(story: StoredRun, objects: Objects, seqs: Iterable[int]) -> int | None:
-    """The newest of these checkpoints that these objects restore."""
+    """Return the newest of these checkpoints that these objects restore."""
     store = _store(objects)
     for seq in sorted(seqs, reverse=True):
         with suppress(DeltashardError):
@@ -245,7 +245,7 @@ def _restorable(story: StoredRun, objects: Objects, seqs: Iterable[int]) -> int 
 
 
 def table(found: Iterable[DamageOutcome]) -> str:
-    """Markdown: a row for each kind of object."""
+    """Return Markdown: a row for each kind of object."""
     kinds: dict[str, list[DamageOutcome]] = {}
     for each in found:
         kinds.setdefault(each.kind, []).append(each)
@@ -261,7 +261,6 @@ def table(found: Iterable[DamageOutcome]) -> str:
 
 
 def main() -> None:
-    """Run all, write the figures and the table."""
     found: list[DamageOutcome] = []
     with tempfile.TemporaryDirectory() as name:
         for story in stored_runs(Path(name)):

@@ -1,14 +1,14 @@
-"""A group of ranks in one thread: whatever their order threads, training threads and the store do, one step or none.
+"""A model of a group of ranks in one thread: in any order of threads and store calls, a save is of one step or absent.
 
-The code under test is the real one, from `save()` and `step()` down; what it holds on to is a stand-in. A thread is a
-greenlet, which stops at each look at what another thread writes and at each call of the group's store; a seeded scheduler
-says who continues, and time passes when all wait. A schedule is a few lives of a group over one store: ranks save
-together or alone, pin, wait; sidecars want saves, are away, or fail one; validate= vetoes; a rank may be slow, may die,
-which ends a life, and leave a zombie.
+The code under test is the real one, from `save()` and `step()` down; its dependencies are stand-ins. A thread is a
+greenlet, which stops at each read of shared state and at each call of the group's store; a seeded scheduler selects
+the next thread, and time passes when all wait. A schedule is a few lives of a group over one store: ranks save
+together or alone, pin, wait; sidecars request saves, are absent, or fail one; validate= vetoes; a rank may be slow,
+may die, which ends a life, and leave a zombie.
 
-What must hold: all parts of a cut are of one step; a cut that was granted is taken by every living rank, or declined; no
-boundary is held longer than the product says; a program in which nobody dies comes to its end, its last step committed;
-a save that all ranks ask and wait for at one step is not lost because they did not find each other.
+Invariants: all parts of a cut are of one step; every living rank takes or declines a granted cut; no boundary is held
+longer than the product documents; a program without a death reaches its end, with its last step committed; a save
+that all ranks request and await at one step is never lost for lack of a meeting.
 """
 
 from __future__ import annotations
@@ -64,24 +64,24 @@ from torch import nn
 RANKS = 4
 STEPS = 40
 CALM = 12
-"""In the last steps nothing is broken any more: what is asked for then must be had."""
+"""The last steps have no faults: a save requested then must succeed."""
 PART_S = 60.0
-"""A pod waits so long for the parts of others."""
+"""Time for which a pod waits for the other ranks' parts."""
 LIMIT_S = 600.0
-"""Virtual seconds: a life that lasts so long has somebody in it who waits for ever."""
+"""Virtual seconds: a longer life contains an endless wait."""
 
 
 class GroupViolation(AssertionError):
-    """Something that must hold does not."""
+    """An invariant does not hold."""
 
 
 class RankKilled(BaseException):
-    """The process is gone: not an Exception, so nothing in it can go on."""
+    """The process has died: not an Exception, so no code in it can continue."""
 
 
 @dataclass(eq=False)
 class Thread:
-    """A greenlet of one rank's."""
+    """A greenlet of one rank."""
 
     process: SimProcess
     run: Callable[[], None]
@@ -95,7 +95,7 @@ class Thread:
 
 
 class SimEvent:
-    """`threading.Event`."""
+    """A stand-in for `threading.Event`."""
 
     def __init__(self, sim: Sim) -> None:
         self.sim = sim
@@ -127,7 +127,7 @@ class SimProcess:
 
 
 class Sim:
-    """Time and turns."""
+    """Time and the order of turns."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -149,7 +149,7 @@ class Sim:
         return thread
 
     def switch(self) -> None:
-        """Another thread may have its turn here."""
+        """Give another thread a turn here."""
         if self.running is not None and self.chance.random() < 0.2:
             self._yield()
 
@@ -172,7 +172,7 @@ class Sim:
             raise RankKilled
 
     def run_next(self) -> bool:
-        """One thread goes on to its next stop; False: all wait for ever."""
+        """Run one thread to its next stop; return False when all threads wait forever."""
         self.threads = [thread for thread in self.threads if thread.is_alive()]
         going = [thread for thread in self.threads if not thread.process.frozen]
         ready = [t for t in going if t.until_s <= self.now_s or (t.awaits is not None and t.awaits.on)]
@@ -196,16 +196,13 @@ class Sim:
         return True
 
     def end(self, process: SimProcess) -> None:
-        """Kill it: each of its threads ends where it stands."""
         process.dead, process.frozen = True, False
         for thread in [t for t in self.threads if t.process is process]:
             self.running = thread
-            if thread.let:  # it has begun
+            if thread.let:  # the thread has started
                 thread.let.throw(RankKilled)
             self.running = None
         self.threads = [t for t in self.threads if t.process is not process]
-
-    # What the modules under test find in place of `time` and `threading`.
 
     @property
     def time(self) -> Any:
@@ -235,7 +232,7 @@ class Sim:
 
 
 def watched(sim: Sim, name: str) -> Any:
-    """An attribute that more than one thread uses: each look at it is a chance for the others."""
+    """An attribute that several threads use: each read gives the other threads a turn."""
     held = f"_watched_{name.strip('_')}"
 
     def get(self: Any) -> Any:
@@ -250,7 +247,7 @@ def watched(sim: Sim, name: str) -> Any:
 
 
 class SimGroupStore:
-    """`group_store.GroupStore` over a dict; each call takes a while before and after it happens."""
+    """`group_store.GroupStore` over a dict; each call takes time before and after its effect."""
 
     def __init__(self, sim: Sim, held: dict[str, bytes], prefix: str) -> None:
         self.sim, self.held, self.prefix = sim, held, prefix
@@ -288,7 +285,7 @@ class SimGroupStore:
 
 
 class SimLink:
-    """What a rank sees of its sidecar."""
+    """A rank's view of its sidecar."""
 
     def __init__(self, epoch: int, tables: Any) -> None:
         self.reply = pb.AttachReply(epoch=epoch, session=f"s{epoch}", run="job", url="sim://")
@@ -303,7 +300,7 @@ class SimLink:
 
 
 class SimSession:
-    """The stand-in for a session thread: news comes when the world says so."""
+    """The stand-in for a session thread: events arrive when the world sends them."""
 
     def __init__(self, link: SimLink) -> None:
         self.link: SimLink | None = link
@@ -323,7 +320,7 @@ class SimSession:
 
 
 class SimParts(SnapshotTaker):
-    """The real one, but for the bytes: a cut's part goes to the world."""
+    """The real parts without the bytes: a cut's part goes to the world."""
 
     member: GroupMember
 
@@ -335,17 +332,17 @@ class SimParts(SnapshotTaker):
 
 @dataclass
 class CutRecord:
-    """A cut, as the pods see it."""
+    """A cut, as the pods record it."""
 
     parts: dict[int, int] = field(default_factory=dict)
     """Step by rank."""
     declined: dict[int, str] = field(default_factory=dict)
     notified: set[int] = field(default_factory=set)
-    """Ranks that hear, or will hear, how their part ended."""
+    """Ranks that know, or will know, the result of their part."""
 
 
 class GroupWorld:
-    """One schedule."""
+    """The world of one schedule."""
 
     def __init__(self, seed: int, *, faults: bool = True) -> None:
         self.sim = Sim(seed)
@@ -394,7 +391,7 @@ class GroupWorld:
             for module, name, stands_in in (
                 (conductors, "GroupStore", store),
                 (meetings, "GroupStore", store),
-                (step_clock, "_time_ns", lambda: 0),  # no looks of the watchdog
+                (step_clock, "_time_ns", lambda: 0),  # the watchdog does not poll
                 (conductors, "SnapshotRounds", orders),
                 (conductors, "_live", set()),
                 (meetings, "_numbers", itertools.repeat(1)),
@@ -428,7 +425,7 @@ class GroupWorld:
             self.sim.end(member.process)
 
     def _end(self, life: GroupLife) -> None:
-        """One rank has died; the others come to nothing more, and are killed, but for one that was stopped."""
+        """End one dead rank; the other ranks make no progress and are killed, except a stopped one."""
         self.counts["deaths"] += 1
         victim = self.chance.choice(life.members)
         self.sim.end(victim.process)
@@ -466,7 +463,6 @@ class GroupLife:
         self.pods = SimProcess()
 
     def collective(self, rank: int, step: int) -> None:
-        """What every step of data-parallel training waits for."""
         arrived = self.arrived[step]
         arrived.add(rank)
         while len(arrived) < RANKS:
@@ -497,7 +493,7 @@ class GroupLife:
         self.resolve(number)
 
     def resolve(self, number: int) -> None:
-        """Tell of the commit, or of the failure, each rank at a time of its own."""
+        """Report the commit, or the failure, to each rank at a separate time."""
         cut = self.snapshots[number]
         if self.gone:
             return
@@ -527,7 +523,6 @@ class GroupLife:
         self.sim.start(self.pods, tell)
 
     def check(self, *, everyone: bool) -> None:
-        """Of all cuts, at the end."""
         for key, text in self.world.held.items():
             if not self.prefix or not key.startswith(f"{self.prefix}verdict/"):
                 continue
@@ -548,7 +543,7 @@ class GroupLife:
 
 
 def script(chance: random.Random) -> dict[int, tuple[str, str]]:
-    """The program, alike on all ranks: after a step "save" or "pin", and "wait" for it at once, "later" or not."""
+    """Return the program, equal on all ranks: after a step "save" or "pin", and "wait" for it at once, "later" or never."""
     found = {}
     for step in range(1, STEPS + 1):
         if chance.random() < 0.12:
@@ -633,13 +628,11 @@ class GroupMember:
             loop, member, records, self.outcomes, parts, save_loop=self.loop, coordinator=book
         )
 
-    # For the taker: what the sidecar is to it.
-
     def open(self) -> None:
         """See `PreopenedStream`."""
 
     def take(self, link: Any) -> Any:
-        """See `PreopenedStream`; only a cut without a part comes here."""
+        """See `PreopenedStream`; only a cut without a part arrives here."""
         said: list[int] = []
 
         def abort(why: str) -> None:
@@ -669,8 +662,6 @@ class GroupMember:
     def post(self, event: Any) -> None:
         self.session.events.append(event)
         self.clock.wake()
-
-    # The program.
 
     def _main(self) -> None:
         try:
@@ -725,7 +716,7 @@ class GroupMember:
             raise GroupViolation(f"rank {self.rank}: step {self.clock.step} was held for {took_s:.0f} s")
 
     def _inject_fault(self, step: int) -> None:
-        """What a pod does, or suffers, while training goes on."""
+        """Inject what a pod does, or suffers, while training continues."""
         if self.rank == 0 and self.chance.random() < 0.06:
             self.link.line[SAVE_AT_STEP] = step + self.chance.randrange(6)
         if self.chance.random() < 0.01:
@@ -776,7 +767,7 @@ class GroupMember:
 
 
 def run_schedule(seed: int, *, faults: bool = True) -> Counter[str]:
-    """One schedule; raises `Violation`."""
+    """Run one schedule; raise `GroupViolation` when an invariant does not hold."""
     try:
         return GroupWorld(seed, faults=faults).run()
     except GroupViolation as error:

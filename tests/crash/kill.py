@@ -1,4 +1,4 @@
-"""A process of a victim module that is killed at a crash point."""
+"""Runs a victim module in a process that is killed at a crash point."""
 
 import os
 import signal
@@ -8,7 +8,6 @@ from pathlib import Path
 
 
 def killed(victim: str, directory: Path, action: str, point: str) -> None:
-    """Have the module tests.crash.`victim` act on the directory; it must pass the point, and is dead then."""
     done = subprocess.run(
         [sys.executable, "-m", f"tests.crash.{victim}", str(directory), action],
         env={**os.environ, "DELTASHARD_CRASH_AT": point}, cwd=Path(__file__).parents[2], capture_output=True,

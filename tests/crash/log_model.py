@@ -1,15 +1,16 @@
-"""A world in which everything about a run may go wrong, and the reference that knows what must be true all the same.
+"""A model of a run in which every operation may fail, and the reference that knows the invariants.
 
-The code under test is the real one, over the real faulty store. Every process is a greenlet that stops before each store
-call; a seeded scheduler decides who goes on, who is killed there, who becomes a zombie, and when time passes. So a
-schedule is one number, and repeats exactly. Data objects are light stand-ins (JSON: cell -> value; a pack and an index
-per part). A cell is one (row, column) of one table; its value is the number of the write, so no two are equal.
+The code under test is the real one, over the real faulty store. Every process is a greenlet that stops before each
+store call; a seeded scheduler decides which process continues, which is killed there, which becomes a zombie, and
+when time passes. So a schedule is one number, and repeats exactly. Data objects are light stand-ins (JSON: cell ->
+value; a pack and an index per part). A cell is one (row, column) of one table; its value is the number of the write,
+so no two are equal.
 
-What must hold, whatever happened (`LogWorld.check`): the log is dense, its entries never change, none breaks a rule; zombies
-never commit; every live checkpoint restores exactly what was in the model at its cut; an acknowledged commit is in the
-log; the newest checkpoint, or that of a rewind, and what is pinned is never retired; an attempt resumes from the newest
-valid checkpoint, and loads exactly that. After all that a new trainer opens, restores, trains, saves; a last round of
-housekeeping leaves no object that nobody needs, and no memory of what is gone (`LogWorld.finish`).
+Invariants (`LogWorld.check`): the log is dense, its entries never change, none breaks a rule; zombies never commit;
+every live checkpoint restores exactly what was in the model at its cut; an acknowledged commit is in the log; the
+newest checkpoint, or that of a rewind, and pinned checkpoints are never retired; an attempt resumes from the newest
+valid checkpoint, and loads exactly that. At the end a new trainer opens, restores, trains, saves; a last round of
+housekeeping leaves no unneeded object, and no record of deleted ones (`LogWorld.finish`).
 """
 
 from __future__ import annotations
@@ -82,11 +83,11 @@ FAULTS = {
 
 
 class LogViolation(AssertionError):
-    """Something that must hold does not."""
+    """An invariant does not hold."""
 
 
 class Killed(BaseException):
-    """The process is gone: not an Exception, so nothing in it can go on."""
+    """The process has died: not an Exception, so no code in it can continue."""
 
 
 def cells_of(boxes: tuple[Box, ...]) -> Iterator[Cell]:
@@ -97,7 +98,7 @@ def cells_of(boxes: tuple[Box, ...]) -> Iterator[Cell]:
 
 
 class WatchedStore(MemoryStore):
-    """The store itself; counts what may matter, so that the checks need not look when nothing changed."""
+    """The store itself; it counts relevant changes, so the checks run only after a change."""
 
     log_changes = 0
     deletions = 0
@@ -115,7 +116,7 @@ class WatchedStore(MemoryStore):
 
 
 class GetOnly(MemoryStore):
-    """What a process reads manifests and layouts with."""
+    """The store by which a process reads manifests and layouts."""
 
     def __init__(self, get: Callable[[str], bytes]) -> None:
         super().__init__(url="model://")
@@ -131,7 +132,7 @@ def _stepped(name: str) -> Callable[..., Any]:
 
 
 class SteppedStore(Store):
-    """Hands control to the scheduler before every call a process makes."""
+    """Hands control to the scheduler before every call of a process."""
 
     def __init__(self, world: LogWorld) -> None:
         self.world = world
@@ -143,8 +144,8 @@ class SteppedStore(Store):
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         self.world.step()
-        # A careless hand and a stale listing at once are past what the protocol claims: a listing that ends before the
-        # hole cannot show it. (Seed 41799 of a run of 100,000 schedules met both.)
+        # A hidden entry together with a stale listing exceeds the protocol's claims: a listing that ends before the
+        # hole cannot show it. (Seed 41799 of a run of 100,000 schedules had both.)
         store = self.world.faulty if self.world.hidden is None else self.world.memory
         yield from store.list(prefix, start_after=start_after)
 
@@ -154,7 +155,7 @@ class SteppedStore(Store):
 
 @dataclass(eq=False)
 class SimTask:
-    """One process (or one thread of it) at work."""
+    """One process (or one of its threads) at work."""
 
     name: str
     run: greenlet.greenlet
@@ -165,12 +166,9 @@ class SimTask:
         return self.run.dead
 
 
-# Trainers
-
-
 @dataclass(eq=False)
 class CutJob:
-    """One rank's part of one cut, on its way."""
+    """One rank's part of one cut, in flight."""
 
     cut: int
     step: int
@@ -182,7 +180,7 @@ class CutJob:
 
 
 class ModelRank:
-    """One rank: its trainer's marks, and the sidecar that uploads. The marks are the format page's rules, one by one."""
+    """One rank: its trainer's marks, and the sidecar that uploads. The marks follow the format page's rules one by one."""
 
     def __init__(self, gang: Gang, rank: int, boxes: tuple[Box, ...]) -> None:
         self.gang = gang
@@ -202,7 +200,7 @@ class ModelRank:
         self.base.add(cell)
 
     def cut(self, cut: int, step: int, mode: str) -> CutJob:
-        """What this cut holds, and what it covers; the marks it leaves behind."""
+        """Return what this cut holds and covers, and update the marks."""
         if mode == "rebased":
             # The newest commit takes the baseline's place: later deltas build on it, whether or not it gets compacted.
             self.known_base, mode = self.known_commit, "since_commit"
@@ -215,7 +213,7 @@ class ModelRank:
             rows, covers = self.since_commit(), self.known_commit
         weights = self.gang.weights
         job = CutJob(cut, step, covers is None, covers, {cell: weights[cell] for cell in rows})
-        # Marks of a cut whose commit is not known stay, as pending: the next cut holds those rows again.
+        # Marks of a cut with an unknown commit stay, as pending: the next cut holds those rows again.
         self.fresh_pending |= self.fresh
         self.fresh = set()
         if job.full:
@@ -225,11 +223,11 @@ class ModelRank:
         return job
 
     def since_commit(self) -> set[Cell]:
-        """A cut taken while another is in flight holds that one's rows too."""
+        """A cut taken while another is in flight also holds the rows of that one."""
         return self.fresh | self.fresh_pending
 
     def acknowledge(self, job: CutJob) -> None:
-        """The trainer hears that its part is committed: now, late, or never."""
+        """The trainer gets the commit's acknowledgement: now, late, or never."""
         job.acknowledged = True
         assert job.committed is not None
         if job is self.jobs[-1]:
@@ -240,12 +238,12 @@ class ModelRank:
             self.known_base = job.committed
 
     def staged(self, job: CutJob) -> None:
-        """The sidecar has the bytes. Nothing follows from that for the marks."""
+        """The sidecar has the bytes. The marks do not change."""
 
     def reseed(
         self, seq: int, links: tuple[lineages.ChainLink, ...], cells: dict[str, dict[Cell, int]]
     ) -> None:
-        """After a restore: marks since the baseline are the rows of the deltas that were read."""
+        """After a restore, the marks since the baseline are the rows of the deltas that were read."""
         mine = set(cells_of(self.boxes))
         roots = {link.seq for link in links if link.part.covers is None and mine & set(cells_of(link.boxes))}
         self.known_commit = seq
@@ -256,7 +254,7 @@ class ModelRank:
                     self.base |= set(cells[link.part.index_key]) & mine & set(cells_of(link.boxes))
 
     def forget(self) -> None:
-        """What was covered is gone: the next cut is a baseline."""
+        """The record of covered rows is lost: the next cut is a baseline."""
         self.known_commit = self.known_base = None
 
 
@@ -283,7 +281,7 @@ class Gang:
 
 
 def shards(split: str, size: int) -> list[tuple[Box, ...]]:
-    """Boxes of each rank: rows cut evenly, or columns (two ranks); `torn`: a row is missing, or another one twice."""
+    """Return the boxes of each rank: rows cut evenly, or columns (two ranks); `torn`: a row is missing or duplicated."""
     if split == "torn":
         held = [list(boxes) for boxes in shards("rows", size)]
         first = held[0][0]
@@ -300,15 +298,11 @@ def shards(split: str, size: int) -> list[tuple[Box, ...]]:
 
 
 def layout_of(split: str, size: int) -> Layout:
-    """The layout of these ranks."""
     return Layout.of(size, {"t": (TABLE.rows, TABLE.columns)}, dict(enumerate(shards(split, size))))
 
 
-# The world
-
-
 class LogWorld:
-    """One run, its store, its processes, and what is known to be true of it."""
+    """One run, its store, its processes, and the known truth about it."""
 
     def __init__(self, seed: int, *, faults: bool = True) -> None:
         self.random = random.Random(seed)
@@ -336,15 +330,13 @@ class LogWorld:
         self.excluding: dict[int, frozenset[int]] = {}
         self.hidden: tuple[int, bytes] | None = None
         self.head: int | None = None
-        """What the last commit or rewind made the newest."""
+        """The newest checkpoint by the last commit or rewind."""
         self.pins: dict[str, int | None] = {}
-        """Who has a pinned name, by the last commit or word about it."""
+        """The checkpoint of each pinned name, by the last commit, pin or unpin."""
         self.counts = Counter(schedules=1)
 
-    # Processes
-
     def step(self) -> None:
-        """Called by a process before each store call: the scheduler decides what happens now."""
+        """Called by a process before each store call: the scheduler decides the next action."""
         if greenlet.getcurrent() is not self.main:
             self.counts["steps"] += 1
             self.main.switch()
@@ -390,7 +382,7 @@ class LogWorld:
             self.tasks.remove(task)
 
     def kill(self, task: SimTask) -> None:
-        if task.run:  # begun, and not at its end
+        if task.run:  # started, and not at its end
             task.run.throw(Killed())
         if task in self.tasks:
             self.tasks.remove(task)
@@ -398,10 +390,8 @@ class LogWorld:
     def live_gangs(self) -> list[Gang]:
         return [gang for gang in self.gangs if gang.alive]
 
-    # Objects
-
     def put_object(self, key: str, data: bytes) -> None:
-        """A sidecar's put of a data object: retried, immutable, its name its own."""
+        """A sidecar's put of a data object: retried, immutable, under a unique name."""
         for _ in range(6):
             try:
                 self.store.put_if_absent(f"{RUN}/{key}", data)
@@ -416,7 +406,7 @@ class LogWorld:
     def put_part(
         self, names: Callable[[str, int], str], rank: int, boxes: tuple[Box, ...], covers: int | None, cells: dict[Cell, int]
     ) -> Part:  # fmt: skip
-        """Pack, then index, as a real part writer does."""
+        """Put pack, then index, as a real part writer does."""
         pack = json.dumps(sorted([*cell, value] for cell, value in cells.items())).encode()
         pack_name = names("pack", 0)
         self.put_object(pack_name, pack)
@@ -426,7 +416,7 @@ class LogWorld:
         return Part(rank=rank, index_key=index_name, boxes=boxes, stored_bytes=len(pack), covers=covers)
 
     def read_part(self, get: Callable[[str], bytes], part: Part) -> dict[Cell, int]:
-        """The cells of a part; raises `CorruptObject` or `ObjectNotFound`. A hash that does not fit is read again."""
+        """Read the cells of a part; raise `CorruptObject` or `ObjectNotFound`. A wrong hash causes a second read."""
         for _ in range(4):
             index = get(f"{RUN}/{part.index_key}")
             if hashlib.sha256(index).hexdigest()[:32] in part.index_key:
@@ -443,7 +433,7 @@ class LogWorld:
     def restore(
         self, state: RunState, seq: int, get: Callable[[str], bytes]
     ) -> tuple[dict[Cell, int], tuple[lineages.ChainLink, ...], dict[str, dict[Cell, int]]]:
-        """What checkpoint `seq` restores by following its chain, newest frame of each cell first."""
+        """Return what checkpoint `seq` restores by its chain, newest frame of each cell first."""
         links = lineages.chain(self.listed(state, lineages.closure(state, [seq]), get), seq)
         read: dict[str, dict[Cell, int]] = {}
         found: dict[Cell, int] = {}
@@ -457,7 +447,7 @@ class LogWorld:
         return found, links, read
 
     def listed(self, state: RunState, seqs: Iterable[int], get: Callable[[str], bytes]) -> RunState:
-        """`state` with the parts of these checkpoints, where manifests list them; raises `CorruptObject`."""
+        """Return `state` with the parts of these checkpoints, where manifests list them; raise `CorruptObject`."""
         seqs = [seq for seq in seqs if seq in state.checkpoints and state.checkpoints[seq].listed is not None]
         if not seqs:
             return state
@@ -466,11 +456,11 @@ class LogWorld:
             try:
                 return manifests.listing(state, seqs)
             except InvalidCheckpoint as error:
-                found = error  # perhaps flipped on the way
+                found = error  # the read may be flipped
         raise CorruptObject("manifest or layout", where=str(seqs)) from found
 
     def parts_of(self, state: RunState, seq: int) -> tuple[Part, ...]:
-        """The parts of a checkpoint, as they lie in the store; none if its manifest is gone."""
+        """Return the parts of a checkpoint, as the store holds them; none if its manifest is missing."""
         try:
             return lineages.parts_of(self.manifests.listing(state, (seq,)), seq)
         except InvalidCheckpoint:
@@ -489,9 +479,9 @@ class LogWorld:
     def move_open(
         self, *, split: str, size: int, which: str = "latest", laid_out: bool = False, late: bool = False
     ) -> SimTask:
-        """A job (re)starts: rank 0 opens the attempt, all load, and fall back past what turns out to be broken.
+        """A job (re)starts: rank 0 opens the attempt, all load, and fall back past invalid checkpoints.
 
-        `late`: one rank that loads before, as from a store that took no entry then, and opens once it has.
+        `late`: one rank loads first, as from a store that accepted no entry then, and opens afterwards.
         """
         layout = layout_of(split, size) if laid_out else None
 
@@ -507,8 +497,8 @@ class LogWorld:
                     try:
                         before = chosen and self.restore(state, chosen.seq, self.get_with_retries)
                     except (CorruptObject, ObjectNotFound):
-                        basis = None  # what is not whole is found again below
-                # One that is opened late is asked for again with the same basis when its answer was lost.
+                        basis = None  # the code below finds what is not whole again
+                # A late open is requested again with the same basis when its answer was lost.
                 log, tries = self.log(), 1 if basis is None else 3
                 while True:
                     try:
@@ -555,7 +545,7 @@ class LogWorld:
                         f"attempt {opened.attempt} loaded {weights} instead of {wanted} from {seq}"
                     )
                 gang = Gang(self, opened, dict(weights), split, size, layout)
-                # After a change of layout the first cut is a baseline: marks do not tell what was handed over.
+                # After a change of layout the first cut is a baseline: marks do not record what was handed over.
                 for rank in gang.ranks if opened.resume.layout == gang.layout else ():
                     rank.reseed(seq, links, read)
                 break
@@ -583,14 +573,14 @@ class LogWorld:
                 rank.touch(cell)
 
     def move_snapshot(self, gang: Gang, mode: str, *, mixed: bool = False) -> None:
-        """All ranks copy at one step (`mixed`: the last a step later); each sidecar uploads and commits on its own."""
+        """All ranks copy at one step (`mixed`: the last a step later); each sidecar uploads and commits separately."""
         gang.snapshots += 1
         cut = gang.snapshots
         self.expected[gang.attempt, cut] = dict(gang.weights)
         for rank in gang.ranks:
             if mixed and rank is gang.ranks[-1] and len(gang.ranks) > 1:
                 self.move_train(gang, 1)
-                self.expected[gang.attempt, cut] = {}  # no checkpoint: it would restore something else
+                self.expected[gang.attempt, cut] = {}  # no checkpoint: it would restore another state
                 self.counts["mixed"] += 1
             job = rank.cut(cut, gang.step, self.random.choice([mode, mode, mode, "full"]))
             self.upload(rank, job)
@@ -628,7 +618,7 @@ class LogWorld:
                 return
             rank.state = log.state
             self.acknowledged.append((done.seq, gang.attempt, job.cut))
-            # Whose part is in the entry counts: with two sidecars of one rank it may be the other one's, as whole.
+            # The part named in the entry counts: with two sidecars of one rank it may be the other one's, equally whole.
             job.committed = done.seq
 
         return self.spawn("save", work, rank)
@@ -703,7 +693,7 @@ class LogWorld:
         return self.spawn("compact", work)
 
     def move_stall(self) -> None:
-        """A compaction stands still with objects put and no entry, while housekeeping gives it up; then it goes on."""
+        """A compaction stalls with objects put and no entry, while housekeeping abandons it; then it continues."""
         task = self.move_compact()
         there = self.compacted()
         while task is not None and not task.done and self.compacted() == there:
@@ -713,11 +703,11 @@ class LogWorld:
             self.check_new_entries()
 
     def compacted(self) -> int:
-        """Objects of compactions that lie in the store."""
+        """Return the objects of compactions that the store holds."""
         return sum(1 for _ in self.memory.list(f"{RUN}/data/compact-"))
 
     def move_pin(self) -> SimTask | None:
-        """A person pins a checkpoint, or takes the name away."""
+        """A person pins a checkpoint, or removes the name."""
         live = sorted(self.truth().checkpoints)
         if not live:
             return None
@@ -730,7 +720,7 @@ class LogWorld:
         return self.spawn("pin", work)
 
     def move_rewind(self) -> SimTask | None:
-        """A person has the run go on from an older, whole checkpoint, in the belief that its trainer has ended."""
+        """A person rewinds the run to an older, whole checkpoint, and assumes that its trainer has ended."""
         truth = self.truth()
         live = [
             seq
@@ -747,7 +737,7 @@ class LogWorld:
         return self.spawn("rewind", work)
 
     def move_hint(self) -> None:
-        """HINT is best effort: anything may stand there, but a slot that was never taken."""
+        """HINT is best effort: it may hold any slot, except one that was never taken."""
         if not self.seen:
             return
         tip = max(self.seen)
@@ -757,10 +747,10 @@ class LogWorld:
         self.memory.put(f"{RUN}/log/HINT", self.random.choice([*(hint.data for hint in hints), *mangled]))
 
     def move_hide(self) -> None:
-        """An entry is gone for a while (a careless hand): whoever lists the log sees the gap, and nobody may write there.
+        """An entry is hidden for a while (a manual error): a listing of the log shows the gap, and no process may write there.
 
-        Only entries that every process is past: one that lags behind the gap, or listed before it was there, and writes
-        without listing again cannot know.
+        Only entries that every process has passed are hidden. A process that is behind the gap, or listed before it,
+        and writes without a new listing cannot detect it.
         """
         lagging = [log.state.tip for process, log in self.logs if not process.dead]
         lagging += [rank.state.tip for gang in self.gangs for rank in gang.ranks if rank.state is not None]
@@ -782,7 +772,7 @@ class LogWorld:
         self.hidden = None
 
     def move_break(self) -> None:
-        """A data object rots. Only where another chain is left: two at once are for the store's replication."""
+        """A data object is damaged. Only where another chain remains: the store's replication handles two failures at once."""
         state = self.truth()
         newest = state.newest()
         if newest is None or self.broken:
@@ -791,7 +781,7 @@ class LogWorld:
         current = state.checkpoints.keys() - state.detached
         if all(lineages.closure(state, [seq]) & chain for seq in current):
             return
-        if any(task.name == "rewind" for task in self.tasks):  # a person looks where the run is to go on
+        if any(task.name == "rewind" for task in self.tasks):  # a person checks the target of the rewind
             return
         part = self.random.choice(self.parts_of(state, self.random.choice(sorted(chain))))
         if self.random.random() < 0.5:
@@ -803,10 +793,10 @@ class LogWorld:
     def tainted(self, state: RunState, seqs: frozenset[int]) -> bool:
         return any(part.index_key in self.broken for seq in seqs for part in self.parts_of(state, seq))
 
-    # Truth
+    # The known truth
 
     def raw(self) -> dict[int, bytes]:
-        """The log's bytes as they lie in the store; a hidden entry counts as there."""
+        """Return the log's bytes as the store holds them; a hidden entry counts as present."""
         found = {} if self.hidden is None else {self.hidden[0]: self.hidden[1]}
         for info in self.memory.list(f"{RUN}/log/0"):
             seq = seq_of(info.key[len(RUN) + 1 :])
@@ -815,7 +805,7 @@ class LogWorld:
         return dict(sorted(found.items()))
 
     def truth(self) -> RunState:
-        """The state that the log as it lies there means, folded by a reader without faults."""
+        """Return the state that the stored log means, folded by a reader without faults."""
         self.check_new_entries()
         return self.state
 
@@ -824,7 +814,7 @@ class LogWorld:
         return self.random.choice(states) if states else None
 
     def check_new_entries(self) -> None:
-        """New entries are checked as soon as they are there, before gc can hide what was wrong with them."""
+        """Check new entries as soon as they exist, before gc can hide their faults."""
         changes, deletions = self.memory.log_changes, self.memory.deletions
         if (changes, deletions) == self.looked:
             return
@@ -843,7 +833,7 @@ class LogWorld:
         self.looked = (changes, deletions)
 
     def _check_entry(self, sealed: Sealed) -> None:
-        """What must hold of an entry at its slot."""
+        """Check the invariants of an entry at its slot."""
         entry, state = sealed.entry, self.state
         self.counts["entries"] += 1
         if isinstance(entry, AttemptOpened):
@@ -884,7 +874,7 @@ class LogWorld:
             self._check_contents()
 
     def _track_entry(self, entry: object) -> None:
-        """What entries say of the newest checkpoint and of pinned names, in the order in which they say it."""
+        """Track what entries record of the newest checkpoint and of pinned names, in log order."""
         match entry:
             case Checkpoint():
                 self.head = entry.seq
@@ -904,7 +894,7 @@ class LogWorld:
             self._check_content(self.state, seq)
 
     def check(self) -> None:
-        """Everything, from what lies in the store and nothing else."""
+        """Check everything, from the store only."""
         self.check_new_entries()
         for seq, attempt, cut in self.acknowledged:
             entry = self.sealed[seq].entry if seq < len(self.sealed) else None
@@ -941,7 +931,7 @@ class LogWorld:
             raise LogViolation(f"checkpoint {seq} restores {found} instead of {wanted}")
 
     def finish(self) -> None:
-        """The storm is over: late puts land or never do, half the processes die, then one more save must succeed."""
+        """End the faults: late puts land or never do, half the processes die, then one more save must succeed."""
         self.move_unhide()
         self.faulty.rates = {}
         for task in list(self.tasks):
@@ -971,7 +961,7 @@ class LogWorld:
         self.check()
 
     def tidy(self) -> None:
-        """One round without grace: what is left is live, or of a cut that may still come; nothing else is remembered."""
+        """Run one round without grace: the rest is live, or of a cut that may still arrive; no other record remains."""
         log = self.log()
         litter = garbage_collection.orphaned_prefixes(log, log.refresh(), compaction_timeout_s=0.0)
         retentions.append_retirement(log, retentions.Retention(keep_last=1), orphaned_prefixes=litter)
@@ -981,7 +971,7 @@ class LogWorld:
         for prefix, _ in garbage_collection.data_objects(log):
             place = snapshot_of(prefix)
             if is_protected(state, prefix):
-                continue  # an entry may name it that the attempt before this one gave up
+                continue  # the previous attempt may have abandoned an object that an entry names
             if prefix not in live and (place is None or is_uncommittable(state, *place)):
                 raise LogViolation(f"{prefix} lies there for ever: nobody needs it, nobody deletes it")
         if state.retired:
@@ -1004,7 +994,7 @@ MODES = ("full", "rebased", *["since_baseline"] * 3, *["since_commit"] * 2)
 
 
 def act(world: LogWorld, move: str) -> None:
-    """One move, chosen by name; what it needs it draws from the world's random."""
+    """Make one move, chosen by name; its parameters are drawn from the world's random."""
     rnd = world.random
     gangs = [gang for gang in world.live_gangs() if not gang.fenced]
     match move:
@@ -1015,13 +1005,13 @@ def act(world: LogWorld, move: str) -> None:
             world.move_train(rnd.choice(gangs), rnd.choice([1, 1, 2]))
         case "cut" if gangs:
             gang = rnd.choice(gangs)
-            # Only one save is in flight, as a rule; the exceptions (urgent, aborted by the trainer) are what is tested.
+            # Usually only one save is in flight; the exceptions (urgent, aborted by the trainer) are under test.
             if not gang.busy or rnd.random() < 0.3:
                 world.move_snapshot(gang, rnd.choice(MODES), mixed=rnd.random() < 0.06)
         case "open" if not any(task.name == "open" for task in world.tasks) or rnd.random() < 0.2:
             which = "latest"
             if rnd.random() < 0.25 and (live := sorted(world.truth().checkpoints)):
-                which = f"seq:{rnd.choice(live)}"  # time travel: a branch is left behind
+                which = f"seq:{rnd.choice(live)}"  # rewind: the old branch stays behind
             split, size = rnd.choice(["rows", "columns"]), rnd.choice([1, 1, 2, 3, 4])
             laid_out = size > 1 and rnd.random() < 0.7
             if world.gangs and rnd.random() < 0.75:  # most restarts change nothing
@@ -1059,7 +1049,7 @@ def act(world: LogWorld, move: str) -> None:
         ):
             getattr(world, f"move_{move}")()
         case "janitor":
-            # Compaction, retirement, gc, in one go or part of it, while everyone else stands where it stands.
+            # Compaction, retirement, gc, all or a part of it, while every other process waits.
             for tidy in (world.move_compact, world.move_retire, world.move_gc):
                 task = tidy() if rnd.random() < 0.6 else None
                 if task is not None:
@@ -1071,9 +1061,9 @@ def act(world: LogWorld, move: str) -> None:
 
 
 def run_schedule(seed: int, *, moves: int = 90, faults: bool = True) -> Counter[str]:
-    """One schedule; raises `Violation` (or anything that escaped the code under test)."""
-    # Parsing is pure, and every process of a world parses the same few entries: remembered, schedules run twice as fast.
-    # Names decide the order of listings, so tokens come from the seed, too.
+    """Run one schedule; raise `LogViolation` (or any error that escaped the code under test)."""
+    # Parsing is pure, and every process of a world parses the same few entries: a cache makes schedules twice as fast.
+    # Names decide the order of listings, so tokens come from the seed as well.
     tokens = random.Random(seed)
     with (
         mock.patch.object(commit_log, "parse", _parse_once),

@@ -1,8 +1,8 @@
-"""The rules of the log, each with a way to take it away.
+"""The rules of the log, each with a mutant that removes it.
 
 A mutant patches the real code (or, for the rules that bind trainers, the model's trainer) so that one sentence of the
-format page no longer holds. The model must then find a schedule in which something is lost or mixed: a rule whose absence
-nobody notices is either not needed or not tested.
+format page no longer holds. The model must then find a schedule that loses or mixes data: a rule whose removal has no
+effect is either unnecessary or untested.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ from deltashard_checkpoint.write import commit, fencing, snapshot_reports
 from tests.crash.log_model import MOVES, ModelRank, cells_of, run_schedule
 
 BOUND = 3000
-"""Schedules within which each must be found."""
+"""Number of schedules in which the model must find each mutant."""
 
 
 class Mutant:
-    """A rule taken away: `patches` are (object, attribute, replacement).
+    """A removed rule: `patches` are (object, attribute, replacement).
 
-    `weights`: moves made more (or less) likely while hunting it, for rules that few schedules lean on.
+    `weights` make moves more (or less) likely during the hunt, for rules that few schedules depend on.
     """
 
     def __init__(self, rule: str, *patches: tuple[Any, str, Any], **weights: float) -> None:
@@ -39,7 +39,7 @@ class Mutant:
 
 
 def hunt(mutant: Mutant) -> tuple[int, str] | None:
-    """(schedules until the model complained, what it said); None when it never did."""
+    """Return (schedules until the model failed, its message); None when it never failed."""
     with ExitStack() as stack:
         for where, name, new in mutant.patches:
             stack.enter_context(mock.patch.object(where, name, new))
@@ -115,7 +115,7 @@ _chain = lineages.chain
 
 
 def _rewired(rewire: Callable[[run_state.RunState, Any, Any], Any]) -> Callable[..., Any]:
-    """`chain` over a state whose parts cover something else than they say."""
+    """Return `chain` over a state whose parts cover other rows than they declare."""
 
     def chain(state: run_state.RunState, seq: int, boxes: Any = None, *, strict: bool = True) -> Any:
         checkpoints = {
@@ -174,7 +174,7 @@ def _no_reseed(self: ModelRank, seq: int, links: Any, cells: Any) -> None:
 
 
 def _late_acknowledge(self: ModelRank, job: Any) -> None:
-    """Any acknowledgement counts, also one that comes after the next cut was taken."""
+    """Any acknowledgement counts, also one that arrives after the next cut."""
     job.acknowledged = True
     self.fresh_pending = set()
     self.known_commit = job.committed
@@ -187,7 +187,7 @@ _original_cut = ModelRank.cut
 
 
 def _rebase_own_marks_only(self: ModelRank, cut: int, step: int, mode: str) -> Any:
-    """A cut in flight is taken for committed when the newest commit becomes the baseline."""
+    """A cut in flight counts as committed when the newest commit becomes the baseline."""
     if mode == "rebased":
         self.known_base, mode = self.known_commit, "since_commit"
         self.base, self.base_pending = set(self.fresh), set()
@@ -195,7 +195,7 @@ def _rebase_own_marks_only(self: ModelRank, cut: int, step: int, mode: str) -> A
 
 
 def _covers_of_rank_0(self: ModelRank, cut: int, step: int, mode: str) -> Any:
-    """One `covers` for the whole cut, as rank 0 knows it; rows by each rank's own marks."""
+    """One `covers` for the whole cut, as rank 0 knows it; rows by each rank's separate marks."""
     job = _original_cut(self, cut, step, mode)
     first = self.gang.ranks[0].jobs[-1]
     if job.covers is not None and first.covers is not None:
@@ -245,7 +245,7 @@ def _closure_is_itself(state: run_state.RunState, seqs: Any) -> frozenset[int]:
 
 
 def _collect_unnamed(log: commit_log.RunLog, **options: Any) -> garbage_collection.CollectResult:
-    """Deletes what no live checkpoint reads, named or not."""
+    """Delete what no live checkpoint reads, named or not."""
     done = _collect(log, **options)
     live = lineages.live_prefixes(log.state)
     log.store.delete(
@@ -258,14 +258,14 @@ _debris = garbage_collection.orphaned_prefixes
 
 
 def _debris_named_once(log: commit_log.RunLog, state: run_state.RunState, **options: Any) -> tuple[str, ...]:
-    """What any retire entry of the log has ever named is not named again."""
+    """An object that any retire entry of the log has named is not named again."""
     slots = [log.read_slot(seq) for seq in range(state.tip + 1)]
     entries = [slot.entry for slot in slots if isinstance(slot, Sealed)]
     once = {prefix for entry in entries if isinstance(entry, Retired) for prefix in entry.prefixes}
     return tuple(prefix for prefix in _debris(log, state, **options) if prefix not in once)
 
 
-# A person's word
+# Manual operations
 
 
 _apply_rewind = replay._apply_rewind
@@ -283,7 +283,7 @@ _dump = folded_state.dump
 
 
 class _AnyStep(int):
-    """A step that is every other step's equal."""
+    """A step that is equal to every other step."""
 
     __hash__ = int.__hash__
 

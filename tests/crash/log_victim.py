@@ -1,6 +1,6 @@
-"""A process that dies where it is told: `python -m tests.crash.log_victim DIRECTORY ACTION` with DELTASHARD_CRASH_AT.
+"""A process that dies at DELTASHARD_CRASH_AT: `python -m tests.crash.log_victim DIRECTORY ACTION`.
 
-The run in DIRECTORY is built by `prepare`: two chains, the older one retired and waiting for gc, one delta on top.
+`prepare` builds the run in DIRECTORY: two chains, the older one retired and waiting for gc, one delta on top.
 """
 
 import sys
@@ -31,19 +31,17 @@ BOX = Box(table="items", row_start=0, row_stop=ROWS, col_start=0, col_stop=COLUM
 
 
 def log_of(directory: Path) -> RunLog:
-    """The run's log on a file store."""
     return RunLog(open_store(f"file://{directory}/store"), "job")
 
 
 def values(step: int, rows: np.ndarray) -> np.ndarray:
-    """What the rows hold at a step."""
+    """Return the values of the rows at a step."""
     return np.repeat(rows[:, None] + 1000.0 * step, COLUMNS, axis=1).astype(np.float32)
 
 
 def save(
     directory: Path, log: RunLog, attempt: int, cut: int, step: int, rows: np.ndarray, covers: int | None
 ) -> int:
-    """One whole save of one rank, as a sidecar does it."""
     report = written(directory, log, attempt, cut, step, rows, covers)
     return commit_parts(log, attempt=attempt, cut=cut, step=step, world_size=1, reports=[report]).seq
 
@@ -52,7 +50,6 @@ def written(
     directory: Path, log: RunLog, attempt: int, cut: int, step: int, rows: np.ndarray, covers: int | None, *,
     rank: int = 0, box: Box = BOX,
 ) -> PartReport:  # fmt: skip
-    """A rank's part, on the store."""
     token = new_token()
     target = PartTarget(
         run=log.run, attempt=attempt, cut=cut, step=step, rank=rank, token=token, tables=(TABLE,), boxes=(box,), covers=covers
@@ -67,12 +64,12 @@ HALVES = (replace(BOX, row_stop=ROWS // 2), replace(BOX, row_start=ROWS // 2))
 
 
 def layout_of_two() -> Layout:
-    """Two ranks, half of the table each."""
+    """Return the layout of two ranks, with half of the table each."""
     return Layout.of(2, {TABLE.fqn: (ROWS, COLUMNS)}, {rank: [half] for rank, half in enumerate(HALVES)})
 
 
 def save_two_ranks(directory: Path, log: RunLog, step: int = 5) -> int:
-    """A new attempt of two ranks, and their first checkpoint: all rows; its seq."""
+    """Open a new attempt of two ranks and commit their first checkpoint of all rows; return its seq."""
     layout = layout_of_two()
     attempt = attempts.open_attempt(log, owner="me", world_size=2, layout=layout.data).attempt
     rows = [np.arange(half.row_start, half.row_stop) for half in HALVES]
@@ -86,7 +83,7 @@ def save_two_ranks(directory: Path, log: RunLog, step: int = 5) -> int:
 
 
 def prepare(directory: Path) -> None:
-    """Baselines at steps 1, 2 and 3, a delta at step 4; the first is retired; an uncommitted cut has left litter."""
+    """Write baselines at steps 1, 2 and 3, and a delta at step 4; the first is retired; an uncommitted cut leaves litter."""
     log = log_of(directory)
     attempt = attempts.open_attempt(log, owner="me").attempt
     everything = np.arange(ROWS)
@@ -94,12 +91,11 @@ def prepare(directory: Path) -> None:
         base = save(directory, log, attempt, cut, cut, everything, None)
     save(directory, log, attempt, 4, 4, np.arange(8), base)
     retention.append_retirement(log, retention.Retention(keep_last=2))
-    # What an older process left of a cut that was never committed: the next retirement names it.
+    # The objects of an older process' cut that was never committed: the next retirement names them.
     log.store.put(log.key(pack_key(attempt=attempt, cut=0, rank=0, token=new_token(), n=0)), b"litter")
 
 
 def act(directory: Path, action: str) -> None:
-    """Do one thing; the crash point ends it."""
     log = log_of(directory)
     state = log.refresh()
     newest = state.newest()

@@ -1,14 +1,14 @@
-"""The real code of reports, both sides of it, under random schedules of everything that may happen between them.
+"""The real code of both sides of reports, under random schedules of every event that may occur between them.
 
-The code under test is the controller's (what it counts, tells, writes and orders) and the sidecar's (its client, its
+The code under test is the controller's (counts, notices, writes, orders) and the sidecar's (its client, its
 incidents, its orders). Between them are a network that loses calls, delivers them late and twice, and loses answers;
-an API that fails before or after a write, or answers late; and up to two controllers that both believe that they lead.
-Controllers and sidecars end and start again at any moment. A schedule is its seed, and repeats exactly.
+an API that fails before or after a write, or answers late; and up to two controllers that both believe that they
+lead. Controllers and sidecars end and start again at any moment. A schedule is its seed, and repeats exactly.
 
-What must hold (`ReportWorld.look`, `ReportWorld.finish`): no restore is counted twice, at any time; a late report changes nothing;
-no ordered save is made twice; and once the faults end, every restore and its lost steps are counted, every incident is
-told by one Event for each object, no sidecar keeps one any more, every sidecar follows the newest policy, and every
-request is completed.
+Invariants (`ReportWorld.look`, `ReportWorld.finish`): no restore is counted twice, at any time; a late report changes
+nothing; no ordered save is made twice; and once the faults end, every restore and its lost steps are counted, every
+incident has one Event for each object, no sidecar keeps one any more, every sidecar follows the newest policy, and
+every request is completed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MOVES = {
 
 
 class ReportViolation(AssertionError):
-    """Something that must hold does not."""
+    """An invariant does not hold."""
 
 
 class VersionedApi:
@@ -61,7 +61,7 @@ class VersionedApi:
         self.objects: dict[str, dict[str, Any]] = {}
         self.versions = itertools.count(1)
         self.late: list[asyncio.Event] = []
-        """Calls whose answer waits."""
+        """Calls whose answer is delayed."""
 
     async def list_all(self, path: str, **_: Any) -> list[dict[str, Any]]:
         return [copy.deepcopy(each) for each in [self.objects.get(RUN)] if each is not None]
@@ -148,13 +148,13 @@ class ModelSidecar:
         return fleet.RunState(policy=self.directive.policy, openings=self.world.attempt)
 
     def report(self) -> None:
-        """Report, and look at what was answered, as the client's thread does."""
+        """Report and handle the answer, as the client's thread does."""
         self.client._try(lambda: self.client._report(10.0))
         self.orders.poll()
 
 
 class ReportWorld:
-    """Everything, and what is true of it."""
+    """The complete model and its known truth."""
 
     def __init__(self, seed: int, defaults: Path) -> None:
         self.random = random.Random(seed)
@@ -162,15 +162,13 @@ class ReportWorld:
         self.api, self.late = VersionedApi(self), list[bytes]()
         """Calls that are still in the network."""
         self.attempt, self.lost, self.said, self.every_s = 1, dict[int, int](), list[str](), 1
-        """Lost steps by restored attempt; texts of incidents that have to be told."""
+        """Lost steps by restored attempt; texts of incidents that must be reported."""
         self.checkpoints: dict[int, Any] = {}
         self.controllers: list[Controller] = []
         self.sidecars = [ModelSidecar(self, rank) for rank in range(2)]
 
-    # What happens.
-
     async def start(self) -> None:
-        """Another controller: it has read the runs, and then sees all that there is."""
+        """Start another controller: it has read the runs, and then sees all objects."""
         api: Any = self.api
         controller = controller_of(api, default_policy=self._defaults, wall=lambda: self.wall_s)
         await controller.load()
@@ -183,7 +181,7 @@ class ReportWorld:
         self.seen(controller)
 
     def seen(self, controller: Controller) -> None:
-        """The watches bring the policy and the requests."""
+        """Deliver the policy and the requests by the watches."""
         metadata = {"namespace": "n", "name": "default", "uid": "q-1", "generation": self.every_s}
         spec = {"interval": {"every": f"{self.every_s}s"}}
         controller.watches.on_policy({"metadata": metadata, "spec": spec})
@@ -197,7 +195,7 @@ class ReportWorld:
             task.cancel()
 
     def posted(self, body: bytes, token: str, deadline_s: float) -> tuple[int, float, bytes]:
-        """A sidecar's call; raises `TimeoutError`: it is lost, or is late, or its answer is."""
+        """Make a sidecar's call; raise `TimeoutError` when the call or its answer is lost or late."""
         fault = self.random.choices(("", "lost", "late", "answer"), (7, 1, 2, 2))[0] if self.faulty else ""
         if fault == "late":
             self.late.append(body)
@@ -207,7 +205,7 @@ class ReportWorld:
         return 200, 0.0, reply
 
     def deliver(self, body: bytes) -> bytes:
-        """A call reaches one of the controllers, which answers."""
+        """Deliver a call to one of the controllers, which answers."""
         controller = self.random.choice(self.controllers)
         said = reports.parse_report(fleet.ReportRequest.FromString(body))
         (entry,) = controller._run_store
@@ -232,7 +230,7 @@ class ReportWorld:
                 controller.tick()
             case "answer" if self.api.late:
                 self.api.late.pop(self.random.randrange(len(self.api.late))).set()
-            case "restore":  # told by one rank, or by both
+            case "restore":  # reported by one rank, or by both
                 self.attempt += 1
                 self.lost[self.attempt] = self.random.randrange(5)
                 for each in self.random.sample(self.sidecars, self.random.choice((1, 2))):
@@ -245,7 +243,7 @@ class ReportWorld:
                 side.incidents.add(
                     fleet.INCIDENT_KIND_SAVE_FAILED, cause=self.said[-1], message=self.said[-1]
                 )
-            case "cut":  # all ranks together; it takes the place of one that is in flight
+            case "cut":  # all ranks together; it replaces a save in flight
                 orders = {order.id: order for each in self.sidecars for order in each.orders.open()}
                 cut = SimpleNamespace(orders=[*orders.values()])
                 for each in self.sidecars:
@@ -263,10 +261,12 @@ class ReportWorld:
                 self.api.answer("POST", RUNS.replace("checkpointruns", REQUESTS), {**document, "spec": spec})
             case "late" if self.late:
                 body = self.random.choice(self.late)
-                if self.random.random() < 0.5:  # else it comes once more
+                if self.random.random() < 0.5:  # otherwise it repeats
                     self.late.remove(body)
                 self.deliver(body)
-            case "restart_sidecar" if not side.incidents.pending():  # what it did not tell is lost with it
+            case "restart_sidecar" if (
+                not side.incidents.pending()
+            ):  # an unreported event is lost with the process
                 if self.random.random() < 0.5:
                     self.commit(ends=side)
                 self.sidecars[side.rank] = ModelSidecar(self, side.rank)
@@ -280,9 +280,9 @@ class ReportWorld:
         await converged()
 
     def commit(self, *, ends: ModelSidecar | None = None) -> None:
-        """The cut in flight becomes a checkpoint, of which a sidecar that `ends` just then does not hear."""
+        """The cut in flight becomes a checkpoint; a sidecar that `ends` at that moment gets no acknowledgement."""
         saves = [(each, save) for each in self.sidecars for save in each.in_flight]
-        if len(saves) < len(self.sidecars):  # one of them began anew meanwhile
+        if len(saves) < len(self.sidecars):  # one of them restarted meanwhile
             return
         seq = len(self.checkpoints) + 1
         names = " ".join(each.id for each in saves[0][1].cut.orders)
@@ -292,8 +292,6 @@ class ReportWorld:
             save.commit = self.checkpoints[seq]
             if each is not ends:
                 each.orders.ended(save)
-
-    # What must hold.
 
     def look(self) -> None:
         status = self.api.objects.get(RUN, {}).get("status", {})
@@ -305,7 +303,7 @@ class ReportWorld:
             raise ReportViolation(f"saves were made twice: {done}")
 
     async def finish(self) -> None:
-        """The faults end, one controller stays, and after some minutes all is as it should be."""
+        """The faults end, one controller remains, and after some minutes the state is correct."""
         self.faulty = False
         while len(self.controllers) > 1:
             self.end(0)
@@ -323,7 +321,7 @@ class ReportWorld:
         raise ReportViolation(f"{mismatches}")
 
     def mismatches(self) -> dict[str, Any]:
-        """What is not yet as it should be."""
+        """Return what is not yet correct."""
         status, objects = self.api.objects[RUN].get("status", {}), self.api.objects
         told = [
             each["message"].partition(": ")[2]
@@ -343,13 +341,11 @@ class ReportWorld:
 
 
 async def converged() -> None:
-    """All that can go on without the world has."""
     for _ in range(12):
         await asyncio.sleep(0)
 
 
 def run_schedule(seed: int, steps: int = 250) -> None:
-    """Raises `Violation`."""
 
     async def scenario() -> None:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
@@ -364,6 +360,6 @@ def run_schedule(seed: int, steps: int = 250) -> None:
             for number in range(len(world.controllers)):
                 world.end(number)
 
-    # A run that tells more than it may has Events that are missing.
+    # A run with more incidents than its limit lacks some Events.
     with capture_logs(), mock.patch.object(writer, "RUN_EVENT_BURST", 1000):
         asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""SIGKILL of the sidecar while its trainer attaches, opens an attempt or restores: the program goes on, exactly."""
+"""SIGKILL of the sidecar while its trainer attaches, opens an attempt or restores: the program continues exactly."""
 
 from pathlib import Path
 
@@ -28,7 +28,6 @@ def started_store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[
 
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_sidecar_is_restarted(point, started_store, tmp_path, monkeypatch):
-    """The next one is started, and whatever was under way begins again; nothing is raised, and the next save works."""
     store, state = started_store
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("DELTASHARD_CRASH_AT", point)
@@ -44,7 +43,7 @@ def test_killed_sidecar_is_restarted(point, started_store, tmp_path, monkeypatch
 
 
 def test_deadline_stops_retries_with_reasons(started_store, tmp_path, monkeypatch):
-    """restore(deadline_s=0) is not begun again; it may be called again, and finds the next sidecar."""
+    """restore(deadline_s=0) makes no second attempt; a later call finds the next sidecar."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("DELTASHARD_CRASH_AT", "restore.planned")
     with ToyRun(started_store[0], restore=False) as run:

@@ -1,4 +1,4 @@
-"""SIGKILL at every commit point of a copy and of a removal: what is left restores rightly or not at all, and goes on."""
+"""SIGKILL at every commit point of a copy and of a removal: the rest restores correctly or not at all, and continues."""
 
 import shutil
 from pathlib import Path
@@ -33,7 +33,7 @@ REMOVAL_POINTS = [
 def prepared(tmp_path_factory):
     directory = tmp_path_factory.mktemp("run")
     log_victim.prepare(directory)
-    # A run whose name begins with the other's lies among its folders.
+    # A run whose name starts with the other's shares its folders.
     other = RunLog(log_of(directory).store, "job/inner")
     open_attempt(other, owner="me")
     return directory
@@ -66,7 +66,7 @@ def test_killed_copy_is_not_a_run_and_resumes(prepared, tmp_path, action, point)
     else:
         with pytest.raises(LogGap):
             RunLog(target.store, target.run).refresh(deadline_s=0.05)
-        with pytest.raises(DeltashardError):  # nor can a trainer begin there
+        with pytest.raises(DeltashardError):  # a trainer cannot start there either
             open_attempt(RunLog(target.store, target.run), owner="me", closing_wait_s=0.0, deadline_s=0.05)
 
     done = act(directory, action)
@@ -81,7 +81,7 @@ def test_killed_copy_is_not_a_run_and_resumes(prepared, tmp_path, action, point)
     assert len(found.restored) == (1 if action == "cp one" else 3)
     np.testing.assert_array_equal(weights(log), wanted)
 
-    # A trainer goes on with it, on top of what was copied.
+    # A trainer continues it, on top of the copied checkpoints.
     opened = open_attempt(log, owner="me")
     assert opened.resume is not None
     assert opened.resume.step == 4
@@ -103,7 +103,7 @@ def test_killed_removal_is_unrestorable_and_resumes(prepared, tmp_path, point):
     if point == "rm.after_hint":
         assert log.refresh().tip == -1
     else:
-        for _ in range(2):  # with HINT, and if that should be lost as well
+        for _ in range(2):  # with HINT, and also without it
             try:
                 state = log_of(directory).refresh(deadline_s=0.05)
             except LogGap:
@@ -111,7 +111,7 @@ def test_killed_removal_is_unrestorable_and_resumes(prepared, tmp_path, point):
             else:
                 assert state.tip == -1, "a shorter log looks whole"
             if point in {"rm.after_barrier", "rm.during_delete:1", "rm.after_folds"}:
-                break  # nothing is gone yet but folded states, which a log can do without
+                break  # only folded states are deleted so far, which a log does not need
             (directory / "store/job/log/HINT").unlink(missing_ok=True)
     act(directory, "rm")
     assert {key for key in files(directory / "store/job") if not key.startswith("inner/")} == set()

@@ -1,4 +1,4 @@
-"""A store damaged one object at a time: a plain restart brings back the newest checkpoint that is left, and reports."""
+"""A store damaged one object at a time: a plain restart restores the newest intact checkpoint, and reports the damage."""
 
 import json
 from collections import Counter
@@ -14,7 +14,7 @@ def stored_runs(tmp_path_factory):
 
 
 def test_newest_intact_checkpoint_is_restored(stored_runs):
-    """Every eleventh case: eleven is prime to the kinds of damage, so every kind of each kind of object is among them."""
+    """Every eleventh case: eleven is coprime to the number of damages, so every pair of damage and object kind occurs."""
     found = [case for story in stored_runs for case in damage.outcomes(story, every=11)]
     assert [case for case in found if not case.good] == []
     kinds = Counter(case.kind for case in found)
@@ -31,7 +31,6 @@ def test_newest_intact_checkpoint_is_restored(stored_runs):
 
 
 def test_damaged_maintenance_entry_keeps_newest_commit(stored_runs):
-    """The newest commit comes back, whatever becomes of the compaction, retirement or pin behind it."""
     for story in stored_runs:
         newest = max(story.expected)
         if story.ranks == 1 and story.name != "ends in a checkpoint":

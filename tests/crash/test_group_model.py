@@ -1,4 +1,4 @@
-"""Four ranks' save loops, orders and meetings under random schedules: one step or none, and nobody waits for ever.
+"""Four ranks' save loops, orders and meetings under random schedules: one step or none, and no endless wait.
 
 `DELTASHARD_TEST_ORDERS=2000` runs as many schedules; a failing seed repeats by itself.
 """
@@ -14,7 +14,7 @@ from tests.crash.group_model import run_schedule
 pytestmark = pytest.mark.slow
 
 FIRST, CHUNK = 40, 10
-"""Schedules 42 and 67: a promise ends between two looks of the training thread at it."""
+"""Schedules 42 and 67: a promise ends between two reads of the training thread."""
 CHUNKS = max(1, int(os.environ.get("DELTASHARD_TEST_ORDERS", "20")) // CHUNK)
 COUNTED = """
 schedules lives steps switches cuts commits off declined failed_parts vetoes away deaths zombies slow pins pins_failed
@@ -24,7 +24,7 @@ waits waits_failed held
 
 @functools.cache
 def counts_of(chunk: int) -> Counter[str]:
-    """What happened in a chunk's schedules, none of which broke a rule."""
+    """Return what occurred in a chunk's schedules, none of which broke a rule."""
     seeds = range(FIRST + chunk * CHUNK, FIRST + (chunk + 1) * CHUNK)
     return sum(map(run_schedule, seeds), Counter())
 
@@ -41,7 +41,7 @@ def test_schedules_cover_all_events() -> None:
 
 
 def test_every_save_commits_without_faults() -> None:
-    """Nobody dies, is away, or vetoes: only pins can fail, where the save before is not durable yet."""
+    """No rank dies, is absent, or vetoes: only pins can fail, where the previous save is not durable yet."""
     counts = sum((run_schedule(seed, faults=False) for seed in range(15)), Counter())
     assert counts["waits_failed"] == counts["pins_failed"]
     assert counts["commits"] == counts["cuts"]

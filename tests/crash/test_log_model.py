@@ -1,4 +1,4 @@
-"""The real log code, over a faulty store, under random schedules of everything that may happen to a run.
+"""The real log code, over a faulty store, under random schedules of every event that may happen to a run.
 
 `DELTASHARD_TEST_SCHEDULES=100000` runs as many; a failing seed repeats with `run_schedule(SEED)`.
 """
@@ -19,12 +19,12 @@ COUNTED = """
 schedules steps entries checkpoints deltas multi_rank laid_out mixed torn attempts late overtaken fenced
 abandoned fallbacks compactions retired deleted reclaimed pinned rewound kills failures
 """
-"""What must happen in schedules: a model that does nothing finds nothing."""
+"""Events that schedules must contain: a model without them would detect nothing."""
 
 
 @functools.cache
 def counts_of(chunk: int) -> Counter[str]:
-    """What happened in a chunk's schedules, none of which broke a rule."""
+    """Return what occurred in a chunk's schedules, none of which broke a rule."""
     found: Counter[str] = Counter()
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
         try:
@@ -40,7 +40,7 @@ def test_newest_commit_restores_and_zombies_never_commit(chunk):
 
 
 def test_schedules_cover_all_events():
-    """Of all chunks together: in one, what is rare may be absent."""
+    """The test combines all chunks: a rare event may be absent from one."""
     counts = sum(map(counts_of, range(CHUNKS)), Counter())
     assert counts.keys() >= set(COUNTED.split())
     assert counts["deltas"] > counts["checkpoints"] / 5
@@ -48,7 +48,7 @@ def test_schedules_cover_all_events():
 
 
 def test_unfenced_operations_succeed_without_faults():
-    """The same moves on a store that never fails: nothing is lost either, and nothing needs a retry."""
+    """The same moves on a store that never fails: no data is lost, and no call needs a retry."""
     for seed in range(30):
         run_schedule(seed, faults=False)
 

@@ -1,4 +1,4 @@
-"""Taking away any rule of the log makes the model fail: each rule is needed, and the model sees it."""
+"""The removal of any rule of the log makes the model fail: each rule is needed, and the model detects its absence."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Reports hold what they promise under random schedules, and each of their rules is needed: without it the model fails.
+"""Reports keep their guarantees under random schedules, and each of their rules is needed: the model fails without it.
 
 A failing seed repeats by `run_schedule(SEED)`.
 """
@@ -20,7 +20,7 @@ from tests.crash.report_model import ReportViolation, run_schedule
 
 CHUNKS, CHUNK = 4, 25
 BOUND = 150
-"""Schedules within which each mutant must be found."""
+"""Number of schedules in which the model must find each mutant."""
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

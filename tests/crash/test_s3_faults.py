@@ -1,10 +1,11 @@
-"""Lives of trainers and sidecars before a real MinIO, behind a proxy that does what networks do; kills in between.
+"""Lives of trainers and sidecars on a real MinIO behind a proxy with network faults, with kills in between.
 
-Acknowledgements are lost, requests doubled, delivered late, refused in storms, cut, flipped, hung; each life ends in its
-own way. Whatever happened: each restore is that of the newest checkpoint, exactly; none that was acknowledged is missing;
-a checkpoint is never called invalid; once the troubles are over `verify --deep` is clean, and all that is live reads back.
+Acknowledgements are lost; requests are doubled, delivered late, refused in storms, truncated, flipped and hung; each
+life ends in a different way. In all cases, each restore is exactly that of the newest checkpoint; no acknowledged
+checkpoint is missing; a checkpoint is never reported invalid; once the faults end `verify --deep` is clean, and every
+live checkpoint reads back.
 
-Seeds fix it all. `DELTASHARD_TEST_FAULTS_S=3600` goes on with new seeds for an hour.
+Seeds determine everything. `DELTASHARD_TEST_FAULTS_S=3600` continues with new seeds for an hour.
 """
 
 import itertools
@@ -45,12 +46,12 @@ ack.before_send:2 attempt.before_open attempt.after_open restore.planned restore
 retire.after_put gc.during_delete gc.after_delete compact.after_packs compact.after_index compact.after_log_put
 """
 FAIR = {"UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "ABORTED", "PERMISSION_DENIED"}
-"""What a call may fail with: try again; a zombie's late entry had the slot; a token that expired twice in a row."""
+"""Allowed errors of a call: a retryable one; a slot taken by a zombie's late entry; a token that expired twice in a row."""
 ENDS = ("crash", "crash", "crash", "kill", "vanish", "server", "well")
 
 
 class FaultScenario:
-    """One run, its troubles, and the memory of every cut's content and of every acknowledgement."""
+    """One run, its faults, and the record of every cut's content and of every acknowledgement."""
 
     def __init__(self, root: Path, server: MinioServer, proxy: FaultyS3Proxy, seed: int) -> None:
         self.root, self.server, self.proxy = root, server, proxy
@@ -73,7 +74,6 @@ class FaultScenario:
         )  # type: ignore[arg-type]
 
     def lives(self) -> None:
-        """One life: a sidecar, a trainer, and how it ends."""
         end = self.chance.choice(ENDS)
         point = self.chance.choice(POINTS.split())
         process = self.sidecar(point if end == "crash" else "")
@@ -88,7 +88,7 @@ class FaultScenario:
         assert '.unexpected"' not in process.log(), "an error of ours"
 
     def run_trainer(self, process: SidecarProcess, *, snapshots: int, end: str = "") -> None:
-        """A trainer comes back and saves, as far as it gets; whatever ends it, an error said so."""
+        """A trainer resumes and saves until an error ends it."""
         trainer: Trainer | None = None
         try:
             trainer = Trainer(process.socket, self.model, consecutive=self.consecutive)
@@ -116,13 +116,12 @@ class FaultScenario:
                 trainer.close()
 
     def check_error(self, error: SaveStreamFailed) -> None:
-        """Anything may be said but that a checkpoint is no good: the store never lost one."""
+        """Any error is allowed except an invalid checkpoint: the store never lost one."""
         if error.cause in {"invalid", "corrupt"}:
             raise error
         self.messages[error.cause] += 1
 
     def assert_recovers(self, trainer: Trainer) -> None:
-        """Everything acknowledged is there, and what is restored is what was cut."""
         opened = trainer.open()
         newest = max(self.acknowledged, default=0)
         if not opened.HasField("resume_seq"):
@@ -134,13 +133,13 @@ class FaultScenario:
         assert same(self.model.state(), self.states[opened.resume_attempt, opened.cut])
 
     def server_restarts(self) -> None:
-        """It is killed, as with its node, and comes back."""
+        """The server is killed, as with its node, and restarts."""
         self.server.kill()
         self.server.start()
         self.proxy.upstream_port = self.server.port
 
     def save_cut(self, trainer: Trainer, meanwhile: Callable[[], None] | None = None) -> None:
-        """One cut, until it is known what became of it; `meanwhile` it is on its way to the store."""
+        """Make one cut and wait for its result; `meanwhile` runs while the cut is in flight."""
         self.model.train()
         assert trainer.attempt is not None
         self.states[trainer.attempt, trainer.cut + 1] = self.model.state()
@@ -158,7 +157,6 @@ class FaultScenario:
             self.check_error(error)
 
     def assert_healthy(self) -> None:
-        """Without troubles: it comes back, saves, verifies, and every live checkpoint is what was cut for it."""
         self.proxy.disable_faults()
         process = self.sidecar()
         try:
@@ -189,7 +187,7 @@ class FaultScenario:
 
 
 def run_scenario(root: Path, server: MinioServer, seed: int) -> None:
-    """All lives of one seed, with what they met on stdout."""
+    """Run all lives of one seed, with a report of their faults on stdout."""
     root.mkdir()
     with FaultyS3Proxy(server.port, by_seed(seed, RATE)) as proxy:
         story = FaultScenario(root, server, proxy, seed)
@@ -204,7 +202,7 @@ def run_scenario(root: Path, server: MinioServer, seed: int) -> None:
         )
 
 
-@pytest.mark.timeout(LONGER_S + 3600)  # half a minute each where nothing else runs
+@pytest.mark.timeout(LONGER_S + 3600)  # half a minute each on an idle machine
 def test_runs_survive_store_faults(own_minio: MinioServer, tmp_path: Path) -> None:
     until_s = time.monotonic() + LONGER_S
     for seed in itertools.count(1):

@@ -1,8 +1,8 @@
 """kill -9 of the sidecar at every named instant, and of its trainer at every stage of a cut or restore.
 
-After each: the newest committed checkpoint restores and equals, by content, what was cut for it; every live checkpoint
-reads back whole and equals its cut; the next save succeeds. Whether the cut that was interrupted counts is not a matter
-of luck: before the log entry it does not, after it it does.
+After each: the newest committed checkpoint restores and equals its cut by content; every live checkpoint reads back
+whole and equals its cut; the next save succeeds. The log entry decides whether the interrupted cut counts: before it
+the cut does not count, after it the cut does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAVE_POINTS = {**dict.fromkeys(BEFORE_ENTRY, False), **dict.fromkeys(AFTER_ENTRY
 
 
 class KillScenario:
-    """A run with one committed baseline and one committed delta, and the memory of every cut's content."""
+    """A run with one committed baseline and one committed delta, and the record of every cut's content."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -63,7 +63,7 @@ class KillScenario:
         return None if newest is None else (newest.attempt, newest.cut)
 
     def check(self) -> None:
-        """Every live checkpoint, read straight from the store, equals its cut."""
+        """Check that every live checkpoint, read directly from the store, equals its cut."""
         store = open_store(self.url)
         state = RunLog(store, "run").refresh()
         assert state.stopped is None
@@ -71,7 +71,7 @@ class KillScenario:
             try:
                 snapshot = read_checkpoint(store, "run", f"seq:{seq}", state=state)
             except InvalidCheckpoint:
-                # A sidecar that keeps house with no grace retires and deletes while this reads.
+                # A sidecar that does housekeeping without grace retires and deletes during this read.
                 assert seq not in RunLog(store, "run").refresh().checkpoints
                 continue
             cut = self.states[entry.attempt, entry.cut]
@@ -82,7 +82,6 @@ class KillScenario:
                 assert same(got, cut[2 + 3 * i : 5 + 3 * i])
 
     def assert_recovers(self, process: SidecarProcess) -> None:
-        """A new trainer restores the newest checkpoint, exactly, and its next save commits and restores."""
         expected = self.newest()
         self.check()
         trainer = Trainer(process.socket, self.model)
@@ -100,14 +99,13 @@ class KillScenario:
         trainer.close()
 
     def killed(self, process: SidecarProcess, trainer: Trainer, **flags: object) -> None:
-        """The sidecar died at its point; the next one brings a new trainer back."""
         interrupted(process)
         trainer.close()
         with sidecar(self.root, self.url, encoding="fp32", **flags) as again:
             self.assert_recovers(again)
 
     def save_until_killed(self, process: SidecarProcess, trainer: Trainer, count: int = 6) -> None:
-        """A slow machine may keep house only after the last of them."""
+        """Save until the kill: a slow machine may do its housekeeping only after the last save."""
         with pytest.raises((SaveStreamFailed, grpc.RpcError)):  # noqa: PT012 - whichever notices first
             for _ in range(count):
                 trainer.committed(self.cut(trainer))
@@ -119,7 +117,7 @@ class KillScenario:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> KillScenario:
-    """A run with a baseline and a delta; tests work on copies."""
+    """A run with a baseline and a delta; tests use copies."""
     scenario = KillScenario(tmp_path_factory.mktemp("begun"))
     with sidecar(scenario.root, scenario.url, encoding="fp32") as process:
         trainer = Trainer(process.socket, scenario.model)
@@ -133,7 +131,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> KillScenario:
 
 @pytest.fixture
 def scenario(begun: KillScenario, tmp_path: Path) -> KillScenario:
-    """A copy of the begun run, at the same model."""
+    """A copy of the prepared run, at the same model."""
     shutil.copytree(begun.root / "store", tmp_path / "store")
     shutil.copytree(begun.root / "cache", tmp_path / "cache")
     copy = KillScenario(tmp_path)
@@ -147,7 +145,7 @@ def interrupted(process: SidecarProcess) -> None:
 
 @pytest.mark.parametrize(("point", "committed"), SAVE_POINTS.items(), ids=list(SAVE_POINTS))
 def test_sidecar_killed_during_a_save(scenario: KillScenario, point: str, committed: bool) -> None:
-    """At every instant between the first grant and the acknowledgement."""
+    """The kill happens at every instant from the first grant to the acknowledgement."""
     before = scenario.newest()
     process = scenario.sidecar(crash_at=point)
     trainer = Trainer(process.socket, scenario.model)
@@ -155,7 +153,7 @@ def test_sidecar_killed_during_a_save(scenario: KillScenario, point: str, commit
     trainer.restore(opened.resume_seq)
     with pytest.raises((SaveStreamFailed, grpc.RpcError)):  # noqa: PT012 - whichever notices first
         trainer.committed(scenario.cut(trainer))
-        # The acknowledgement itself arrived: the death is what is left to see.
+        # The acknowledgement itself arrived, so only the sidecar's death is visible.
         assert point == "ack.after_send"
         raise SaveStreamFailed("gone", "acknowledged, then killed")
     interrupted(process)
@@ -164,7 +162,7 @@ def test_sidecar_killed_during_a_save(scenario: KillScenario, point: str, commit
 
 
 def test_sidecar_killed_while_cut_waits_for_blocks(tmp_path: Path) -> None:
-    """Encoding goes on beside the copy then, and the trainer waits for the next block of a process that is dead."""
+    """Encoding continues beside the copy then, and the trainer waits for the next block of a dead process."""
     scenario = KillScenario(tmp_path)
     scenario.model = FakeModel(rows=100_000, columns=32)
     process = scenario.sidecar(crash_at="encode.first:2", arena_bytes="32MiB")
@@ -179,7 +177,6 @@ def test_sidecar_killed_while_cut_waits_for_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("point", ["stage.batch_received", "index.after_put", "commit.after_log_put"])
 def test_trainer_survives_killed_sidecar(scenario: KillScenario, point: str) -> None:
-    """It attaches to the next sidecar under its own attempt; the next save covers the rows of the lost one."""
     process = scenario.sidecar(crash_at=point)
     trainer = Trainer(process.socket, scenario.model)
     opened = trainer.open()
@@ -208,7 +205,7 @@ COPY_POINTS = [
 
 @pytest.mark.parametrize("point", COPY_POINTS)
 def test_sidecar_killed_during_warm_start(scenario: KillScenario, point: str) -> None:
-    """Never at step 0: it begins with that checkpoint, although the other run has gone on meanwhile."""
+    """The run never starts at step 0: it starts with that checkpoint, although the other run has continued meanwhile."""
     newest = scenario.newest()
     assert newest is not None
     names = {"run": "warm", "restore_from": "run", "owner": "warm"}
@@ -243,7 +240,7 @@ def test_sidecar_killed_during_warm_start(scenario: KillScenario, point: str) ->
 
 
 def test_missing_copy_source_is_reported_with_fix(scenario: KillScenario) -> None:
-    """Cut short in its log, it cannot go on with another checkpoint, and is no run that begins at step 0."""
+    """A run with a truncated log cannot continue with another checkpoint, and does not start at step 0."""
     names = {"run": "warm", "restore_from": "run", "owner": "warm"}
     process = scenario.sidecar(crash_at="cp.after_first_entry", **names)
     trainer = Trainer(process.socket, FakeModel())
@@ -260,7 +257,9 @@ def test_missing_copy_source_is_reported_with_fix(scenario: KillScenario) -> Non
         trainer.close()
     with sidecar(scenario.root, scenario.url, encoding="fp32", **names) as process:
         trainer = Trainer(process.socket, FakeModel())
-        with pytest.raises(grpc.RpcError, match="an interrupted copy of the run's first checkpoint does not continue"):
+        with pytest.raises(
+            grpc.RpcError, match="an interrupted copy of the run's first checkpoint does not continue"
+        ):
             trainer.open()
         removal.remove(RunLog(open_store(scenario.url), "warm"))
         trainer.restore(trainer.open().resume_seq)
@@ -270,7 +269,7 @@ def test_missing_copy_source_is_reported_with_fix(scenario: KillScenario) -> Non
 
 @pytest.mark.parametrize("point", ["attempt.before_genesis", "attempt.after_genesis"])
 def test_sidecar_killed_during_run_creation(tmp_path: Path, point: str) -> None:
-    """Nothing was committed: the next attempt starts from nothing, and saves."""
+    """No commit exists: the next attempt starts from nothing, and saves."""
     scenario = KillScenario(tmp_path)
     process = scenario.sidecar(crash_at=point)
     trainer = Trainer(process.socket, scenario.model)
@@ -283,7 +282,6 @@ def test_sidecar_killed_during_run_creation(tmp_path: Path, point: str) -> None:
     "point", ["attempt.before_open", "attempt.after_open", "restore.planned", "restore.first_filled"]
 )
 def test_sidecar_killed_during_trainer_restart(scenario: KillScenario, point: str) -> None:
-    """Opening or restoring: the next sidecar does both from the start."""
     process = scenario.sidecar(crash_at=point)
     trainer = Trainer(process.socket, scenario.model)
     with pytest.raises((SaveStreamFailed, grpc.RpcError)):
@@ -295,7 +293,7 @@ def test_sidecar_killed_during_trainer_restart(scenario: KillScenario, point: st
     "point", ["retire.before_put", "retire.after_put", "gc.during_delete", "gc.after_delete"]
 )
 def test_sidecar_killed_during_maintenance(scenario: KillScenario, point: str) -> None:
-    """Retention and gc after every commit, with no grace: whatever they were doing, what is live is whole."""
+    """Retention and gc run after every commit without grace: after the kill every live object is whole."""
     flags = {"maintenance-interval-s": 0, "keep-last": 1, "gc-grace-s": 0, "differential": "full"}
     process = scenario.sidecar(crash_at=point, **flags)
     trainer = Trainer(process.socket, scenario.model)
@@ -306,7 +304,7 @@ def test_sidecar_killed_during_maintenance(scenario: KillScenario, point: str) -
 
 @pytest.mark.parametrize("point", ["compact.after_packs", "compact.after_index", "compact.after_log_put"])
 def test_sidecar_killed_during_compaction(scenario: KillScenario, point: str) -> None:
-    """A chain grew too long and is being moved into one part: half a compaction is nobody's, a whole one reads the same."""
+    """A long chain is compacted into one part: half a compaction has no effect, a complete one reads the same."""
     flags = {"maintenance-interval-s": 0, "compact-after": 2, "differential": "consecutive", "keep-last": 20}
     process = scenario.sidecar(crash_at=point, **flags)
     trainer = Trainer(process.socket, scenario.model, consecutive=True)
@@ -320,7 +318,7 @@ def test_sidecar_killed_during_compaction(scenario: KillScenario, point: str) ->
 
 @pytest.mark.parametrize("point", ["after_packs", "after_index", "before_log_put", "after_log_put"])
 def test_sidecar_killed_during_synthetic_baseline(scenario: KillScenario, point: str) -> None:
-    """A cut built on what was to be compacted, and it is not, or just was. Its trainer goes on building on that."""
+    """The killed cut builds on a compaction that has not happened, or just has. Its trainer continues to build on it."""
     flags = {"maintenance-interval-s": 0, "keep-last": 20}
     process = scenario.sidecar(crash_at=f"compact.{point}", **flags)
     trainer = Trainer(process.socket, scenario.model, rebases=True)
@@ -344,8 +342,6 @@ def test_sidecar_killed_during_synthetic_baseline(scenario: KillScenario, point:
         scenario.check()
     scenario.killed(process, trainer, **flags)
 
-
-# The trainer dies.
 
 TRAINER = """
 import os, signal, sys
@@ -388,7 +384,7 @@ STAGES = {**dict.fromkeys(BEFORE_SEAL, False), "staged": True, "committed": True
 
 @pytest.mark.parametrize(("stage", "commits"), STAGES.items(), ids=list(STAGES))
 def test_trainer_killed(scenario: KillScenario, stage: str, commits: bool) -> None:
-    """Before the seal nothing of the cut is in the log; after it the sidecar finishes and commits alone."""
+    """Before the seal no part of the cut is in the log; after it the sidecar finishes and commits alone."""
     before = scenario.newest()
     saved = scenario.root / "cut.npz"
     with sidecar(scenario.root, scenario.url, encoding="fp32") as process:

@@ -1,4 +1,4 @@
-"""SIGKILL of the trainer at each of its crash points: the newest committed checkpoint comes back, exactly."""
+"""SIGKILL of the trainer at each of its crash points: the newest committed checkpoint is restored exactly."""
 
 import json
 import os
@@ -20,7 +20,7 @@ POINTS = (
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
-    """Every point's story, told by trainer_kills.py."""
+    """Return every point's result from trainer_kills.py."""
     work = tmp_path_factory.mktemp("kills")
     environment = {**os.environ, "XDG_CACHE_HOME": str(work / "cache"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -35,11 +35,11 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 @pytest.mark.timeout(1800)  # the first one waits for all of the processes
 @pytest.mark.parametrize("point", POINTS)
 def test_trainer_recovers_from_kill(point: str, lives: tuple[Path, dict[str, Any], str]) -> None:
-    """Nothing before the seal becomes a checkpoint; what is sealed is the sidecar's to finish; the next save works."""
+    """Nothing before the seal becomes a checkpoint; the sidecar finishes a sealed cut; the next save works."""
     work, told, said = lives
     assert point in told, said
     life = told[point]
-    # Once it is sealed the sidecar commits alone, unless the seal itself was lost with the process.
+    # Once the cut is sealed the sidecar commits alone, unless the seal itself was lost with the process.
     assert life["step"] in ((FIRST, SECOND) if point == "snapshot.after_seal" else (FIRST,))
     assert life["exact"] is True
     assert (life["next"], life["closed"]) == (3, 5)

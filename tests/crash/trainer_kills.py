@@ -1,8 +1,8 @@
-"""Kills a trainer at one of its crash points and comes back: run as a script, `trainer_kills.py WORKDIR POINT...`.
+"""Kills a trainer at one of its crash points and resumes it: run as a script, `trainer_kills.py WORKDIR POINT...`.
 
-Every process is forked from this one, which has imported everything and started no thread. For a save's point: train to
-step 6, save (durable), train on, die inside the next save; then come back. For a restore's point: come back, die inside
-the restore, come back again. Prints one JSON line per point: what the last process restored.
+Every process is forked from this one, which has imported everything and started no thread. For a save's point: train
+to step 6, save (durable), continue, die inside the next save; then resume. For a restore's point: resume, die inside
+the restore, resume again. The script prints one JSON line per point: what the last process restored.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import deltashard
 import torch
-import torch._dynamo  # what every child's first optimizer would import
+import torch._dynamo  # imports that every child's first optimizer needs
 from deltashard.save import precopy_scheduler
 from deltashard.snapshot import precopy
 from deltashard_checkpoint import crash_point
@@ -26,7 +26,7 @@ ROWS, FIRST, SECOND = 5000, 6, 10
 
 
 def arm(point: str) -> None:
-    """As DELTASHARD_CRASH_AT would, for this forked process only (its sidecar shall live)."""
+    """Arm the point for this forked process only, as DELTASHARD_CRASH_AT would (its sidecar must live)."""
     crash_point._armed, crash_point._left = point, 1
 
 
@@ -38,7 +38,7 @@ class CheckpointedModel:
         self.table = nn.Embedding(ROWS, 16, sparse=True)
         self.top = nn.Linear(16, 1)
         model = nn.ModuleDict({"table": self.table, "top": self.top})
-        # Content hashes look at every batch of a cut: with them nothing is copied ahead.
+        # Content hashes read every batch of a cut: with them nothing is copied ahead.
         ahead = run.startswith("precopy.")
         self.optimizers = [
             torch.optim.Adagrad(self.table.parameters(), lr=0.1),
@@ -70,7 +70,7 @@ def first_life(work: Path, run: str) -> None:
         arm(run)
         trained.train(SECOND)
         if run.startswith("precopy."):
-            # Up to the step before the timer's cut: the copying thread dies, however late it gets to run.
+            # Train to the step before the timer's cut: the copying thread dies, however late it runs.
             trained.train(FIRST + SECOND - 1)
             threading.Event().wait(60)
             raise TimeoutError(f"nothing was copied ahead of step {FIRST + SECOND}")

@@ -9,7 +9,6 @@ from typing import Any
 
 
 def async_test(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """The test, run on an asyncio loop of its own."""
 
     @functools.wraps(test)
     def run(*args: Any, **fixtures: Any) -> None:

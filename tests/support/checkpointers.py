@@ -13,11 +13,10 @@ from deltashard.save import precopy_scheduler
 from deltashard.snapshot import precopy
 
 MakeCheckpointer = Callable[..., deltashard.Checkpointer]
-"""Of something with a `net` and an `optimizer`, and of options."""
+"""A function of an object with a `net` and an `optimizer`, and of options."""
 
 
 def simulate_crash(ckpt: deltashard.Checkpointer) -> None:
-    """End as a crash of the program would: nothing is saved."""
     ckpt.__exit__(KeyboardInterrupt, None, None)
 
 
@@ -25,7 +24,7 @@ def simulate_crash(ckpt: deltashard.Checkpointer) -> None:
 def checkpointers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **defaults: Any
 ) -> Iterator[MakeCheckpointer]:
-    """Builds Checkpointers of one store; whatever is still open is let go of at the end."""
+    """Build Checkpointers of one store; the fixture releases every open one at the end."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
     made: list[deltashard.Checkpointer] = []
@@ -45,9 +44,9 @@ def checkpointers(
 def precopied_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Callable[..., Any]
 ) -> Iterator[Callable[..., Any]]:
-    """Builds a test's programs, each with a `ckpt`, whose cuts are all copied ahead, however small they are.
+    """Build a test's programs, each with a `ckpt`, whose cuts are all copied ahead, of any size.
 
-    Whatever is still open is let go of at the end.
+    The fixture releases every open one at the end.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)

@@ -10,7 +10,7 @@ import pytest
 from deltashard_cli.main import main
 
 Cli = Callable[..., tuple[int, str]]
-"""Of arguments: (exit code, stdout and stderr)."""
+"""A function of arguments; returns (exit code, stdout and stderr)."""
 
 
 def running(capsys: pytest.CaptureFixture[str], entry: Callable[[list[str]], object] = main) -> Cli:
@@ -26,13 +26,12 @@ def running(capsys: pytest.CaptureFixture[str], entry: Callable[[list[str]], obj
 
 
 def run_url(url: str, run: str = "team/run-1") -> str:
-    """URL/RUN."""
     base, question, query = url.partition("?")
     return f"{base.rstrip('/')}/{run}{question}{query}"
 
 
 def json_output(cli: Cli, *arguments: object, codes: Container[int] = (0,)) -> Any:
-    """The JSON of a command that must end so; a warning may follow it."""
+    """Return the JSON of a command that must exit with this status; a warning may follow it."""
     code, text = cli(*arguments, "--json")
     assert code in codes, text
     return json.JSONDecoder().raw_decode(text)[0]

@@ -1,7 +1,7 @@
-"""Waiting for what comes true by itself: the one loop of the tests.
+"""Waiting for a condition: the one loop of the tests.
 
-What is waited for is a condition, never a time: a limit only tells "slow" from "never". Limits are for an idle machine
-(`machine.limit_s`); `within_s` is exact, for what must not come true.
+Tests wait for a condition, never for a time: a limit only separates "slow" from "never". Limits are for an idle
+machine (`machine.limit_s`); `within_s` is exact, for conditions that must stay false.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TIMEOUT_S = 240.0
 
 
 class EventuallyTimeout(AssertionError, TimeoutError):
-    """It did not come true."""
+    """The condition did not become true in time."""
 
 
 def eventually(
@@ -29,7 +29,7 @@ def eventually(
     within_s: float | None = None,
     every_s: float = 0.01,
 ) -> T:
-    """The first value of `condition()` that is true; raises `EventuallyTimeout` that says `what` is missing."""
+    """Return the first true value of `condition()`; raise `EventuallyTimeout` that names `what` is missing."""
     for pause_s in _poll_delays(what, timeout_s, within_s, every_s):
         if found := condition():
             return found
@@ -38,7 +38,6 @@ def eventually(
 
 
 async def eventually_async(condition: Callable[[], T], what: str | Callable[[], str] = "condition") -> T:
-    """The same while an event loop runs."""
     for pause_s in _poll_delays(what, TIMEOUT_S, None, 0.01):
         if found := condition():
             return found
@@ -49,7 +48,7 @@ async def eventually_async(condition: Callable[[], T], what: str | Callable[[], 
 def _poll_delays(
     what: str | Callable[[], str], timeout_s: float, within_s: float | None, every_s: float
 ) -> Iterator[float]:
-    """How long to pause after each look; the look after the limit is the last."""
+    """Yield the pause after each check; the check after the limit is the last."""
     limit = limit_s(timeout_s) if within_s is None else within_s
     ends_s = time.monotonic() + limit
     while True:

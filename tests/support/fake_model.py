@@ -22,11 +22,11 @@ class FakeTable:
     dirty: set[int] = field(default_factory=set)
     """Rows changed since the last baseline."""
     at_risk: set[int] = field(default_factory=set)
-    """... those of a baseline that is not known to be committed yet."""
+    """Rows of a baseline whose commit is not known yet."""
     fresh: set[int] = field(default_factory=set)
-    """Rows changed since the newest commit that is known."""
+    """Rows changed since the newest known commit."""
     sent: set[int] = field(default_factory=set)
-    """... those of a cut that is not known to be committed yet."""
+    """Rows of a cut whose commit is not known yet."""
 
     @classmethod
     def make(cls, fqn: str, rows: int, columns: int, rng: np.random.Generator) -> FakeTable:
@@ -68,7 +68,7 @@ class FakeModel:
     def __init__(
         self, *, rows: int = 300, columns: int = 8, seed: int = 0, of_rank: int | None = None
     ) -> None:
-        """`of_rank`: it owns tables and a dense tensor that no other rank has, and what is its own stands under it."""
+        """Create the model; `of_rank` gives it tables and a dense tensor that no other rank has, under that rank's name."""
         self.rng = np.random.default_rng(seed)
         self.rank = of_rank or 0
         self.prefix = "" if of_rank is None else f"rank{of_rank}."

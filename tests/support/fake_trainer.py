@@ -1,4 +1,4 @@
-"""A trainer for tests, as small as it can be: the numpy tables of a `fake_model`, every message of the contract."""
+"""A minimal trainer for tests: the numpy tables of a `fake_model`, and every message of the contract."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.eventually import eventually
 from tests.support.fake_model import FakeModel, same
 
 DEADLINE_S = 180.0
-"""Of a call, and of what a stream is to bring: what hangs fails, and what a busy machine does slowly does not."""
+"""Time limit of a call and of a stream's messages: a hang fails, and a slow answer of a busy machine does not."""
 
 
 class SaveStreamFailed(Exception):
@@ -37,7 +37,7 @@ class SaveStreamFailed(Exception):
 
 
 class Trainer:
-    """Attach, open, cut, restore: one process's side of the contract."""
+    """One process's side of the contract: attach, open, cut, restore."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Trainer:
         layout: str = "",
         local_rank: int | None = None,
     ) -> None:
-        """`attempt`: it trains under one already, with this layout; `rebases`: it states its newest commit."""
+        """Create a trainer; `attempt`: it already trains under one, with this layout; `rebases`: it states its newest commit."""
         self.rebases = rebases
         self.model = model
         self.rank = rank
@@ -70,7 +70,7 @@ class Trainer:
         self.attempt = attempt
         self.cut = 0
         self.last: TrainerCut | None = None
-        """The newest that began."""
+        """The newest cut that began."""
         self.commits: dict[int, pb.Commit] = {}
         self.failures: dict[int, pb.Notice.SaveFailed] = {}
         self.urgent: list[pb.Notice.SaveNow] = []
@@ -78,7 +78,7 @@ class Trainer:
         self.policies: list[pb.Policy] = []
         self.base_seq: int | None = None
         self.blobs_read: frozenset[str] = frozenset()
-        """Names of the last restore's."""
+        """Names from the last restore."""
         self._arenas: list[Arena] = []
         self.reply = self.attach()
 
@@ -90,12 +90,14 @@ class Trainer:
             boxes=[box_message(t.box) for t in self.model.tables],
             fingerprint={"test": "1"},
         )  # fmt: skip
-        self._watch = None  # the end of an older one is no news
+        self._watch = None  # the end of an older one is already known
         self.reply = self.stub.Attach(request, timeout=DEADLINE_S)
         shape = ArenaShape.within(self.reply.arena_bytes, block_bytes=self.reply.block_bytes)
         fd = os.open(self.reply.arena_path, os.O_RDWR | os.O_CLOEXEC)
         self.arena = Arena.mapped(Path(self.reply.arena_path), fd, shape)
-        self._arenas.append(self.arena)  # to close a descriptor of it drops every lock of this process on it
+        self._arenas.append(
+            self.arena
+        )  # closing a descriptor of it would drop every lock of this process on it
         if self.lock:
             start, length = self.arena.line_lock_range(self.local_rank)
             fcntl.lockf(self.arena.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
@@ -125,7 +127,7 @@ class Trainer:
         self.failures.clear()
         return reply
 
-    # A cut, in steps, so that tests can stop anywhere.
+    # A cut in steps, so that tests can stop anywhere.
 
     def begin(
         self,
@@ -157,9 +159,9 @@ class Trainer:
     def _open_cut(
         self, begin: pb.SaveRequest.Begin, before: TrainerCut | None, *, defer_descriptors: bool
     ) -> TrainerCut | None:
-        """The cut; None where the sidecar is busy with the end of the one before, which has ended: ask again.
+        """Open the cut; None where the sidecar is busy with the end of the previous one: the caller asks again.
 
-        Not one of several ranks: of a cut that was refused its peers have heard.
+        This does not apply to several ranks: the peers receive a refused cut too.
         """
         try:
             return TrainerCut(self, begin, defer_descriptors=defer_descriptors)
@@ -169,14 +171,14 @@ class Trainer:
             return None
 
     def save(self, **options: object) -> int:
-        """A whole cut up to `staged`; returns its number."""
+        """Make a whole cut up to `staged`; return its number."""
         cut = self.begin(**options)  # type: ignore[arg-type]
         cut.write_all()
         cut.seal()
         return cut.number
 
     def committed(self, number: int) -> pb.Commit:
-        """Wait for the commit of a cut; the baseline's marks are dropped when it is one."""
+        """Wait for the commit of a cut; a committed baseline drops the baseline's marks."""
         ended = lambda: number in self.commits or number in self.failures or self.gone  # noqa: E731
         eventually(ended, what=f"cut {number} ends")
         if number in self.failures:
@@ -249,14 +251,13 @@ class Trainer:
         return done
 
     def assert_restores(self, seq: int, state: list[np.ndarray]) -> pb.RestoreReply.Done:
-        """Restore into a model that knows nothing: it has this state then."""
         self.model.wipe()
         done = self.restore(seq)
         assert same(self.model.state(), state)
         return done
 
     def report_step(self) -> None:
-        """Tell the control line the step, as `Checkpointer.step()` does."""
+        """Report the step on the control line, as `Checkpointer.step()` does."""
         self.arena.line(self.local_rank)[STEP] = self.model.step
 
     def detach(self) -> pb.DetachReply:
@@ -307,7 +308,6 @@ class TrainerCut:
 
     @property
     def ended(self) -> bool:
-        """Whether it is known how it ended."""
         if not self.over.is_set():
             return False
         staged = self.end is not None and self.end.WhichOneof("kind") == "staged"
@@ -387,7 +387,6 @@ class TrainerCut:
         self.raw_bytes += len(data)
 
     def write_all(self) -> None:
-        """Every table and blob, as much as `begun.covers` asks for."""
         whole = not self.begun.HasField("covers")
         if self.begun.rebased:
             assert self.trainer.rebases
@@ -432,7 +431,7 @@ class TrainerCut:
 
 
 def lock_is_free(path: Path, rank: int) -> bool:
-    """Whether nobody but this process holds the rank's writer lock."""
+    """Return whether no other process holds the rank's writer lock."""
     with path.open("r+b") as file:
         ask = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 4096 + 64 * rank, 64, 0)
         return struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, ask))[0] == fcntl.F_UNLCK

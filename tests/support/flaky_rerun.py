@@ -1,4 +1,4 @@
-"""A test that failed beside others runs once more, alone: what passes then is listed as flaky, and the run passes."""
+"""A test that failed beside others runs once more, alone: a test that passes then is listed as flaky, and the run passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Generator
 import pytest
 
 MAX_RERUNS = 2
-"""More failures than these are no accident: none of them runs again."""
+"""With more failures than this limit, no test runs again."""
 
 
 class FlakyRerun:
@@ -25,9 +25,9 @@ class FlakyRerun:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
-        """The innermost wrapper: after the workers ended and all was put back, and before the summary.
+        """The innermost wrapper: it runs after the workers end and all is restored, and before the summary.
 
-        Another exit status than that of failed tests stays: what was not put back is no test's failure.
+        An exit status other than that of failed tests stays: an incomplete restoration is not a test's failure.
         """
         yield
         if session.exitstatus != pytest.ExitCode.TESTS_FAILED or not 0 < len(self._failed) <= MAX_RERUNS:

@@ -1,7 +1,7 @@
-"""Sidecars of Checkpointers in a test's own process, forked from one that has imported everything: a second less each.
+"""Sidecars of Checkpointers in a test's own process, forked from a warm process: each starts a second faster.
 
-What the launcher hands to `posix_spawn` (arguments, environment, log) is what the fork gets, and it is a child of the
-calling process, as a spawned one is: the launcher waits for it, and reads its exit code.
+The fork gets what the launcher passes to `posix_spawn` (arguments, environment, log). It is a child of the calling
+process, as a spawned one is: the launcher waits for it, and reads its exit code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _spawn = os.posix_spawn
 
 
 def _set_subreaper(orphans: bool) -> None:
-    """Whether orphans among the descendants of this process become its children."""
+    """Set whether orphans among the descendants of this process become its children."""
     if _libc.prctl(PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
 
@@ -52,5 +52,5 @@ def _forked(path: str, argv: Sequence[str], env: Mapping[str, str], **options: A
 
 @pytest.fixture(autouse=True)
 def forked_sidecars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a conftest to import: the sidecars of its folder's tests are forked."""
+    """Fork the sidecars of the tests in a folder whose conftest imports this fixture."""
     monkeypatch.setattr(os, "posix_spawn", _forked)

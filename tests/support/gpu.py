@@ -1,4 +1,4 @@
-"""A GPU that torch can use: what needs one is skipped without it, and the run says so at its end (tests/conftest.py)."""
+"""A GPU that torch can use: tests that need one are skipped without it, and the run's end reports that (tests/conftest.py)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Helm as a user runs it: the chart rendered to documents, and releases on a real API server.
 
-`timeout_s` is for an idle machine: this one may take longer.
+`timeout_s` is for an idle machine: the actual limit may be longer.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ CHART = ROOT / "charts" / "deltashard"
 NAMESPACE = "deltashard-system"
 RELEASE = "deltashard"
 VERSION = "1.34.4"
-"""Kubernetes that a rendering without a cluster is for."""
+"""The Kubernetes version of a rendering without a cluster."""
 CERTIFICATE = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
-"""Looks like one, to the chart."""
+"""A placeholder that the chart accepts as a certificate."""
 SOURCE = re.compile(r"^# Source: deltashard/(\S+)$", re.MULTILINE)
 
 Document = dict[str, Any]
@@ -40,7 +40,6 @@ class HelmError(Exception):
 
 
 def run(*arguments: str | Path, env: Mapping[str, str] | None = None, timeout_s: float = 180) -> str:
-    """Helm's output; raises `HelmError`."""
     with tempfile.TemporaryDirectory() as home:
         done = subprocess.run(
             [str(require_tool("helm")), *map(str, arguments)],
@@ -62,10 +61,10 @@ class Rendering:
 
     documents: tuple[Document, ...]
     sources: frozenset[str]
-    """Templates that made something."""
+    """Templates with output."""
 
     def find(self, kind: str, name: str | None = None, *, hook: bool = False) -> Document:
-        """The object of a kind and name; hooks are looked for only when asked."""
+        """Return the object of a kind and name; hooks are included only on request."""
         found = self.all(kind, name, hook=hook)
         assert len(found) == 1, (kind, name, [(d["kind"], d["metadata"]["name"]) for d in self.documents])
         return found[0]
@@ -81,14 +80,14 @@ class Rendering:
 
 
 def is_hook(document: Document) -> bool:
-    """Whether Helm handles an object outside of the release."""
+    """Return whether Helm handles an object outside of the release."""
     return "helm.sh/hook" in document["metadata"].get("annotations", {})
 
 
 def render(
     values: Mapping[str, Any] | None = None, *, namespace: str = NAMESPACE, version: str = VERSION
 ) -> Rendering:
-    """`helm template` with these values over the chart's, the caller's to change; raises `HelmError`."""
+    """Run `helm template` with these values over the chart's; return mutable objects, or raise `HelmError`."""
     return copy.deepcopy(_render(json.dumps(values or {}, sort_keys=True), namespace, version))
 
 
@@ -130,7 +129,6 @@ class Release:
         )
 
     def upgrade(self, values: Mapping[str, Any] | None = None, *flags: str) -> str:
-        """`helm upgrade`, with these values alone."""
         return self("upgrade", self.name, CHART, "--reset-values", "--values", self._values(values), *flags)
 
     def uninstall(self, *flags: str) -> str:

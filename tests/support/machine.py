@@ -1,8 +1,8 @@
-"""How patient tests are on this machine, now.
+"""The timeout scale of tests on this machine.
 
-What tests wait for are conditions; a limit only tells "slow" from "never". Limits are written for an idle machine of two
-good cores and multiplied by `timeout_scale()`, which is never less than `LEAST`: waiting longer costs nothing where the
-condition comes true. `DELTASHARD_TEST_TIMEOUT_SCALE` sets it.
+Tests wait for conditions; a limit only separates "slow" from "never". Limits are written for an idle machine of two
+good cores and multiplied by `timeout_scale()`, which is never less than `LEAST`: a longer wait costs nothing where
+the condition becomes true. `DELTASHARD_TEST_TIMEOUT_SCALE` sets it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import time
 LEAST, MOST = 3.0, 12.0
 _VARIABLE = "DELTASHARD_TEST_TIMEOUT_SCALE"
 _IDLE_S = 0.25
-"""What `_work` takes on the machine that the limits were written on, nothing else running."""
+"""Duration of `_work` on the idle reference machine of the limits."""
 _ROUNDS = 3
 
 
 def _work() -> int:
-    """Python, and memory: a loop, and 256 MiB copied."""
+    """Exercise Python and memory: a loop, and 256 MiB copied."""
     total = 0
     for number in range(600_000):
         total ^= number * number
@@ -31,7 +31,7 @@ def _work() -> int:
 
 @functools.cache
 def timeout_scale() -> float:
-    """By what every limit is multiplied; measured once, processes started from here on inherit it."""
+    """Return the factor of every limit; it is measured once, and processes started from here inherit it."""
     said = os.environ.get(_VARIABLE)
     if said is None:
         took_s = []
@@ -45,5 +45,4 @@ def timeout_scale() -> float:
 
 
 def limit_s(seconds: float) -> float:
-    """A limit in seconds for this machine."""
     return seconds * timeout_scale()

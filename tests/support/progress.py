@@ -1,4 +1,4 @@
-"""What a person sees while tests run: which file runs now, and a failure's reason when it happens, not at the end."""
+"""Progress output of the tests: which file runs now, and a failure's reason when it happens, not at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import pytest
 
 LINES = 60
-"""Of a failure that is shown at once; the end has it whole."""
+"""Lines of a failure that are printed at once; the final report has the whole text."""
 
 
 class ProgressReporter:
@@ -25,7 +25,6 @@ class ProgressReporter:
         return found
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """A line for each file that begins."""
         file = nodeid.partition("::")[0]
         terminal = self._terminal
         if file in self._files or terminal is None or self._config.option.verbose > 0:
@@ -35,7 +34,6 @@ class ProgressReporter:
         terminal.write_line(f"{time.monotonic() - self._began_s:5.0f} s, {self._done:5d} done  {file}")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Why it failed, now."""
         self._done += report.when == "call"
         terminal = self._terminal
         if not report.failed or terminal is None:

@@ -1,8 +1,8 @@
 """The images that users name: what images/Dockerfile builds, under the names of the examples, the chart and the pages.
 
-So the commands of a page run here as they are written. Where an engine would install packages from an index, these find
-them in the host's mounts (see `images`); where things lie and what starts is the same, and a test compares it with the
-Dockerfile.
+So the commands of a page run here as they are written. Where an engine would install packages from an index, these
+images find them in the host's mounts (see `images`). Paths and entry points are the same, and a test compares them
+with the Dockerfile.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Published:
     repository: str
     entrypoint: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
-    """File or folder in the image: the same in the repository, besides the environment in /opt/deltashard."""
+    """File or folder in the image: its path in the repository, in addition to the environment in /opt/deltashard."""
 
     @property
     def name(self) -> str:
@@ -78,7 +78,7 @@ def _files(published: Published) -> bytes:
 
 
 def build(path: Path, minio: Path) -> Path:
-    """An archive of all of them and of MinIO, whose program is `minio`."""
+    """Build an archive of all of them and of MinIO, whose program is `minio`."""
     with tempfile.TemporaryDirectory(prefix="deltashard-image-") as scratch:
         layer = Layer()
         layer.tree("opt/deltashard", installed(Path(scratch, "wheel")))

@@ -20,7 +20,7 @@ from tests.support.machine import limit_s
 
 
 class Zygote:
-    """The process that forks sidecars; one a test session."""
+    """The process that forks sidecars; one per test session."""
 
     _one: Zygote | None = None
 
@@ -67,7 +67,10 @@ class SidecarProcess:
         constants: dict[str, float] | None = None,
         **flags: object,
     ):
-        """`environment` is added to this process's own; None takes a variable away. `constants`: see `sidecar_zygote`."""
+        """Create the sidecar; `environment` extends this process's own, None removes a variable.
+
+        `constants`: see `sidecar_zygote`.
+        """
         self.dir = root / "run"
         self.dir.mkdir(exist_ok=True)
         self.log_path = root / "sidecar.log"
@@ -108,7 +111,7 @@ class SidecarProcess:
 
         def is_ready() -> bool:
             assert self.poll() is None, self.log()
-            try:  # a killed predecessor's is taken away by the next one, perhaps just now
+            try:  # the next sidecar removes a killed predecessor's file, possibly at this moment
                 facts.update(json.loads((self.dir / "ready.json").read_text()))
             except FileNotFoundError:
                 return False
@@ -136,7 +139,7 @@ class SidecarProcess:
         return self.status
 
     def wait_exit(self) -> int:
-        """Wait for its end; the exit status, negative for a signal."""
+        """Wait for its end; return the exit status, negative for a signal."""
         eventually(lambda: self.poll() is not None, what="the sidecar ends")
         assert self.status is not None
         return self.status
@@ -156,7 +159,6 @@ class SidecarProcess:
 
 @contextmanager
 def sidecar(root: Path, url: str, **flags: object) -> Iterator[SidecarProcess]:
-    """A sidecar that is gone after the block."""
     process = SidecarProcess(root, url, **flags)  # type: ignore[arg-type]
     try:
         yield process

@@ -2,9 +2,9 @@
 
 What runs in the child is the real `main`, with its own arguments, environment, working directory and log. One request
 is one line of JSON on stdin, the answer one on stdout: `{"argv", "env", "cwd", "log", "constants"}` -> pid, `{"poll": pid}`
--> exit status or null. `constants` are values to take the place of a module's, `{"package.module.NAME": value}`. With
-`orphan` true the sidecar is no child of this process but of its nearest ancestor that adopts orphans. Nothing with
-threads is started before the fork.
+-> exit status or null. `constants` replace a module's values, `{"package.module.NAME": value}`. With
+`orphan` true the sidecar is no child of this process but of its nearest ancestor that adopts orphans. The process starts no
+threads before the fork.
 """
 
 import importlib
@@ -45,7 +45,7 @@ def child(request: dict) -> None:
 
 
 def orphan(request: dict) -> int:
-    """The pid of a sidecar whose parent, a fork between, has ended."""
+    """Return the pid of a sidecar whose parent, a process forked between, has ended."""
     answer, answered = os.pipe()
     between = os.fork()
     if between == 0:
@@ -64,7 +64,7 @@ def orphan(request: dict) -> int:
 
 
 def run() -> None:
-    # All that a sidecar imports while it starts, and nothing else: a second of processor time each, otherwise.
+    # All imports of a sidecar's start, and no others: each start would otherwise take a second of processor time.
     for name in ("main", "grpc_server", "sidecar", "arena.arena", "run.run", "telemetry.structured_logging"):
         importlib.import_module(f"deltashard_sidecar.{name}")
     print("ready", flush=True)
@@ -86,5 +86,5 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this directory's folders are no packages of those names
+    del sys.path[0]  # the folders of this directory are not packages of those names
     run()

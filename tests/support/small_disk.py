@@ -1,4 +1,4 @@
-"""A disk of a few MiB that can be full: a tmpfs of its own. Needs root, as containers of CI have."""
+"""A disk of a few MiB that can be full: a separate tmpfs. It needs root, which CI containers have."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 class SmallDisk:
-    """What a directory's file system has room for."""
+    """The capacity of a directory's file system."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def fill(self) -> None:
-        """Somebody else, as on a shared volume, takes what is left, to the last block."""
+        """Take the remaining space to the last block, as another user of a shared volume may."""
         with (self.root / "other").open("ab", buffering=0) as file:
             try:
                 while True:
@@ -25,7 +25,7 @@ class SmallDisk:
                 assert self.free_bytes == 0
 
     def empty(self) -> None:
-        """What somebody else had taken is free again."""
+        """Free the space that `fill` took."""
         (self.root / "other").unlink()
 
     @property
@@ -34,13 +34,12 @@ class SmallDisk:
         return found.f_bavail * found.f_frsize
 
     def remount(self, option: str) -> None:
-        """`ro` or `rw`."""
         subprocess.run(["mount", "-o", f"remount,{option}", self.root], check=True)
 
 
 @contextmanager
 def small_disk(root: Path, *, size_bytes: int) -> Iterator[SmallDisk]:
-    """A file system of this size at `root`, for as long as this lasts."""
+    """Mount a file system of this size at `root` for the duration of the context."""
     root.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "small", root], check=True)
     try:

@@ -1,7 +1,7 @@
 """The programs that tests run: servers and their clients, built by `tools/build` before pytest begins (`make servers`).
 
-Nothing is built inside a test: a build takes minutes, and a test's limit would end it. With CI=true a program that is not
-there fails the test; elsewhere its tests are skipped, loudly.
+A test builds nothing: a build takes minutes, and a test's limit would end it. With CI=true a missing program fails
+the test; elsewhere its tests are skipped with a warning.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MISSING = re.compile(r"no (\S+): `make servers`")
 
 @functools.cache
 def found(tool: str) -> Path | None:
-    """Where the built program is (of kubernetes: the folder of its five); None when it is not built."""
+    """Return the path of the built program (of kubernetes: the folder of its five); None when it is not built."""
     done = subprocess.run(
         [str(ROOT / "tools" / "build"), "--where", tool], check=False, capture_output=True, text=True
     )
@@ -29,7 +29,7 @@ def found(tool: str) -> Path | None:
 
 
 def require_tool(tool: str) -> Path:
-    """Where the built program is; fails or skips the test when it is not."""
+    """Return the path of the built program; fail or skip the test when it is missing."""
     path = found(tool)
     if path is None:
         name = {"minio": "MinIO", "kubernetes": "apiserver"}.get(tool, tool)

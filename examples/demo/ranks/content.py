@@ -1,4 +1,4 @@
-"""What is compared: SHA-256 sums, of what a rank holds, or held last, and of what a checkpoint has in its place."""
+"""SHA-256 sums of a rank's current content, its last recorded content, and a checkpoint's content at the same place."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 Content = dict[str, Any]
-"""What one rank holds: {"shards": [{"table", "rows", "weights", "state"}, ...], "dense": {name: hash}}."""
+"""The content of one rank: {"shards": [{"table", "rows", "weights", "state"}, ...], "dense": {name: hash}}."""
 
 Kept = dict[str, Any]
-"""What a rank held last, as it said itself (`held.py`): a `Content`, with the last "step" that it finished, and each
-shard with the "step" that updated it last: of a survivor perhaps the one after, which was never finished."""
+"""A rank's last recorded content (`held.py`): a `Content` with the last "step" that it finished, and each shard
+with the "step" that updated it last: for a survivor this can be the next, unfinished step."""
 _AT_ONCE = 4 << 20
-"""Bytes: Python does not run while they are summed, and who waits for it must not take that for the end of it."""
+"""Bytes per chunk: the hash blocks Python, and a process that waits must not take a long pause for a death."""
 
 
 def sha256(values: Tensor) -> str:
-    """Of a tensor's bytes, in order."""
     data = memoryview(values.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
     found = hashlib.sha256()
     for at in range(0, len(data), _AT_ONCE):
@@ -29,7 +28,7 @@ def sha256(values: Tensor) -> str:
 
 
 def dense_of(parameters: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Hashes of dense parameters, and of their optimizer's state as `name:key`."""
+    """Return hashes of dense parameters, and of their optimizer's state as `name:key`."""
     found = {name: sha256(value) for name, value in parameters.items()}
     for name in parameters:
         found |= {

@@ -1,11 +1,11 @@
-"""What happens to the ranks, and what is checked after each of it.
+"""The events of the demo of several ranks, and the checks after each of them.
 
-`kill_rank`: SIGKILL one rank. torchrun starts all of them again, and all come back to the newest committed step.
-`resize`: end all ranks, told to or not, and start another number of them, each with other shards of the tables.
-`lose_rank`: SIGKILL one rank where recovery is partial. torchrun starts all of them again; its rows come back from the
-    newest committed step, the others keep theirs, and training goes on where the survivors were.
-`kill_sidecar`: SIGKILL the sidecar that the ranks share, in the middle of an upload. Training goes on, rank 0 starts
-    another, and the next checkpoint covers what the lost one would have.
+`kill_rank`: SIGKILL one rank. torchrun restarts all of them, and all restore the newest committed step.
+`resize`: end all ranks, with or without a signal to save, and start another number of them with other shards.
+`lose_rank`: SIGKILL one rank where recovery is partial. torchrun restarts all of them; its rows are restored from
+    the newest committed step, the others keep theirs, and training continues where the survivors were.
+`kill_sidecar`: SIGKILL the sidecar that the ranks share, in the middle of an upload. Training continues, rank 0
+    starts another, and the next checkpoint covers the rows of the lost one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shard_checks import ShardComparison
 
 T = TypeVar("T")
 DEADLINE_S = 420.0
-"""Without a step or a checkpoint: ranks may wait for one another in vain (`train.PEER_S`) and be started once more."""
+"""Limit without a step or a checkpoint: ranks can wait for one another (`train.PEER_S`) and be restarted once."""
 FULL, PARTIAL, NONE = "full", "partial", "none"
-"""Modes of recovery: all ranks go back to a checkpoint; a lost rank's rows do; nobody had to."""
+"""Modes of recovery: all ranks restore a checkpoint; a lost rank's rows are restored; no rank restores."""
 
 
 NOT_COMPARED = ShardComparison(step_per_shard={}, ahead=(), wrong=("not compared yet",), rows=0)
@@ -40,54 +40,47 @@ NOT_COMPARED = ShardComparison(step_per_shard={}, ahead=(), wrong=("not compared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that happened, and how the run came out of it."""
+    """One event, and the run's recovery from it."""
 
     what: str
     mark: str
-    """The same for figures."""
     mode: str
     at_s: float
     last_step: int
-    """The last step that was finished then."""
     world_before: int
     world_after: int
     committed_step: int
-    """By the store's log, when the ranks that came after took over; of a sidecar's death, when it died."""
+    """By the store's log, when the next ranks took over; for a sidecar's death, when it died."""
     restored_step: int
-    """After which all ranks said they went on; where nobody had to go back, the step of the next checkpoint."""
+    """The step from which all ranks continued; without a restore, the step of the next checkpoint."""
     pls: float
-    """Portion of lost samples (of CPR), as the ranks said: 0 where all went back, and where none had to."""
+    """Portion of lost samples (of CPR), as the ranks reported: 0 where all ranks restored, and where none did."""
     restore_s: float
-    """The slowest rank's `restore()`; where nobody had to, reading the next checkpoint back."""
+    """The slowest rank's `restore()`; without a restore, the time to read the next checkpoint."""
     back_s: float
-    """From then to the next finished step."""
     source: str
-    """Where the rows came from: cache or store."""
     seq: int
-    """The checkpoint that all ranks must hold; after a partial recovery the lost one."""
+    """The checkpoint that all ranks must hold; after a partial recovery only the lost rank."""
     reports: Mapping[int, Mapping[str, Any]]
-    """What each rank held, by rank."""
     kept: Mapping[int, Kept] = field(default_factory=dict)
-    """What the survivors of a partial recovery held when it began, by rank."""
+    """The content of the survivors at the start of a partial recovery, by rank."""
     comparison: ShardComparison = NOT_COMPARED
-    """Made at the end by `EventContext.compared`, so that training does not run ahead of the next event meanwhile."""
+    """Set at the end by `EventContext.compared`, so that training does not run ahead of the next event meanwhile."""
     violations: tuple[str, ...] = ()
-    """Promises that were not kept, beside the comparison's."""
 
     @property
     def exact(self) -> bool:
-        """Every bit of every shard is of the newest committed step; or, of a survivor, what that one held last."""
+        """Return whether every shard is bit for bit the newest committed step's, or a survivor's last content."""
         return self.comparison.exact and not self.violations
 
     @property
     def lost_steps(self) -> int:
-        """Steps that are trained once more."""
         return 0 if self.mode == NONE else max(0, self.last_step - self.restored_step)
 
 
 @dataclass(slots=True, kw_only=True)
 class EventContext:
-    """All that an event needs to know of the run."""
+    """The parts of the run that an event needs."""
 
     job: RankJob
     watch: LogWatcher
@@ -98,7 +91,7 @@ class EventContext:
     run: str
     steps_to_lose: int
     attempt: int | None = None
-    """What the ranks that train now said they had opened; None: they began anew."""
+    """The attempt that the current ranks reported; None: they started without a checkpoint."""
 
     def until(self, what: str, found: Callable[[], T | None], *, poll_s: float = 0.02) -> T:
         """Wait for `found()` to be true; raises `DemoFailed` with what the ranks printed last."""
@@ -113,7 +106,7 @@ class EventContext:
         )
 
     def ready(self, step: int) -> None:
-        """Wait for a step, and for a checkpoint of the ranks that train now."""
+        """Wait for a step, and for a checkpoint of the current ranks."""
         self.until(f"step {step}", lambda: self.lines.last >= step)
         opened = self.watch.attempts[-1]
         self.until("a checkpoint of these ranks", lambda: (c := self.watch.newest()) and c.seq > opened)
@@ -125,14 +118,14 @@ class EventContext:
         )
 
     def reports(self, name: str) -> dict[int, dict[str, Any]] | None:
-        """What all ranks of the world wrote under this name, by rank; None while one has not."""
+        """Return the files of this name from all ranks of the world, by rank; None while one is missing."""
         paths = {rank: self.evidence / f"rank-{rank}" / f"{name}.json" for rank in range(self.job.world)}
         if not all(path.exists() for path in paths.values()):
             return None
         return {rank: json.loads(path.read_text()) for rank, path in paths.items()}
 
     def compared(self, event: Event) -> Event:
-        """With what its ranks held compared with the checkpoint of the store."""
+        """Add the comparison of the ranks' content with the checkpoint of the store."""
         steps = {seen.checkpoint.seq: seen.checkpoint.step for seen in self.watch.seen}
         held = {rank: each["content"] for rank, each in event.reports.items()}
         begun = time.perf_counter()
@@ -150,7 +143,7 @@ def kill_rank(context: EventContext) -> Event:
 
 
 def _kill_between_snapshots(context: EventContext, rank: int) -> float:
-    """SIGKILL a rank some steps after a cut, and not about to make the next; when."""
+    """SIGKILL a rank some steps after a snapshot and not right before the next; return the time."""
     lines = StepLines(context.evidence / f"rank-{rank}")
 
     def between_snapshots() -> bool:
@@ -159,7 +152,7 @@ def _kill_between_snapshots(context: EventContext, rank: int) -> float:
 
     while True:
         context.until("steps that no checkpoint has", between_snapshots)
-        with frozen(context.job.ranks()[rank]):  # what it has done stands still, too
+        with frozen(context.job.ranks()[rank]):  # the stopped process's pending work is also stopped
             if between_snapshots():
                 return context.job.kill_rank(rank)
 
@@ -167,7 +160,7 @@ def _kill_between_snapshots(context: EventContext, rank: int) -> float:
 def resize(
     context: EventContext, world: int, *, graceful: bool, extra_arguments: Sequence[str] = ()
 ) -> Event:
-    """End all ranks, and start `world`, with these arguments more."""
+    """End all ranks, and start `world` ranks with these additional arguments."""
     how = "told to end" if graceful else "killed"
     if not graceful:
         context.wait_past_commit()
@@ -185,17 +178,16 @@ def ranks(count: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recovery:
-    """How the ranks of the next life came back."""
+    """The restore by the ranks of the next life."""
 
     at_s: float
-    """When the ones before were struck."""
+    """The time at which the previous ranks were struck."""
     last: StepRecord
-    """The last one that rank 0 had finished then."""
     world_before: int
     world_after: int
     reports: dict[int, dict[str, Any]]
     committed: Checkpoint
-    """The newest when they took over, by the store's log."""
+    """The newest checkpoint at takeover, by the store's log."""
     first: StepRecord
     """Of the new life."""
 
@@ -208,7 +200,7 @@ class _Recovery:
         violations: list[str],
         kept: Mapping[int, Kept] | None = None,
     ) -> Event:
-        """As one; `violations`: what else was not as promised."""
+        """Return the recovery as an event; `violations`: further broken promises."""
         restored, after = self.reports[0]["step"], self.first.step
         violations = violations + [
             f"rank {rank} is one of {each['world']}"
@@ -238,7 +230,6 @@ class _Recovery:
         )
 
     def differing(self, wanted: Mapping[str, Any]) -> list[str]:
-        """Which ranks said otherwise."""
         return [
             f"rank {rank} came back with {name} {each[name]!r}, not {value!r}"
             for rank, each in self.reports.items()
@@ -282,7 +273,7 @@ def _full_recovery(context: EventContext, what: str, mark: str, action: Callable
 
 
 def lose_rank(context: EventContext, *, planned_steps: int) -> Event:
-    """SIGKILL the last rank of a job whose recovery is partial: the others keep the rows that they hold."""
+    """SIGKILL the last rank of a job whose recovery is partial: the others keep their rows."""
     attempt, lost = context.attempt, context.job.world - 1
     back = _recover_after(context, lambda: _kill_between_snapshots(context, lost))
     last = context.until("what the ranks held last", lambda: context.reports(f"last-{attempt}"))
@@ -318,7 +309,6 @@ def lose_rank(context: EventContext, *, planned_steps: int) -> Event:
 
 
 def kill_sidecar(context: EventContext) -> Event:
-    """SIGKILL the ranks' sidecar while it uploads; no rank may stop or restart."""
     alive = context.job.ranks()
     sidecar = context.until("the sidecar", context.job.sidecar)
     while True:
@@ -326,7 +316,7 @@ def kill_sidecar(context: EventContext) -> Event:
         with frozen(sidecar):
             context.watch.poll()
             if context.watch.uploading() is None:
-                continue  # it committed before it stood still: the next one, then
+                continue  # it committed before it was stopped: try the next upload
             last = context.lines.read()[-1]
             before = context.watch.newest()
             assert before is not None

@@ -1,8 +1,8 @@
-"""What a rank holds, as SHA-256 sums of TorchRec's own view of its living tensors; and, in a file, what it held last.
+"""SHA-256 sums of a rank's content from TorchRec's own view of its live tensors, and a file with the last content.
 
 A rank whose peer dies may hang in a collective that Python cannot interrupt, so its rows must be recorded earlier. Rows
 change only in the fused updates within the backward pass. `LastShardState` records them after each update, before the
-next collective. The last record is what the rank held when it ended, including updates of an unfinished step.
+next collective. The last record is the rank's content when it ended, including updates of an unfinished step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 
 def held(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> Content:
-    """All that this rank holds, after a step at least."""
+    """Return this rank's complete content, after at least one step."""
     return {"shards": _shards(model, list(SHARDING)), "dense": _dense(model, optimizer)}
 
 
@@ -60,12 +60,12 @@ def _kernels(model: DistributedModelParallel) -> Iterator[BatchedFusedEmbeddingB
 
 
 class LastShardState:
-    """One rank's `Kept` of now, in a file of its own, from the restore on."""
+    """One rank's current `Kept`, in a file, from the restore on."""
 
     def __init__(
         self, path: Path, model: DistributedModelParallel, optimizer: CombinedOptimizer, *, step: int
     ) -> None:
-        """The rank holds what was restored, and goes on after `step`."""
+        """Start with the restored content; training continues after `step`."""
         self._path, self._model, self._optimizer = path, model, optimizer
         content = held(model, optimizer)
         shards = [shard | {"step": step} for shard in content["shards"]]
@@ -76,11 +76,11 @@ class LastShardState:
             kernel.emb_module.register_forward_hook(partial(self._looked_up, tables))
 
     def _looked_up(self, tables: Collection[str], _kernel: nn.Module, _given: Any, output: Tensor) -> None:
-        if output.grad_fn is not None:  # none where nothing is learnt
+        if output.grad_fn is not None:  # empty where no gradient is computed
             output.grad_fn.register_hook(lambda *_: self._updated(tables))
 
     def _updated(self, tables: Collection[str]) -> None:
-        """A kernel has updated its shards of `tables`, in the step after the last one."""
+        """Record that a kernel has updated its shards of `tables`, in the step after the last finished one."""
         step = self._kept["step"] + 1
         others = [shard for shard in self._kept["shards"] if short(shard["table"]) not in tables]
         now = [shard | {"step": step} for shard in _shards(self._model, tables)]
@@ -88,6 +88,5 @@ class LastShardState:
         write_atomic(self._path, self._kept)
 
     def finished(self, step: int) -> None:
-        """That step is over on this rank."""
         self._kept = self._kept | {"step": step, "dense": _dense(self._model, self._optimizer)}
         write_atomic(self._path, self._kept)

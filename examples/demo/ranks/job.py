@@ -1,7 +1,7 @@
-"""A Job in small: one torchrun with its ranks on this machine, started again when it ends by anything but 0.
+"""A local Job: one torchrun with its ranks on this machine, restarted when it exits with a code other than 0.
 
-torchrun itself starts all ranks again when one dies (`--max-restarts`). What ends torchrun, or a resize, is what a Job
-controller answers with a new start. Where a sidecar runs, and that it runs again, is the ranks' own affair.
+torchrun itself restarts all ranks when one dies (`--max-restarts`). A Job controller answers the end of torchrun, or a
+resize, with a new start. The ranks themselves start and restart the sidecar.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RESTARTS = 3
-"""Of the ranks by one torchrun, and of torchrun by the Job."""
+"""Maximum restarts of the ranks by one torchrun, and of torchrun by the Job."""
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
     "PYTHONWARNINGS": "ignore",
-    # A store of the process group's own for each start of the ranks. torchrun's, which outlives them, still holds the
-    # addresses of the dead: gloo was seen to read those, and to wait for them until its timeout.
+    # A separate store of the process group for each start of the ranks. torchrun's store outlives them and still holds
+    # the addresses of the dead ranks: gloo can read those and wait for them until its timeout.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    "CUDA_VISIBLE_DEVICES": "",  # nothing here uses them, and where they are no recovery is partial
+    "CUDA_VISIBLE_DEVICES": "",  # the demo does not use them, and partial recovery does not support them
 }
 END_S = 90.0
-"""torchrun kills ranks that do not end 30 s after they were told to."""
+"""torchrun kills ranks that do not end 30 s after SIGTERM."""
 
 
 def start_torchrun(
     world: int, arguments: list[str], log: Path, environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """The training script on `world` ranks; what all print goes into `log`."""
+    """Start the training script on `world` ranks; all output is written to `log`."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(world), "--max-restarts", str(RESTARTS), "--monitor-interval", "0.2"]
     with log.open("ab") as out:
@@ -52,7 +52,7 @@ class RankJob:
     """Runs until torchrun ends with 0, or has failed too often; `close` ends whatever still runs."""
 
     def __init__(self, folder: Path, *, url: str, run: str, arguments: list[str]) -> None:
-        """`arguments` are the training script's; `url` and `run` say where its checkpoints go."""
+        """`arguments` are the training script's; `url` and `run` give the location of its checkpoints."""
         self.log = folder / "torchrun.log"
         self.world = 0
         self.finished = threading.Event()
@@ -92,11 +92,11 @@ class RankJob:
                     self.start(self.world)
 
     def resize(self, world: int, *, graceful: bool, extra_arguments: Sequence[str] = ()) -> float:
-        """End all ranks, told to (SIGTERM) or not (SIGKILL), and start `world` of them; when they had ended.
+        """End all ranks by SIGTERM or SIGKILL, start `world` of them, and return the time at which they had ended.
 
-        `extra_arguments`: more arguments of the training script, from here on.
+        `extra_arguments`: more arguments of the training script, from now on.
         """
-        with self._lock:  # the controller does not answer in between
+        with self._lock:  # the controller does not restart them in between
             self._arguments = [*self._arguments, *extra_arguments]
             if graceful:
                 self._end()
@@ -107,7 +107,7 @@ class RankJob:
         return ended_s
 
     def ranks(self) -> dict[int, int]:
-        """Process ids of the living ranks, by rank; empty while torchrun starts them."""
+        """Return process ids of the live ranks, by rank; empty while torchrun starts them."""
         found: dict[int, int] = {}
         if self._process is None:
             return found
@@ -122,7 +122,7 @@ class RankJob:
         return time.time()
 
     def sidecar(self) -> int | None:
-        """Process id of this run's sidecar on this machine, found as a person would, among all processes."""
+        """Return the process id of this run's sidecar on this machine, found among all processes."""
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 words = _words(entry / "cmdline")
@@ -131,7 +131,7 @@ class RankJob:
         return None
 
     def close(self) -> None:
-        """End what still runs: torchrun, its ranks, and the sidecar, which would linger for a while."""
+        """End all remaining processes: torchrun, its ranks, and the sidecar, which would otherwise linger."""
         self._closing.set()
         if self._controller.is_alive():
             self._controller.join()
@@ -163,7 +163,7 @@ class RankJob:
         self._process.wait()
 
     def last_line(self, words: str) -> str:
-        """The last line that was printed with these words; empty: there is none."""
+        """Return the last printed line that contains these words, or an empty string."""
         lines = self.log.read_text(errors="replace").splitlines()
         return next((line for line in reversed(lines) if words in line), "")
 

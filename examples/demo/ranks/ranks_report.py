@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - the page is prose
-"""The page of the demo of several ranks: what happened, and which rank held which step's rows after it."""
+"""The page of the demo of several ranks: the events, and the step of each rank's rows after each event."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def render(rank_report: RankReport) -> str:
 
 
 def _shards(happened: list[Event]) -> Figure:
-    """The largest table's rows after each event: whose they are, and of which step."""
+    """Draw the largest table's rows after each event: their rank and their step."""
     drawn, axes = canvas(0.72 * len(happened) + 0.8)
     for line, event in enumerate(happened):
         pieces = [(_SHARD.fullmatch(name), step) for name, step in event.comparison.step_per_shard.items()]

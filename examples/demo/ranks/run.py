@@ -44,15 +44,15 @@ ROOT = Path(__file__).resolve().parents[3]
 STEPS = 600
 RUN = "baskets"
 SAVES = 20
-"""As many checkpoints at even distances ..."""
+"""Number of checkpoints at even distances ..."""
 LEAST_STEPS = 20
-"""... but not closer together than these steps."""
+"""... with at least this many steps between them."""
 STEPS_TO_LOSE = 10
 PLS_TARGET = 0.1
-"""Of the samples may be lost to partial recoveries, from the last resize on."""
+"""Share of samples that partial recoveries may lose, from the last resize on."""
 REFERENCE_TIMEOUT_S = 600.0
 MAX_AUC_DIFFERENCE = 0.01
-"""By so much the AUC may differ. Other numbers of ranks draw other dropout; the rest is the same, see the losses."""
+"""Allowed difference of the AUC. Other numbers of ranks draw other dropout; the losses show that the rest is equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +60,16 @@ class ScheduledEvent:
     """An event of the list."""
 
     share: float
-    """Of the steps, from which on it is due."""
+    """The share of the steps from which on it is due."""
     action: Callable[[EventContext], Event]
 
 
 def event_schedule(ranks: int, steps: int) -> tuple[ScheduledEvent, ...]:
-    """What happens, in this order, to so many ranks in so many steps."""
     fewer = ranks // 2
     partial = ("--pls-target", str(PLS_TARGET))
     return (
         ScheduledEvent(share=0.1, action=events.kill_rank),
-        # An upload is short, so that several may pass before one is interrupted: early, and where steps take longest.
+        # An upload is short, and several may pass before one is interrupted: early, and where steps take longest.
         ScheduledEvent(share=0.2, action=events.kill_sidecar),
         ScheduledEvent(share=0.4, action=lambda context: events.resize(context, fewer, graceful=True)),
         ScheduledEvent(
@@ -83,7 +82,7 @@ def event_schedule(ranks: int, steps: int) -> tuple[ScheduledEvent, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDemoResult:
-    """The run with events, and what of the promises was broken."""
+    """The run with events, and the broken promises."""
 
     events: list[Event]
     history: RunHistory
@@ -94,7 +93,7 @@ class RankDemoResult:
 
 def main() -> int:
     args = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything that was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end every process that was started
     began = time.monotonic()
     console = Console(width=None if sys.stdout.isatty() else 120)
     folder = Path(tempfile.mkdtemp(prefix="deltashard-demo-ranks-"))
@@ -265,9 +264,9 @@ def _violations(happened: list[Event], steps: list[StepRecord], reference: StepL
         violations.append(
             f"the losses of steps {differ[:10]} on {events.ranks(world)} are not those of the uninterrupted run"
         )
-    # Ranks that are told to end leave within the call that saves their last step, and write no line of it.
+    # Ranks that get SIGTERM exit within the call that saves their last step, and write no line of it.
     missing = expected.keys() - {s.step for s in steps} - {event.committed_step for event in happened}
-    # These lines are rank 0's; another survivor may have been a step further, after which all go on.
+    # These lines are rank 0's; another survivor can be one step further, and all continue after that step.
     missing -= {event.restored_step for event in happened if event.mode == PARTIAL}
     if missing:
         violations.append(f"steps {sorted(missing)[:10]} were never trained")
@@ -275,7 +274,7 @@ def _violations(happened: list[Event], steps: list[StepRecord], reference: StepL
 
 
 def _late_first_cuts(steps: list[StepRecord], every: int) -> list[str]:
-    """Which lives did not begin to save when they were due to: a restore must not put the first cut off."""
+    """Return the lives whose first save was late: a restore must not delay the first snapshot."""
     lives: dict[int, list[StepRecord]] = {}
     for step in steps:
         lives.setdefault(step.process, []).append(step)

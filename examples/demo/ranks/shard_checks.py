@@ -1,11 +1,11 @@
-"""Whether what the ranks hold is one checkpoint of the store: every shard, every bit, all of one step.
+"""Checks that the ranks hold one checkpoint of the store: every shard, every bit, all of one step.
 
-After a partial recovery: whether a lost rank's shards are the checkpoint's, a survivor's what that survivor held last,
-as it had said itself by then, and the dense half on all ranks that of the survivor that was furthest.
+After a partial recovery a lost rank's shards must be the checkpoint's, a survivor's shards its own last recorded
+content, and the dense half on all ranks that of the survivor that was furthest.
 
-The checkpoint is read by this process, from the store alone, as any reader would (`deltashard.open_checkpoint`); what
-a rank holds are the hashes that it took of its living tensors (`shard_evidence.py`). A shard that is not what the
-checkpoint has at its place is looked for in all the others, so that a rank at another step is told from damage.
+This process reads the checkpoint from the store alone, as any reader would (`deltashard.open_checkpoint`). The ranks'
+content is the hashes of their live tensors (`shard_evidence.py`). A shard that differs from the checkpoint is
+searched in all other checkpoints, to distinguish a rank at another step from damage.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from deltashard import CheckpointReader, StoredRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardComparison:
-    """The ranks against one checkpoint."""
+    """The ranks compared with one checkpoint."""
 
     step_per_shard: dict[str, int | None]
-    """`rank 1: pair[262144:524288]` -> the step whose rows and optimizer state it holds; None: no checkpoint's."""
+    """`rank 1: pair[262144:524288]` -> the step whose rows and optimizer state it holds; None: in no checkpoint."""
     ahead: tuple[str, ...]
-    """Of these, survivors' that hold the update of one step more, which was never finished."""
+    """Survivors' shards among them that hold the update of one more, unfinished step."""
     wrong: tuple[str, ...]
-    """Shards, dense parameters and state that differ in any bit from what they must be, or are missing; gaps."""
+    """Shards, dense parameters and state that differ in any bit from the expected content, or are missing; gaps."""
     rows: int
-    """Table rows compared."""
 
     @property
     def exact(self) -> bool:
@@ -38,7 +37,7 @@ class ShardComparison:
 
 
 class StoredCheckpoint:
-    """One checkpoint in the store, its tables kept once they were read."""
+    """One checkpoint in the store; its tables are cached once read."""
 
     def __init__(self, url: str, run: str, seq: int) -> None:
         self._reader: CheckpointReader = deltashard.open_checkpoint(url, run, seq)
@@ -47,7 +46,7 @@ class StoredCheckpoint:
         self.rows = {name: schema.rows for name, schema in self._reader.tables.items()}
 
     def holds(self, shard: Mapping[str, Any]) -> bool:
-        """Whether a rank's shard is what this checkpoint has in its place."""
+        """Return whether a rank's shard equals this checkpoint's content at its place."""
         name = shard["table"]
         if name not in self._tables:
             self._tables[name] = self._reader.table(name)
@@ -73,9 +72,9 @@ def compare(
     others: Mapping[int, int],
     kept: Mapping[int, Kept] | None = None,
 ) -> ShardComparison:
-    """What `ranks` hold against checkpoint `seq`; `others` are the seqs of all the run has, with their steps.
+    """Compare `ranks` with checkpoint `seq`; `others` are the seqs of all checkpoints of the run, with their steps.
 
-    `kept`: what the survivors of a partial recovery held last; every other rank was lost.
+    `kept`: the survivors' last content before a partial recovery; every other rank was lost.
     """
     kept = kept or {}
     steps: dict[str, int | None] = {}
@@ -119,9 +118,9 @@ def compare(
 def lost_samples(
     ranks: Mapping[int, Content], kept: Mapping[int, Kept], committed_step: int, planned_steps: int
 ) -> float:
-    """PLS of one partial recovery by hand: over ranks, steps lost of those planned, times the rank's share of all rows.
+    """Compute one partial recovery's PLS: sum over ranks of lost / planned steps times the rank's share of rows.
 
-    A lost rank is back at `committed_step`, a survivor at its own last step; who was within the next has lost that one.
+    A lost rank restarts at `committed_step`, a survivor at its own last step; a rank in a later step loses that step.
     """
     rows = {
         rank: sum(stop - first for first, stop in (shard["rows"] for shard in content["shards"]))
@@ -136,7 +135,7 @@ def lost_samples(
 
 
 def _updated_last(own: Kept, shard: Mapping[str, Any]) -> int | None:
-    """The step that updated this very shard last, as a survivor had it; None: it had no such."""
+    """Return the step of the last update of this shard, as a survivor recorded it; None: it had no such shard."""
     for was in own["shards"]:
         if {name: value for name, value in was.items() if name != "step"} == shard:
             return int(was["step"])

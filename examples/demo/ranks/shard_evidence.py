@@ -1,9 +1,9 @@
-"""What each rank leaves for the report of the demo of several ranks: a line a step, and what it held when it mattered.
+"""Records each rank for the report of the demo of several ranks: a line per step, and hashes of its content.
 
 `rank-<r>/steps-*.jsonl`: as in the demo of one process; the loss is the mean over all ranks, the checksum that of the
-whole batch. `rank-<r>/cut-*.json` and `restored-*.json`: of every shard of a table, of its optimizer state, and of each
-dense parameter and its state the SHA-256, taken from TorchRec's own view of the living tensors, not by deltashard.
-`rank-<r>/last-*.json`, where recovery may be partial: the same of what the rank holds now, or held last (`held.py`).
+whole batch. `rank-<r>/cut-*.json` and `restored-*.json`: SHA-256 sums of every shard of a table, of its optimizer
+state, and of each dense parameter and its state, taken from TorchRec's own view of the live tensors, not by
+deltashard. `rank-<r>/last-*.json`, where recovery may be partial: the same of the rank's last content (`held.py`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ REPORTED_FIELDS = (
     "pls",
     "rank_steps",
 )
-"""What a rank says of its `Restored`."""
+"""The fields of `Restored` that a rank records."""
 
 
 class ShardRecorder:
-    """One rank's, written into `folder`; does nothing when that is None."""
+    """Writes one rank's records into `folder`; does nothing when `folder` is None."""
 
     def __init__(
         self, folder: str | None, model: DistributedModelParallel, optimizer: CombinedOptimizer
@@ -54,9 +54,9 @@ class ShardRecorder:
             self._log = StepLog(self._folder)
 
     def restored(self, resumed: Any, *, partial: bool) -> None:
-        """What this rank holds right after `restore()`, and what that said.
+        """Record this rank's content right after `restore()`, and its result.
 
-        `partial`: the next recovery may be, so that what this rank holds from here on is kept, up to the first that is.
+        `partial`: the next recovery may be partial, so this rank's content is recorded until one is.
         """
         if not self._folder or resumed is None:
             return
@@ -68,10 +68,10 @@ class ShardRecorder:
             self._last = LastShardState(path, self._model, self._optimizer, step=resumed.step)
 
     def mean(self, loss: Tensor) -> float:
-        """Of all ranks' losses; all of them come here before the backward pass.
+        """Return the mean of all ranks' losses; all ranks call this before the backward pass.
 
-        Not later: in a collective after `optimizer.step()` a death would find every survivor with half a step, and such
-        a step cannot be gone on from.
+        A later collective, after `optimizer.step()`, would leave every survivor of a death with half a step, from which
+        training cannot continue.
         """
         if not self._folder:
             return loss.item()
@@ -81,7 +81,7 @@ class ShardRecorder:
 
     @contextlib.contextmanager
     def record_step(self, step: int, loss: float, batch: BasketBatch, ckpt: Any) -> Iterator[None]:
-        """Time the body, which is `ckpt.step()`, and write this step's line; if it cut a checkpoint, what was cut.
+        """Time the body, which is `ckpt.step()`, and write this step's line; if it took a snapshot, record the content.
 
         `loss` and `batch` are those of all ranks.
         """
@@ -97,7 +97,7 @@ class ShardRecorder:
         self._log.write(step, loss, stall_s=stall_s, candidates=batch.candidates, cut=cut)
 
     def finished(self, step: int, auc: float, ckpt: Any) -> None:
-        """The result, which is the same on every rank; `ckpt` is closed, which may have cut."""
+        """Write the result, which is the same on every rank; `ckpt` is closed and may have taken a snapshot."""
         if self._folder:
             self._snapshot_taken(step, ckpt)
             write_atomic(self._folder / "result.json", {"step": step, "auc": auc})

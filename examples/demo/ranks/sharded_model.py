@@ -1,6 +1,6 @@
-"""The demo's model with its tables in TorchRec, spread over the ranks: the same rows, the same dense half.
+"""The demo's model with its tables in TorchRec, sharded over the ranks: the same rows, the same dense half.
 
-The pairs and the candidates are cut into rows, a piece for each rank; the items are whole on one of them. Tables learn
+The pairs and the candidates are sharded by rows over the ranks; the items are whole on one rank. Tables are updated
 by fused row-wise Adagrad within the backward pass, the dense half by Adam on gradients that DDP averages.
 """
 
@@ -16,7 +16,7 @@ from model import COLUMNS, INITIAL_STD, PAIR_ROWS, Scorer, pairs, present, repea
 from torch import Tensor, nn
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what FBGEMM's CPU build lacks, told at each import
+    warnings.simplefilter("ignore")  # FBGEMM's CPU build warns at each import about missing operators
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
     from torchrec.distributed import DistributedModelParallel
@@ -57,7 +57,7 @@ class ShardedBasketModel(nn.Module):
         self.scorer = Scorer()
 
     def forward(self, batch: BasketBatch) -> Tensor:
-        """Logits, float32 [B, 1 + N]."""
+        """Return logits, float32 [B, 1 + N]."""
         choice, sizes = repeated(batch), batch.sizes[repeated(batch)]
         looked_up = KeyedJaggedTensor.from_lengths_sync(
             keys=list(SHARDING),
@@ -71,7 +71,7 @@ class ShardedBasketModel(nn.Module):
 
 
 def build(item_count: int) -> DistributedModelParallel:
-    """The model as this rank of the default process group holds it."""
+    """Build this rank's part of the model in the default process group."""
     sharder = EmbeddingBagCollectionSharder(
         fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
     )
@@ -85,14 +85,14 @@ def build(item_count: int) -> DistributedModelParallel:
         device=torch.device("cpu"),
         plan=ShardingPlan({"tables": tables}),
         sharders=[sharder],
-        # DDP lays its buckets out anew after its first step, so that more than two ranks sum gradients in another order
-        # from the second step on, and in the first one's after a restart. With this it keeps them, bit for bit.
+        # DDP rebuilds its buckets after its first step, so that more than two ranks sum gradients in another order from
+        # the second step on, and in the first order after a restart. This setting keeps the order.
         data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True),
     )
 
 
 def optimizer_of(model: DistributedModelParallel) -> CombinedOptimizer:
-    """The fused optimizer of the tables, and Adam for the dense half."""
+    """Return the fused optimizer of the tables, and Adam for the dense half."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     return CombinedOptimizer(
         [model.fused_optimizer, KeyedOptimizerWrapper(dense, partial(torch.optim.Adam, lr=1e-3))]

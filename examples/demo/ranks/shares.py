@@ -1,8 +1,8 @@
-"""Each rank's share of the batch of a training step, whichever the number of ranks.
+"""Each rank's share of the batch of a training step, for any number of ranks.
 
-The batch is a function of the step, which is the same for all ranks, and each takes its part of it: so a step trains on
-the same samples in every world, and needs no position of a loader. What `wrap` does in another world, see
-docs/distributed.md.
+The batch is a function of the step, which is the same for all ranks, and each rank takes its part. A step trains on
+the same samples in every world, and needs no position of a loader. docs/distributed.md describes what `wrap` does in
+another world.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from baskets import BasketBatch, HeldOutItems, Retail
 
 BATCH_SIZE = 120
-"""Samples of all ranks together: as many on each of 1, 2, 3, 4, 5, 6 or 8 ranks."""
+"""Samples of all ranks together, divisible by 1, 2, 3, 4, 5, 6 and 8 ranks."""
 
 
 class StepBatches:
@@ -27,13 +27,13 @@ class StepBatches:
         """Epoch, and the order of its samples."""
 
     def after(self, step: int) -> Iterator[BasketBatch]:
-        """The batches of the steps after `step`, without end."""
+        """Yield the batches of the steps after `step`, without end."""
         while True:
             step += 1
             yield self.of(step)
 
     def of(self, step: int) -> BasketBatch:
-        """The batch of the `step`-th step, from 1; leaves torch's default generator as it was."""
+        """Return the batch of the `step`-th step, from 1; does not change torch's default generator."""
         epoch, at = divmod(step - 1, len(self._samples) // BATCH_SIZE)
         if self._order[0] != epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch)
@@ -44,5 +44,5 @@ class StepBatches:
 
 
 def share(batch: BasketBatch, rank: int, world: int) -> BasketBatch:
-    """Every `world`-th sample of a batch, from the `rank`-th on."""
+    """Return every `world`-th sample of a batch, from the `rank`-th on."""
     return BasketBatch(**{field.name: getattr(batch, field.name)[rank::world] for field in fields(batch)})

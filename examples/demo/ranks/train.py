@@ -30,11 +30,10 @@ from shares import StepBatches, share
 
 SEED = 20260101
 PEER_S = 60
-"""A rank that others wait for longer is lost; torchrun starts all of them again."""
+"""A rank that others wait for longer is lost; torchrun restarts all of them."""
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -51,7 +50,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train for `--steps` steps, from wherever the last checkpoint left off."""
+    """Train for `--steps` steps, from the last checkpoint on."""
     args = arguments()
     dist.init_process_group("gloo", timeout=timedelta(seconds=PEER_S))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -59,10 +58,10 @@ def main() -> None:
     logging.getLogger("deltashard").setLevel(logging.INFO)
     retail = baskets.load()
     batches = StepBatches(retail, seed=SEED)
-    torch.manual_seed(SEED + rank)  # each rank draws the rows that it holds; the dense half is rank 0's
+    torch.manual_seed(SEED + rank)  # each rank draws its own rows; the dense half is rank 0's
     model = sharded_model.build(retail.item_count)
     optimizer = sharded_model.optimizer_of(model)
-    torch.manual_seed(SEED + rank)  # from here on each its own dropout
+    torch.manual_seed(SEED + rank)  # from here on each rank has its own dropout
     evidence = ShardRecorder(args.evidence, model, optimizer)
 
     ckpt, step = None, 0
@@ -71,7 +70,7 @@ def main() -> None:
             model,
             optimizer,
             every_steps=args.every_steps,
-            encoding="fp32",  # so that a step that is trained twice has the same loss, bit for bit
+            encoding="fp32",  # so that a repeated step has the same loss, bit for bit
             keep_last=1000,
             recovery="full" if args.pls_target is None else "partial",
             pls_target=args.pls_target,
@@ -93,7 +92,7 @@ def main() -> None:
                 if ckpt:
                     ckpt.step()  # <- the last statement of the loop body
     held_out = baskets.held_out_batches(retail, batch_size=2048, seed=SEED)
-    evidence.finished(step, auc(model, held_out), ckpt)  # a sharded model's lookups take every rank
+    evidence.finished(step, auc(model, held_out), ckpt)  # a sharded model's lookups involve every rank
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
-"""The Kubernetes API over HTTPS with a client certificate: JSON in, JSON out, nothing remembered.
+"""The Kubernetes API over HTTPS with a client certificate: JSON in, JSON out, no cached state.
 
-A few lines of urllib3 instead of a client library: tests post manifests as users write them, and the library would
-take longer to import than the cluster to start.
+A few lines of urllib3 replace a client library: tests post manifests as users write them, and the import of the
+library would take longer than the start of the cluster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Object = dict[str, Any]
 
 
 class ApiError(Exception):
-    """The apiserver refused; `code` is the HTTP status."""
+    """The apiserver refused a request; `code` is the HTTP status."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(f"{code}: {message}")
@@ -46,7 +46,6 @@ class KubeApi:
     def call(
         self, method: str, path: str, body: Any = None, *, content_type: str = "application/json"
     ) -> str:
-        """The reply's text; raises `ApiError`."""
         data = None if body is None else json.dumps(body)
         reply = self._http.request(
             method, f"{self._server}{path}", body=data, headers={"Content-Type": content_type}
@@ -63,7 +62,6 @@ class KubeApi:
         return found
 
     def find(self, path: str) -> Object | None:
-        """An object, or None when there is none."""
         try:
             return self.get(path)
         except ApiError as error:
@@ -80,11 +78,9 @@ class KubeApi:
         return made
 
     def patch(self, path: str, change: Any, how: str = "merge") -> None:
-        """Change an object: by a merge patch, or by a `json` one."""
         self.call("PATCH", path, change, content_type=f"application/{how}-patch+json")
 
     def delete(self, path: str, **options: Any) -> None:
-        """Delete an object; nothing when it is gone already."""
         try:
             self.call("DELETE", path, {"kind": "DeleteOptions", "apiVersion": "v1", **options})
         except ApiError as error:

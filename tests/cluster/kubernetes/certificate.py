@@ -1,4 +1,4 @@
-"""The cluster's own certificate authority, made anew for every cluster: certificates, kubeconfigs, the service-account key."""
+"""The cluster's own certificate authority, new for every cluster: certificates, kubeconfigs, the service-account key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.server import apiserver
 
 
 class ClusterAuthority:
-    """A CA in a folder; what it issues lies there as `<name>.crt` and `<name>.key`."""
+    """A CA in a folder; it writes what it issues there as `<name>.crt` and `<name>.key`."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
 """A whole Kubernetes on one machine, from binaries, in seconds.
 
-It is etcd, apiserver, controller-manager, scheduler, kube-proxy, DNS, and nodes. Everything listens on loopback or on
-the bridge; everything is ended by pid; the host is put back.
+It consists of etcd, apiserver, controller-manager, scheduler, kube-proxy, DNS, and nodes. Every server listens on
+loopback or on the bridge; every process is ended by pid; the host is restored.
 
-One cluster at a time: paths and addresses are fixed. What an earlier run left (it was killed) is cleaned up first. The
-process that called `up` calls `down`; others `attach` to what is up.
+Only one cluster runs at a time: paths and addresses are fixed. The start first cleans up after an earlier run that
+was killed. The process that called `up` calls `down`; other processes `attach`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ FOLDER = Path("/var/lib/deltashard-cluster")
 PROGRAMS = ("containerd", "runc", "ctr", "iptables", "ip")
 PACKAGES = ("containerd", "runc", "containernetworking-plugins", "iptables", "iproute2")
 NODES = ("n1", "n2", "m1", "m2")
-"""Nodes whose names begin with m are for scenarios that harm nodes: only pods that ask for them get there."""
+"""Nodes whose names begin with m are for scenarios that harm nodes: only pods that request them run there."""
 DIRTY = "harmed"
-"""Pool of those nodes."""
+"""Pool of the nodes whose names begin with m."""
 TOOLS = (
     "minio",
     "etcd",
@@ -87,7 +87,7 @@ class LocalCluster:
         }
 
     def attach(self) -> None:
-        """Use the cluster that another process of the tests has up."""
+        """Use the cluster that another process of the tests has started."""
         certificates = FOLDER / "certificates"
         admin = certificates / "admin.crt", certificates / "admin.key"
         self.api = KubeApi(SERVER, ca=certificates / "ca.crt", certificate=admin)
@@ -95,7 +95,7 @@ class LocalCluster:
             node.attach()
 
     def up(self, images: Sequence[Path]) -> None:
-        """Start everything; returns when every node is Ready and pods can be created."""
+        """Start every component; return when every node is Ready and pods can be created."""
         etcd, kubernetes, coredns = (
             tool.require_tool("etcd"),
             tool.require_tool("kubernetes"),
@@ -146,11 +146,11 @@ class LocalCluster:
         self.timings_s["nodes ready"] = time.monotonic() - began_s
 
     def register_process(self, name: str, pid: int) -> None:
-        """A process of the test's own that must end with the cluster, also when the test is killed."""
+        """Register a process of the test that must end with the cluster, also when the test is killed."""
         self._ledger.add(name, pid)
 
     def kubectl(self, *arguments: str | Path, check: bool = True, timeout_s: float = 120.0) -> str:
-        """Run kubectl as a user of the cluster does; returns its output, raises `ClusterError` with what it said."""
+        """Run kubectl as a user of the cluster does; return its output, or raise `ClusterError` with its message."""
         return run(
             tool.require_tool("kubectl"),
             f"--kubeconfig={self.kubeconfig}",
@@ -183,7 +183,6 @@ class LocalCluster:
         self._servers.append(server)
 
     def _wait_answer(self, url: str) -> None:
-        """Until the server started last answers a GET with 200."""
         with urllib3.PoolManager(retries=False, timeout=2) as http:
 
             def healthy() -> bool:
@@ -195,13 +194,13 @@ class LocalCluster:
             self._servers[-1].wait_ready(healthy)
 
     def down(self) -> list[str]:
-        """End everything; returns what could not be put back (empty is well)."""
-        if self._lock is None:  # it is another test run's
+        """End every process; return what could not be restored (empty on success)."""
+        if self._lock is None:  # the record belongs to another test run
             return []
         with contextlib.suppress(AttributeError):
             self.api.close()
         for node in self.nodes.values():
-            with contextlib.suppress(AttributeError):  # it was not reached
+            with contextlib.suppress(AttributeError):  # the start did not get this far
                 node.stop()
         for server in reversed(self._servers):
             server.stop()
@@ -212,7 +211,7 @@ class LocalCluster:
 
 
 def clean_up() -> list[str]:
-    """End and undo what the record of a cluster on this machine names; returns what is left all the same."""
+    """End and undo what the record of a cluster on this machine names; return what remains."""
     if not FOLDER.exists():
         return []
     ProcessLedger(FOLDER / "processes.jsonl").end_all()

@@ -16,7 +16,7 @@ from tests.support.server.minio_server import free_port
 
 SERVER = f"https://{HOST}:6443"
 AUDIT_LOG = "audit.jsonl"
-"""Every write that the apiserver took, one JSON event a line: who, what, which object."""
+"""Every write that the apiserver accepted, one JSON event a line: user, verb, object."""
 
 
 def etcd(folder: Path, client: str) -> list[str]:
@@ -31,7 +31,7 @@ def etcd(folder: Path, client: str) -> list[str]:
 
 
 def _audit_policy() -> dict[str, Any]:
-    """Writes by anybody, without their bodies; leases and reviews are noise."""
+    """Audit every write without its body; leases and reviews are noise."""
     leases = [{"group": "coordination.k8s.io", "resources": ["leases"]}]
     reviews = [
         {"group": "authorization.k8s.io", "resources": ["subjectaccessreviews"]},
@@ -89,7 +89,7 @@ def _config(authority: ClusterAuthority, name: str) -> Path:
 
 
 def controller_manager(folder: Path, authority: ClusterAuthority) -> list[str]:
-    """Flags of kube-controller-manager, which gives a node up after 12 s: no stall of this machine is a lost node."""
+    """Flags of kube-controller-manager, which gives a node up after 12 s: a stall of this machine never loses a node."""
     ca, key = authority.file, authority.key_file
     return [
         f"--kubeconfig={_config(authority, 'kube-controller-manager')}", "--bind-address=127.0.0.1",
@@ -136,9 +136,9 @@ def proxy(folder: Path, authority: ClusterAuthority, nodes: Sequence[str]) -> li
 
 
 def dns(folder: Path, kubeconfig: Path) -> tuple[list[str], str]:
-    """Flags of CoreDNS, which runs on the host at port 53 of the bridge, and the URL that says when it is ready.
+    """Flags of CoreDNS, which runs on the host at port 53 of the bridge, and the URL of its readiness check.
 
-    A name outside of the cluster does not exist: there is no way out.
+    A name outside of the cluster does not exist: the cluster has no route out.
     """
     port = free_port()
     corefile = folder / "Corefile"

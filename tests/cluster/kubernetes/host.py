@@ -1,11 +1,11 @@
-"""What a cluster changes on its host, all of it undone by `restore`.
+"""What a cluster changes on its host; `restore` undoes all of it.
 
-It is a bridge with its addresses, a route, iptables rules, sysctls that kubelet and kube-proxy set, cgroups, mounts, and
-folders whose paths Kubernetes hard-codes.
+The changes are a bridge with its addresses, a route, iptables rules, sysctls that kubelet and kube-proxy set,
+cgroups, mounts, and folders whose paths Kubernetes hard-codes.
 
-The pods' network is a bridge of our own without a way out: the pods have no default route, the bridge alone may forward,
-and what leaves it for another interface is dropped (a ClusterIP that nobody translated would else follow the host's
-default route). Restoring works from a file, so that it also works for a test run that was killed.
+The pods' network is a separate bridge without a route out. The pods have no default route, only the bridge may
+forward, and packets that leave it for another interface are dropped (an untranslated ClusterIP would otherwise follow
+the host's default route). `restore` reads a file, so it also works for a test run that was killed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tests.cluster.kubernetes.process import ClusterError, run
 
 BRIDGE = "dsk0"
 V6 = os.environ.get("DELTASHARD_TEST_CLUSTER_FAMILY") == "6"
-"""Whether pods, Services and the API have IPv6 addresses and no others."""
+"""Whether pods, Services and the API have only IPv6 addresses."""
 NETWORK = "fd85::" if V6 else "10.85.0."
-"""What every address of the bridge begins with."""
+"""Prefix of every address of the bridge."""
 PREFIX = 64 if V6 else 24
 SUBNET = f"fd85::/{PREFIX}" if V6 else f"10.85.0.0/{PREFIX}"
 HOST_ADDRESS = f"{NETWORK}1"
 HOST = f"[{HOST_ADDRESS}]" if V6 else HOST_ADDRESS
-"""As URLs have it."""
+"""The host's address as URLs contain it."""
 SERVICES = "fd96::/112" if V6 else "10.96.0.0/16"
 API_SERVICE = "fd96::1" if V6 else "10.96.0.1"
 SYSCTLS = (
@@ -41,21 +41,21 @@ SYSCTLS = (
     "net/ipv4/ip_forward",
     "net/ipv6/conf/all/forwarding",
 )
-"""Set by kubelet and kube-proxy."""
+"""Sysctls that kubelet and kube-proxy set."""
 FOLDERS = ("/var/lib/kubelet", "/var/log/containers", "/var/log/pods", "/var/lib/cni", "/run/containerd")
-"""Made by kubelet, CNI and shims wherever their own folders lie; removed when they were not there before."""
+"""Folders that kubelet, CNI and shims create at fixed paths; removed when they did not exist before."""
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Host:
-    """The changes, and the way back; `folder` keeps the record."""
+    """The changes and their reversal; `folder` keeps the record."""
 
     def __init__(self, folder: Path) -> None:
         self._record = folder / "host.json"
         self._folder = folder
 
     def prepare(self, addresses: Sequence[str]) -> None:
-        """Bridge with the host's and the nodes' addresses, route to services, and the drop of what would leave."""
+        """Create the bridge with its addresses, the route to services, and the rule that drops outgoing packets."""
         if Path("/sys/class/net", BRIDGE).exists():
             raise ClusterError(f"an interface {BRIDGE} exists and is not ours: ip link delete {BRIDGE}")
         record = {
@@ -75,14 +75,14 @@ class Host:
         run("ip6tables" if V6 else "iptables", *drop.split())
 
     def make_cgroup(self, name: str) -> None:
-        """A cgroup in every hierarchy; a v1 cpuset is useless until it is told its processors."""
+        """Make a cgroup in every hierarchy; a v1 cpuset is unusable until its processors are set."""
         for hierarchy in _hierarchies():
             folder = hierarchy / name
             folder.mkdir(exist_ok=True)
             for setting in ("cpuset.cpus", "cpuset.mems"):
                 if (folder / setting).exists() and hierarchy != CGROUPS:
                     (folder / setting).write_text((hierarchy / setting).read_text())
-            # A node does not starve beside whatever else the machine does: it counts as much as many processes.
+            # A node gets the weight of many processes, so other work on the machine does not starve it.
             for setting, most in (("cpu.shares", "65536"), ("cpu.weight", "10000")):
                 if (folder / setting).exists():
                     (folder / setting).write_text(most)
@@ -93,7 +93,7 @@ class Host:
         return [pid for each in _subtree(folder) for pid in _members(each)]
 
     def remove_cgroup(self, name: str) -> None:
-        """Remove it and what is below; whatever still runs in it is killed first."""
+        """Remove the cgroup and its descendants; processes that still run in it are killed first."""
         for hierarchy in _hierarchies():
             ends_s = time.monotonic() + 10
             folder = hierarchy / name
@@ -117,7 +117,7 @@ class Host:
             run("umount", "-l", mount, check=False)
 
     def restore(self) -> list[str]:
-        """Put everything back; returns what differs all the same (empty is well)."""
+        """Restore everything; return what still differs (empty on success)."""
         if not self._record.exists():
             return []
         record = json.loads(self._record.read_text())
@@ -152,12 +152,12 @@ def _hierarchies() -> list[Path]:
 
 
 def _subtree(folder: Path) -> list[Path]:
-    """The folder and all below, the deepest first; what goes meanwhile (a container's end) is passed over."""
+    """Return the folder and all its descendants, the deepest first; a folder that disappears meanwhile is skipped."""
     return [Path(root) for root, _, _ in os.walk(folder, topdown=False)]
 
 
 def _members(cgroup: Path) -> list[int]:
-    """Processes of one cgroup; none when it is gone."""
+    """Return the processes of one cgroup; none when it does not exist."""
     try:
         return [int(pid) for pid in (cgroup / "cgroup.procs").read_text().split()]
     except OSError:
@@ -179,7 +179,7 @@ def _drop_rules(keep: set[str]) -> None:
     ours = [rule.split(" ", 3) for rule in _rules() - keep]
     for program, table, how, spec in ours:
         if how == "-A":
-            # As the program quotes it: comments have spaces.
+            # Match the program's quoting: comments have spaces.
             run(program, "-w", "-t", table, "-D", *shlex.split(spec))
     for program, table, how, spec in ours:
         if how == "-N":

@@ -1,10 +1,10 @@
 """Container images without a Docker engine or a registry: OCI archives written here, imported into each node's containerd.
 
-What is in an image is what a user would install: the wheel built from this tree, installed into /opt/deltashard, plus,
-for the trainer, its script. What is heavy and not ours comes from the host, read-only, into every container by the
-runtime's base spec: /usr (libc, shell), the Python that runs the tests at /opt/python, and the site-packages that hold
-torch, numpy and grpc at /opt/third-party. That folder stands on PYTHONPATH, where `.pth` files are not read: the
-checkout's editable install is invisible in a container, so only the wheel can be imported.
+An image contains what a user would install: the wheel built from this tree, installed into /opt/deltashard, plus, for
+the trainer, its script. Large third-party parts come from the host, read-only, into every container by the runtime's
+base spec: /usr (libc, shell), the Python that runs the tests at /opt/python, and the site-packages that hold torch,
+numpy and grpc at /opt/third-party. That folder is on PYTHONPATH, where `.pth` files are not read: the checkout's
+editable install is invisible in a container, so only the wheel can be imported.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def _uv() -> str:
 
 
 def wheel(version: str = "") -> Path:
-    """The wheel of this tree, built once per content, from a copy so that no stale build folder gets into it.
+    """Build the wheel of this tree once per content, from a copy so that no stale build folder gets into it.
 
-    With `version`, the same code says that it is of that version.
+    With `version`, the same code reports that version.
     """
     files = [ROOT / name for name in ("pyproject.toml", "setup.py", "README.md")]
     for package in _PACKAGED:
@@ -108,7 +108,7 @@ def wheel(version: str = "") -> Path:
 
 
 def installed(target: Path, version: str = "") -> Path:
-    """The wheel installed into a folder, its scripts made to run with the container's Python."""
+    """Install the wheel into a folder; its scripts run with the container's Python."""
     run(
         _uv(), "pip", "install", "-q", "--no-deps", "--compile-bytecode", "--python", sys.executable,
         "--target", target, wheel(version),
@@ -121,7 +121,7 @@ def installed(target: Path, version: str = "") -> Path:
 
 
 class Layer:
-    """A tar archive under construction, the same bytes for the same content."""
+    """A tar archive under construction; equal content gives equal bytes."""
 
     def __init__(self) -> None:
         self._data = io.BytesIO()
@@ -143,7 +143,7 @@ class Layer:
         self._tar.addfile(entry, io.BytesIO(data))
 
     def tree(self, name: str, folder: Path) -> None:
-        """A folder with everything in it, readable by everybody."""
+        """Add a folder with all its content, readable by every user."""
         self.folder(name)
         for path in sorted(folder.rglob("*")):
             where = f"{name}/{path.relative_to(folder)}"
@@ -158,7 +158,7 @@ class Layer:
 
 
 def base_layer() -> bytes:
-    """An empty system that finds everything in the mounts."""
+    """Build an empty system that finds every file in the mounts."""
     layer = Layer()
     for name in ("etc", "proc", "sys", "dev", "run", "var", "var/cache", "opt", "app", "root", "home"):
         layer.folder(name)
@@ -176,7 +176,7 @@ def base_layer() -> bytes:
 
 
 def pause_layer() -> bytes:
-    """What keeps a pod's namespaces open: the host's `sleep` with its libraries, since sandboxes get no mounts."""
+    """Build the image of a pod's pause process: the host's `sleep` with its libraries, since sandboxes get no mounts."""
     program = Path(shutil.which("sleep") or "/bin/sleep").resolve()
     layer = Layer()
     layer.file("pause", program.read_bytes(), 0o755)
@@ -187,7 +187,7 @@ def pause_layer() -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """One image: layers from the bottom up."""
+    """One image: its layers from the bottom up."""
 
     name: str
     layers: tuple[bytes, ...]
@@ -196,7 +196,6 @@ class Image:
 
 
 def archive(path: Path, images: Sequence[Image]) -> Path:
-    """An OCI archive that `ctr images import` takes; layers that images share are in it once."""
     blobs: dict[str, bytes] = {}
 
     def blob(data: bytes, media: str) -> dict[str, object]:
@@ -247,7 +246,7 @@ def archive(path: Path, images: Sequence[Image]) -> Path:
 
 
 def build(path: Path, *, tag: str = TAG, version: str = "") -> Path:
-    """An archive of the sidecar's, the operator's and the trainer's images; with the sandboxes' too."""
+    """Build an archive of the sidecar's, the operator's and the trainer's images, and optionally the sandboxes' image."""
     with tempfile.TemporaryDirectory(prefix="deltashard-image-") as scratch:
         layer = Layer()
         layer.tree("opt/deltashard", installed(Path(scratch, "wheel"), version))
@@ -271,7 +270,7 @@ def build(path: Path, *, tag: str = TAG, version: str = "") -> Path:
 
 
 def base_spec() -> dict[str, object]:
-    """The runtime spec every container starts from: containerd's own, with the mounts and a sane number of files."""
+    """Return the runtime spec of every container: containerd's own, with the mounts and a bounded number of files."""
     said = subprocess.run(
         ["ctr", "oci", "spec"], check=True, capture_output=True, text=True, timeout=limit_s(60)
     ).stdout

@@ -1,8 +1,8 @@
-"""A node: a containerd and a kubelet of its own, with its own address on the bridge and its own cgroup.
+"""A node: its own containerd and kubelet, with its own address on the bridge and its own cgroup.
 
-All nodes live in the host's network namespace. Two kubelets cannot share one containerd: each would kill the other's
-pods as orphans. `freeze` stops a node without a word, containers and all, as a hung machine; `thaw` lets its
-containers go on first, which is how a zombie trainer meets the one that took its place.
+All nodes share the host's network namespace. Two kubelets cannot share one containerd: each would kill the other's
+pods as orphans. `freeze` stops a node and its containers without notice, as a hung machine; `thaw` continues its
+containers first, so a zombie trainer meets its replacement.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tests.support.server.minio_server import free_port
 
 CNI_BINARIES = "/usr/lib/cni"
 POOL = "deltashard.test/pool"
-"""Label and taint of nodes that only take pods that ask for them."""
+"""Label and taint of nodes that accept only pods that request them."""
 
 
 def write_network(folder: Path) -> None:
-    """The pods' network: our bridge, addresses of one pool for all nodes, no default route."""
+    """Write the pods' network: the bridge, addresses of one pool for all nodes, no default route."""
     folder.mkdir(parents=True, exist_ok=True)
     bridge = {
         "type": "bridge",
@@ -53,7 +53,7 @@ def write_network(folder: Path) -> None:
 
 
 class Node:
-    """One node; `start` after `stop` is the same node again."""
+    """One node; `start` after `stop` restores the same node."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Node:
             "evictionHard": {"memory.available": "50Mi"},
             "imageGCHighThresholdPercent": 100,
             "nodeStatusUpdateFrequency": "1s",
-            "syncFrequency": "10s",  # a changed Secret is in its volume so soon, not after a minute
+            "syncFrequency": "10s",  # a changed Secret reaches its volume after this time instead of a minute
             "nodeLeaseDurationSeconds": 8,
             "podLogsDir": str(self.logs),
             "volumePluginDir": str(self.folder / "plugins"),
@@ -134,7 +134,6 @@ class Node:
         (self.folder / "commands.json").write_text(json.dumps(commands))
 
     def attach(self) -> None:
-        """Know the servers of a prepared node."""
         commands = json.loads((self.folder / "commands.json").read_text())
         self.containerd, self.kubelet = (
             ServerProcess(f"{self.name}-{name}", command, folder=self.folder, ledger=self._ledger)
@@ -172,11 +171,9 @@ conf_dir = "{self._network}"
 """
 
     def ctr(self, *arguments: str | Path) -> str:
-        """Run containerd's own client, as the kubelet's namespace."""
         return run("ctr", "--address", self.socket, "--namespace", "k8s.io", *arguments)
 
     def start_runtime(self, images: Sequence[Path]) -> None:
-        """containerd, with these images in it."""
         self.containerd.start()
         self.containerd.wait_ready(lambda: self.socket.exists() and self._answers(), timeout_s=60)
         for image in images:
@@ -190,7 +187,7 @@ conf_dir = "{self._network}"
         return True
 
     def container_pid(self, container_id: str) -> int:
-        """Process id, on the host, of a container that a pod's status names (`containerd://...`)."""
+        """Return the host's process id of a container that a pod's status names (`containerd://...`)."""
         wanted = container_id.removeprefix("containerd://")
         for line in self.ctr("tasks", "list").splitlines()[1:]:
             found, pid, state = line.split()[:3]
@@ -199,7 +196,7 @@ conf_dir = "{self._network}"
         raise ClusterError(f"{self.name} runs no container {wanted}")
 
     def freeze(self) -> None:
-        """Stop kubelet, containerd and every container, as they stand, with no signal that anybody could handle."""
+        """Stop kubelet, containerd and every container without a signal that a process could handle."""
         self.kubelet.signal(signal.SIGSTOP)
         self.containerd.signal(signal.SIGSTOP)
         self._frozen = []
@@ -209,7 +206,7 @@ conf_dir = "{self._network}"
                 os.kill(pid, signal.SIGSTOP)
 
     def thaw_containers(self) -> None:
-        """The containers go on, nobody supervises them yet."""
+        """Continue the containers; no process supervises them yet."""
         for pid, started in self._frozen:
             if started is not None and start_time(pid) == started:
                 os.kill(pid, signal.SIGCONT)
@@ -243,12 +240,12 @@ conf_dir = "{self._network}"
         self._host.remove_cgroup(self.cgroup)
 
     def _shims(self) -> list[tuple[int, str | None]]:
-        """Shims run detached; they name our containerd's address on their command line."""
+        """Find the shims, which run detached and name this node's containerd on their command line."""
         return shims_of(self.socket)
 
 
 def shims_of(marker: Path) -> list[tuple[int, str | None]]:
-    """(pid, start time) of every containerd shim whose command line names `marker`, its children not included."""
+    """Return (pid, start time) of every containerd shim whose command line names `marker`, without its children."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

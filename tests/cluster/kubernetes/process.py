@@ -1,7 +1,7 @@
-"""Servers that the cluster is made of: started, waited for, ended by pid, and findable again after a test run was killed.
+"""Server processes of the cluster: start, wait, end by pid, and find again after a test run was killed.
 
-Every process is written to a ledger file before anything depends on it, with its start time from /proc: so a later run
-can end what an earlier one left behind and can never hit a process that merely got the same number.
+Every process is written to a ledger file before another component depends on it, with its start time from /proc. So a
+later run can end the processes of an earlier one and never ends an unrelated process with the same pid.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tests.support.machine import limit_s
 
 
 class ClusterError(Exception):
-    """The cluster cannot be built, or something in it did not happen in time."""
+    """The cluster cannot be built, or an expected event did not happen in time."""
 
 
 def wait_until(
     condition: Callable[[], object], *, timeout_s: float, what: str | Callable[[], str], every_s: float = 0.05
 ) -> None:
-    """Poll until `condition()` is true; raises `ClusterError` that says `what` did not happen.
+    """Poll until `condition()` is true; raise `ClusterError` that names `what` did not happen.
 
-    `timeout_s` is for an idle machine: this one may take longer (`machines.patience`).
+    `timeout_s` is for an idle machine: the actual limit may be longer (`machine.limit_s`).
     """
     try:
         eventually(condition, what, timeout_s=timeout_s, every_s=every_s)
@@ -37,7 +37,7 @@ def wait_until(
 
 
 def start_time(pid: int) -> str | None:
-    """When the process began, in the kernel's ticks; None when there is none (or only its zombie)."""
+    """Return when the process began, in the kernel's ticks; None when it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -46,21 +46,21 @@ def start_time(pid: int) -> str | None:
 
 
 def end(pid: int, started: str | None, *, timeout_s: float = 10.0) -> None:
-    """SIGTERM, then SIGKILL; nothing when the number belongs to another process by now."""
+    """Send SIGTERM, then SIGKILL; do nothing when the pid now belongs to another process."""
     timeout_s = limit_s(timeout_s)
     for how in (signal.SIGTERM, signal.SIGKILL):
         if start_time(pid) != started or started is None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, how)
-            os.kill(pid, signal.SIGCONT)  # a stopped process would not hear it
+            os.kill(pid, signal.SIGCONT)  # a stopped process does not handle SIGTERM
         ends_s = time.monotonic() + timeout_s
         while start_time(pid) == started and time.monotonic() < ends_s:
             time.sleep(0.01)
 
 
 class ProcessLedger:
-    """The processes that were started, in a file: also how one process of the tests finds what another started."""
+    """The started processes, in a file; one process of the tests uses it to find what another started."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -88,9 +88,9 @@ class ProcessLedger:
 
 
 class ServerProcess:
-    """One long-running process with a log file; `start` after `kill` begins it anew.
+    """One long-running process with a log file; `start` after `kill` starts it again.
 
-    It may have been started by another process of the tests: the ledger tells which one it is.
+    Another process of the tests may have started it: the ledger names the pid.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ServerProcess:
         self._child: subprocess.Popen[bytes] | None = None
 
     def _process(self) -> tuple[int, str] | None:
-        """(pid, start time) while it runs."""
+        """Return (pid, start time) while the process runs."""
         if self._child is not None:
             self._child.poll()  # reaps it
         found = self._ledger.newest(self.name)
@@ -111,7 +111,6 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id; raises `ClusterError` when it is not running."""
         if (found := self._process()) is None:
             raise ClusterError(f"{self.name} does not run")
         return found[0]
@@ -121,7 +120,7 @@ class ServerProcess:
         return self._process() is not None
 
     def start(self) -> None:
-        """Start it in a session of its own; returns at once."""
+        """Start the process in its own session; return at once."""
         with self.log.open("ab") as log:
             self._child = subprocess.Popen(
                 self.command,
@@ -134,11 +133,11 @@ class ServerProcess:
         self._ledger.add(self.name, self._child.pid)
         with contextlib.suppress(
             OSError
-        ):  # where sessions share the processors, a busy machine's do not starve it
+        ):  # sessions share the processors, so a busy machine does not starve this one
             Path(f"/proc/{self._child.pid}/autogroup").write_text("-10")
 
     def wait_ready(self, condition: Callable[[], object], *, timeout_s: float = 60.0) -> None:
-        """Wait for `condition()`; a process that ended meanwhile fails at once, with its last words."""
+        """Wait for `condition()`; a process that ended meanwhile fails at once, with the end of its log."""
 
         def settled() -> bool:
             if not self.alive:
@@ -172,9 +171,9 @@ class ServerProcess:
 
 
 def run(*command: str | Path, check: bool = True, timeout_s: float = 120.0) -> str:
-    """Run a command, return its output; raises `ClusterError` with what it said.
+    """Run a command, return its output; raise `ClusterError` with its message.
 
-    `timeout_s` is for an idle machine: this one may take longer.
+    `timeout_s` is for an idle machine: the actual limit may be longer.
     """
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s(timeout_s), check=False)

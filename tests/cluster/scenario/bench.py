@@ -1,4 +1,4 @@
-"""What one scenario works with: namespaces and a bucket of its own, its Jobs, and the questions that all scenarios ask."""
+"""What one scenario works with: its namespaces, its bucket, its Jobs, and the checks that all scenarios share."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.support.server.minio_server import MinioServer
 
 ENDLESS = 1_000_000
 NO_TIMER = {"deltashard.io/interval": "1h"}
-"""What is committed is committed because of the notice."""
+"""Annotations under which no timer saves, so every commit follows from a notice."""
 
 
 class ScenarioBench:
-    """Made for one scenario by the fixture of this name, which ends what is left of it."""
+    """The resources of one scenario; the fixture of this name creates it and ends what remains."""
 
     def __init__(
         self,
@@ -103,7 +103,6 @@ class ScenarioBench:
         )
 
     def job(self, name: str, *, namespace: str = "", **more: Any) -> TrainingJob:
-        """A training Job, applied; deleted with its namespace."""
         return self.applied(self.manifest(name, **more), namespace=namespace)
 
     def applied(self, manifest: Object, kind: WorkloadType = JOB, *, namespace: str = "") -> TrainingJob:
@@ -115,13 +114,13 @@ class ScenarioBench:
         return job
 
     def start_event(self, job: TrainingJob, life: int, *, timeout_s: float = 240.0) -> Event:
-        """The begin of a Job's trainer number `life`, counted from 0."""
+        """Return the start event of a Job's trainer number `life`, counted from 0."""
         event = self.witness.start_event(job.key, life, timeout_s=timeout_s)
         self.note(f"{job.name}: life {life} on {event['node']} from step {event['step']} ({event['source']})")
         return event
 
     def wait_commits(self, job: TrainingJob, *, beyond: int = 0, count: int = 1, url: str = "") -> int:
-        """Wait for `count` commits of steps beyond `beyond`; returns the newest step."""
+        """Wait for `count` commits of steps after `beyond`; return the newest step."""
 
         def enough() -> bool:
             return sum(each.step > beyond for each in checkpoints(url or self.url, job.run)) >= count
@@ -135,7 +134,7 @@ class ScenarioBench:
         return newest_step(url or self.url, job.run)
 
     def assert_resumed(self, event: Event, *, at_least: int = 1) -> None:
-        """The trainer came back to exactly what the uninterrupted training was at that step."""
+        """Assert that the trainer resumed from exactly the state of the uninterrupted training at that step."""
         assert event["step"] >= at_least, event
         assert event["exact"] is True
         assert event["digest"] == self.reference.digest(event["step"])
@@ -143,7 +142,7 @@ class ScenarioBench:
     def assert_graceful_exit(
         self, job: TrainingJob, life: Event, number: int, leave: Callable[[], object]
     ) -> Event:
-        """Make a pod leave: it commits in its grace period, and the next loses at most one step. Returns the next life."""
+        """Make a pod leave: it commits in its grace period, and the next loses at most one step. Return the next life."""
         self.witness.wait_step(life["life"], life["step"] + 30, timeout_s=120)
         leave()
         job.wait_gone(life["pod"], timeout_s=90)
@@ -156,7 +155,7 @@ class ScenarioBench:
         return successor
 
     def assert_store_whole(self, job: TrainingJob, *, url: str = "") -> None:
-        """Every byte of the run checks out, and its newest checkpoint is the reference's state at that step."""
+        """Assert that every byte of the run is valid, and its newest checkpoint is the reference's state at that step."""
         url = url or self.url
         command_line("verify", url, "--run", job.run, "--deep")
         step, found = exported(url, job.run, self.folder)
@@ -164,13 +163,12 @@ class ScenarioBench:
         assert digest_of(weights) == self.reference.weights_digest(step), f"step {step}"
 
     def reclaimed(self, job: TrainingJob, state: str) -> Object:
-        """What the CheckpointRun says of the removal, once it has come to this."""
+        """Return what the CheckpointRun reports of the removal, once it has reached this state."""
         status = job.wait_status(state, lambda run: (run.get("reclaim") or {}).get("state") == state)
         self.note(f"{job.name}: {status['reclaim']}")
         return dict(status["reclaim"])
 
     def plugin(self, *words: str | Path, status: int = 0) -> str:
-        """What `kubectl deltashard ...` says of the scenario's namespace; it must end with this status."""
         done = subprocess.run(
             [sys.executable, "-m", "deltashard_cli.kubectl.plugin", *words, "-n", self.namespace,
              f"--kubeconfig={self.cluster.kubeconfig}"],
@@ -180,11 +178,10 @@ class ScenarioBench:
         return done.stdout
 
     def note(self, what: str) -> None:
-        """Print when something happened, for whoever reads a report."""
         print(f"{time.monotonic() - self._began_s:6.1f} s  {what}")
 
     def clear(self) -> None:
-        """Delete everything; the namespaces go on their own time, their pods at once."""
+        """Delete everything; the namespaces end in the background, their pods at once."""
         for name in self.namespaces:
             api = self.cluster.api
             with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""Controllers of others in the cluster: their programs as images on the nodes, and the moment from which they answer."""
+"""Third-party controllers in the cluster: their programs as images on the nodes, and the wait until they answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def controller_image(
     folders: tuple[str, ...] = (),
     files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Have an image of this name on every common node: the program as /manager, these folders and files, no more."""
+    """Put an image of this name on every common node: the program as /manager, and only these folders and files."""
     layer = Layer()
     layer.folder("tmp", 0o1777)
     for folder in ("etc", *folders):
@@ -36,7 +36,7 @@ def controller_image(
 
 
 def wait_created(cluster: LocalCluster, path: str, document: Object) -> None:
-    """Create an object as soon as it is taken: a webhook's certificate is made after it began, and told later."""
+    """Create an object as soon as it is accepted: the controller makes its webhook's certificate after it starts."""
 
     def created() -> bool:
         try:

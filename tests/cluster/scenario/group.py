@@ -1,6 +1,6 @@
-"""Workloads of several pods that train one run under torchrun, and what their trainers said of it.
+"""Workloads of several pods that train one run under torchrun, and what their trainers reported of it.
 
-A *round* is one coming together of the ranks: one attempt in the log. It began when all its ranks had restored.
+A *round* is one rendezvous of the ranks: one attempt in the log. It begins when all its ranks have restored.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ RUN = (
     "--rdzv-backend=c10d --rdzv-endpoint=$first:{port} --rdzv-id=group --local-addr=$POD_IP "
     "--rdzv-conf=join_timeout=600,read_timeout=20 /app/group.py"
 )
-"""What the training container runs: torchrun, which meets the others at the pod with number 0."""
+"""The training container's command: torchrun, whose rendezvous is at pod 0."""
 GRACE_S = 60
 
 
 def ranked(template: Object, *, first: str, nodes: str, env: Mapping[str, str] | None = None) -> Object:
-    """A training pod's spec, made one of a group that meets at the host `first`; `nodes`: how many, such as 2:4."""
     container = template["containers"][0]
     more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **ENVIRONMENT, **(env or {})}
     container |= {
@@ -52,7 +51,7 @@ def ranked(template: Object, *, first: str, nodes: str, env: Mapping[str, str] |
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """All ranks' begins of one attempt."""
+    """The start events of all ranks in one attempt."""
 
     attempt: int
     ranks: Mapping[int, Event]
@@ -81,8 +80,6 @@ class TrainingGroup:
         self.bench, self.job = bench, job
         self.name = job.name
 
-    # What its ranks said.
-
     def events(self, kind: str) -> list[Event]:
         return self.bench.witness.of(self.job.key, kind)
 
@@ -97,7 +94,6 @@ class TrainingGroup:
         ]
 
     def wait_round(self, *, after: int = 0, world_size: int = 0, timeout_s: float = 300.0) -> Round:
-        """The first round of an attempt beyond `after` (with so many ranks), waiting for it if need be."""
 
         def begun() -> Round | None:
             return next(
@@ -116,7 +112,6 @@ class TrainingGroup:
         return found
 
     def wait_step(self, step: int, *, attempt: int, timeout_s: float = 180.0) -> None:
-        """Until a rank has done a step under an attempt."""
         self.bench.witness.wait(
             self.job.key,
             lambda e: e["kind"] == "step" and e["attempt"] == attempt and e["step"] >= step,
@@ -125,7 +120,6 @@ class TrainingGroup:
         )
 
     def wait_rank_step(self, rank: int, step: int, *, attempt: int) -> None:
-        """Until one rank has done a step under an attempt."""
         self.bench.witness.wait(
             self.job.key,
             lambda e: e["kind"] == "step" and (e["rank"], e["step"], e["attempt"]) == (rank, step, attempt),
@@ -134,13 +128,10 @@ class TrainingGroup:
         )
 
     def last_step(self, attempt: int) -> int:
-        """The newest step that any rank did under an attempt."""
         return max((e["step"] for e in self.events("step") if e["attempt"] == attempt), default=0)
 
-    # What becomes of them.
-
     def lose_pod(self, begun: Round, rank: int) -> None:
-        """The pod of a rank is gone without a word: each of its containers killed, and no grace for the pod."""
+        """Lose the pod of a rank without notice: each of its containers is killed, and the pod gets no grace period."""
         pod = begun.pods[rank]
         found = self.job.pod(pod)
         assert found is not None
@@ -148,7 +139,7 @@ class TrainingGroup:
         containers = [*status.get("initContainerStatuses", ()), *status["containerStatuses"]]
         running = [each["containerID"] for each in containers if "running" in each["state"]]
         pids = [node.container_pid(each) for each in running]
-        # Stopped first: a container that was seen to die before its pod was deleted is a failure, not a deletion.
+        # The kubelet is stopped first: a container that ends before its pod is deleted counts as a failure, not a deletion.
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         self.job.delete_pod(pod, force=True)
@@ -156,10 +147,8 @@ class TrainingGroup:
             os.kill(pid, signal.SIGKILL)
         self.bench.note(f"{pod} is lost")
 
-    # What is asked of them.
-
     def assert_restored(self, back: Round, *, at_least: int) -> None:
-        """Every rank began at one step, with exactly the rows and dense parameters that the ranks had at that step."""
+        """Assert that every rank began at one step, with exactly the rows and dense parameters of that step."""
         assert {each["step"] for each in back.ranks.values()} == {back.step}, back
         assert back.step >= at_least, f"from step {back.step}, not {at_least}"
         assert all(each["exact"] is not False for each in back.ranks.values()), back
@@ -172,9 +161,9 @@ class TrainingGroup:
         assert len(dense) == 1, f"dense parameters of step {back.step}"
 
     def assert_kept(self, back: Round, before: Round, *, lost: int, at: int, saved: int) -> None:
-        """Every rank took one road: survivors have their rows of step `at`, the lost rank those that were saved.
+        """Assert that survivors have their rows of step `at`, and the lost rank has the saved rows.
 
-        To the bit, and the dense part is that of step `at` on all.
+        The comparison is bit for bit, and the dense part is that of step `at` on all ranks.
         """
         told = {
             (each["rank"], each["step"]): each
@@ -192,7 +181,7 @@ class TrainingGroup:
         assert len({each["pls"] for each in back.ranks.values()}) == 1, back
 
     def assert_every_sample_once(self) -> None:
-        """Of the first epoch, in what the run is made of: no sample twice, and none left out once it is over."""
+        """Assert for the first epoch that no sample is trained twice, and that a finished epoch omits none."""
         rounds = self.rounds()
         ends = [each.step for each in rounds[1:]] + [self.last_step(rounds[-1].attempt)]
         used: Counter[int] = Counter()
@@ -205,7 +194,7 @@ class TrainingGroup:
                         used.update(event["samples"])
         assert used
         assert max(used.values()) == 1, [sample for sample, times in used.items() if times > 1][:20]
-        if over:  # the last samples, fewer than there are ranks, are left out whenever an epoch is dealt anew
+        if over:  # each new division of an epoch omits the last samples, which are fewer than the ranks
             assert len(used) > SAMPLES - BATCH * max(each.world_size for each in rounds), len(used)
         self.bench.note(
             f"{self.name}: {len(used)} samples, each once; the epoch is {'' if over else 'not '}over"
@@ -213,7 +202,7 @@ class TrainingGroup:
 
 
 def total(ranks: Mapping[int, Event]) -> dict[str, int]:
-    """The ranks' sums together, which mean the whole tables."""
+    """Return the ranks' sums together, which describe the whole tables."""
     found: Counter[str] = Counter()
     for each in ranks.values():
         found.update(each["sums"])
@@ -230,9 +219,10 @@ def indexed_job(
     volume: str = "",
     **more: Any,
 ) -> TrainingGroup:
-    """An Indexed Job, and the headless Service by which its pods find the one with number 0.
+    """Build an Indexed Job, and the headless Service by which its pods find pod 0.
 
-    `env` is added to what its ranks have; `volume`: where each pod has one of its own, which its containers' ends outlive.
+    `env` is added to the ranks' environment; `volume` is where each pod has its own volume, which outlives its
+    containers.
     """
     selector = {"batch.kubernetes.io/job-name": name}
     spec = {"clusterIP": "None", "selector": selector}
@@ -255,7 +245,7 @@ def indexed_job(
 def jobset(
     bench: ScenarioBench, name: str, *, pods: int, labels: Mapping[str, str] | None = None, **more: Any
 ) -> TrainingGroup:
-    """A JobSet of one Job with so many pods, any of whose ends restarts all of it."""
+    """Build a JobSet of one Job with so many pods; the end of any pod restarts all of them."""
     made = bench.manifest(name, **more)
     template = made["spec"]["template"]
     template["spec"] = ranked(template["spec"], first=f"{name}-workers-0-0.{name}", nodes=str(pods))

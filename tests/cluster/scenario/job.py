@@ -1,6 +1,6 @@
-"""Training Jobs as users write them: plain Jobs with the one annotation, a CheckpointPolicy, a Secret; and what is asked about them.
+"""Training Jobs as users write them: plain Jobs with the one annotation, a CheckpointPolicy, a Secret; and queries about them.
 
-Nothing here knows of sidecars: the webhook puts them in.
+This module does not mention sidecars: the webhook injects them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ RESTRICTED = {
     "readOnlyRootFilesystem": True,
     "runAsNonRoot": True,
 }
-"""What PodSecurity *restricted* wants of a container."""
+"""The security context that PodSecurity *restricted* requires of a container."""
 SHORT_TOLERATIONS = [
     {"key": f"node.kubernetes.io/{why}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 2}
     for why in ("not-ready", "unreachable")
 ]
-"""A pod of a lost node is given up after 2 s, not after 5 min; only where nodes are lost on purpose."""
+"""A pod of a lost node is evicted after 2 s instead of 5 min; only for scenarios that lose nodes."""
 
 
 def _field(name: str, path: str) -> Object:
@@ -38,7 +38,6 @@ def _field(name: str, path: str) -> Object:
 
 
 def policy(name: str, *, url: str, endpoint: str, secret: str = "store", **spec: Any) -> Object:
-    """A CheckpointPolicy: every second, exact, small."""
     store = {"url": url, "endpoint": endpoint, "secretRef": {"name": secret}}
     document = {
         "store": store,
@@ -56,7 +55,7 @@ def policy(name: str, *, url: str, endpoint: str, secret: str = "store", **spec:
 
 
 def credentials(keys: Mapping[str, str]) -> dict[str, str]:
-    """The data of a Secret with a store's credentials, as an AWS credentials file."""
+    """Return the data of a Secret with a store's credentials, as an AWS credentials file."""
     text = "[default]\n" + "".join(f"{key.lower()} = {value}\n" for key, value in keys.items())
     return {"credentials": base64.b64encode(text.encode()).decode()}
 
@@ -74,7 +73,6 @@ def training_job(
     pod: Mapping[str, Any] | None = None,
     spec: Mapping[str, Any] | None = None,
 ) -> Object:
-    """A Job that trains; `container`, `pod` and `spec` replace fields of these."""
     env = {"STEPS": str(steps), "PACE_S": str(pace_s), "WITNESS": witness}
     trainer: Object = {
         "name": "trainer",
@@ -120,12 +118,12 @@ def training_job(
 
 
 class WorkloadType(NamedTuple):
-    """Where workloads of a kind are, and how their pods are told."""
+    """Where workloads of a kind are, and how their pods are recognised."""
 
     api: str
     plural: str
     pod_label: str
-    """That has the workload's name."""
+    """The pod label that has the workload's name."""
 
 
 JOB = WorkloadType("/apis/batch/v1", "jobs", "batch.kubernetes.io/job-name")
@@ -136,14 +134,14 @@ JOBSET = WorkloadType("/apis/jobset.x-k8s.io/v1alpha2", "jobsets", "jobset.sigs.
 
 @dataclass(slots=True, kw_only=True)
 class TrainingJob:
-    """One Job (or JobSet, PyTorchJob, TrainJob), in its namespace, and its life there."""
+    """One Job (or JobSet, PyTorchJob, TrainJob), in its namespace, and its lives there."""
 
     api: KubeApi
     namespace: str
     manifest: Object
     kind: WorkloadType = JOB
     uid: str = ""
-    """Once it is applied."""
+    """The UID, once the object is applied."""
 
     @property
     def name(self) -> str:
@@ -155,7 +153,7 @@ class TrainingJob:
 
     @property
     def run_id(self) -> str:
-        """Its run's name: of the workload, unless the user says another."""
+        """Return its run's name: the workload's, unless the user sets another."""
         named = self.manifest["metadata"].get("annotations", {}).get("deltashard.io/run-id")
         return str(named or f"{self.name}-{self.uid}")
 
@@ -182,14 +180,13 @@ class TrainingJob:
         self.api.patch(self._path, change)
 
     def checkpoint_run(self) -> Object | None:
-        """The CheckpointRun that tells of it, found by its spec; None when there is none (yet)."""
+        """Return the CheckpointRun that describes it, found by its spec; None when it does not exist."""
         path = f"/apis/deltashard.io/v1alpha1/namespaces/{self.namespace}/checkpointruns"
         return next(
             (each for each in self.api.items(path) if each["spec"]["workload"]["uid"] == self.uid), None
         )
 
     def status(self) -> Object:
-        """Status of its CheckpointRun; nothing while there is none."""
         return dict((self.checkpoint_run() or {}).get("status") or {})
 
     def wait_status(self, what: str, matches: Callable[[Object], Any], *, timeout_s: float = 120.0) -> Object:
@@ -206,12 +203,10 @@ class TrainingJob:
         return found
 
     def events(self) -> list[Object]:
-        """Events about the Job, its pods and its run."""
         found = self.api.items(f"/api/v1/namespaces/{self.namespace}/events")
         return [each for each in found if each["involvedObject"]["name"].startswith(self.name)]
 
     def wait_event(self, reason: str, *, timeout_s: float = 120.0) -> Object:
-        """The first Event with this reason, waiting for it if need be."""
         found: list[Object] = []
 
         def told() -> bool:
@@ -226,7 +221,6 @@ class TrainingJob:
         return found[0]
 
     def wait_condition(self, kind: str, status: str = "True", *, timeout_s: float = 120.0) -> Object:
-        """A condition of the CheckpointRun, waiting for it if need be."""
 
         def told(run: Object) -> list[Object]:
             known = run.get("conditions", ())
@@ -238,7 +232,6 @@ class TrainingJob:
         self.wait_status(f"{phases}", lambda run: run.get("phase") in phases, timeout_s=timeout_s)
 
     def delete(self) -> None:
-        """Delete it and its pods, and wait until they are gone."""
         self.api.delete(self._path, propagationPolicy="Background")
         wait_until(lambda: not self.pods(), timeout_s=90, what=f"the pods of {self.name} gone")
 
@@ -247,7 +240,7 @@ class TrainingJob:
         return {each["type"]: each["status"] for each in found}
 
     def wait_complete(self, *, timeout_s: float = 180.0) -> None:
-        """Wait until the Job is Complete; raises at once when it failed."""
+        """Wait until the Job is Complete; raise at once when it failed."""
 
         def complete() -> bool:
             conditions = self.conditions()
@@ -283,7 +276,7 @@ class TrainingJob:
         raise ClusterError(f"pod {pod} has no container {name} yet")
 
     def wait_container(self, pod: str, name: str, **wanted: Any) -> dict[str, Any]:
-        """The status of one container once it runs, with these values: its kubelet may tell later than it does itself."""
+        """Return a container's status once it runs, with these values: its kubelet may report with a delay."""
 
         def told() -> bool:
             found = self.container(pod, name)
@@ -293,7 +286,7 @@ class TrainingJob:
         return self.container(pod, name)
 
     def evict(self, pod: str) -> None:
-        """Ask for its eviction, as a drain or an autoscaler does."""
+        """Request its eviction, as a drain or an autoscaler does."""
         body = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",
@@ -302,6 +295,6 @@ class TrainingJob:
         self.api.create(f"/api/v1/namespaces/{self.namespace}/pods/{pod}/eviction", body)
 
     def delete_pod(self, pod: str, *, force: bool = False) -> None:
-        """What `kubectl delete pod` does; `force`: with `--grace-period=0 --force`."""
+        """Do what `kubectl delete pod` does; `force` adds `--grace-period=0 --force`."""
         query = {"gracePeriodSeconds": 0} if force else {}
         self.api.delete(f"/api/v1/namespaces/{self.namespace}/pods/{pod}", **query)

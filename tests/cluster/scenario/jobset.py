@@ -1,4 +1,4 @@
-"""The JobSet controller (https://jobset.sigs.k8s.io) in the cluster, by its own chart: built from its Go module, webhooks and all."""
+"""The JobSet controller (https://jobset.sigs.k8s.io) in the cluster, by its own chart, built from its Go module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets"
 
 @install_once
 def install(cluster: LocalCluster, scratch: Path) -> None:
-    """Have it answer; returns when a JobSet would be taken."""
+    """Install the controller; return when it would accept a JobSet."""
     program = require_tool("jobset")
     controller_image(cluster, scratch, program, f"{REPOSITORY}:{TAG}")
     values = {

@@ -1,8 +1,8 @@
-"""Kubeflow's two controllers in the cluster, by their own manifests: built from Go modules, webhooks and certificates and all.
+"""Kubeflow's two controllers in the cluster, by their own manifests: built from Go modules, with webhooks and certificates.
 
-The training operator v1 is there for PyTorchJobs alone, whose definition is large enough. What its workers wait in until
-there is a master is an image of ours: the operator takes another template for it, and its own would not be let into a
-namespace under PodSecurity restricted. The Trainer v2 makes JobSets of TrainJobs, so their controller must be there.
+The training operator v1 serves PyTorchJobs only, whose definition is large enough. Its workers wait for a master in
+an init container with a project image: the operator accepts another template for it, and PodSecurity restricted would
+refuse the default one. The Trainer v2 makes JobSets of TrainJobs, so the JobSet controller must be installed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ WAIT_FOR_MASTER = (
 
 @install_once
 def training_operator(cluster: LocalCluster, scratch: Path) -> None:
-    """Have version 1 answer; returns when a PyTorchJob would be taken."""
     waits = {
         "name": "init-pytorch",
         "image": f"{TRAINER}:{TAG}",
@@ -68,7 +67,6 @@ def training_operator(cluster: LocalCluster, scratch: Path) -> None:
 
 @install_once
 def trainer(cluster: LocalCluster, scratch: Path) -> None:
-    """Have version 2 answer; returns when a TrainingRuntime would be taken. JobSets' controller is there."""
     _install(
         cluster,
         scratch,
@@ -135,7 +133,6 @@ def _install(
 
 
 def _wait_taken(cluster: LocalCluster, kind: WorkloadType, called: str, spec: Object) -> None:
-    """Until the API server would take an object."""
     group = kind.api.removeprefix("/apis/")
     probe = {"apiVersion": group, "kind": called, "metadata": {"name": "probe"}, "spec": spec}
     wait_created(cluster, f"{kind.api}/namespaces/default/{kind.plural}?dryRun=All", probe)

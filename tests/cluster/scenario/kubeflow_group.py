@@ -1,4 +1,4 @@
-"""Groups as Kubeflow has them: a PyTorchJob, and a TrainJob with its runtime."""
+"""Groups as Kubeflow defines them: a PyTorchJob, and a TrainJob with its runtime."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tests.cluster.scenario.job import JOBSET, PYTORCH_JOB, TRAIN_JOB
 
 
 def _pod(made: Object, called: str, **env: str) -> Object:
-    """The spec of the pods of a training Job's manifest, whose container is called otherwise and knows more."""
     spec: Object = made["spec"]["template"]["spec"]
     trainer = spec["containers"][0]
     trainer |= {"name": called, "args": ["/app/group.py"]}
@@ -26,7 +25,7 @@ def _pod(made: Object, called: str, **env: str) -> Object:
 def pytorch_job(
     bench: ScenarioBench, name: str, *, workers: int, labels: Mapping[str, str] | None = None, **more: Any
 ) -> TrainingGroup:
-    """A PyTorchJob of a master and so many workers, whose ranks its operator numbers."""
+    """Build a PyTorchJob of a master and so many workers, whose ranks its operator numbers."""
     made = bench.manifest(name, **more)
     template = _pod(made, "pytorch", LOCAL_RANK="0")
     del template["restartPolicy"]
@@ -53,7 +52,7 @@ def train_job(
     rendered: Callable[[Object], Object] = lambda runtime: runtime,
     **more: Any,
 ) -> TrainingGroup:
-    """A TrainJob of so many nodes, and the runtime that it names; the JobSet that its controller makes has the run."""
+    """Build a TrainJob of so many nodes, and the runtime that it names; the JobSet that its controller makes has the run."""
     made = bench.manifest(name, **more)
     template = _pod(made, "node")
     job = {

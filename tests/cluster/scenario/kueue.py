@@ -1,7 +1,7 @@
-"""Kueue (https://kueue.sigs.k8s.io) in the cluster, by its own chart: built from its Go module, webhooks and all.
+"""Kueue (https://kueue.sigs.k8s.io) in the cluster, by its own chart: built from its Go module, with webhooks.
 
-Its webhooks are asked about namespaces that have its label alone: it comes while other scenarios create Jobs, and refuses
-everything until it answers. It takes care of the kinds that tests queue, and of nothing without a queue's name.
+Its webhooks apply only to namespaces that have its label: it is installed while other scenarios create Jobs, and it
+refuses everything until it answers. It manages only the kinds that tests queue, and only objects with a queue's name.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ API = "/apis/kueue.x-k8s.io/v1beta2"
 QUEUE = "kueue.x-k8s.io/queue-name"
 """Label of a workload that waits in a LocalQueue."""
 NAME = "small"
-"""Of every queue."""
+"""The name of every queue."""
 QUEUE_LABELS = {"deltashard.test/queues": "true"}
-"""Label of namespaces whose objects Kueue is asked about."""
+"""Label of namespaces whose objects Kueue's webhooks receive."""
 FRAMEWORKS = [
     "batch/job",
     "jobset.x-k8s.io/jobset",
@@ -50,9 +50,10 @@ CONFIGURATION = {
 
 @install_once
 def install(cluster: LocalCluster, scratch: Path) -> None:
-    """Have it answer; returns when a ResourceFlavor is there.
+    """Install Kueue; return when a ResourceFlavor exists.
 
-    Before it the controllers of all that it queues: of a kind that is defined later it learns some time after.
+    The controllers of every queued kind are installed first: Kueue notices a kind that is defined later only after
+    some time.
     """
     for before in (jobset.install, kubeflow.trainer, kubeflow.training_operator):
         before(cluster, scratch)
@@ -88,7 +89,7 @@ def install(cluster: LocalCluster, scratch: Path) -> None:
 
 
 def queue(bench: ScenarioBench, **quota: str) -> None:
-    """A queue of the scenario's namespace, the only one of a ClusterQueue that covers these resources and no other."""
+    """Create a queue in the scenario's namespace, the only one of a ClusterQueue that covers only these resources."""
     name = bench.namespace
     bench.cluster.kubectl(
         "label", "namespace", name, *(f"{key}={value}" for key, value in QUEUE_LABELS.items())
@@ -112,14 +113,13 @@ def _object(kind: str, name: str = NAME, **more: Any) -> Object:
 
 
 def workload(job: TrainingJob) -> Object | None:
-    """What Kueue made of a workload; None while it has not."""
+    """Return Kueue's Workload for a workload; None until it exists."""
     found = job.api.items(f"{API}/namespaces/{job.namespace}/workloads")
     owned = [each for each in found if each["metadata"]["ownerReferences"][0]["name"] == job.name]
     return owned[0] if owned else None
 
 
 def wait_condition(job: TrainingJob, kind: str, status: str = "True") -> Object:
-    """A condition of the workload in its queue, waiting for it if need be."""
     found: list[Object] = []
 
     def told() -> bool:
@@ -135,7 +135,7 @@ def wait_condition(job: TrainingJob, kind: str, status: str = "True") -> Object:
 
 
 def counted(job: TrainingJob) -> list[tuple[int, Object]]:
-    """How many pods of each part an admitted workload has, and what these take of the quota together."""
+    """Return how many pods of each part an admitted workload has, and their share of the quota together."""
     found = workload(job)
     assert found is not None
     parts = found["status"]["admission"]["podSetAssignments"]

@@ -1,4 +1,4 @@
-"""A steady load of admissions: somebody is always creating an annotated Job, as a dry run, and none may fail."""
+"""A steady load of admissions: a thread always creates an annotated Job, as a dry run, and none may fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cluster.scenario.job import SIDECAR
 
 
 class AdmissionLoad:
-    """Use as a context manager; `failures` says what was refused, or admitted without the sidecar."""
+    """A context manager; `failures` lists refused Jobs, and Jobs admitted without the sidecar."""
 
     def __init__(
         self, api: KubeApi, namespace: str, manifest: Object, *, every_s: float = 0.1, threads: int = 2
@@ -41,7 +41,6 @@ class AdmissionLoad:
             each.join(60)
 
     def wait_more(self, count: int, *, timeout_s: float = 120.0) -> None:
-        """Until so many more were admitted; at once when one failed."""
         goal = self.admitted + count
         wait_until(
             lambda: self.failures or self.admitted >= goal,

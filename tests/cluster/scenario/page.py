@@ -1,11 +1,10 @@
-"""Pages whose commands are run: a page that does not work fails a test.
+"""Runs the commands of a page: a page that does not work fails a test.
 
 Every fenced `sh` block of a page is a step, run by bash from the root of the checkout, in the page's order; it fails when
-one of its commands does. A fenced `text` block right after it is what a reader should see: its lines, one after the
-other, somewhere in the step's output. `...` stands for anything or nothing, alone on a line for any lines; runs of blanks
-are alike.
-A block that cannot run here says so in the line before it: `<!-- not run: why -->`. Nothing of a command is replaced:
-what differs between machines (KUBECONFIG, PATH, the registry behind an image's name) is outside of the page.
+one of its commands does. A fenced `text` block right after it is the expected output: its lines occur in this order
+in the step's output. `...` matches any text, alone on a line any lines; runs of blanks are equal.
+The line before a block that cannot run here gives the reason: `<!-- not run: why -->`. Commands run unchanged: what
+differs between machines (KUBECONFIG, PATH, the registry behind an image's name) is outside of the page.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ANYTHING = "..."
 
 
 class PageError(Exception):
-    """A page is written wrongly, or a step did not do what it says."""
+    """A page is written wrongly, or a step did not have the documented result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +32,12 @@ class PageStep:
     """One block of commands."""
 
     line: int
-    """Of the page, where the block begins."""
+    """Line of the page where the block begins."""
     commands: str
     expected: tuple[str, ...] = ()
-    """Lines that have to be seen, in this order."""
+    """Expected lines, in this order."""
     not_run: str = ""
-    """Why it is not run; empty: it is."""
+    """Why the block is not run; empty when it is."""
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str, str, str]]:
@@ -116,7 +115,7 @@ def run(
     Args:
         steps: of one page.
         folder: the checkout.
-        environment: all there is of it.
+        environment: the complete environment.
         timeout_s: for each step, on an idle machine.
         done: called after each step with its output and its seconds.
     """

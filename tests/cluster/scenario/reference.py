@@ -1,4 +1,4 @@
-"""What every step must look like: the same training without deltashard and without failures, and the store read on its own."""
+"""The expected state of every step: the same training without deltashard and without failures, and the store read directly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.machine import limit_s
 
 
 class Reference:
-    """Trains on demand, in this process; remembers a digest of everything and one of the weights, by step."""
+    """Trains on demand, in this process; keeps a digest of everything and one of the weights, by step."""
 
     def __init__(self) -> None:
         self._training = RecommenderTraining()
@@ -53,7 +53,7 @@ class Reference:
 
 
 def checkpoints(url: str, run: str) -> list[Checkpoint]:
-    """The live checkpoints of a run, oldest first, by the log alone."""
+    """Return the live checkpoints of a run, oldest first, from the log only."""
     with open_store(url) as store:
         state = RunLog(store, run).refresh()
     return [state.checkpoints[seq] for seq in sorted(state.checkpoints)]
@@ -66,7 +66,7 @@ def newest_step(url: str, run: str) -> int:
 
 
 def command_line(*arguments: str) -> dict[str, Any]:
-    """`deltashard ... --json`, which must succeed."""
+    """Run `deltashard ... --json`, which must succeed."""
     done = subprocess.run(
         [sys.executable, "-m", "deltashard_cli.main", *arguments, "--json"],
         capture_output=True, text=True, timeout=limit_s(120), check=False,
@@ -77,9 +77,9 @@ def command_line(*arguments: str) -> dict[str, Any]:
 
 
 def exported(url: str, run: str, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    """(step, weights) of the newest checkpoint, as the command line exports them.
+    """Return (step, weights) of the newest checkpoint, as the command line exports them.
 
-    Which one that is, is for the command to say: training may go on, and one that was named before can be gone.
+    The command chooses the checkpoint: training may continue, and a checkpoint named earlier may be deleted.
     """
     file = folder / "newest.pt"
     said = command_line("export", url, str(file), "--run", run, "--force")

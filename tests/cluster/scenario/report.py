@@ -1,4 +1,4 @@
-"""What the reader of a failed scenario needs: events, pods, runs, and the last words of every container."""
+"""The report of a failed scenario: events, pods, runs, and the end of every container's log."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ _TAIL_BYTES = 6000
 
 
 def sections(bench: ScenarioBench) -> list[tuple[str, str]]:
-    """Title and text, of the scenario's namespaces and of the system."""
     found: list[tuple[str, str]] = []
     for make in (_events, _pods, _runs, _logs):
         try:
             found += make(bench)
-        except Exception as error:  # a report must not hide what it reports
+        except Exception as error:  # an error in the report must not hide the failure
             found.append((make.__name__, f"could not be read: {error}"))
     return found
 

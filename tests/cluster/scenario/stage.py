@@ -1,8 +1,8 @@
-"""What every scenario shares: the cluster, a MinIO on its bridge, the chart installed by Helm. Built once, used by many processes.
+"""What every scenario shares: the cluster, a MinIO on its bridge, the chart installed by Helm; built once for many processes.
 
-The tests run in several processes at once (pytest-xdist's workers). The process that controls them builds the stage
-before they start and takes it down after they ended; each of them attaches. A scenario that harms what all use takes
-the stage for itself (`exclusive`), the others share it.
+The tests run in several processes at once (pytest-xdist's workers). The controlling process builds the stage before
+the workers start and takes it down after they end; each worker attaches. A scenario that harms shared parts takes the
+stage alone (`exclusive`); the other scenarios share it.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class ClusterStage:
         self.minio.access_key, self.minio.secret_key = facts["access_key"], facts["secret_key"]
 
     def tear_down(self) -> list[str]:
-        """End everything; returns what of the host is not as it was (empty is well)."""
-        with contextlib.suppress(AttributeError):  # it was not reached
+        """End everything; return what of the host is not restored (empty on success)."""
+        with contextlib.suppress(AttributeError):  # the start did not get this far
             self.minio.stop()
         shutil.rmtree(self._scratch, ignore_errors=True)
         return self.cluster.down()
@@ -73,14 +73,13 @@ class ClusterStage:
 
 @contextlib.contextmanager
 def hold_stage(*, exclusive: bool) -> Iterator[None]:
-    """Hold the stage together with others, or alone."""
     with _LOCK_FILE.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         yield
 
 
 def install_once(install: Callable[[LocalCluster, Path], None]) -> Callable[[LocalCluster, Path], None]:
-    """Another program is installed by the first scenario that needs it; the others wait for that, and find it there."""
+    """The first scenario that needs another program installs it; the other scenarios wait for the installation."""
 
     @functools.wraps(install)
     def installed(cluster: LocalCluster, scratch: Path) -> None:

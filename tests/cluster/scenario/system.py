@@ -1,4 +1,4 @@
-"""deltashard in the cluster, as an administrator has it: the chart, by Helm."""
+"""deltashard in the cluster, as an administrator installs it: the chart, by Helm."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ class ClusterRelease:
     def install(
         self, *, tag: str = TAG, chart: Path = CHART, values: Mapping[str, Any] | None = None
     ) -> None:
-        """Have this chart installed, whatever is there; returns when a Job would be injected and old pods are gone.
+        """Install this chart over any state; return when a Job would be injected and old pods are gone.
 
-        It brings back what was deleted. A webhook that leaves answers for a while yet, and as it always did.
+        The installation restores deleted objects. A webhook that ends still answers for a while, with its old
+        configuration.
         """
         self.helm("upgrade", "--install", RELEASE, chart, "--create-namespace", *_values(tag, values))
         self.wait_ready()
@@ -51,12 +52,11 @@ class ClusterRelease:
         )
 
     def uninstall(self) -> None:
-        """Uninstall the chart if it is there; returns when its objects are gone."""
-        # Helm gives up before it is killed, which would leave a release that cannot be installed again.
+        # Helm stops before it is killed: a killed Helm leaves a release that cannot be installed again.
         self.helm("uninstall", RELEASE, "--wait", "--ignore-not-found", f"--timeout={limit_s(200):.0f}s")
 
     def wait_ready(self) -> None:
-        """Until both Deployments have all their replicas, of the newest template."""
+        """Wait until both Deployments have all their replicas, of the newest template."""
         for name in (WEBHOOK, CONTROLLER):
             wait_until(lambda name=name: self.is_ready(name), timeout_s=180, what=self.logs, every_s=0.3)
 
@@ -74,7 +74,7 @@ class ClusterRelease:
         return self._cluster.api.get(f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{name}")
 
     def pods(self) -> list[Object]:
-        """Pods of both Deployments; the pod that `helm test` leaves is none of them."""
+        """Return the pods of both Deployments, without the pod that `helm test` leaves."""
         found = self._cluster.api.items(f"/api/v1/namespaces/{NAMESPACE}/pods")
         return [pod for pod in found if pod["metadata"]["name"].startswith((f"{WEBHOOK}-", f"{CONTROLLER}-"))]
 

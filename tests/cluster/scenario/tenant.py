@@ -1,4 +1,4 @@
-"""A user of a MinIO who may use one bucket: the keys, and what the administrator does to them."""
+"""A user of a MinIO who may use one bucket: the keys, and the administrator's operations on them."""
 
 from __future__ import annotations
 
@@ -17,5 +17,4 @@ class Tenant:
         """Credentials, as `MinioServer.environment` has the administrator's."""
 
     def revoke_keys(self) -> None:
-        """The keys are good for nothing any more."""
         admin_of(self._server).user_disable(self.environment["AWS_ACCESS_KEY_ID"])

@@ -1,6 +1,6 @@
-"""What trainers say to the test itself, past deltashard: a TCP server on the bridge, and the history it heard.
+"""What trainers report to the test directly, without deltashard: a TCP server on the bridge, and its history.
 
-A *life* is one trainer process. A step is said before `Checkpointer.step()` is called for it. Jobs are named
+A *life* is one trainer process. A trainer reports a step before it calls `Checkpointer.step()` for it. Jobs are named
 `{namespace}/{name}` here.
 """
 
@@ -21,12 +21,12 @@ Event = dict[str, Any]
 
 
 class WitnessServer:
-    """Hears trainers; use as a context manager."""
+    """Receives the trainers' events; use as a context manager."""
 
     def __init__(self, host: str) -> None:
         self._condition = threading.Condition()
         self._events: list[tuple[str, Event]] = []
-        """Each with `{namespace}/{pod}`."""
+        """Events, each with `{namespace}/{pod}`."""
         self._last_step: dict[str, int] = {}
         """Of each life."""
         outer = self
@@ -62,14 +62,14 @@ class WitnessServer:
             self._condition.notify_all()
 
     def of(self, job: str, kind: str) -> list[Event]:
-        """Everything of a kind that the pods of a Job said so far."""
         with self._condition:
             return [e for pod, e in self._events if e["kind"] == kind and pod.startswith(f"{job}-")]
 
     def wait(self, job: str, matches: Callable[[Event], bool], *, timeout_s: float, what: str) -> Event:
-        """The first event of a Job's pods that matches, waiting for it if need be; raises `ClusterError`.
+        """Return the first event of a Job's pods that matches, with a wait; raise `ClusterError` on a timeout.
 
-        `matches` is asked once of each event, in order: looked through again after each, thousands cost the machine.
+        `matches` is called once for each event, in order: a new search after each event would cost too much for
+        thousands of events.
         """
         looked_at = 0
         said: list[Event] = []
@@ -91,7 +91,7 @@ class WitnessServer:
         return said[-1]
 
     def start_event(self, job: str, life: int, *, timeout_s: float = 90.0) -> Event:
-        """The begin of the Job's trainer number `life`, counted from 0."""
+        """Return the start event of the Job's trainer number `life`, counted from 0."""
         begun = itertools.count()
         return self.wait(
             job,

@@ -1,11 +1,11 @@
 """The training script of several ranks in several pods, as a user would write it for torchrun, plus a witness.
 
-Tables of TorchRec, sharded by rows over the ranks; a loader whose epochs every sample is in once, whatever the number
-of ranks. Every rank says after each step, past deltashard, what its rows add up to: sums over rows, so that those of
-all ranks together mean the same tables in any sharding.
+It trains tables of TorchRec, sharded by rows over the ranks; its loader yields every sample once per epoch, for any
+number of ranks. Every rank reports after each step, without deltashard, the sums over its rows: the sums of all ranks
+together describe the same tables in any sharding.
 
-Under partial recovery it saves at named steps, ranks stand still before named ones (until somebody kills them), and
-one is slower than the others.
+Under partial recovery it saves at named steps, ranks wait before named steps (until the test kills them), and one
+rank is slower than the others.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from witness import WitnessClient  # type: ignore[import-not-found]  # beside th
 
 STEPS = int(os.environ["STEPS"])
 PACE_S = float(os.environ.get("PACE_S", "0"))
-"""Stands for the accelerators' work of one step."""
+"""Simulates the accelerators' work of one step."""
 PLANNED_STEPS = int(os.environ.get("PLANNED_STEPS", "0"))
-"""Of a training that recovers partially; 0: all go back."""
+"""Planned steps of a training with partial recovery; 0: all ranks return to the checkpoint."""
 SAVE_AT = [int(step) for step in os.environ.get("SAVE_AT", "").split()]
 PAUSE_AT = {
     int(step): int(rank)
     for step, _, rank in (each.partition(":") for each in os.environ.get("PAUSE_AT", "").split())
 }
-"""Step -> the rank that waits for ever at its end, before its `ckpt.step()`; all others have called theirs."""
+"""Step -> the rank that waits without end before its `ckpt.step()`; all other ranks have called theirs."""
 TABLES = {"user": 3000, "item": 1700}
 """Feature and table -> rows."""
 COLUMNS, SAMPLES, BATCH = 16, 6000, 8
@@ -73,14 +73,14 @@ class GroupModel(torch.nn.Module):
 
 
 class RowSharder(EmbeddingBagCollectionSharder):
-    """Shards by rows on CPUs, too."""
+    """A sharder by rows that also accepts CPUs."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return ["row_wise"]
 
 
 def features_of(samples: list[int]) -> KeyedJaggedTensor:
-    """One value of each feature a sample."""
+    """Return one value of each feature per sample."""
     ids = torch.tensor(samples)
     values = [(ids * 2_654_435_761 + number) % rows for number, rows in enumerate(TABLES.values())]
     return KeyedJaggedTensor.from_lengths_sync(
@@ -91,7 +91,7 @@ def features_of(samples: list[int]) -> KeyedJaggedTensor:
 
 
 def sums(ckpt: deltashard.Checkpointer) -> dict[str, int]:
-    """Table and section -> a sum modulo 2^64 over this rank's rows, of row number and bits."""
+    """Return for each table and section a sum modulo 2^64 over this rank's rows, of row number and bits."""
     found: dict[str, int] = {}
     for shard in ckpt._program.tracking.saved:
         box = shard.box
@@ -108,7 +108,7 @@ def sums(ckpt: deltashard.Checkpointer) -> dict[str, int]:
 
 
 def dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Hash of what every rank holds whole, and of its optimizer's state."""
+    """Hash what every rank holds whole, and its optimizer's state."""
     hashed = xxhash.xxh3_64()
     for name, value in sorted(model.named_parameters()):
         if "top" in name:
@@ -123,7 +123,7 @@ def join() -> None:
     if not PLANNED_STEPS:
         dist.init_process_group("gloo")
         return
-    # torchrun deals ranks out by address, and a pod that comes back has another one. Who keeps rows keeps its rank.
+    # torchrun assigns ranks by address, and a restarted pod has another one. A survivor keeps its rank.
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=os.environ["RANK"] == "0"
     )
@@ -132,7 +132,7 @@ def join() -> None:
 
 
 def main() -> None:
-    """Train for STEPS steps, from wherever the last checkpoint left off."""
+    """Train for STEPS steps, from the last checkpoint."""
     torch.set_num_threads(1)
     join()
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -1,7 +1,7 @@
-"""What the clusters' trainers train, small and deterministic: a recommender with two embedding tables on made-up clicks.
+"""What the clusters' trainers train, small and deterministic: a recommender with two embedding tables on synthetic clicks.
 
-Used twice: in the pods under deltashard, and by the tests without it, as the reference of what every step must be.
-Both run one thread of the same torch, so equal steps mean equal bits.
+It runs in the pods under deltashard, and in the tests without it, as the reference of every step. Both run one thread
+of the same torch, so equal steps mean equal bits.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RecommenderTraining:
             optimizer.step()
 
     def digest(self) -> str:
-        """Hash of every bit that a checkpoint must bring back: parameters and optimizer states."""
+        """Hash every bit that a checkpoint must restore: parameters and optimizer states."""
         hashed = hashlib.sha256()
         for name, value in sorted(self.model.state_dict().items()):
             hashed.update(name.encode() + value.contiguous().numpy().tobytes())

@@ -1,7 +1,7 @@
 """The training script in the pods, as a user would write it, plus a witness.
 
-That is a TCP connection to the test, which hears of every step before deltashard does. So what was lost is counted by
-somebody who does not ask deltashard.
+The witness is a TCP connection to the test, which receives every step before deltashard does. So the count of lost
+steps does not depend on deltashard.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from witness import WitnessClient  # type: ignore[import-not-found]
 
 STEPS = int(os.environ["STEPS"])
 PACE_S = float(os.environ.get("PACE_S", "0"))
-"""Stands for the accelerator's work of one step."""
+"""Simulates the accelerator's work of one step."""
 
 
 def eat(*_: object) -> None:
-    """More memory than any limit, every page of it touched."""
     eaten = [b"x" * (256 << 20)]
     while True:
         eaten.append(eaten[0] + b"x")
 
 
 def main() -> None:
-    """Train for STEPS steps, from wherever the last checkpoint left off."""
+    """Train for STEPS steps, from the last checkpoint."""
     signal.signal(signal.SIGUSR1, eat)
     witness = WitnessClient()
     training = RecommenderTraining()

@@ -1,4 +1,4 @@
-"""What a trainer says to the test: lines of JSON over TCP."""
+"""What a trainer reports to the test: lines of JSON over TCP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class WitnessClient:
-    """One trainer process, with facts that each of its events has."""
+    """The connection of one trainer process, with facts that each of its events contains."""
 
     def __init__(self, **facts: Any) -> None:
         host, port = os.environ["WITNESS"].rsplit(":", 1)

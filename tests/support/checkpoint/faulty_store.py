@@ -1,18 +1,16 @@
-"""A store that fails as stores fail, on purpose: around any store, by seed, by script, or by a switch.
+"""A wrapper that injects faults into any store: by seed, by script, or by a switch.
 
-Random faults come with the probabilities of `rates` from one seeded generator, so that a schedule that
-failed once fails again.
-`fail_next` arms one fault for the next operation that matches. `down = True` refuses everything. The faults are those
-that object stores and networks have been seen to commit; each keeps the promises of `Store`, or rather breaks none
-that a client could rely on:
+Random faults occur with the probabilities of `rates` from one seeded generator, so a failed schedule is reproducible.
+`fail_next` arms one fault for the next operation that matches. `down = True` refuses everything. The faults are known
+from real object stores and networks; none breaks a guarantee of `Store` that a client relies on:
 
-- `UNAVAILABLE`: 503 or connection refused; nothing happened.
-- `LOST_ACK`: it happened, the answer was lost (also: a time-out after success).
-- `DELAYED`: a put that the client saw time out, and that takes effect later: after some other operation, at
-  `flush_delayed()`, or never if the process that sent it is gone by then. A 404 read in between proves nothing.
+- `UNAVAILABLE`: 503 or connection refused; the operation had no effect.
+- `LOST_ACK`: the operation took effect, and the answer was lost (also: a time-out after success).
+- `DELAYED`: a put that timed out for the client and takes effect later: after some other operation, at
+  `flush_delayed()`, or never if the process that sent it has ended by then. A 404 read in between proves nothing.
 - `TRUNCATED`: a read breaks off; half of the destination is overwritten.
 - `FLIPPED`: a read delivers one wrong bit, once.
-- `STALE_LIST`: a listing would lack what was put last; a store that keeps its promise refuses to serve it.
+- `STALE_LIST`: a listing would lack the last put; a store that meets its guarantee refuses to serve it.
 """
 
 import random
@@ -26,7 +24,7 @@ from deltashard_checkpoint.stores.abc import Buffer, ObjectExists, ObjectInfo, S
 
 
 class Fault(StrEnum):
-    """What may go wrong; see the module's text."""
+    """The possible faults; the module docstring describes them."""
 
     UNAVAILABLE = "unavailable"
     LOST_ACK = "lost_ack"
@@ -65,7 +63,7 @@ class _Armed:
 
 
 class FaultyStore(Store):
-    """`inner` with faults; thread-safe; `calls` tells what happened."""
+    """`inner` with faults; thread-safe; `calls` records what happened."""
 
     def __init__(self, inner: Store, *, seed: int = 0, rates: Mapping[Fault, float] | None = None) -> None:
         self.inner = inner
@@ -89,7 +87,7 @@ class FaultyStore(Store):
             self._armed.append(armed)
 
     def flush_delayed(self, *, apply: bool = True) -> int:
-        """Let every late put take effect (or, `apply` false, never); returns how many there were."""
+        """Apply every late put (or, `apply` false, discard it); return how many there were."""
         with self._lock:
             late, self._delayed = self._delayed, []
         if apply:
@@ -171,7 +169,7 @@ class FaultyStore(Store):
         self.inner.close()
 
     def _inject_fault(self, operation: str, key: str) -> Fault | None:
-        """Land a late put now and then; choose this call's fault; raise if that is what it does."""
+        """Sometimes land a late put; choose this call's fault; raise if the fault raises."""
         with self._lock:
             landing = self._delayed.pop(0) if self._delayed and self._random.random() < 0.5 else None
         if landing is not None:

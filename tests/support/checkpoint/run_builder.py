@@ -31,13 +31,12 @@ HALVES = (rows(0, 4), rows(4, 8))
 
 
 def layout_of(halves: Sequence[Box] = HALVES) -> Layout:
-    """Of two ranks."""
     return Layout.of(2, {"t": (8, 2)}, {rank: [half] for rank, half in enumerate(halves)})
 
 
 @dataclass
 class FakeClock:
-    """Moves when somebody sleeps, and only then."""
+    """Advances only when a caller sleeps."""
 
     now_s: float = 1e9
     slept: list[float] = field(default_factory=list)
@@ -95,7 +94,7 @@ class MemoryRun:
         covers: Sequence[int | None] = (None, None),
         halves: Sequence[Box] = HALVES,
     ) -> Checkpoint:
-        """One checkpoint of two ranks with a layout."""
+        """Commit one checkpoint of two ranks with a layout."""
         self.step += 1
         each = enumerate(zip(covers, halves, strict=True))
         reports = [
@@ -106,7 +105,6 @@ class MemoryRun:
         ).entry  # fmt: skip
 
     def append(self, kind: type[Any], **members: Any) -> int:
-        """An entry of this kind; its slot."""
         self.log.refresh()
         common = {"previous": "", "at_s": 0.0}
         sealed = self.log.append(
@@ -122,7 +120,6 @@ class MemoryRun:
         )  # fmt: skip
 
     def compacted(self, seq: int, boxes: Sequence[Box] = (WHOLE,)) -> None:
-        """Append an entry that compacts checkpoint `seq`."""
         key = f"data/compact-{self.log.refresh().tip:015d}x{TOKEN}/{'0' * 32}.index"
         moved = Part(rank=0, index_key=key, boxes=tuple(boxes), stored_bytes=9, covers=None)
         self.append(Compacted, replaces=seq, parts=(moved,), rows=8, stored_bytes=9, encodings={"t": ("q8",)})
@@ -132,7 +129,6 @@ class MemoryRun:
 
 
 def started_run(**options: Any) -> tuple[MemoryRun, int]:
-    """A run, and its first attempt."""
     run = MemoryRun()
     return run, run.open(**options).attempt
 
@@ -143,6 +139,6 @@ def part(attempt: int, cut: int, rank: int, boxes: Sequence[Box], covers: int | 
 
 
 def rehashed(document: dict) -> bytes:
-    """A document with a hash that fits: what a hostile or broken writer could put."""
+    """Return the document with a matching hash: a hostile or broken writer could put it."""
     body = {key: value for key, value in document.items() if key != "hash"}
     return canonical({**body, "hash": hashlib.sha256(canonical(body)).hexdigest()})

@@ -36,7 +36,6 @@ def schema(
     *,
     pointwise: bool = True,
 ) -> TableSchema:
-    """A table with a row-wise and (perhaps) a point-wise field."""
     fields = [FieldSpec(name="sum", kind="rowwise", dtype="float32")]
     if pointwise:
         fields.append(FieldSpec(name="exp_avg", kind="pointwise", dtype="float32"))
@@ -44,19 +43,17 @@ def schema(
 
 
 def whole(table: TableSchema) -> Box:
-    """All of a table."""
     return box(table, 0, table.rows, 0, table.columns)
 
 
 def box(table: TableSchema, row_start: int, row_stop: int, col_start: int, col_stop: int) -> Box:
-    """A box of a table."""
     return Box(
         table=table.fqn, row_start=row_start, row_stop=row_stop, col_start=col_start, col_stop=col_stop
     )
 
 
 class SampleModel:
-    """A table's live values: what a trainer would have in memory."""
+    """A table's live values, as a trainer would hold them."""
 
     def __init__(self, table: TableSchema, seed: int = 0) -> None:
         self.table = table
@@ -71,7 +68,7 @@ class SampleModel:
         }
 
     def train(self, share: float = 0.2) -> np.ndarray:
-        """Change a share of the rows; their ids, ascending."""
+        """Change a share of the rows; return their ids, ascending."""
         ids = np.flatnonzero(self.rng.random(self.table.rows) < share).astype(np.int64)
         self.weights[ids] += self.rng.standard_normal((len(ids), self.table.columns)).astype(np.float32)
         for values in self.fields.values():
@@ -79,7 +76,6 @@ class SampleModel:
         return ids
 
     def block(self, ids: np.ndarray | range) -> RowBlock:
-        """These rows in all columns."""
         at = np.asarray(ids)
         return RowBlock.of_whole_rows(
             self.table, ids, self.weights[at], {name: values[at] for name, values in self.fields.items()}
@@ -95,7 +91,7 @@ class SampleModel:
         per_frame: int | None = None,
         search: quantizer.Search | None = None,
     ) -> list[EncodedFrame]:
-        """Frames of these rows, in the columns and rows of a box."""
+        """Return frames of these rows, in the columns and rows of a box."""
         held = held or whole(self.table)
         ids = np.asarray(ids, np.int64)
         ids = ids[(ids >= held.row_start) & (ids < held.row_stop)]
@@ -120,7 +116,7 @@ def write_part(
     store: Store, cache: PackCache, target: PartTarget, frames: Iterable[EncodedFrame], *,
     extra: Mapping[str, Any] | None = None, **options: Any,
 ) -> PartReport:  # fmt: skip
-    """Put a rank's part; what a commit needs of it, with what else is `extra`."""
+    """Put a rank's part; return what a commit needs of it, with `extra` added."""
     with PartWriter(store, target, cache, **options) as writer:
         for frame in frames:
             writer.add(frame)
@@ -146,7 +142,7 @@ class SampleRun:
         self.open(world_size, layout, **opening)
 
     def open(self, world_size: int, layout: Sequence[Sequence[Box]] | None = None, **opening: Any) -> None:
-        """A new attempt, perhaps of another size; `layout`, the boxes of each rank, makes it one of format 2."""
+        """Open a new attempt, with an optional new size; `layout`, the boxes of each rank, makes it one of format 2."""
         kept = None
         if layout is not None:
             held = [each for boxes in layout for each in boxes]
@@ -172,7 +168,7 @@ class SampleRun:
         pack_bytes: int = 1 << 20,
         extra: Mapping[str, Any] | None = None,
     ) -> int:
-        """Commit one cut, (boxes, frames) of each rank; rank 0 has the blobs that are no other's own. The seq."""
+        """Commit one cut, (boxes, frames) of each rank; rank 0 also has the unassigned blobs. Return the seq."""
         self.cut += 1
         reports = []
         for rank, (boxes, frames) in enumerate(ranks):
@@ -203,21 +199,20 @@ class SampleRun:
 
 
 def open_descriptors() -> int:
-    """How many this process has."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def fixed(shape: tuple[int, ...], salt: int) -> np.ndarray:
-    """float32 values in [-1, 1) that no library's version can change: integer arithmetic, exactly representable."""
+    """Return float32 values in [-1, 1) that no library's version can change: integer arithmetic, exactly representable."""
     mixed = (np.arange(int(np.prod(shape)), dtype=np.uint64) + np.uint64(salt)) * np.uint64(2654435761)
     mixed %= np.uint64(2**24)
     return (mixed.astype(np.float64) / 2**23 - 1).astype(np.float32).reshape(shape)
 
 
 def sample_frames() -> dict[str, EncodedFrame]:
-    """One frame of every shape the format has, deterministic.
+    """Return one frame of every shape that the format has, deterministic.
 
-    With plain ranges: how well a search does may change with any release, what its codes mean may not.
+    Ranges are plain: the quality of a search may change with any release, the meaning of its codes may not.
     """
     plain = quantizer.PLAIN
     table = schema()
@@ -264,7 +259,7 @@ def sample_frames() -> dict[str, EncodedFrame]:
 
 
 def tombstone(table: TableSchema, ids: np.ndarray, *, step: int) -> EncodedFrame:
-    """A frame that the library reads and does not write yet, made from its documented layout."""
+    """Return a frame that the library reads and does not write yet, made from its documented layout."""
     from deltashard_checkpoint.codecs import row_id
     from deltashard_checkpoint.format.frame import FrameInfo
 

@@ -1,4 +1,4 @@
-"""A whole checkpoint in memory, read from nothing but its store."""
+"""A whole checkpoint in memory, read only from its store."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from deltashard_checkpoint.stores.abc import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     entry: Checkpoint
     tables: Mapping[str, TableArrays]
@@ -35,9 +35,9 @@ def read_checkpoint(
     blobs: Collection[str] | None = None,
     state: RunState | None = None,
 ) -> Snapshot:
-    """Whole tables, their fields, and blobs (those for all ranks, or these) of the checkpoint `which` means.
+    """Read whole tables, their fields, and blobs (those for all ranks, or these) of the checkpoint `which`.
 
-    Without `state` the run may go on meanwhile.
+    Without `state` the run may continue during the read.
     """
 
     def read(at: RunState) -> Snapshot:
@@ -49,7 +49,6 @@ def read_checkpoint(
 
 
 def arrays_of(snapshot: Snapshot) -> dict[str, np.ndarray]:
-    """By `table` or `table.field`."""
     found = {name: table.weights for name, table in snapshot.tables.items()}
     for name, table in snapshot.tables.items():
         found |= {f"{name}.{field}": values for field, values in table.fields.items()}
@@ -57,7 +56,7 @@ def arrays_of(snapshot: Snapshot) -> dict[str, np.ndarray]:
 
 
 def assert_same(found: Snapshot, wanted: Snapshot) -> None:
-    """Two checkpoints restore to the same bits."""
+    """Assert that two checkpoints restore to the same bits."""
     assert found.tables.keys() == wanted.tables.keys()
     for name, table in wanted.tables.items():
         assert found.tables[name].weights.tobytes() == table.weights.tobytes()

@@ -1,4 +1,4 @@
-"""What every store must do, as a test class: a back-end's test inherits it, with a fixture `store` of an empty store."""
+"""The requirements of every store, as a test class: a back-end's test inherits it, with a fixture `store` of an empty store."""
 
 import random
 import threading
@@ -13,14 +13,13 @@ from deltashard_checkpoint.stores.probe import probe
 
 
 def get_range(store: Store, key: str, offset: int, length: int) -> bytes:
-    """The object's bytes [offset, offset + length); raises like `Store.get_into`."""
     out = bytearray(length)
     store.get_into(key, offset, memoryview(out))
     return bytes(out)
 
 
 class StoreTests:
-    """Inherit, and give a fixture `store`: an empty store."""
+    """Inherit this class and define a fixture `store`: an empty store."""
 
     big_bytes = 24 * 1024 * 1024 + 13
     racers = 8
@@ -29,14 +28,12 @@ class StoreTests:
     """More than one page of an S3 listing."""
 
     def test_get_returns_last_put(self, store: Store) -> None:
-        """Any bytes, also none; from bytes, bytearray and memoryview; a shorter one in a longer one's place."""
         for data in (b"", bytes(range(256)) * 5, b"\0", bytearray(b"array"), memoryview(b"a view")[2:]):
             store.put("some/key", data)
             assert store.get("some/key") == data
             assert store.head("some/key").size_bytes == len(data)
 
     def test_missing_key_is_not_found(self, store: Store) -> None:
-        """Every read of a missing key says so, also where the key is another's prefix."""
         store.put("there/is", b"one")
         for key in ("missing", "there", "there/is/no", "there/isn't"):
             for read in (store.get, store.head, lambda key: get_range(store, key, 0, 1)):
@@ -44,7 +41,7 @@ class StoreTests:
                     read(key)
 
     def test_ranges(self, store: Store) -> None:
-        """Any range within an object, into the middle of a buffer; beyond its end is corrupt, never padded."""
+        """Any range within an object, into the middle of a buffer; a range beyond its end is corrupt, never padded."""
         data = random.Random(1).randbytes(10_000)
         store.put("ranged", data)
         for offset, length in [(0, 10_000), (0, 1), (9_999, 1), (17, 4_096), (10_000, 0), (0, 0)]:
@@ -57,7 +54,7 @@ class StoreTests:
                 get_range(store, "ranged", offset, length)
 
     def test_large_object_round_trips(self, store: Store) -> None:
-        """As big as a pack, written from a view and read back into a buffer, and in part."""
+        """The object is as large as a pack, written from a view and read back into a buffer, whole and in part."""
         data = random.Random(2).randbytes(self.big_bytes)
         store.put("big.pack", memoryview(data))
         out = bytearray(len(data))
@@ -67,7 +64,6 @@ class StoreTests:
         assert get_range(store, "big.pack", middle, 100_000) == data[middle : middle + 100_000]
 
     def test_put_if_absent_rejects_existing_key(self, store: Store) -> None:
-        """The second create finds the key taken, and the first's bytes stay; after a delete it is free."""
         store.put_if_absent("log/0", b"first")
         store.put("plain", b"x")
         for key, data in (("log/0", b"second"), ("log/0", b"first"), ("plain", b"y")):
@@ -79,7 +75,7 @@ class StoreTests:
         assert store.get("log/0") == b"third"
 
     def test_one_racing_creator_wins(self, store: Store) -> None:
-        """Many threads at once: one winner each, and the content is the winner's."""
+        """Many threads race: each key has one winner, and the content is the winner's."""
         barrier = threading.Barrier(self.racers)
 
         def content(racer: int, number: int) -> bytes:
@@ -95,7 +91,7 @@ class StoreTests:
                         won.append(True)
                     except ObjectExists:
                         won.append(False)
-                    except StoreUnavailable:  # the answer was lost: only the content will tell
+                    except StoreUnavailable:  # the answer was lost: only the content shows the result
                         won.append(None)
             except BaseException:
                 barrier.abort()
@@ -105,7 +101,7 @@ class StoreTests:
         with ThreadPoolExecutor(self.racers) as pool:
             racing = [pool.submit(race, racer) for racer in range(self.racers)]
         failures = [error for each in racing if (error := each.exception()) is not None]
-        if failures:  # the first cause, not that the others were let down
+        if failures:  # the first cause, not its consequences
             raise next((e for e in failures if not isinstance(e, threading.BrokenBarrierError)), failures[0])
         results = [each.result() for each in racing]
         for number in range(self.raced_keys):
@@ -117,7 +113,6 @@ class StoreTests:
             assert found == content(winners[0], number)
 
     def test_list_is_in_key_order(self, store: Store) -> None:
-        """Byte order of whole keys: `a-b` and `a.b` before `a/b`, whatever directories there are."""
         keys = ["a-b", "a.b", "a/b/c", "a/b-c", "a/b.c", "ab", "a0", "B", "z/1/2", "z/10", "z-"]
         for key in keys:
             store.put(key, key.encode())
@@ -129,7 +124,6 @@ class StoreTests:
             assert [found.key for found in store.list("", start_after=start_after)] == expected, start_after
 
     def test_list_by_prefix(self, store: Store) -> None:
-        """A prefix is a prefix of the key's characters, not only of its segments; with start_after both hold."""
         keys = ["log/1", "log/2", "log/20", "log/3", "logs/1", "data/1/x", "data/10/x", "data/2/x"]
         for key in keys:
             store.put(key, b"")
@@ -142,7 +136,7 @@ class StoreTests:
         assert [found.key for found in store.list("data/", start_after="log/1")] == []
 
     def test_list_spans_pages(self, store: Store) -> None:
-        """Every key once and in order, when they are more than one answer holds; a put is listed at once."""
+        """Every key is listed once and in order when one page cannot hold all; a put is listed at once."""
         keys = [f"many/{number:05d}" for number in range(self.listed_keys)]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda key: store.put(key, b"x"), keys))
@@ -152,7 +146,6 @@ class StoreTests:
         assert list(store.list("many/")) == []
 
     def test_delete_is_idempotent(self, store: Store) -> None:
-        """Deleting what is not there, or twice, or nothing, is no error, and leaves the others."""
         store.put("keep/a", b"1")
         store.put("drop/a", b"2")
         store.put("drop/b", b"3")
@@ -164,7 +157,7 @@ class StoreTests:
         assert store.get("drop/a") == b"again"
 
     def test_store_clock_matches_last_modified(self, store: Store) -> None:
-        """Last-Modified is by the store's own clock: not before a reading before the put, nor after one after it."""
+        """Last-Modified follows the store's clock: not before a reading before the put, nor after one after it."""
         before_s = store.now_s()
         store.put("dated", b"x")
         after_s = store.now_s()
@@ -180,13 +173,12 @@ class StoreTests:
         ],
     )
     def test_unsafe_keys_are_rejected(self, store: Store, key: str) -> None:
-        """No key leaves the store's root, and none is accepted that another store could not hold."""
         for call in (lambda: store.put(key, b"x"), lambda: store.get(key), lambda: store.delete([key])):
             with pytest.raises(BadKey):
                 call()
         assert list(store.list("")) == []
 
     def test_probe_passes(self, store: Store) -> None:
-        """The probe of a log's first append finds create-only at work, and leaves nothing behind."""
+        """The probe of a log's first append verifies create-only, and leaves no object."""
         probe(store, "probe/token")
         assert list(store.list("")) == []

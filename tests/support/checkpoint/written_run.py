@@ -1,4 +1,4 @@
-"""Runs with known content, for tests of what reads them: two tables, dense tensors, states; a chain of checkpoints."""
+"""Runs with known content, for tests of readers: two tables, dense tensors, states; a chain of checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HALF = TableSchema(fqn="embeddings.users.weight", rows=500, columns=8, dtype="bf
 
 
 class WrittenRun(SampleRun):
-    """A run of one rank; `saved` has what each checkpoint must restore to."""
+    """A run of one rank; `saved` holds what each checkpoint must restore."""
 
     def __init__(
         self, store: Store, run: str, directory: Path, *, seed: int = 0, owner: str = "tests", workload: str = ""
@@ -37,14 +37,14 @@ class WrittenRun(SampleRun):
         self.half.weights = self.half.rng.integers(0, 0x4000, (HALF.rows, HALF.columns)).astype(np.uint16)
         self.dense = self.items.rng.standard_normal((16, 4)).astype(np.float32)
         self.more_blobs: dict[str, bytes] = {}
-        """Those that each save has beside its own."""
+        """Blobs that each save has in addition to its own."""
         self.saved: dict[int, tuple[SampleModel, SampleModel, np.ndarray]] = {}
 
     def close(self) -> None:
         self.cache.close()
 
     def train(self, share: float = 0.1) -> np.ndarray:
-        """Change some rows of `items` and the dense tensor; their ids."""
+        """Change some rows of `items` and the dense tensor; return their ids."""
         ids = np.flatnonzero(self.items.rng.random(ITEMS.rows) < share).astype(np.int64)
         self.items.weights[ids] += 1
         self.items.fields["sum"][ids] += 1
@@ -56,7 +56,7 @@ class WrittenRun(SampleRun):
         self, ids: np.ndarray | None = None, *, step: int, covers: int | None = None, encoding: str = "fp32",
         pins: tuple[str, ...] = (), metadata: Mapping[str, str] | None = None, directive: str = "",
     ) -> int:  # fmt: skip
-        """Commit these rows of `items` (None: all rows of both tables). The seq."""
+        """Commit these rows of `items` (None: all rows of both tables); return the seq."""
         rows = range(ITEMS.rows) if ids is None else ids
         frames = self.items.frames(rows, step=step, encoding=encoding, per_frame=700)
         if ids is None:
@@ -73,7 +73,6 @@ class WrittenRun(SampleRun):
         return seq
 
     def blobs(self, step: int) -> dict[str, bytes]:
-        """The blobs of a cut now."""
         shape = self.dense.shape
         dense = typed_tree.Tensor(
             dtype="float32", shape=shape, data=self.dense.reshape(-1).view(np.uint8).data

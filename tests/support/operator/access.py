@@ -1,4 +1,4 @@
-"""An API at a port of loopback, without TLS."""
+"""Access to an API at a port of loopback, without TLS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A controller on an API that answers from memory: objects as its tests need them, and writes that wait until they are let go."""
+"""A controller on an API that answers from memory: test objects, and writes that wait until the test releases them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UID = "0b4f3c1e-0000-4000-8000-000000000001"
 
 
 class FakeApi:
-    """Answers as an API server would; status writes wait for `release_writes` and then find the object gone.
+    """Answers as an API server would; status writes wait for `release_writes` and then find the object deleted.
 
     `stored` are the CheckpointRuns.
     """

@@ -1,4 +1,4 @@
-"""A real `deltashard-controller` on a real API server: Jobs and pods by hand, as their controllers and kubelets make them."""
+"""A real `deltashard-controller` on a real API server: tests write Jobs and pods as their controllers and kubelets do."""
 
 from __future__ import annotations
 
@@ -27,26 +27,25 @@ Document = dict[str, Any]
 
 
 def now(seconds: float = 0.0) -> str:
-    """The API's timestamp of so many seconds from now."""
+    """Return the API's timestamp of so many seconds from now."""
     return (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 @dataclass
 class ControllerProcess(OperatorProcess):
-    """`deltashard-controller`."""
+    """The process `deltashard-controller`."""
 
     keep_finished_days: float = 7.0
     status_interval_s: float = 1.0
     annotate_pods: bool = False
     namespace: str = "deltashard-system"
-    """Where its Lease is; made at the start."""
+    """Namespace of its Lease; created at the start."""
     identity: str = ""
     kubeconfig: Path | None = None
-    """Another way to the API server than straight."""
+    """A kubeconfig with another path to the API server than the direct one."""
     fleet_port: int = 0
 
     def start(self, *, ready: bool = True) -> None:
-        """Start it, and wait until it leads."""
         self.fleet_port = self.fleet_port or free_port()
         put(self.directory, self.authority.issue())
         with self.apiserver.http() as http:
@@ -62,13 +61,13 @@ class ControllerProcess(OperatorProcess):
             annotate_pods=str(self.annotate_pods).lower(),
             namespace=self.namespace,
             identity=self.identity,
-            lease_s=3600.0,  # a busy machine is no partition
+            lease_s=3600.0,  # a busy machine is not a partition
         )
         if ready:
             eventually(self.leads, lambda: f"the controller: {self.log[-2000:]}")
 
     def leads(self) -> bool:
-        """Whether it has the Lease and has seen everything."""
+        """Return whether it holds the Lease and has listed every object."""
         return self.metric("deltashard_controller_leading") == 1 and self.get("healthz")[0] == 200
 
 
@@ -112,7 +111,7 @@ class NamespaceObjects:
         return reply.document
 
     def running_pod(self, owner: Document, *, node: str = "node-a") -> Document:
-        """A pod of a Job, bound to a node, that runs."""
+        """Create a pod of a Job, bound to a node, that runs."""
         found = {key: owner["metadata"][key] for key in ("name", "uid")}
         metadata: Document = {
             "name": f"train-{uuid.uuid4().hex[:6]}",
@@ -171,7 +170,7 @@ class NamespaceObjects:
         assert reply.status in {200, 202}, reply.document
 
     def end(self, job: Document) -> None:
-        """The Job's controller says that it is complete."""
+        """Mark the Job complete, as its controller does."""
         conditions = [
             {"type": each, "status": "True", "lastTransitionTime": now(), "reason": "x", "message": "x"}
             for each in ("SuccessCriteriaMet", "Complete")
@@ -183,11 +182,11 @@ class NamespaceObjects:
         assert reply.status == 200, reply.document
 
     def runs(self) -> list[Document]:
-        # An API server that just started does not know its custom resources for a moment.
+        # An API server that just started does not serve its custom resources for a moment.
         return self.http("GET", self.path("checkpointruns")).document.get("items", [])
 
     def run(self, owner: Document) -> Document:
-        """The CheckpointRun of a workload, {} while there is none."""
+        """Return the CheckpointRun of a workload, {} while it does not exist."""
         uid = owner["metadata"]["uid"]
         return next((each for each in self.runs() if each["spec"]["workload"]["uid"] == uid), {})
 
@@ -195,7 +194,7 @@ class NamespaceObjects:
         return self.run(owner).get("status") or {}
 
     def wait_for_status(self, owner: Document, **wanted: Any) -> Document:
-        """Wait until the status holds these values; returns it."""
+        """Wait until the status holds these values; return it."""
 
         def holds() -> bool:
             found = self.status(owner)
@@ -208,7 +207,6 @@ class NamespaceObjects:
         return self.status(owner)
 
     def condition(self, owner: Document, type_: str) -> Document:
-        """One of its conditions, {} while there is none."""
         return next((c for c in self.status(owner).get("conditions", []) if c["type"] == type_), {})
 
     def events(self, reason: str) -> list[Document]:
@@ -225,7 +223,7 @@ class NamespaceObjects:
 def states(
     run: str = "", *, phase: str = "TRAINING", step: int = 0, attempt: int = 1, **more: Any
 ) -> dict[str, Any]:
-    """State of a pod and of its run; `seq` and `committed` make the newest commit, `every_s` a policy."""
+    """Return the state of a pod and of its run; `seq` and `committed` make the newest commit, `every_s` a policy."""
     seq, committed, every_s = more.pop("seq", 0), more.pop("committed", 0), more.pop("every_s", 300.0)
     pod: Document = {
         "run": run,
@@ -247,7 +245,7 @@ def states(
 
 
 class ReportingSidecar:
-    """A sidecar that reports when it is told to, with a token as a kubelet would project it."""
+    """A sidecar that reports on request, with a token as a kubelet would project it."""
 
     def __init__(
         self,
@@ -273,7 +271,7 @@ class ReportingSidecar:
     def post(
         self, incidents: Sequence[wire.Incident] = (), saves_over: Sequence[wire.SaveOver] = (), **fields: Any
     ) -> ReportResponse:
-        """Report once; `fields` are those of `states`, of the workload's own run unless `run` says another."""
+        """Report once; `fields` are those of `states`, of the workload's own run unless `run` names another."""
         fields.setdefault("run", self._run)
         self._sequence += 1
         report = self._pod.report(
@@ -289,7 +287,7 @@ class ReportingSidecar:
         return post_report(url, self._controller.authority.pem, self._token, report)
 
     def report(self, **fields: Any) -> wire.ReportReply:
-        """Report until it is taken: a pod that is not known yet comes again, and so on."""
+        """Repeat the report until the controller accepts it: it may not know the pod yet."""
         taken: list[wire.ReportReply] = []
 
         def told() -> bool:

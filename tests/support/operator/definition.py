@@ -20,7 +20,7 @@ DEFINITIONS = sorted((ROOT / "charts/deltashard/templates/crds").glob("*.yaml"))
 
 
 def install_definitions(server: ApiServer) -> None:
-    """Make the custom resources and wait until they are served."""
+    """Create the custom resources and wait until they are served."""
     with server.http() as http:
         for path in DEFINITIONS:
             made = http("POST", f"/apis/{GROUP}/customresourcedefinitions", yaml.safe_load(path.read_text()))
@@ -32,7 +32,6 @@ def install_definitions(server: ApiServer) -> None:
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[ApiServer]:
-    """A real API server that knows our resources."""
     server = ApiServer(folder)
     server.start()
     try:
@@ -43,7 +42,7 @@ def serving(folder: Path) -> Iterator[ApiServer]:
 
 
 def define(rest: Rest, group: str, version: str, kind: str) -> None:
-    """Make a custom resource of any shape."""
+    """Create a custom resource of any shape."""
     plural = f"{kind.lower()}s"
     schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
     document = {

@@ -49,7 +49,7 @@ def _owned(kind: str, manifest: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _of_jobset(name: str, replicated: dict[str, Any]) -> dict[str, Any]:
-    """The first Job that the JobSet controller makes of one of its templates."""
+    """Return the first Job that the JobSet controller makes of one of its templates."""
     job = copy.deepcopy(replicated["template"])
     labels = {
         "jobset.sigs.k8s.io/jobset-name": name,
@@ -66,7 +66,7 @@ def _of_jobset(name: str, replicated: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_pytorch_job(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The first worker that the training operator makes of it."""
+    """Return the first worker that the training operator makes of it."""
     name, template = (
         manifest["metadata"]["name"],
         manifest["spec"]["pytorchReplicaSpecs"]["Worker"]["template"],
@@ -84,7 +84,7 @@ def _of_pytorch_job(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def admitted(path: Path) -> dict[str, Any]:
-    """What reaches the webhook: the manifest, or what its controller makes of it."""
+    """Return what the webhook receives: the manifest, or what its controller makes of it."""
     manifest = copy.deepcopy(documents(path)[0])
     kind, spec, name = manifest["kind"], manifest["spec"], manifest["metadata"]["name"]
     if kind == "CronJob":
@@ -114,7 +114,6 @@ def admitted(path: Path) -> dict[str, Any]:
 
 
 def injected(path: Path) -> dict[str, Any]:
-    """The same after its admission."""
     document = admitted(path)
     response = sample.answer(document, merged(POLICY["spec"], DEFAULTS))
     assert response["allowed"], response

@@ -28,7 +28,7 @@ from urllib3.util import create_urllib3_context
 from tests.support.server.apiserver import CertificateAuthority, Rest, put
 
 FLEET_TIMEOUT_S = 120.0
-"""For what should take an instant, on a machine that has other things to do."""
+"""Time limit of a short operation on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class ApiPod:
 
     @classmethod
     def create(cls, rest: Rest, name: str = "", namespace: str = "default") -> Self:
-        """A pod that nobody runs."""
+        """Create a pod that no kubelet runs."""
         name = name or f"train-{uuid.uuid4().hex[:8]}"
         spec = {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "train"}]}
         document = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
@@ -50,7 +50,6 @@ class ApiPod:
         return cls(namespace=namespace, name=name, uid=reply.document["metadata"]["uid"])
 
     def token(self, rest: Rest, audience: str = cluster_name.FLEET_AUDIENCE, seconds: int = 3600) -> str:
-        """A token as the kubelet would project it."""
         bound = {"apiVersion": "v1", "kind": "Pod", "name": self.name, "uid": self.uid}
         spec = {"audiences": [audience], "expirationSeconds": seconds, "boundObjectRef": bound}
         return request_token(rest, self.namespace, spec)
@@ -60,7 +59,6 @@ class ApiPod:
         assert rest("DELETE", path).status == 200
 
     def report(self, *, who: dict[str, Any] | None = None, **changes: Any) -> wire.ReportRequest:
-        """What its sidecar reports."""
         told: dict[str, Any] = {
             "namespace": self.namespace,
             "pod": self.name,
@@ -83,7 +81,7 @@ def request_token(rest: Rest, namespace: str, spec: dict[str, Any]) -> str:
 
 @dataclass(slots=True)
 class RecordingLedger:
-    """A ledger that writes down what it is told."""
+    """A ledger that records its calls."""
 
     answer: Callable[[Report], Reply] = lambda report: Reply(sequence=report.sequence, next_s=60.0)
     reports: list[Report] = field(default_factory=list)
@@ -104,7 +102,7 @@ def refused(_report: Report) -> Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportResponse:
-    """Answer to a POST."""
+    """The answer to a POST."""
 
     status: int
     reply: wire.ReportReply = field(default_factory=wire.ReportReply)
@@ -115,7 +113,6 @@ class ReportResponse:
 def post_report(
     url: str, trusted: bytes, token: str | None, body: wire.ReportRequest | bytes
 ) -> ReportResponse:
-    """Answer to a report, on a connection of its own."""
     context = create_urllib3_context()
     context.load_verify_locations(cadata=trusted.decode())
     headers = {"Content-Type": "application/x-protobuf"}
@@ -133,7 +130,7 @@ def post_report(
 
 @dataclass(slots=True)
 class FleetService:
-    """A running server and all that it stands on."""
+    """A running server and its dependencies."""
 
     recorder: RecordingLedger
     authority: CertificateAuthority
@@ -156,7 +153,6 @@ class FleetService:
 
 @asynccontextmanager
 async def serving(api: ApiAccess) -> AsyncIterator[FleetService]:
-    """A server that reviews tokens at this API."""
     authority, metrics, recorder = CertificateAuthority("fleet"), FleetMetrics(), RecordingLedger()
     call = Caller(api)
     reviewer = Reviewer(call, count=lambda outcome: metrics.reviews.labels(outcome).inc())

@@ -1,4 +1,4 @@
-"""A run of which everything is known, for tests of what is written of it and read back."""
+"""A run with every field known, for tests that write it and read it back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ DECISION = Decision(
 
 
 def changed(message: M, **fields: Any) -> M:
-    """The message with other values of these fields."""
     return type(message)(**{field.name: value for field, value in message.ListFields()} | fields)
 
 

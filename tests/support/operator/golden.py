@@ -18,6 +18,6 @@ def manifests(case: str) -> list[dict[str, Any]]:
 
 
 def policy(case: str) -> dict[str, Any]:
-    """The policy's spec, over the samples' defaults; empty unless the case has one of its own."""
+    """Return the policy's spec, over the samples' defaults; empty unless the case has a policy file."""
     path = FOLDER / f"{case}.policy.yaml"
     return dict(yaml.safe_load(path.read_text())) if path.exists() else {}

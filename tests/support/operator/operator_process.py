@@ -1,4 +1,4 @@
-"""A program of the operator as a process: what webhook and controller have in common."""
+"""A program of the operator as a process: the common part of webhook and controller."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.server.port import free_port
 
 @dataclass
 class OperatorProcess:
-    """A program as the chart runs it, on loopback; `start` and `stop` as often as wanted."""
+    """A program as the chart runs it, on loopback; `start` and `stop` may repeat."""
 
     apiserver: ApiServer
     directory: Path
@@ -32,7 +32,7 @@ class OperatorProcess:
     process: subprocess.Popen[bytes] | None = None
 
     def run(self, *program: str, **flags: object) -> None:
-        """Have Python run this with the flags, over those of every program."""
+        """Run the program with the flags, over those of every program."""
         self.metrics_port = free_port()
         (self.directory / "policy.yaml").write_text(yaml.safe_dump(self.policy))
         flags = {
@@ -57,7 +57,7 @@ class OperatorProcess:
         return (self.directory / "log").read_text()
 
     def get(self, path: str) -> tuple[int, str]:
-        """Status and text of a plain page; status 0 when nobody answers."""
+        """Return status and text of a plain page; status 0 without an answer."""
         assert self.process is not None
         assert self.process.poll() is None, self.log
         with urllib3.PoolManager(retries=False, timeout=60.0) as http:

@@ -13,7 +13,6 @@ from deltashard_operator.kube.object_watch import ObjectWatch
 
 @contextlib.contextmanager
 def running(watch: ObjectWatch) -> Iterator[None]:
-    """The watch on a loop and a thread of its own."""
     loop = asyncio.new_event_loop()
     task = loop.create_task(watch.run())
     thread = threading.Thread(target=loop.run_until_complete, args=(asyncio.wait({task}),))
@@ -25,4 +24,4 @@ def running(watch: ObjectWatch) -> Iterator[None]:
         thread.join(120)
         assert not thread.is_alive()
         loop.close()
-        gc.collect()  # asyncio leaves it the socket of a TLS handshake that broke off: now, not in another test
+        gc.collect()  # asyncio leaves it the socket of a failed TLS handshake: collect it now, not in another test

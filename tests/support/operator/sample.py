@@ -28,17 +28,16 @@ DEFAULTS: dict[str, Any] = {
 
 
 def policy(spec: Mapping[str, Any] | None = None, /, **annotations: Any) -> Policy:
-    """A policy: `spec` over the defaults, annotations by field name."""
     return read("default", over_defaults(spec or {}), Annotations(policy="default", **annotations))
 
 
 def over_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """`spec` over the defaults; another controller's address in it is of the defaults, too."""
+    """Return `spec` over the defaults; its `fleet`, if any, replaces the default one."""
     return merged(spec, {**DEFAULTS, "fleet": spec.get("fleet", DEFAULTS["fleet"])})
 
 
 def template(**spec: Any) -> dict[str, Any]:
-    """A pod template with one container unless `spec` says otherwise."""
+    """Return a pod template with one container unless `spec` sets another."""
     return {"metadata": {}, "spec": {"containers": [{"name": "trainer", "image": "train"}], **spec}}
 
 
@@ -49,7 +48,7 @@ def review(
     namespace: str = "team-a",
     before: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The AdmissionReview an API server would send for an object."""
+    """Return the AdmissionReview an API server would send for an object."""
     group, _, version = document["apiVersion"].rpartition("/")
     return {
         "apiVersion": "admission.k8s.io/v1",
@@ -68,17 +67,17 @@ def review(
 def answer(
     document: Mapping[str, Any], spec: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> dict[str, Any]:
-    """The webhook's `response` for an object, every policy being `spec` over the defaults."""
+    """Return the webhook's `response` for an object, every policy being `spec` over the defaults."""
     return answered(parsed(document, **kwargs), spec).review["response"]
 
 
 def parsed(document: Mapping[str, Any], **kwargs: Any) -> AdmissionRequest | ReviewResult:
-    """The request for an object, or its answer where nothing has to be looked up."""
+    """Return the request for an object, or its answer where no lookup is necessary."""
     return admissions.parse(json.dumps(review(document, **kwargs)).encode())
 
 
 def answered(request: AdmissionRequest | ReviewResult, spec: Mapping[str, Any] | None = None) -> ReviewResult:
-    """The answer to a request, every policy being `spec` over the defaults."""
+    """Return the answer to a request, every policy being `spec` over the defaults."""
     if isinstance(request, ReviewResult):
         return request
     try:
@@ -96,7 +95,7 @@ def operations(response: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def applied(document: Mapping[str, Any], response: Mapping[str, Any]) -> dict[str, Any]:
-    """The object after the response's patch, by a JSON patch library that knows nothing of ours."""
+    """Return the object after the response's patch, by an independent JSON patch library."""
     return jsonpatch.apply_patch(copy.deepcopy(document), operations(response))
 
 
@@ -105,7 +104,7 @@ def sidecar_of(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expanded(container: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, str]:
-    """A container's environment as a kubelet would fill it, from the pod's fields by path ('' where there is none)."""
+    """Return a container's environment as a kubelet would fill it, from the pod's fields by path ('' where one is missing)."""
     values: dict[str, str] = {}
     for entry in container["env"]:
         if "valueFrom" in entry:

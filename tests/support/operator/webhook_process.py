@@ -1,4 +1,4 @@
-"""`deltashard-webhook` as a process, its configuration in the cluster, and what asks for it."""
+"""`deltashard-webhook` as a process, its configuration in the cluster, and objects that it admits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.server.apiserver import CertificateAuthority, Reply, Rest, pu
 from tests.support.server.minio_server import free_port
 
 PATIENCE_S = 30
-"""For an admission, on a machine that has other things to do; an API server waits no longer."""
+"""Time limit of an admission on a busy machine: the maximum of an API server."""
 PROGRAM = f"""
 import sys
 from deltashard_operator.kube import webhook_configuration
@@ -26,19 +26,19 @@ webhook_configuration.TIMEOUT_S = {PATIENCE_S}
 from deltashard_operator import main
 sys.exit(main.main())
 """
-"""`deltashard-webhook` with that patience."""
+"""`deltashard-webhook` with that time limit."""
 
 
 @dataclass
 class WebhookProcess(OperatorProcess):
-    """`deltashard-webhook`."""
+    """The process `deltashard-webhook`."""
 
     drain_s: float = 0.5
     policy: dict[str, Any] = field(default_factory=lambda: {**sample.DEFAULTS, "interval": {"atMost": "1h"}})
     port: int = 0
 
     def start(self, *, certificate: bool = True) -> None:
-        """Start and wait until it says that it is ready; without a certificate, until it is alive."""
+        """Start and wait until the process is ready; without a certificate, until it is alive."""
         self.port = self.port or free_port()
         if certificate:
             put(self.directory, self.authority.issue())
@@ -47,7 +47,6 @@ class WebhookProcess(OperatorProcess):
         eventually(lambda: self.get(page)[0] == 200, timeout_s=120, what="the webhook")
 
     def client_config(self, *authorities: CertificateAuthority) -> dict[str, Any]:
-        """How the API server reaches it."""
         bundle = b"".join(each.pem for each in authorities or (self.authority,))
         return {
             "url": f"https://127.0.0.1:{self.port}{webhook_configuration.PATH}",
@@ -94,7 +93,7 @@ def has_sidecar(reply: Reply) -> bool:
 
 
 def configuration(client_config: dict[str, Any]) -> dict[str, Any]:
-    """The chart's configuration of the webhook, with that patience."""
+    """Return the chart's configuration of the webhook, with this timeout."""
     document = render().find("MutatingWebhookConfiguration")
     for hook in document["webhooks"]:
         hook |= {"timeoutSeconds": PATIENCE_S, "clientConfig": client_config}
@@ -103,7 +102,7 @@ def configuration(client_config: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def registered(rest: Rest, client_config: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """The webhook's configuration in the cluster, in force; yields how to change where it points."""
+    """Register the webhook in the cluster and wait until it applies; yield a function that changes its target."""
 
     def probe() -> Reply:
         return rest.create(job("probe", opted()), dry_run=True)

@@ -1,6 +1,6 @@
-"""A real kube-apiserver over a real etcd, for tests: no nodes, no controllers; what it admits, it admits.
+"""A real kube-apiserver over a real etcd, for tests: without nodes and controllers, with its own admission.
 
-On loopback, ports picked free, in a directory of their own, ended by pid.
+Both listen on loopback, on free ports, use their own directory, and are ended by pid.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class CertificateAuthority:
         hours: int = 2,
         alternatives: Sequence[str] = (),
     ) -> IssuedCertificate:
-        """A certificate for loopback and `alternatives` (names, addresses), good for servers and clients."""
+        """Issue a certificate for loopback and `alternatives` (names, addresses), valid for servers and clients."""
         key = ec.generate_private_key(ec.SECP256R1())
         parts = [x509.NameAttribute(NameOID.COMMON_NAME, name)]
         if organization:
@@ -124,7 +124,7 @@ def _alternative(text: str) -> x509.GeneralName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What the API said."""
+    """The API's reply."""
 
     status: int
     document: dict[str, Any]
@@ -135,7 +135,7 @@ class Rest:
     """Requests to an `ApiServer` without a model in between; use as a context manager."""
 
     def __init__(self, server: ApiServer, user: str = "") -> None:
-        """As the administrator, or as a user without any rights but those that roles give him."""
+        """Act as the administrator, or as a user whose only rights are those of roles."""
         self._headers = {"Impersonate-User": user} if user else {}
         folder = server.directory
         self._url = server.url
@@ -164,7 +164,7 @@ class Rest:
         content: str = "application/json",
         accept: str = "application/json",
     ) -> Reply:
-        """One request; `path` with its query."""
+        """Send one request; `path` includes its query."""
         if dry_run:
             path += ("&" if "?" in path else "?") + "dryRun=All"
         reply = self._pool.request(
@@ -178,7 +178,6 @@ class Rest:
         )
 
     def text(self, path: str) -> str:
-        """A page that is no document, such as the metrics."""
         reply = self._pool.request("GET", self._url + path, headers=self._headers)
         assert reply.status == 200, reply.status
         return reply.data.decode()
@@ -191,19 +190,19 @@ class Rest:
         dry_run: bool = False,
         strict: bool = False,
     ) -> Reply:
-        """Make an object; `strict`: a field that nobody knows is an error."""
+        """Create an object; `strict` makes an unknown field an error."""
         path = collection(document, namespace if document["kind"].lower() in NAMESPACED else "")
         return self("POST", path + ("?fieldValidation=Strict" if strict else ""), document, dry_run=dry_run)
 
     def may(self, user: str, *groups: str, **attributes: str) -> bool:
-        """Whether the API server lets a user do what these attributes say."""
+        """Return whether the API server permits a user what these attributes describe."""
         spec = {"user": user, "groups": groups, "resourceAttributes": attributes}
         reply = self("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", {"spec": spec})
         assert reply.status == 201, reply.document
         return bool(reply.document["status"]["allowed"])
 
     def grant(self, user: str, namespace: str, *rules: dict[str, Any]) -> None:
-        """Let a user do in a namespace what these rules of RBAC say, by a Role of the name `user`."""
+        """Grant a user in a namespace these rules of RBAC, by a Role of the name `user`."""
         group = "rbac.authorization.k8s.io"
         root, metadata = f"/apis/{group}/v1/namespaces/{namespace}", {"name": "user"}
         reference = {"apiGroup": group, "kind": "Role", "name": "user"}
@@ -212,7 +211,7 @@ class Rest:
         assert self("POST", f"{root}/rolebindings", {"metadata": metadata, **bound}).status == 201
 
     def namespace(self, name: str, labels: dict[str, str] | None = None) -> None:
-        """A namespace, with the service account that the controller manager would make."""
+        """Create a namespace, with the service account that the controller manager would make."""
         document = {
             "apiVersion": "v1",
             "kind": "Namespace",
@@ -224,7 +223,6 @@ class Rest:
 
 
 def collection(document: dict[str, Any], namespace: str) -> str:
-    """Path of all objects of this one's kind, in a namespace (empty: in none)."""
     group, _, version = document["apiVersion"].rpartition("/")
     kind = document["kind"].lower()
     plural = kind[:-1] + "ies" if kind.endswith("y") else kind + "s"
@@ -233,7 +231,7 @@ def collection(document: dict[str, Any], namespace: str) -> str:
 
 
 def _document(text: bytes) -> dict[str, Any]:
-    """What is no document (a page that is not there, yet) is a message, as in a status."""
+    """Convert the body to a document; a body that is not JSON becomes a message, as in a status."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -258,7 +256,7 @@ class ApiServer:
     """etcd and kube-apiserver; `start`, use `kubeconfig` or `api`, `stop`."""
 
     def __init__(self, directory: Path, *flags: str) -> None:
-        """`flags` are kube-apiserver's, besides those that it always gets."""
+        """Create the servers; `flags` are added to kube-apiserver's constant ones."""
         self.directory = directory
         self._flags = flags
         self.kubeconfig = directory / "kubeconfig"
@@ -276,7 +274,7 @@ class ApiServer:
         return {Path(str(process.args[0])).name: process.pid for process in self._processes}
 
     def access(self) -> ApiAccess:
-        """It, as the operator's processes call it, with all rights."""
+        """Return access as the operator's processes use it, with all rights."""
         return api_access(self.kubeconfig, "tests")
 
     def api(self) -> client.ApiClient:
@@ -285,11 +283,11 @@ class ApiServer:
         return client.ApiClient(configuration)
 
     def http(self, user: str = "") -> Rest:
-        """Plain requests with the same rights (or a user's): objects go in and come back as documents."""
+        """Send plain requests with the same rights (or a user's): objects are sent and returned as documents."""
         return Rest(self, user)
 
     def kubeconfig_of(self, namespace: str, account: str, folder: Path) -> Path:
-        """A kubeconfig, in a folder, with the rights of a service account and no others."""
+        """Write a kubeconfig into a folder, with only the rights of a service account."""
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token"
         request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest"}
         with self.http() as http:
@@ -336,7 +334,7 @@ class ApiServer:
         try:
             with http:
                 eventually(ready, what="the API server", timeout_s=180)
-                for name in ("default", "trainer"):  # nobody makes them without the controller manager
+                for name in ("default", "trainer"):  # without the controller manager no process creates them
                     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}}
                     assert http.create(account).status == 201
         except BaseException:
@@ -348,7 +346,7 @@ class ApiServer:
         self._processes[1].wait(30)
 
     def start_api(self) -> None:
-        """Start it again as it was, and wait until it answers."""
+        """Restart it unchanged, and wait until it answers."""
         arguments = [str(each) for each in self._processes.pop(1).args]  # type: ignore[union-attr]
         self._spawn(Path(arguments[0]), *arguments[1:])
         with self.http() as http:
@@ -411,6 +409,6 @@ class ApiServer:
 
 
 def put(directory: Path, issued: IssuedCertificate) -> None:
-    """Write both files, one after the other, as a careless issuer would."""
+    """Write both files one after the other, not atomically."""
     (directory / "tls.crt").write_bytes(issued.certificate)
     (directory / "tls.key").write_bytes(issued.key)

@@ -1,7 +1,8 @@
-"""Servers of Google's and Azure's storage for tests, on loopback: fake-gcs-server and Azurite; what they hold is in memory.
+"""Servers of Google's and Azure's storage for tests, on loopback: fake-gcs-server and Azurite, with their data in memory.
 
-They check conditions of a write under one lock, as the services promise. What they cannot show: the services' limits (Google
-takes one write a second of one name), their latency, and tokens, which Azurite checks and fake-gcs-server does not.
+They check conditions of a write under one lock, as the services guarantee. They do not show the services' limits
+(Google accepts one write a second of one name), their latency, and tokens, which Azurite checks and fake-gcs-server
+does not.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class CloudServer(StoreServer):
     """A client's credentials."""
 
     def endpoint(self, port: int | None = None) -> str:
-        """For clients; `port` leads through a proxy."""
+        """Return the clients' endpoint; `port` leads through a proxy."""
         return f"http://127.0.0.1:{port or self.port}"
 
     def url(self, bucket: str, prefix: str = "", *, port: int | None = None) -> str:
@@ -59,7 +60,7 @@ class FakeGcs(CloudServer):
 
 
 class Azurite(CloudServer):
-    """Azurite's blob service, with an account of its own."""
+    """Azurite's blob service, with its own account."""
 
     scheme = "az"
     account = "deltashardtests"

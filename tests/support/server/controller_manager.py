@@ -11,7 +11,7 @@ from tests.support.tool import require_tool
 
 
 class ControllerManager:
-    """One process with the controllers that are named, ended by pid."""
+    """One process with the named controllers, ended by pid."""
 
     def __init__(self, apiserver: ApiServer, *controllers: str) -> None:
         self._flags = [

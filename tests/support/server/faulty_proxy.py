@@ -1,4 +1,4 @@
-"""Servers that misbehave: a TCP proxy that loses answers, cuts them or hangs, and an HTTP server with one fixed answer."""
+"""Faulty servers: a TCP proxy that loses, truncates or delays answers, and an HTTP server with one fixed answer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.support.server.threaded_http import ThreadedHttp
 
 
 class FaultyProxy:
-    """Forwards 127.0.0.1:`port` to an upstream port, byte for byte, until told otherwise.
+    """Forwards 127.0.0.1:`port` to an upstream port, byte for byte, except for the configured faults.
 
-    `lose_acks(n, method)`: the next n answers to that method are dropped and the connection closed, after the upstream gave
-    them. `truncate(bytes, n)`: the next n answers to a GET break off after so many bytes. `hang = True`: nothing
-    goes on until `release()`. `rewrite` sees (and may change) every chunk of a request.
+    `lose_acks(n, method)`: the next n answers to that method are dropped and the connection closed, after the
+    upstream gave them. `truncate(bytes, n)`: the next n answers to a GET break off after so many bytes. `hang =
+    True`: no data passes until `release()`. `rewrite` sees (and may change) every chunk of a request.
     """
 
     def __init__(self, upstream_port: int) -> None:
@@ -154,7 +154,7 @@ class FixedResponses:
         self.received: list[tuple[str, dict[str, str], bytes]] = []
         """Path, headers and body of each."""
         self.body = body
-        """May be changed meanwhile."""
+        """Tests may change the answer while the server runs."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -190,7 +190,7 @@ class FixedResponses:
 
 
 class Trickle:
-    """A server that answers any GET with a head and then a byte now and then, for ever."""
+    """A server that answers any GET with a head and then single bytes at intervals, without end."""
 
     def __init__(self, interval_s: float) -> None:
         self._ended = ended = threading.Event()

@@ -1,16 +1,15 @@
-"""An S3 proxy that commits every sin of networks and object stores, before a real server that commits none.
+"""An S3 proxy that injects faults of networks and object stores, before a real server.
 
-It speaks HTTP, request by request, so it knows what it breaks: a `Trouble` is chosen for each request by `choose`, which
-sees a `Request` (kind, key, the how-manieth of its kind). What a trouble does stays within what a store that keeps its
-promises may be seen to do from afar:
+The proxy handles HTTP requests one by one: `choose` selects an `S3Fault` for each `ProxyRequest` (its kind, its
+key, its number within the kind). A client may observe each fault with a correct store behind a network:
 
-- `REFUSED`: 503 SlowDown, nothing happened. `EXPIRED`: 403 ExpiredToken.
-- `LOST`: it happened, and the connection broke before the answer.
-- `DOUBLED`: the network delivered it twice; the client gets the second answer.
-- `LATE`: the connection broke, and the request arrives after others that were sent later (`flush_delayed` brings the rest).
-- `CUT`: the body broke off in the middle, of a PUT on its way there, of anything else on its way back.
-- `FLIPPED`: one bit of the body was wrong, of a PUT on its way there, of an object on its way back.
-- `HUNG`: nothing is heard until other requests have gone by, or `release()`.
+- `REFUSED`: 503 SlowDown, the request had no effect. `EXPIRED`: 403 ExpiredToken.
+- `LOST`: the request took effect, and the connection broke before the answer.
+- `DOUBLED`: the network delivered the request twice; the client gets the second answer.
+- `LATE`: the connection broke, and the request arrives after later ones (`flush_delayed` delivers the rest).
+- `CUT`: the body broke off in the middle, that of a PUT to the server, that of any other request to the client.
+- `FLIPPED`: one bit of the body was wrong: that of a PUT to the server, that of an object to the client.
+- `HUNG`: no answer arrives until other requests have passed, or `release()`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class S3Fault(StrEnum):
-    """What may happen to a request; see the module's text."""
+    """The possible faults of a request; the module docstring describes them."""
 
     REFUSED = "refused"
     EXPIRED = "expired"
@@ -55,21 +54,21 @@ _ERROR = "<Error><Code>{}</Code><Message>by the proxy of the tests</Message></Er
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxyRequest:
-    """What the proxy sees of a request."""
+    """The proxy's view of a request."""
 
     kind: str
     """put, create (If-None-Match), get, list, head, delete."""
     key: str
-    """Within the bucket; of a listing its prefix."""
+    """Key in the bucket; the prefix for a listing."""
     number: int
-    """How many of its kind came before."""
+    """Number of earlier requests of its kind."""
 
 
 Choice = Callable[[ProxyRequest], S3Fault | None]
 
 
 def by_seed(seed: int, rate: float) -> Choice:
-    """About `rate` of all requests meet trouble; a refusal is three long. The n-th of a kind always meets the same."""
+    """About `rate` of all requests meet a fault; a refusal lasts for three. The n-th of a kind always meets the same."""
 
     def chosen(request: ProxyRequest, number: int) -> S3Fault | None:
         chance = random.Random(f"{seed}/{request.kind}/{number}")
@@ -91,7 +90,7 @@ class FaultyS3Proxy:
         self.upstream_port = upstream_port
         self.choose: Choice = choose or (lambda _request: None)
         self.injected: Counter[tuple[str, S3Fault]] = Counter()
-        """(kind, trouble) -> how often."""
+        """(kind, fault) -> count."""
         self.requests: list[ProxyRequest] = []
         self._lock = threading.Condition()
         self._numbers: Counter[str] = Counter()
@@ -119,7 +118,7 @@ class FaultyS3Proxy:
         self._thread.join(60)
 
     def disable_faults(self) -> None:
-        """No trouble from here on; what hangs goes on, what is late arrives."""
+        """Stop all new faults; hung requests continue, late ones arrive."""
         self.choose = lambda _request: None
         self.release()
         self.flush_delayed()
@@ -136,14 +135,14 @@ class FaultyS3Proxy:
             self._lock.notify_all()
 
     def choose_fault(self, kind: str, key: str) -> tuple[ProxyRequest, S3Fault | None]:
-        """Number a request and choose its trouble; a late one may arrive before it."""
+        """Number a request and choose its fault; a late one may arrive before it."""
         with self._lock:
             request = ProxyRequest(kind=kind, key=key, number=self._numbers[kind])
             self._numbers[kind] += 1
             self.requests.append(request)
             trouble = self.choose(request)
             if trouble is S3Fault.FLIPPED and kind == "get":
-                # A network that flips the same object's bits twice is no network but a rotten object.
+                # A network that flips the same object's bits twice would be indistinguishable from a damaged object.
                 trouble = None if key in self._flipped else trouble
                 self._flipped.add(key)
             if trouble is not None:
@@ -155,7 +154,7 @@ class FaultyS3Proxy:
         return request, trouble
 
     def hang(self) -> None:
-        """Until six others have gone by, `release` or the end, for two seconds at most."""
+        """Wait until six other requests have passed, `release` or the end, for two seconds at most."""
         with self._lock:
             seen, released = len(self.requests), self._released
 
@@ -175,7 +174,7 @@ class _ProxyServer(ThreadingHTTPServer):
     proxy: FaultyS3Proxy
 
     def handle_error(self, *_: object) -> None:
-        pass  # a client that went away
+        pass  # the client disconnected
 
 
 class _ProxyHandler(BaseHTTPRequestHandler):
@@ -240,7 +239,7 @@ class _ProxyHandler(BaseHTTPRequestHandler):
         return _send(port, self.command, self.path, body, dict(self.headers.items()))
 
     def _answer(self, status: int, headers: Mapping[str, str], data: bytes, *, cut: bool = False) -> None:
-        if status == 0:  # the server itself went away
+        if status == 0:  # the server itself stopped
             self._break()
             return
         self.send_response_only(status)
@@ -266,7 +265,7 @@ class _ProxyHandler(BaseHTTPRequestHandler):
 def _send(
     port: int, method: str, path: str, body: bytes, headers: Mapping[str, str]
 ) -> tuple[int, dict[str, str], bytes]:
-    """The server's answer; status 0 when there was none."""
+    """Forward a request and return the server's answer; status 0 without an answer."""
     upstream = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
         upstream.request(method, path, body=body or None, headers=dict(headers))
@@ -279,7 +278,7 @@ def _send(
 
 
 def _send_half(port: int, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> None:
-    """A request whose connection breaks in the middle of its body."""
+    """Send a request whose connection breaks in the middle of its body."""
     head = f"{method} {path} HTTP/1.1\r\n" + "".join(
         f"{name}: {value}\r\n" for name, value in headers.items()
     )
@@ -288,7 +287,7 @@ def _send_half(port: int, method: str, path: str, body: bytes, headers: Mapping[
 
 
 def _flipped(data: bytes) -> bytes:
-    """One bit is wrong, always the same one of equal bytes."""
+    """Flip one bit, always the same one of equal bytes."""
     if not data:
         return data
     chance = random.Random(len(data))

@@ -1,4 +1,4 @@
-"""A server that takes reports, for tests of the sidecar's client: HTTPS, as small as the contract allows."""
+"""A server that takes reports, for tests of the sidecar's client: a minimal HTTPS server that meets the contract."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CertificateAuthority", "FleetServer"]
 
 
 class FleetServer:
-    """Takes every report whose token is `token`, keeps it, and answers as the controller does, until told otherwise."""
+    """Takes every report whose token is `token`, keeps it, and answers as the controller does, unless configured otherwise."""
 
     def __init__(
         self, authority: CertificateAuthority, *, port: int = 0, token: str = "good", next_s: float = 0.2
@@ -26,12 +26,12 @@ class FleetServer:
         self.authority = authority
         self.token = token
         self.reply = fleet.ReportReply(next_s=next_s)
-        """What is answered; an order goes when it is over, a directive is left out where it is in force."""
+        """The answer's fields; a finished order is removed, a directive already in force is omitted."""
         self.reject: Callable[[fleet.ReportRequest], int] = lambda _request: 0
         """Status of a refusal, or 0."""
         self.retry_after = ""
         self.tokens: list[str] = []
-        """Of every call, refused ones too."""
+        """Records of every call, including refused ones."""
         self.reports: list[fleet.ReportRequest] = []
         self._http = ThreadedHttp(self._handler(), tls=self._context(), port=port)
         self.port = self._http.port
@@ -85,7 +85,7 @@ class FleetServer:
         return 200, reply.SerializeToString()
 
     def flags(self, tmp_path: Path) -> dict[str, Any]:
-        """Of a sidecar that has this controller; its token lies in a file there."""
+        """Return flags of a sidecar that has this controller; its token is in a file in the folder."""
         token = tmp_path / "token"
         token.write_text(self.token)
         return {"fleet": self.address, "fleet-ca": self.authority.pem.decode(), "fleet-token-file": token}
@@ -112,7 +112,7 @@ class FleetServer:
         self.reply.MergeFrom(told)
 
     def incidents(self, kind: fleet.IncidentKind) -> list[fleet.Incident]:
-        """Every incident of a kind that was heard of, once each."""
+        """Return every received incident of a kind, once each."""
         heard = {i.id: i for report in list(self.reports) for i in report.incidents if i.kind == kind}
         return [heard[key] for key in sorted(heard)]
 

@@ -1,4 +1,4 @@
-"""A forward proxy, as a company puts before the internet: CONNECT for TLS, whole URLs for plain http; it notes all of them."""
+"""A forward proxy, as companies run: CONNECT for TLS, whole URLs for plain http; it records all requests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.support.server.threaded_http import ThreadedHttp
 
 
 class ForwardProxy:
-    """On 127.0.0.1:`port`. It knows `*.localhost` by itself, as a company's proxy knows names that its clients do not."""
+    """A proxy on 127.0.0.1:`port`. It resolves `*.localhost` itself, as a company's proxy resolves internal names."""
 
     def __init__(self, *, login: str = "") -> None:
-        """`login` is user:password that it asks for."""
+        """Create the proxy; `login` is the user:password that it requires."""
         self.tunnels: list[str] = []
         """host:port of each CONNECT."""
         self.requests: list[str] = []

@@ -1,6 +1,6 @@
-"""The one thing that an API server without nodes needs a kubelet for in tests: it asks it for containers' logs.
+"""A stand-in for a kubelet's log endpoint, which an API server calls for containers' logs.
 
-A real TLS server on loopback, and a Node that says where it is; use as a context manager.
+It is a real TLS server on loopback, and a Node with its address; use as a context manager.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MERGE = "application/merge-patch+json"
 
 
 class KubeletLogs:
-    """Logs by (pod, container), and by (pod, container, "previous") those of the life before."""
+    """Logs by (pod, container), and by (pod, container, "previous") those of the previous life."""
 
     def __init__(self, http: Rest, node: str, folder: Path, logs: dict[tuple[str, ...], str]) -> None:
         self._http, self._node, self.logs = http, node, logs
@@ -45,7 +45,7 @@ class KubeletLogs:
                 )
 
             def log_message(self, *_: object) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         self._server = ThreadedHttp(KubeletHandler, tls=context)
 

@@ -1,6 +1,6 @@
 """A real MinIO server for tests.
 
-It listens on loopback, or on another address of this machine that is asked for.
+It listens on loopback, or on another requested address of this machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MinioServer(StoreServer):
         settings: dict[str, str] | None = None,
         authority: CertificateAuthority | None = None,
     ) -> None:
-        """`settings` are MINIO_* variables besides the usual ones; `authority` signs for it, which then serves TLS."""
+        """Create the server; `settings` are more MINIO_* variables; `authority` signs its certificate and enables TLS."""
         super().__init__(directory, host=host, trusted=directory / "ca.crt" if authority else None)
         self.url_scheme = "https" if authority else "http"
         self._authority = authority
@@ -53,15 +53,14 @@ class MinioServer(StoreServer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a client's environment needs."""
+        """Return the environment that a client needs."""
         return {"AWS_ACCESS_KEY_ID": self.access_key, "AWS_SECRET_ACCESS_KEY": self.secret_key}
 
     def url(self, bucket: str, prefix: str = "", *, port: int | None = None) -> str:
-        """A store URL; `port` leads through a proxy."""
         return f"s3://{bucket}/{prefix}?endpoint={self.url_scheme}://{self.host}:{port or self.port}"
 
     def client(self) -> Minio:
-        """minio-py's own client, to look at the server past our code."""
+        """Return minio-py's own client, which inspects the server independently of deltashard's code."""
         return Minio(
             f"{self.host}:{self.port}", self.access_key, self.secret_key, secure=self.url_scheme == "https",
             region="us-east-1", http_client=self._http,
@@ -91,5 +90,5 @@ class MinioServer(StoreServer):
         return {
             "MINIO_ROOT_USER": self.access_key, "MINIO_ROOT_PASSWORD": self.secret_key, "MINIO_UPDATE": "off",
             "MINIO_BROWSER": "off", **self._settings,
-            "CI": "true",  # MinIO: a root disk is fine
+            "CI": "true",  # makes MinIO accept a root disk
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Users of a real MinIO, each with a policy of its own."""
+"""Users of a real MinIO, each with a separate policy."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from tests.support.server.minio_server import MinioServer
 
 
 def admin_of(server: MinioServer) -> MinioAdmin:
-    """The server's administration."""
     provider = StaticProvider(server.access_key, server.secret_key)
     return MinioAdmin(endpoint=f"{server.host}:{server.port}", credentials=provider, secure=False)
 
 
 def keys_of(server: MinioServer, policy: dict[str, Any]) -> dict[str, str]:
-    """The environment of a new user who may do what this policy says, and nothing else."""
+    """Return the environment of a new user with only the rights of this policy."""
     admin = admin_of(server)
     user, secret = f"tenant-{secrets.token_hex(4)}", secrets.token_hex(16)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:

@@ -1,9 +1,9 @@
-"""Ports for servers of tests: free, and nobody else's as long as this process lives.
+"""Ports for servers of tests: free, and reserved as long as this process lives.
 
-A port that the kernel picks (by binding port 0) is given back before its server binds it, seconds later, and again
-whenever that server is stopped to be started anew. Meanwhile anybody may get it: another worker's server, or just an
-outgoing connection. So ports are taken from below the range the kernel picks from, and every process of ours that
-takes one locks its byte of one file, which the kernel unlocks when that process ends, however it ends.
+A port that the kernel picks (by binding port 0) is free again before its server binds it, seconds later, and again
+whenever that server stops for a restart. Meanwhile another process may get it: another worker's server, or an
+outgoing connection. So ports are taken from below the kernel's range, and every test process that takes one locks its
+byte of one file, which the kernel unlocks when that process ends, in any way.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import tempfile
 from pathlib import Path
 
 LOWEST, HIGHEST = 12_000, 30_000
-"""Above what the cluster's programs are known by, below NodePorts."""
+"""The range is above the well-known ports of the cluster's programs and below NodePorts."""
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _reserved: set[int] = set()
-"""A process is never kept out by its own lock."""
+"""A process' own lock never excludes it."""
 
 
 @functools.cache
 def _ephemeral_start() -> int:
-    """The first port that is not ours to take: the kernel may pick it by itself."""
+    """Return the first port that tests must not take: the kernel may pick it."""
     with contextlib.suppress(OSError):
         return max(min(int(RANGE.read_text().split()[0]), HIGHEST), LOWEST + 1000)
     return HIGHEST
@@ -40,7 +40,7 @@ def _locks() -> int:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on, kept for this process."""
+    """Return a loopback port that no process listens on, reserved for this process."""
     count = _ephemeral_start() - LOWEST
     first = secrets.randbelow(count)
     for n in range(count):

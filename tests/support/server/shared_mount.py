@@ -10,7 +10,7 @@ from tests.support.tool import require_tool
 
 
 def mount_error() -> str:
-    """Why this machine cannot mount; empty when it can."""
+    """Return why this machine cannot mount; empty when it can."""
     if os.geteuid() != 0:
         return "mounting needs root"
     return "" if os.access("/dev/fuse", os.R_OK | os.W_OK) else "there is no /dev/fuse"
@@ -29,7 +29,7 @@ class SharedMount:
         assert self._process.stdout.readline() == "mounted\n"
 
     def signal(self, number: int) -> None:
-        """SIGSTOP: calls wait in the kernel, as on a hard mount whose server is away; SIGCONT ends that."""
+        """Send a signal. SIGSTOP: calls wait in the kernel, as on a hard mount whose server is absent; SIGCONT ends that."""
         self._process.send_signal(number)
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Server processes that hold a store, each on a free port, in a directory of its own, ended by its pid."""
+"""Server processes that hold a store, each on a free port, in its own directory, ended by its pid."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.support.server.port import free_port
 
 
 class StoreServer(ABC):
-    """One server process; ended and started again it keeps its port."""
+    """One server process; it keeps its port over a restart."""
 
     health = "/"
-    """A path that answers 200 once it serves; of "/" any answer counts."""
+    """A path that answers 200 once the server is ready; for "/" any answer counts."""
     url_scheme = "http"
 
     def __init__(self, directory: Path, *, host: str = "127.0.0.1", trusted: Path | None = None) -> None:
-        """`trusted`: the authorities that clients of a server with TLS trust."""
+        """Create the server; `trusted` are the authorities that clients of a server with TLS trust."""
         self.directory, self.host, self.port = directory, host, 0
         self._process: subprocess.Popen[bytes] | None = None
         self._http = urllib3.PoolManager(
@@ -32,18 +32,18 @@ class StoreServer(ABC):
 
     @abstractmethod
     def command(self) -> list[str]:
-        """With the port to listen on."""
+        """Return the command line with the port to listen on."""
 
     @abstractmethod
     def settings(self) -> dict[str, str]:
-        """Its environment."""
+        """Return the server's environment."""
 
     @abstractmethod
     def new_bucket(self) -> str:
-        """A bucket that only the caller knows."""
+        """Return a new bucket that only the caller uses."""
 
     def start(self) -> None:
-        """Start and wait until it answers; tries another port when the first was taken meanwhile."""
+        """Start and wait until it answers; try another port when the first was taken meanwhile."""
         for _ in range(5):
             self.port = self.port or free_port()
             if self._started():
@@ -86,6 +86,6 @@ class StoreServer(ABC):
         process.send_signal(how)
         try:
             process.wait(60)
-        except subprocess.TimeoutExpired:  # no test's business
+        except subprocess.TimeoutExpired:  # irrelevant to tests
             process.kill()
             process.wait(60)

@@ -1,4 +1,4 @@
-"""An HTTP server on loopback, with its thread: what test servers that answer by a handler of their own hold."""
+"""An HTTP server on loopback, with its thread: the base of test servers with their own handlers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class _QuietServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: object) -> None:
-        pass  # a client that went away
+        pass  # the client disconnected
 
 
 class ThreadedHttp:
@@ -22,7 +22,7 @@ class ThreadedHttp:
     ) -> None:
         self._server = _QuietServer(("127.0.0.1", port), handler)
         if tls is not None:
-            # The handshake is the connection's own thread's: a client that is silent holds up nobody.
+            # The connection's own thread does the handshake: a silent client blocks no other.
             self._server.socket = tls.wrap_socket(
                 self._server.socket, server_side=True, do_handshake_on_connect=False
             )

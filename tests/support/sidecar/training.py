@@ -1,4 +1,4 @@
-"""A sidecar with a trainer that has opened an attempt in it: what most tests begin with."""
+"""A sidecar with a trainer that has opened an attempt in it: the start of most tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def training(root: Path, url: str, **flags: object) -> Iterator[tuple[SidecarPro
 
 
 def pod(workload: str = "w-1", **more: object) -> dict[str, Any]:
-    """Flags of a sidecar in a pod of this workload."""
+    """Return flags of a sidecar in a pod of this workload."""
     return {"run": "ns/job", "owner": "ns/job", "workload-uid": workload, "encoding": "fp32", **more}
 
 

@@ -1,4 +1,4 @@
-"""A stream of a save and its arena without a sidecar: blocks that are taken, and what was handed over in them."""
+"""A stream of a save and its arena without a sidecar: blocks that the trainer takes and fills."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_ROWS = RowSelection(all=False, ids=None)
 
 
 class FakeArena:
-    """Blocks of one size; those that come back are granted again."""
+    """Blocks of one size; returned blocks are granted again."""
 
     def __init__(self, block_bytes: int) -> None:
         self.shape = SimpleNamespace(block_bytes=block_bytes)
@@ -45,7 +45,7 @@ class FakeArena:
         return BlockWriter(self, block=self.take, send=self.send, **options)  # type: ignore[arg-type]
 
     def rows(self, batch: Any, parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Ids of a batch's rows, and their values in each section, which are like `parts`."""
+        """Return ids of a batch's rows, and their values in each section, which are like `parts`."""
         widths = [part[0].numel() * part.element_size() for part in parts]
         offsets, _ = sections(batch.rows, contiguous=batch.contiguous, row_bytes=widths)
         block, ids = self.blocks[batch.block], np.arange(batch.row_start, batch.row_start + batch.rows)
@@ -67,7 +67,6 @@ def table_snapshot(
     box: Box | None = None,
     selection: RowSelection = NO_ROWS,
 ) -> TableSnapshot:
-    """A cut of a table, or of its shard at `box`."""
     box = box or Box(table="t", row_start=0, row_stop=len(weights), col_start=0, col_stop=weights.shape[1])
     return TableSnapshot(
         position=0, fqn=box.table, key=box.table, box=box, weights=weights, fields=tuple(fields), selection=selection

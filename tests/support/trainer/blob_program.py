@@ -1,4 +1,4 @@
-"""A Checkpointer without a sidecar and without tables' rows: what it would save as blobs, and what it does with them."""
+"""A Checkpointer without a sidecar and without tables' rows: the blobs that it would save, and their restore."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 
 class BlobProgram:
-    """Of a model, its optimizers and what is given in `state=`."""
+    """The program of a model, its optimizers and the `state=` argument."""
 
     def __init__(self, model: nn.Module, optimizer: Any = (), **state: Any) -> None:
         config.check_model(model)
@@ -27,7 +27,6 @@ class BlobProgram:
         self.capture = Capture(self.parts, LoaderRegistry(lambda: 0), rank=Rank())
 
     def cut(self) -> dict[str, memoryview]:
-        """The blobs of a cut, by name."""
         self.tracking.adopt()
         self.tracking.refresh()
         return {name: memoryview(tree.to_bytes()) for name, tree in self.capture.blobs(0, None)}
@@ -40,7 +39,7 @@ class BlobProgram:
         weights_only: bool = False,
         script: bool = False,
     ) -> list[str]:
-        """As `restore()` does with everything but rows; returns the notes."""
+        """Restore everything but rows, as `restore()` does; return the notes."""
         blobs = Blobs.decode(raw)
         notes = blobs.check(self.parts, strict=strict, weights_only=weights_only)
         notes += blobs.apply_dense(self.parts, strict=strict, weights_only=weights_only, script=script)

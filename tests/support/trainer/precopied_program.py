@@ -1,4 +1,4 @@
-"""A program with a real sidecar that knows what every cut was, and compares each checkpoint with it, bit for bit."""
+"""A program with a real sidecar that keeps each cut's content, and compares each checkpoint with it, bit for bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PrecopiedProgram:
             self.snapshots[facts["step"]] = self.on_cut()
 
     def on_cut(self) -> dict[str, torch.Tensor]:
-        """What is there, on the training thread, when a cut is told."""
+        """Record the state, on the training thread, when a cut is announced."""
         return self.state()
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -55,23 +55,21 @@ class PrecopiedProgram:
         return self.ckpt._outcomes.precopy._now
 
     def wait_for_copy(self) -> None:
-        """Steps are shorter than a copy is begun."""
         if (now := self.copying) is not None:
             eventually(lambda: now.done, what="the copy")
 
     def wait_idle(self) -> None:
-        """No save in flight, and nothing that the copying thread has still to look at."""
+        """Wait until no save is in flight, and the copying thread is idle."""
         self.ckpt._outcomes.drain(float("inf"))
         for job in (self.ckpt._outcomes.comparison.job, self.ckpt._program.tracking._sampling):
             if job is not None:
                 job.exception(60)
 
     def newest(self) -> Any:
-        """The newest entry of the log."""
         return RunLog(open_store(f"file://{self.folder / 'store'}"), "r").refresh().newest()
 
     def check(self) -> None:
-        """Every checkpoint that is there holds what was cut for its step, bit for bit."""
+        """Check that every existing checkpoint holds what was cut for its step, bit for bit."""
         entries = RunLog(open_store(f"file://{self.folder / 'store'}"), "r").refresh().checkpoints
         assert entries
         for seq, entry in entries.items():

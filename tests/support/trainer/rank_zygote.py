@@ -2,8 +2,8 @@
 
 Run as a module this takes lines of JSON, `[ENVIRONMENT, MODULE, WORKDIR, WORLD, SCENARIO, {OPTION: VALUE}, AGENT, SPARE]`,
 and answers each with the exit codes of the ranks. Every rank calls the scenario, a function of the module and of
-(rank, workdir, **options), and writes what it returns, or the error it met, to `WORKDIR/out/{rank}.json`. Ranks that end
-by a signal write nothing. What they print is in `WORKDIR/log-{rank}`.
+(rank, workdir, **options), and writes its result or its error to `WORKDIR/out/{rank}.json`. Ranks that end
+by a signal write nothing. Their output is in `WORKDIR/log-{rank}`.
 
 Importing torch and TorchRec takes longer than most scenarios, so the files that a worker runs share a process, which has
 no threads.
@@ -31,11 +31,11 @@ from tests.support.server.port import free_port
 from tests.support.tool import ROOT
 
 HANG_TIMEOUT_S = 120
-"""A rank that has not ended by then says where it stands."""
+"""A rank that has not ended by then prints its stack."""
 
 
 class RankZygote:
-    """The process that ranks are forked from; for tests, which have it as the fixture `rank_zygote`."""
+    """The process that ranks are forked from; tests get it as the fixture `rank_zygote`."""
 
     def __init__(self) -> None:
         self._process = self._start()
@@ -49,7 +49,7 @@ class RankZygote:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=environment,  # read when it is imported: a scenario that is to crash sets it in the rank
+            env=environment,  # read at import: a scenario that must crash sets it in the rank
         )
 
     def run(
@@ -63,10 +63,10 @@ class RankZygote:
         spare: int | None = None,
         **options: object,
     ) -> list[Any]:
-        """What each rank of a scenario of `module` returned; None: it was killed, or returned nothing. A rank that failed fails the test.
+        """Run a scenario of `module`; return each rank's result, None for a killed or silent rank. A failed rank fails the test.
 
-        `agent`: as torchrun's, it ends the others when one of them was killed, whatever they then do. `spare`: but for
-        this one, which is of another machine and nobody waits for.
+        `agent`: like torchrun's, it ends the other ranks when one was killed, whatever their state. `spare`: this
+        rank is exempt, since it is on another machine, and the agent does not wait for it.
         """
         workdir.mkdir(exist_ok=True)
         texts = {key: str(value) for key, value in options.items()}
@@ -86,7 +86,7 @@ class RankZygote:
             stdin.write(line + "\n")
             stdin.flush()
             codes: list[int] = json.loads(stdout.readline())
-        except BaseException:  # by a timeout: its answer would be taken for the next scenario's
+        except BaseException:  # by a timeout: its answer would count as the next scenario's
             self._process.kill()
             self._process.wait()
             stdout.close()
@@ -95,22 +95,21 @@ class RankZygote:
         return codes
 
     def close(self) -> None:
-        """End it."""
         self._process.stdin.close()
         self._process.wait(30)
         self._process.stdout.close()
 
 
 def _logs(workdir: Path, world: int) -> str:
-    """The end of what each rank printed: who waits for whom shows in no single one."""
+    """Return the end of each rank's output: a deadlock is visible only in all logs together."""
     logs = [(workdir / f"log-{rank}").read_text()[-8000:] for rank in range(world)]
     return "\n".join(f"---- rank {rank} ----\n{log}" for rank, log in enumerate(logs))
 
 
 def _serve() -> None:
-    """See the module; returns when stdin ends."""
+    """Serve requests as the module docstring describes; return when stdin ends."""
     warnings.simplefilter("ignore")
-    # What torch imports at the first use of DDP and of an optimizer: seconds, and each rank would do it.
+    # Imports of torch at the first use of DDP and of an optimizer: they take seconds in each rank otherwise.
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.distributed.tensor")
     for line in sys.stdin:
@@ -125,12 +124,12 @@ def _serve() -> None:
 
 
 def _ended(children: list[int]) -> list[int]:
-    """Exit codes of all, once they have ended."""
+    """Return the exit codes of all ranks, once they have ended."""
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 def _wait_with_spares(ranks: list[int], *, spare: int | None) -> list[int]:
-    """The same, but for `spare`, which is 0; when one was killed the others are, too, and what they met by then is no failure of theirs."""
+    """Wait for all ranks except `spare`, which gets 0; a kill of one ends the others, and their errors are no failures."""
     codes: dict[int, int] = {}
     children = [child for rank, child in enumerate(ranks) if rank != spare]
 
@@ -143,7 +142,7 @@ def _wait_with_spares(ranks: list[int], *, spare: int | None) -> list[int]:
     while len(codes) < len(children) and not any(codes.values()):
         reap(0)
     while len(codes) < len(children) and reap(os.WNOHANG):
-        pass  # who met the death of another, and was seen to end before it
+        pass  # a rank that failed because of another's death, and ended before the kill was noticed
     killed = any(code < 0 for code in codes.values())
     for child in children:
         if child not in codes:
@@ -161,7 +160,7 @@ def _ranks(
     options: dict[str, str],
     ended: Callable[[list[int]], list[int]],
 ) -> list[int]:
-    """Fork so many ranks; their exit codes."""
+    """Fork so many ranks; return their exit codes."""
     (workdir / "out").mkdir(parents=True, exist_ok=True)
     for old in (workdir / "out").iterdir():
         old.unlink()

@@ -1,4 +1,4 @@
-"""Lives of a training whose loaders draw from ResumableSamplers: killed at any step, resumed with what was saved."""
+"""Lives of a training whose loaders draw from ResumableSamplers: killed at any step, resumed from the saved state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.trainer.step_count import StepCount
 
 
 class CountingDataset(Dataset[int]):
-    """0..n-1; counts how often each was read, in whichever process, and where no checkpoint finds it."""
+    """The samples 0..n-1; it counts the reads of each, in any process, in memory that no checkpoint saves."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -37,13 +37,12 @@ class CountingDataset(Dataset[int]):
         return i
 
     def reads(self) -> NDArray[np.int64]:
-        """int64[n]."""
         return np.frombuffer(self._shared, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What stays the same in all lives."""
+    """The data that all lives share."""
 
     samples: int
     seed: int = 3
@@ -53,7 +52,7 @@ class Data:
     drop_batch: bool = False
     """The loader's."""
     distributed: bool = False
-    """The sampler is torch's."""
+    """Whether the sampler is torch's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +60,9 @@ class SamplerLife:
     """One life of all ranks."""
 
     saved: int
-    """Steps before the save; then all die."""
+    """Steps before the save."""
     lost: int = 0
-    """Steps after it, which nobody remembers."""
+    """Steps after the save, which are lost."""
     world: int = 1
     batch_size: int = 2
     workers: int = 0
@@ -101,32 +100,31 @@ class SamplerRank:
         self._run = _train_steps(self)
 
     def take(self, steps: int) -> None:
-        """So many steps, over epochs."""
+        """Take so many steps, over epochs."""
         until = self.steps.now + steps
         while self.steps.now < until:
             next(self._run)
 
     def rest_of_epoch(self) -> None:
-        """Of the one that the last batch, or else the next one, is of."""
+        """Finish the epoch of the last batch, or the next epoch if that one has ended."""
         while next(self._run):
             pass
 
     def close(self) -> None:
-        """End its workers: of a loader that the collector ends, torch waits 5 s for each."""
+        """End its workers: for a loader that the garbage collector ends, torch waits 5 s per worker."""
         self._run.close()
         self.registry.close()
 
     def tree(self) -> dict[str, Any]:
-        """As a checkpoint would hold it."""
         return decode_value(encode_value(self.registry.capture()[1]).to_bytes())["loader"]
 
     def resume(self, tree: dict[str, Any]) -> None:
-        """Where `tree` stood; another loader is refused."""
+        """Resume at the position of `tree`; another loader is refused."""
         self.registry.resume({"loader": tree}, capture_globals(), step=self.steps.now, on_change="refuse")
 
 
 def _train_steps(rank: SamplerRank) -> Generator[bool, None, None]:
-    """Steps for ever: True after each, False where an epoch ends."""
+    """Yield steps without end: True after each, False where an epoch ends."""
     while True:
         epoch = rank.loader.epoch
         rank.loader.sampler.set_epoch(epoch)
@@ -139,7 +137,7 @@ def _train_steps(rank: SamplerRank) -> Generator[bool, None, None]:
 
 
 def resharded(trees: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
-    """Where `rank` of `world` goes on, of what as many ranks saved as there are `trees`."""
+    """Return the state of `rank` of `world`, from `trees`, one for each rank that saved."""
     saved = len(trees)
     if saved == world:
         return trees[rank]
@@ -152,7 +150,7 @@ def resharded(trees: list[dict[str, Any]], rank: int, world: int) -> dict[str, A
 
 
 def resume(data: Data, life: SamplerLife, trees: list[dict[str, Any]], **options: Any) -> list[SamplerRank]:
-    """Its ranks, where `trees` stood."""
+    """Resume its ranks at the position of `trees`."""
     ranks = [SamplerRank(data, life, rank, **options) for rank in range(life.world)]
     for rank, each in enumerate(ranks):
         if trees:
@@ -161,7 +159,7 @@ def resume(data: Data, life: SamplerLife, trees: list[dict[str, Any]], **options
 
 
 def order(data: Data, epoch: int) -> list[int]:
-    """Of all samples in that epoch."""
+    """Return the order of all samples in that epoch."""
     if data.distributed:
         alone = DistributedSampler(range(data.samples), 1, 0, seed=data.seed, shuffle=data.shuffle)
         alone.set_epoch(epoch)
@@ -171,9 +169,10 @@ def order(data: Data, epoch: int) -> list[int]:
 
 
 def trained_samples(data: Data, lives: list[SamplerLife]) -> dict[int, Counter[int]]:
-    """Samples by epoch that were trained on in steps that a save remembers; the last life ends its epoch.
+    """Return samples by epoch that were trained on in steps that a save records; the last life ends its epoch.
 
-    Fails where a life reads what was used up before it, in the epoch that it resumes in, but for each rank's last batch.
+    It fails where a life reads samples that were used before it in the epoch of its resume, except each rank's last
+    batch.
     """
     used: dict[int, Counter[int]] = defaultdict(Counter)
     trees: list[dict[str, Any]] = []
@@ -190,7 +189,7 @@ def trained_samples(data: Data, lives: list[SamplerLife]) -> dict[int, Counter[i
         trees = [rank.tree() for rank in ranks]
         last = {
             sample for rank in ranks for sample in rank.last
-        } or last  # a life of no step leaves it the last
+        } or last  # a life without a step leaves it the last
         for rank in ranks:
             for each, seen in rank.seen.items():
                 used[each].update(seen)
@@ -198,7 +197,7 @@ def trained_samples(data: Data, lives: list[SamplerLife]) -> dict[int, Counter[i
         repeated = set() if data.drop_last else set(order(data, epoch)[: life.world - 1])
         for rank in ranks:
             rank.take(life.lost)
-            # What the first batches of workers drew proves nothing: where these are the last ones, all are read.
+            # The draws of the workers' first batches prove nothing: where these batches are the last ones, all samples are read.
             if rank.seen.keys() <= {epoch} and not life.workers:
                 assert not (set(rank.data.reads().nonzero()[0].tolist()) & before) - repeated - again
                 assert int(rank.data.reads().sum()) <= len(rank.seen[epoch]) + len(again)
@@ -207,13 +206,13 @@ def trained_samples(data: Data, lives: list[SamplerLife]) -> dict[int, Counter[i
 
 
 def check_each_once(data: Data, lives: list[SamplerLife], used: dict[int, Counter[int]]) -> None:
-    """Every epoch's samples once; but for what sampler and loader leave out or repeat at its end, as they say."""
+    """Check that every epoch has each sample once, except those that sampler and loader declare to omit or repeat at its end."""
     worlds = {life.world for life in lives}
     for epoch, seen in used.items():
         if not seen:
             continue
         repeated = {sample for sample, times in seen.items() if times > 1}
-        # Torch's sampler repeats the first ones of what was left, ours those of the epoch.
+        # Torch's sampler repeats the first of the remaining samples, ours those of the epoch.
         assert not (repeated and data.drop_last)
         assert len(repeated) < max(worlds)
         assert data.distributed or repeated <= set(order(data, epoch)[: max(worlds) - 1])

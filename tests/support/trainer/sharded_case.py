@@ -1,7 +1,7 @@
-"""A small model of TorchRec, sharded in every way that runs on CPUs, and what its tracking must say after each step.
+"""A small model of TorchRec, sharded in every way that runs on CPUs, and the expected tracking after each step.
 
-A scenario for `rank_zygote`: `every_case` runs every case of `cases(WORLD)` as one rank and returns {case: "" or what
-went wrong}. A rank whose case fails ends there: its peers would wait for it.
+It is a scenario for `rank_zygote`: `every_case` runs every case of `cases(WORLD)` as one rank and returns {case: ""
+or the error}. A rank whose case fails ends there: its peers would wait for it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SEQUENCE_SHARDINGS = {
     "grid_shard": "column_wise",
     "data_parallel": "table_wise",  # the data-parallel kernel for sequences is wrong on CPUs
 }
-"""What sequences get where they cannot be sharded like the bags."""
+"""Sharding of sequences where they cannot be sharded like the bags."""
 OPTIMIZERS = {
     "rowwise": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -79,7 +79,7 @@ PIPELINES: dict[str, Any] = {
         TrainPipelinePT2, compile_configs=TorchCompileConfig(backend="eager")
     ),  # from its 4th step on
 }
-"""Those that run on CPUs; the others ask for a stream of an accelerator."""
+"""Pipelines that run on CPUs; the others need a stream of an accelerator."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +95,9 @@ class ShardedCase:
 
 
 def cases(world: int) -> list[ShardedCase]:
-    """Each sharding, optimizer and pipeline once at two ranks; at four what is another thing there.
+    """Return each sharding, optimizer and pipeline once at two ranks; at four, only cases that differ there.
 
-    At one what compiles the model: that takes each rank 45 s.
+    At one rank, return what compiles the model: that takes each rank 45 s.
     """
     if world == 1:
         return [ShardedCase("row_wise", "rowwise", "pt2")]
@@ -112,7 +112,7 @@ def cases(world: int) -> list[ShardedCase]:
 
 @dataclasses.dataclass
 class ShardedBatch(Pipelineable):
-    """What one step of one rank takes."""
+    """The input of one step of one rank."""
 
     sparse: KeyedJaggedTensor
 
@@ -127,7 +127,7 @@ class ShardedBatch(Pipelineable):
 
 
 def batch(step: int, rank: int) -> ShardedBatch:
-    """The same for whoever asks; the one of step 3 looks nothing up."""
+    """Return the batch, equal for every caller; the one of step 3 contains no lookups."""
     rng = torch.Generator().manual_seed(1000 * step + rank)
     values, lengths = [], []
     for feature in FEATURES:
@@ -143,7 +143,7 @@ def batch(step: int, rank: int) -> ShardedBatch:
 
 
 def looked_up(table: str, step: int, world: int) -> Tensor:
-    """Rows of the whole table that the ranks' batches of a step look up together, ascending."""
+    """Return rows of the whole table that the ranks' batches of a step look up together, ascending."""
     features = (BAGS | SEQUENCES)[table][1]
     parts = [batch(step, rank).sparse[feature].values() for rank in range(world) for feature in features]
     return torch.unique(torch.cat(parts))
@@ -220,7 +220,7 @@ class ShardedTraining:
             device=torch.device("cpu"),
             plan=plan,
             sharders=sharders,
-            # DDP keeps its buckets so: laid out anew after a first step, more than two ranks sum in another order.
+            # DDP keeps its buckets so: after a new layout at the first step, more than two ranks sum in another order.
             data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True),
         )
         named = dict(in_backward_optimizer_filter(self.model.named_parameters()))
@@ -228,11 +228,10 @@ class ShardedTraining:
 
     @property
     def bare(self) -> nn.Module:
-        """The model without wrappers."""
         return self.model.module
 
     def train(self, *batches: ShardedBatch) -> None:
-        """One step of the dense optimizer, over one or several backward passes."""
+        """Do one step of the dense optimizer, over one or several backward passes."""
         self.dense.zero_grad()
         for each in batches:
             self.model(each)[0].backward()
@@ -240,7 +239,7 @@ class ShardedTraining:
 
 
 def check_shards(tracking: Tracking, model: nn.Module) -> None:
-    """Shards lie where TorchRec says, in the memory that it says, and state likewise."""
+    """Check that shards and their state are where TorchRec declares, in the declared memory."""
     for name, value in model.state_dict().items():
         mine = [table for table in tracking.tables if table.fqn == name]
         if not hasattr(value, "local_shards"):
@@ -262,7 +261,7 @@ def check_shards(tracking: Tracking, model: nn.Module) -> None:
 
 
 def check_tiling(tracking: Tracking, world: int) -> None:
-    """The boxes of all ranks are the tables, each cell once; a replicated table is whole on every rank."""
+    """Check that the boxes of all ranks tile the tables, each cell once; a replicated table is whole on every rank."""
     said: list[Any] = [None] * world
     dist.all_gather_object(
         said, [(t.box, t.schema.rows, t.schema.columns, t.found.replicated) for t in tracking.tables]
@@ -282,7 +281,7 @@ def check_tiling(tracking: Tracking, world: int) -> None:
 
 
 class MarkChecker:
-    """Compares all tables with how they were at the last look, and with the marks."""
+    """Compares all tables with their previous values, and with the marks."""
 
     def __init__(self, tracking: Tracking) -> None:
         self.tracking = tracking
@@ -292,7 +291,7 @@ class MarkChecker:
         self.check()
 
     def check(self) -> dict[str, Tensor]:
-        """The marked rows by shard; every shard's changed rows are among them. A cut of them commits."""
+        """Return the marked rows by shard; every shard's changed rows must be among them. A cut of them commits."""
         self.tracking.refresh()
         marked = {}
         for table in self.tracking.tables:
@@ -301,7 +300,7 @@ class MarkChecker:
             marked[table.key] = ids
             if self.cut:
                 was, now = self._was[table.key], self._sections(table)
-                changed = torch.full((table.marks.rows,), was.keys() != now.keys())  # state that appeared
+                changed = torch.full((table.marks.rows,), was.keys() != now.keys())  # new state
                 for name in was.keys() & now.keys():
                     changed |= (was[name] != now[name]).view(len(changed), -1).any(1)
                 missed = set(changed.nonzero().view(-1).tolist()) - set(ids.tolist())
@@ -323,7 +322,7 @@ class MarkChecker:
 
 
 def check_marked(tracking: Tracking, marked: dict[str, Tensor], steps: tuple[int, ...], world: int) -> None:
-    """Tables that are tracked by lookups have exactly the rows that the steps updated."""
+    """Check that tables tracked by lookups have exactly the rows that the steps updated."""
     for table in tracking.tables:
         if table.tracker != "lookups":
             continue
@@ -334,7 +333,7 @@ def check_marked(tracking: Tracking, marked: dict[str, Tensor], steps: tuple[int
 
 
 def run(case: ShardedCase) -> None:
-    """One case as one rank; raises where tracking is wrong."""
+    """Run one case as one rank; raise where tracking is wrong."""
     rank, world = dist.get_rank(), dist.get_world_size()
     training = ShardedTraining(case.sharding, case.optimizer)
     tracking = Tracking(
@@ -361,7 +360,7 @@ def _check_trackers(case: ShardedCase, tracking: Tracking) -> None:
 
 
 def _plain(case: ShardedCase, training: ShardedTraining, rank: int) -> Iterator[tuple[int, ...]]:
-    """Steps, and between them what changes nothing; yields the steps whose batches were trained on since."""
+    """Train steps with operations between them that change nothing; yield the steps whose batches were trained on since."""
     for step in range(5):
         training.train(batch(step, rank))
         yield (step,)
@@ -383,7 +382,7 @@ def _plain(case: ShardedCase, training: ShardedTraining, rank: int) -> Iterator[
 
 
 def _pipelined(case: ShardedCase, training: ShardedTraining, rank: int) -> Iterator[tuple[int, ...]]:
-    """The same under a pipeline, which is ahead with the next batches."""
+    """Train under a pipeline, which loads the next batches ahead."""
     pipeline = PIPELINES[case.pipeline](training.model, training.dense, torch.device("cpu"))
     batches = iter([batch(step, rank) for step in range(8)])
     for step in range(8):
@@ -398,9 +397,9 @@ def _pipelined(case: ShardedCase, training: ShardedTraining, rank: int) -> Itera
 
 
 def every_case(rank: int, workdir: Path) -> dict[str, str]:
-    """One rank of the run; of what `cases` are."""
+    """Run one rank of every case in `cases`."""
     logging.disable(logging.WARNING)
-    os.environ["LOCAL_WORLD_SIZE"] = "2"  # what torchrun says on hosts of two ranks
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # a warning of torchrun on hosts of two ranks
     results: dict[str, str] = {}
     for case in cases(dist.get_world_size()):
         try:

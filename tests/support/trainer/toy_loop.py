@@ -1,4 +1,4 @@
-"""A training loop in a few lines, for tests whose subject is what happens around it."""
+"""A training loop in a few lines, for tests of the code around it."""
 
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ class ToyLoop:
 
     @property
     def weights(self) -> torch.Tensor:
-        """Of the table, without their history."""
         return self.net.items.weight.detach()
 
     def table(self) -> list[torch.Tensor]:
-        """Clones of the table's weights and Adagrad sums."""
+        """Return clones of the table's weights and Adagrad sums."""
         return [self.weights.clone(), self.optimizer[0].state[self.net.items.weight]["sum"].clone()]

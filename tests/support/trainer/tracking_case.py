@@ -47,7 +47,7 @@ class Lazy(torch.optim.Optimizer):
 
 
 class LookaheadWrapper:
-    """No torch optimizer itself; every second step it pulls the weights half way to slow copies of its own."""
+    """A wrapper that is not a torch optimizer; every second step it pulls the weights half way to its slow copies."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self.base = base
@@ -70,7 +70,7 @@ class LookaheadWrapper:
 
 
 class WrappedLookahead(torch.optim.Optimizer):
-    """The other kind: a torch optimizer that wraps one and writes through `.data`."""
+    """A torch optimizer that wraps another one and writes through `.data`."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self._inner = base
@@ -134,7 +134,7 @@ def make_table(kind: str, sparse: bool) -> nn.Module:
 
 
 class TableTraining:
-    """One table under one optimizer, and the things that may happen to it; on torch's default device."""
+    """One table under one optimizer, and the events that may affect it; on torch's default device."""
 
     def __init__(self, optimizer: str, kind: str, sparse: bool, seed: int) -> None:
         device = torch.get_default_device()
@@ -170,7 +170,7 @@ class TableTraining:
         return self.model["dense"](self.look_up(self.ids())).square().mean()
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Weights and every piece of optimizer state that has rows, found without deltashard's help."""
+        """Return weights and every piece of optimizer state that has rows, found without deltashard's help."""
         found = {"weight": self.weight.detach().clone()}
         seen = []
         for owner in (
@@ -191,7 +191,7 @@ class TableTraining:
                     found[f"{type(owner).__name__}.{key}"] = value.detach().clone()
         return found
 
-    # -- events
+    # Events
 
     def train(self, *losses: Tensor, clear: bool = True) -> None:
         if clear:
@@ -213,7 +213,7 @@ class TableTraining:
         )
 
     def train_tied(self) -> None:
-        """The whole table as the output layer: every row gets a gradient."""
+        """Use the whole table as the output layer: every row gets a gradient."""
         if self.model["table"].sparse:
             return
         self.train(functional.linear(self.look_up(self.ids())[:1], self.weight).square().sum())
@@ -227,19 +227,19 @@ class TableTraining:
         self.optimizer.step()
 
     def step_again(self) -> None:
-        """Without zeroing: the gradient that is still there is applied once more."""
+        """Step without zeroing: the existing gradient is applied once more."""
         if self.weight.grad is not None:
             self.optimizer.step()
 
     def forward_early(self) -> None:
-        """The lookup happens before another step, its backward pass after it (a pipeline)."""
+        """Do a lookup before another step and its backward pass after it (a pipeline)."""
         early = self.look_up(self.ids()).sum()
         self.train()
         with warnings.catch_warnings():
             self.optimizer.zero_grad()
             try:
                 early.backward()
-            except RuntimeError:  # some lookups need the weights they saw
+            except RuntimeError:  # some lookups need the weights of their forward pass
                 return
             self.optimizer.step()
 
@@ -301,12 +301,12 @@ class TableTraining:
         return getattr(self.optimizer, "base", self.optimizer)
 
     def hook_that_zeroes(self) -> None:
-        """A step hook of the user's drops the gradient before anybody else can look at it, from now on."""
+        """Install a user's step hook that drops the gradient before other hooks can read it, from now on."""
         self._inner().register_step_post_hook(lambda optimizer, _args, _kwargs: optimizer.zero_grad())
         self.train()
 
     def hook_that_writes(self) -> None:
-        """Rows are written by a hook after the step, and by one before it."""
+        """Install hooks that write rows after the step, and before it."""
 
         def write(*_: Any) -> None:
             with torch.no_grad():
@@ -320,7 +320,7 @@ class TableTraining:
         before.remove()
 
     def global_hook(self) -> None:
-        """The same for all optimizers of the process."""
+        """Install the same hook for all optimizers of the process."""
 
         def write(*_: Any) -> None:
             with torch.no_grad():
@@ -331,7 +331,7 @@ class TableTraining:
         hook.remove()
 
     def replace_module(self) -> None:
-        """Another module takes the table's place, and its weight the old one's in the optimizer."""
+        """Replace the table's module, and the old weight in the optimizer by the new one."""
         sparse = getattr(self.model["table"], "sparse", False)
         self.model["table"] = make_table(self.kind, sparse)
         for group in self._inner().param_groups:
@@ -342,7 +342,7 @@ class TableTraining:
             self._inner().state[self.weight] = torch.optim.Adagrad([self.weight]).state[self.weight]
 
     def move_into_shared_memory(self) -> None:
-        """The weight becomes a view of memory that somebody else holds, too."""
+        """Make the weight a view of memory that another owner holds, too."""
         room = torch.zeros(2 * ROWS, COLUMNS)
         room[:ROWS] = self.weight.data
         self.weight.data = room[:ROWS]
@@ -367,7 +367,7 @@ class TableTraining:
             self.weight[self.ids()] += 1.0
 
     def write_between(self) -> None:
-        """Between the backward pass and the step, where the next hook could take it for the optimizer's."""
+        """Write between the backward pass and the step, where the next hook could attribute it to the optimizer."""
         self.optimizer.zero_grad()
         self.loss().backward()
         self.write()
@@ -392,7 +392,7 @@ class TableTraining:
             self.write_state()
 
     def renormalise(self) -> None:
-        """max_norm of a functional lookup writes weights in a forward pass."""
+        """Let max_norm of a functional lookup write weights in a forward pass."""
         with torch.no_grad():
             functional.embedding(self.ids(), self.weight, max_norm=0.5)
 
@@ -411,18 +411,18 @@ EVENTS = [
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Torch warns of sparse invariants once per process, and schedulers of order: not what is tested here."""
+    """Silence torch's warnings of sparse invariants (once per process) and of the order of schedulers: not under test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
 
 
-# Trackers alone: the audit must not cover up for them.
+# Trackers alone: the audit must not compensate for them.
 PLAIN = TrackingSettings(hash_below_bytes=0, audit_rows=0)
 
 
 def changed_rows(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[int]:
-    """Rows whose bits differ; every row when a field came or went."""
+    """Return rows whose bits differ; every row when a field was added or removed."""
     if before.keys() != after.keys():
         return set(range(ROWS))
     rows: set[int] = set()
@@ -433,7 +433,7 @@ def changed_rows(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[int
 
 
 class SelectionChecker:
-    """Takes cuts that commit at once, and compares each selection with what truly changed."""
+    """Takes cuts that commit at once, and compares each selection with the actual changes."""
 
     def __init__(self, training: TableTraining, tracking: Tracking) -> None:
         self.training, self.tracking = training, tracking

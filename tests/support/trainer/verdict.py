@@ -1,4 +1,4 @@
-"""Two outcomes are allowed for a run that was killed and resumed: it is exact, or deltashard told why it is not."""
+"""A run that was killed and resumed has two allowed outcomes: it is exact, or deltashard reported why it is not."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 REPORTED = re.compile(r"note: |warning: |error: |event (nothing_saved|fell_back|log_damaged|save_blocked)")
 NOISE = re.compile(r"tracked by row hashes|tracked by hashes|counts? as changed")
-"""Words of interest; how tables are tracked is none."""
+"""Significant words; the tracking of tables is not among them."""
 UNRELATED = re.compile(
     r"the model changed after the Checkpointer was built|the last step\(\) ended no step of an optimizer|set other hyperparameters"
 )
-"""Words that do not explain why a run that was resumed differs: what they speak of comes back exactly, or is refused."""
+"""Words that do not explain why a resumed run differs: their subject is restored exactly, or refused."""
 
 
 class CapturedLog(logging.Handler):
-    """Keeps what deltashard logs at level WARNING and above."""
+    """Keeps deltashard's log records at level WARNING and above."""
 
     def __init__(self, told: list[str]) -> None:
         super().__init__(logging.WARNING)
@@ -31,17 +31,17 @@ class CapturedLog(logging.Handler):
 
 
 def reported_lines(told: Iterable[str]) -> list[str]:
-    """The words that count, each once."""
+    """Return the significant lines, each once."""
     return sorted({word for word in told if REPORTED.match(word) and not NOISE.search(word)})
 
 
 def explanations(told: Iterable[str]) -> list[str]:
-    """Those that say why a resumed run differs."""
+    """Return the lines that explain why a resumed run differs."""
     return [word for word in reported_lines(told) if not UNRELATED.search(word)]
 
 
 def bits(name: str, value: Any) -> dict[str, bytes]:
-    """The bytes of every tensor and number in a nested value, by its path."""
+    """Return the bytes of every tensor and number in a nested value, by its path."""
     found: dict[str, bytes] = {}
     if isinstance(value, torch.Tensor):
         dense = value.detach().to_dense() if value.is_sparse else value.detach()
@@ -58,7 +58,7 @@ def bits(name: str, value: Any) -> dict[str, bytes]:
 
 
 def optimizer_bits(name: str, optimizer: Any) -> dict[str, bytes]:
-    """The state and the rates of an optimizer, by the place of each parameter in it."""
+    """Return the state and the rates of an optimizer, by the place of each parameter in it."""
     found: dict[str, bytes] = {}
     for number, group in enumerate(optimizer.param_groups):
         found |= bits(f"{name}.{number}.lr", group["lr"])
@@ -68,5 +68,5 @@ def optimizer_bits(name: str, optimizer: Any) -> dict[str, bytes]:
 
 
 def differing(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> list[str]:
-    """The paths whose bits differ."""
+    """Return the paths whose bits differ."""
     return sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))

@@ -50,7 +50,7 @@ def test_any_rank_sends_its_data_in_chunks(monkeypatch: pytest.MonkeyPatch) -> N
     ranks[1].send("nothing", b"")
     ranks[1].send("gone", None)
     assert [ranks[0].receive(what, 5) for what in ("nothing", "gone")] == [b"", None]
-    with pytest.raises(RanksDiffer, match="said nothing for"):
+    with pytest.raises(RanksDiffer, match="sent nothing for"):
         ranks[0].receive("never", 0.1)
 
 
