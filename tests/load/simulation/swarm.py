@@ -9,7 +9,7 @@ The process obeys lines of JSON on its standard input and answers each with a li
     {"do": "add", "members": [...], "within_s": 5}   begin, spread over some seconds
     {"do": "reopen", "workloads": [...]}             their groups open their runs once more
     {"do": "remove", "uids": [...]}                  end without a word, as with the pod's node
-    {"do": "mark"}                                   nobody counts as taken before the next report that is
+    {"do": "mark"}                                   no sidecar counts as accepted before the next report that is
     {"do": "report"}                                 what became of them so far
 """
 
@@ -87,10 +87,10 @@ class SwarmStats:
     """Counters of all sidecars."""
 
     alive: int = 0
-    taken: int = 0
+    accepted: int = 0
     """Living sidecars whose report was accepted since the mark."""
     reporters: int = 0
-    """Those of `taken` that report for their run."""
+    """Those of `accepted` that report for their run."""
     reports: int = 0
     nudges: int = 0
     directives: int = 0
@@ -122,7 +122,7 @@ class SimulatedSidecar:
         self._has_unreported = False
         """Whether a change is missing from all reports."""
         self.is_reporter = member.index == "0"
-        self.taken = False
+        self.accepted = False
 
     def nudge(self) -> None:
         self._world.stats.nudges += 1
@@ -169,7 +169,7 @@ class SimulatedSidecar:
             return
         stats.report_s.append(now_s - begun_s)
         stats.reports += 1
-        self.taken = True
+        self.accepted = True
         reply = wire.ReportReply.FromString(body)
         self._schedule = self._schedule.accepted(reply.next_s, now_s)
         self.is_reporter = reply.speaks
@@ -319,13 +319,13 @@ class SwarmState:
                     self.alive.pop(uid)[1].cancel()
             case "mark":
                 for sidecar, _ in self.alive.values():
-                    sidecar.taken = False
+                    sidecar.accepted = False
         for uid, (_, task) in self.alive.items():
             if task.done():
                 raise SystemExit(f"the sidecar of {uid} failed: {task.exception()!r}")
-        taken = [each for each, _ in self.alive.values() if each.taken]
-        self.stats.alive, self.stats.taken = len(self.alive), len(taken)
-        self.stats.reporters = sum(each.is_reporter for each in taken)
+        accepted = [each for each, _ in self.alive.values() if each.accepted]
+        self.stats.alive, self.stats.accepted = len(self.alive), len(accepted)
+        self.stats.reporters = sum(each.is_reporter for each in accepted)
 
 
 class Swarm:
