@@ -110,7 +110,7 @@ class Checkpointer:
             goal: Objective from which the interval is chosen, given the measured cost of saves and the failure rate of
                 the run: "auto", "overhead=1%", "lost-work=5m" or "pls=0.02"; "fixed" or None use `every_s` and
                 `every_steps`. See docs/deciding.md. `doctor()` reports the interval in force.
-            encoding: Encoding of embedding weights: fp32, fp16, bf16, q8 (sidecar default), q4, q3 or q2.
+            encoding: Encoding of embedding weights: fp32, fp16, bf16, q8, q4, q3 or q2. The sidecar's default is q8.
             differential: Rows of a save: full, one-shot, consecutive or intermittent (sidecar default).
             state_encoding: Encoding of point-wise optimizer state: fp32 (sidecar default) or bf16.
             keep_last: Number of retained checkpoints.

@@ -95,6 +95,9 @@ def test_documentation_lists_the_same_values() -> None:
     assert f"string state_encoding = 5;  // {' or '.join(STATE_ENCODINGS)}, point-wise" in proto
     arguments = Checkpointer.__init__.__doc__
     assert arguments is not None
-    assert f"encoding: of embedding weights: {' '.join(ENCODING_CHOICES)} (the sidecar's" in arguments
+    *most, fewest = ENCODING_CHOICES
+    assert (
+        f"encoding: Encoding of embedding weights: {', '.join(most)} or {fewest}. The sidecar's" in arguments
+    )
     *first, last = DIFFERENTIALS
-    assert f"differential: {', '.join(first)} or {last} (default)." in arguments
+    assert f"differential: Rows of a save: {', '.join(first)} or {last} (sidecar default)." in arguments

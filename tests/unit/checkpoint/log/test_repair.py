@@ -85,7 +85,7 @@ def test_verify_checks_fold_content(stored):
     code, found = run_cli("verify", url)
     assert code == 1
     assert [p["object"] for p in found["problems"]] == [folded_state.fold_key(name)]
-    assert "not that of the entries before it" in found["problems"][0]["what"]
+    assert "differs from the fold of the entries before it" in found["problems"][0]["what"]
     assert newest in found["checkpoints"]
 
 
@@ -98,7 +98,7 @@ def test_verify_reports_damage_behind_a_fold_and_the_run_continues(stored, damag
     code, found = run_cli("verify", stored / "store" / "job")
     assert code == 1
     assert [p["object"] for p in found["problems"]] == [entry_key(3)]
-    assert "readers begin with a folded state" in found["problems"][0]["what"]
+    assert "readers start from a later folded state" in found["problems"][0]["what"]
     assert attempts.open_attempt(log_of(stored), owner="me").resume.step == 13
 
 
