@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from deltashard import ResumableSampler
 from hypothesis import given, settings
@@ -96,5 +97,25 @@ def test_drawn_loader_resumes_exactly_or_warns(data: st.DataObject) -> None:
     program = loop(make, how, other, skip=one_of("auto", "auto", "sampler", "replay"), pipelined=pipelined)
     kill = data.draw(st.integers(1, 17))
     outcome = resumed(program, kill, kill + 40)
-    hidden = noise in ("count", "time") and not any(outcome.delivered)
+    # At an epoch's end a zip stops at its exhausted first loader, so the second one compares no batch either.
+    epoch_ended = how == "zipped" and kill % -(-SAMPLES // options["batch_size"]) == 0
+    hidden = noise in ("count", "time") and (epoch_ended or not any(outcome.delivered))
     assert outcome.exact or outcome.warnings or hidden
+
+
+@pytest.mark.xfail(
+    strict=True, reason="samples draw while earlier batches are trained on: not exact, not detected"
+)
+def test_pipelined_samples_that_draw_resume_exactly_or_warn() -> None:
+    program = loop(partial(made, "shuffled", "torch", False, batch_size=2), "pipelined", pipelined=True)
+    outcome = resumed(program, 5, 45)
+    assert outcome.exact or outcome.warnings
+
+
+@pytest.mark.xfail(
+    strict=True, reason="at the epoch's end a zip never draws from its second loader: not detected"
+)
+def test_zipped_streams_that_count_reads_resume_exactly_or_warn_at_an_epochs_end() -> None:
+    make = partial(made, "stream", "count", False, batch_size=4)
+    outcome = resumed(loop(make, "zipped", make), 6, 20)
+    assert outcome.exact or outcome.warnings
