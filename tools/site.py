@@ -18,20 +18,15 @@ log = logging.getLogger("mkdocs.hooks.site")
 
 
 def on_config(config: Any) -> Any:
-    """List each folder's pages where the navigation names the folder in capitals."""
-    folders = {
-        "RUNBOOKS": ROOT / "docs/kubernetes/runbooks",
-        "DECISIONS": ROOT / "docs/design",
-    }
+    """List the runbooks where the navigation has the word RUNBOOKS."""
+    runbooks = sorted((ROOT / "docs/kubernetes/runbooks").glob("*.md"))
 
     def filled(entry: Any) -> Any:
         if isinstance(entry, list):
             return [filled(each) for each in entry]
         if isinstance(entry, dict):
             return {title: filled(each) for title, each in entry.items()}
-        if entry in folders:
-            return [str(page.relative_to(ROOT / "docs")) for page in sorted(folders[entry].glob("*.md"))]
-        return entry
+        return [str(page.relative_to(ROOT / "docs")) for page in runbooks] if entry == "RUNBOOKS" else entry
 
     config.nav = filled(config.nav)
     return config

@@ -20,11 +20,9 @@ SKIPPED = re.compile(r"^(uv\.lock|tools/words\.toml|tests/golden/|changes/)|_pb2
 
 def pattern(words: list[str]) -> re.Pattern[str]:
     """Return a pattern that matches one of `words` as a whole word or a whole part of an identifier."""
-    choices = "|".join(
-        rf"{re.escape(word[0])}{re.escape(word[1:])}|{re.escape(word[0].upper())}{re.escape(word[1:])}"
-        for word in words
-    )
-    return re.compile(rf"(?<![a-z])(?:{choices})(?![a-z])|(?<=[a-z])(?:{choices.title()})(?![a-z])")
+    whole = "|".join(f"[{word[0]}{word[0].upper()}]{re.escape(word[1:])}" for word in words)
+    hump = "|".join(re.escape(word.capitalize()) for word in words)
+    return re.compile(rf"(?<![a-z])(?:{whole})(?![a-z])|(?<=[a-z])(?:{hump})(?![a-z])")
 
 
 def places(words: list[str]) -> dict[str, list[str]]:

@@ -26,7 +26,7 @@ from deltashard_cli.verification import verify
 
 from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
-from tests.support.fake_model import FakeModel, same
+from tests.support.fake_model import FakeModel, assert_stored, same
 from tests.support.fake_trainer import SaveStreamFailed, Trainer
 from tests.support.machine import limit_s
 from tests.support.server.faulty_s3_proxy import FaultyS3Proxy, by_seed
@@ -178,12 +178,7 @@ class FaultScenario:
             assert set(found.restored) == set(state.checkpoints)
             for seq, entry in state.checkpoints.items():
                 snapshot = read_checkpoint(store, "run", f"seq:{seq}", state=state)
-                cut = self.states[entry.attempt, entry.cut]
-                assert np.array_equal(snapshot.tree("dense/w"), cut[0])
-                for i, name in enumerate(("big.weight", "small.weight")):
-                    table = snapshot.tables[name]
-                    got = [table.weights, table.fields["sum"], table.fields["exp_avg"]]
-                    assert same(got, cut[2 + 3 * i : 5 + 3 * i])
+                assert_stored(snapshot, self.states[entry.attempt, entry.cut])
 
 
 def run_scenario(root: Path, server: MinioServer, seed: int) -> None:

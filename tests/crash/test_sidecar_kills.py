@@ -24,7 +24,7 @@ from deltashard_checkpoint.whole_run import removal
 
 from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
-from tests.support.fake_model import FakeModel, same
+from tests.support.fake_model import FakeModel, assert_stored, same
 from tests.support.fake_trainer import SaveStreamFailed, Trainer, lock_is_free
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
@@ -74,12 +74,7 @@ class KillScenario:
                 # A sidecar that does housekeeping without grace retires and deletes during this read.
                 assert seq not in RunLog(store, "run").refresh().checkpoints
                 continue
-            cut = self.states[entry.attempt, entry.cut]
-            assert np.array_equal(snapshot.tree("dense/w"), cut[0])
-            for i, name in enumerate(("big.weight", "small.weight")):
-                table = snapshot.tables[name]
-                got = [table.weights, table.fields["sum"], table.fields["exp_avg"]]
-                assert same(got, cut[2 + 3 * i : 5 + 3 * i])
+            assert_stored(snapshot, self.states[entry.attempt, entry.cut])
 
     def assert_recovers(self, process: SidecarProcess) -> None:
         expected = self.newest()

@@ -10,6 +10,8 @@ from deltashard_checkpoint.format.blob_name import blob_name, own_blobs
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.restore.frame_applier import TableTarget
 
+from tests.support.checkpoint.snapshot import Snapshot
+
 
 @dataclass
 class FakeTable:
@@ -124,3 +126,12 @@ class FakeModel:
 
 def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
     return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def assert_stored(snapshot: Snapshot, state: list[np.ndarray]) -> None:
+    """The checkpoint holds the dense weights, tables and row state of this `FakeModel.state()`, bit for bit."""
+    assert np.array_equal(snapshot.tree("dense/w"), state[0])
+    for i, name in enumerate(("big.weight", "small.weight")):
+        table = snapshot.tables[name]
+        got = [table.weights, table.fields["sum"], table.fields["exp_avg"]]
+        assert same(got, state[2 + 3 * i : 5 + 3 * i])

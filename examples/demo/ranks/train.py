@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node 4 --max-restarts 3 examples/demo/ranks/train.py
 
 Kill a rank, and torchrun starts all of them again; end it, start it with another number of ranks, and it goes on. The
-lines that deltashard asks for end in "# <-". What is said of `DemoRecorder` serves the demo's report and its checks.
+lines that deltashard asks for end in "# <-". `DemoRecorder` serves the demo's report and its checks.
 """
 
 from __future__ import annotations
