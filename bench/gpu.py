@@ -260,7 +260,7 @@ def _timer_saves(
                 state.step()
                 ckpt.step()
                 if time.perf_counter() - began > 60:
-                    raise TimeoutError(f"no cut within 60 s: {ckpt.stats}")
+                    raise TimeoutError(f"no snapshot within 60 s: {ckpt.stats}")
             stall_s, steps, began = ckpt.stats.stalls_s[-1], 0, time.perf_counter()
             while ckpt.stats.commits < ckpt.stats.snapshots:
                 state.step()

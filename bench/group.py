@@ -129,10 +129,10 @@ def _saves(saved: list[Any]) -> dict[str, Any]:
             "stall_cpu_s": median(max(r["stall_cpu_s"] for r in ranks) for ranks in rounds),
             "stored_bytes": median(ranks[0]["stored_bytes"] for ranks in rounds),
         }
-        if "steps_to_cut" in rounds[0][0]:
+        if "steps_to_snapshot" in rounds[0][0]:
             found[kind] |= {
-                "cut_s": median(max(r["cut_s"] for r in ranks) for ranks in rounds),
-                "steps_to_cut": median(ranks[0]["steps_to_cut"] for ranks in rounds),
+                "snapshot_s": median(max(r["snapshot_s"] for r in ranks) for ranks in rounds),
+                "steps_to_snapshot": median(ranks[0]["steps_to_snapshot"] for ranks in rounds),
                 "baseline": [ranks[0]["baseline"] for ranks in rounds],
             }
     return found

@@ -225,8 +225,8 @@ def _our_save(training: GroupTraining, ckpt: Any) -> dict[str, Any]:
     return {
         "stall_s": stall_s,
         "stall_cpu_s": stall_cpu_s,
-        "cut_s": ckpt.stats.stalls_s[-1],
-        "steps_to_cut": steps,
+        "snapshot_s": ckpt.stats.stalls_s[-1],
+        "steps_to_snapshot": steps,
         "durable_s": time.perf_counter() - begun.wall_s,
         "baseline": commit.baseline,
         "rows": commit.rows,

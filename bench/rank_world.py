@@ -52,7 +52,7 @@ class RankScale:
     tables: int
     rows: int
     per_pod: int = 8
-    cuts: int = 4
+    snapshots: int = 4
     """A baseline, then deltas, each since the checkpoint before."""
     other_ranks: int
     """Ranks of the world that restores."""
@@ -204,14 +204,14 @@ class SimulatedPods:
 
 
 def make_index(
-    scale: RankScale, rank: int, *, attempt: int, cut: int, token: str, covers: int | None
+    scale: RankScale, rank: int, *, attempt: int, snapshot_id: int, token: str, covers: int | None
 ) -> Index:
     """Return a rank's index of a snapshot, with packs that do not exist."""
     a, b = scale.rows_of(rank, scale.ranks)
     frames: list[FrameInfo] = []
 
     def digest(*, tail: bool = False) -> bytes:
-        return (tail << 127 | rank << 64 | cut << 32 | len(frames)).to_bytes(16, "big")
+        return (tail << 127 | rank << 64 | snapshot_id << 32 | len(frames)).to_bytes(16, "big")
 
     held = b - a if covers is None else max(2, round(CHANGED_SHARE * (b - a)))
     count = -(-held // rows_per_frame(scale.schemas[0], COLUMNS, ENCODINGS["q8"]))
@@ -224,7 +224,7 @@ def make_index(
                     kind=FrameKind.ROWS,
                     length=aligned(rows * ROW_BYTES + (end - first) // 8 + 512),
                     digest=digest(),
-                    step=cut,
+                    step=snapshot_id,
                     table=_fqn(n),
                     row_min=first,
                     row_max=end - 1,
@@ -242,7 +242,7 @@ def make_index(
                     kind=FrameKind.BLOB,
                     length=aligned(min(size - at, BLOB_CHUNK_BYTES) + 256),
                     digest=digest(),
-                    step=cut,
+                    step=snapshot_id,
                     name=name,
                     blob_offset=at,
                     blob_bytes=size,
@@ -252,14 +252,16 @@ def make_index(
     return Index(
         run=RUN,
         attempt=attempt,
-        cut=cut,
-        step=cut,
+        snapshot_id=snapshot_id,
+        step=snapshot_id,
         rank=rank,
         token=token,
         tables=scale.schemas,
         packs=tuple(
             Pack(
-                key=pack_key(attempt=attempt, cut=cut, rank=rank, token=token, n=n, state=pack.state),
+                key=pack_key(
+                    attempt=attempt, snapshot_id=snapshot_id, rank=rank, token=token, n=n, state=pack.state
+                ),
                 bytes=pack.bytes,
             )
             for n, pack in enumerate(packs)
@@ -366,32 +368,37 @@ class PodGroup:
         self.index_bytes: dict[int, int] = {}
         """By snapshot, of the first rank whose index is read."""
 
-    def reports(self, pod: int, cut: CommittedSnapshot) -> list[PartReport]:
+    def reports(self, pod: int, snapshot: CommittedSnapshot) -> list[PartReport]:
         scale, found = self.scale, []
         for rank in range(pod * scale.per_pod, min((pod + 1) * scale.per_pod, scale.ranks)):
-            token = f"{cut.number:08x}{rank:08x}"
-            index = self._shape(rank, cut)
+            token = f"{snapshot.number:08x}{rank:08x}"
+            index = self._shape(rank, snapshot)
             data = b""
             if rank in self.read:
                 data = encode_index(
                     make_index(
-                        scale, rank, attempt=self.attempt, cut=cut.number, token=token, covers=cut.covers
+                        scale,
+                        rank,
+                        attempt=self.attempt,
+                        snapshot_id=snapshot.number,
+                        token=token,
+                        covers=snapshot.covers,
                     )
                 )
-                self.index_bytes.setdefault(cut.number, len(data))
+                self.index_bytes.setdefault(snapshot.number, len(data))
             key = index_key(
                 attempt=self.attempt,
-                cut=cut.number,
+                snapshot_id=snapshot.number,
                 rank=rank,
                 token=token,
                 xxh3=digest_hex(data) if data else f"{rank:032x}",
             )
             self.world.store.put(f"{RUN}/{key}", data)
-            cut.indexes += 1
+            snapshot.indexes += 1
             packs, rows, stored = index
-            cut.packs += packs
-            cut.bytes += stored
-            part = Part(rank=rank, index_key=key, boxes=(), stored_bytes=stored, covers=cut.covers)
+            snapshot.packs += packs
+            snapshot.bytes += stored
+            part = Part(rank=rank, index_key=key, boxes=(), stored_bytes=stored, covers=snapshot.covers)
             found.append(
                 PartReport(
                     part=part,
@@ -407,17 +414,24 @@ class PodGroup:
             )
         return found
 
-    def _shape(self, rank: int, cut: CommittedSnapshot) -> tuple[int, int, int]:
+    def _shape(self, rank: int, snapshot: CommittedSnapshot) -> tuple[int, int, int]:
         """Return (packs, rows, bytes) of a rank's part; ranks without blobs differ by at most a row per table."""
-        kind = (rank in owners(self.scale), rank == 0, cut.covers is None)
+        kind = (rank in owners(self.scale), rank == 0, snapshot.covers is None)
         if kind not in self._shapes:
-            index = make_index(self.scale, rank, attempt=1, cut=cut.number, token="0" * 16, covers=cut.covers)
+            index = make_index(
+                self.scale,
+                rank,
+                attempt=1,
+                snapshot_id=snapshot.number,
+                token="0" * 16,
+                covers=snapshot.covers,
+            )
             self._shapes[kind] = (len(index.packs), index.rows, sum(pack.bytes for pack in index.packs))
         return self._shapes[kind]
 
     def save(self, number: int, covers: int | None, *, first_last: bool) -> CommittedSnapshot:
         """Save one snapshot of all pods; rank 0's pod finishes its upload before or after all others."""
-        cut = CommittedSnapshot(number=number, covers=covers)
+        snapshot = CommittedSnapshot(number=number, covers=covers)
         store, world = self.world.store, self.world
         store.requests.clear()
         ends = [world.rng.uniform(0.0, SPREAD_S) for _ in range(self.scale.pods)]
@@ -429,21 +443,21 @@ class PodGroup:
             done: Committed = commit_parts(
                 self.logs[number_],
                 attempt=self.attempt,
-                cut=cut.number,
-                step=cut.number,
+                snapshot_id=snapshot.number,
+                step=snapshot.number,
                 world_size=self.scale.ranks,
-                reports=self.reports(number_, cut),
+                reports=self.reports(number_, snapshot),
                 layout=self.digest,
                 bodies=self.bodies[number_],
                 latency=self.latencies[number_],
                 since_s=ends[number_],
             )
-            cut.seq = done.seq
-            cut.waited_s = world.now_s - begun_s - max(ends)
+            snapshot.seq = done.seq
+            snapshot.waited_s = world.now_s - begun_s - max(ends)
             if done.by_us:
-                cut.committed_by = store.who
+                snapshot.committed_by = store.who
             if number_ == 0 and first_last:
-                cut.first_s = time.monotonic() - real_s
+                snapshot.first_s = time.monotonic() - real_s
 
         for n, end_s in enumerate(ends):
             world.schedule(end_s, "first" if n == 0 else f"pod {n}", lambda n=n: pod(n))
@@ -455,5 +469,5 @@ class PodGroup:
             if who != "first":
                 others[kind] += times
         worst = max((c for who, c in by_pod.items() if who != "first"), key=lambda c: c.total())
-        cut.requests = {"first": dict(by_pod["first"]), "others": dict(others), "worst": dict(worst)}
-        return cut
+        snapshot.requests = {"first": dict(by_pod["first"]), "others": dict(others), "worst": dict(worst)}
+        return snapshot

@@ -195,11 +195,11 @@ def run(*, quick: bool = False, scale: RankScale | None = None) -> dict[str, Any
     boxes = len(probe)
     del probe
     group = PodGroup(scale, {*pod, *met, *owners(scale)})
-    cuts: list[CommittedSnapshot] = []
-    for number in range(1, scale.cuts + 1):
-        covers = cuts[-1].seq if cuts else None
-        cuts.append(group.save(number, covers, first_last=number == scale.cuts))
-    sizes = _sizes(group, cuts)
+    snapshots: list[CommittedSnapshot] = []
+    for number in range(1, scale.snapshots + 1):
+        covers = snapshots[-1].seq if snapshots else None
+        snapshots.append(group.save(number, covers, first_last=number == scale.snapshots))
+    sizes = _sizes(group, snapshots)
     opening = open_through_sidecar(group.layout)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         copied = copy_for_readers(group.world.store, Path(folder))
@@ -210,7 +210,7 @@ def run(*, quick: bool = False, scale: RankScale | None = None) -> dict[str, Any
             "a pod": plan_in_another_process(scale, Path(folder), pod, scale.ranks),
             "another world": plan_in_another_process(scale, Path(folder), [other], scale.other_ranks),
         }
-    month = _month(cuts)
+    month = _month(snapshots)
     found: dict[str, Any] = {
         "scale": {**asdict(scale), "pods": scale.pods, "boxes": boxes},
         "bytes": sizes,
@@ -218,17 +218,17 @@ def run(*, quick: bool = False, scale: RankScale | None = None) -> dict[str, Any
         "layout_made_s": made_s,
         "attempt_opened_s": opened_s,
         "opening": opening,
-        "cuts": [asdict(cut) for cut in cuts],
+        "snapshots": [asdict(snapshot_id) for snapshot_id in snapshots],
         "reading": reading,
         "ranks_met_by_another_world": len(met),
         "month": month,
     }
-    found["rows"] = _rows(scale, found, cuts)
+    found["rows"] = _rows(scale, found, snapshots)
     return found
 
 
-def _sizes(group: PodGroup, cuts: list[CommittedSnapshot]) -> dict[str, int]:
-    store, newest = group.world.store, cuts[-1]
+def _sizes(group: PodGroup, snapshots: list[CommittedSnapshot]) -> dict[str, int]:
+    store, newest = group.world.store, snapshots[-1]
     entry = group.logs[0].state.checkpoints[newest.seq]
     assert entry.listed is not None
     reports = [i.size_bytes for i in store.list(f"{RUN}/data/{group.attempt:020d}/{newest.number:08d}/part/")]
@@ -239,26 +239,26 @@ def _sizes(group: PodGroup, cuts: list[CommittedSnapshot]) -> dict[str, int]:
         "manifest": len(store.get(f"{RUN}/{manifest}")),
         "report": max(reports),
         "reports": sum(reports),
-        "index_baseline": group.index_bytes[cuts[0].number],
+        "index_baseline": group.index_bytes[snapshots[0].number],
         "index_delta": group.index_bytes[newest.number],
     }
 
 
-def _total(cut: CommittedSnapshot, kind: str) -> int:
-    return sum(cut.requests[who].get(kind, 0) for who in ("first", "others"))
+def _total(snapshot: CommittedSnapshot, kind: str) -> int:
+    return sum(snapshot.requests[who].get(kind, 0) for who in ("first", "others"))
 
 
-def _month(cuts: list[CommittedSnapshot]) -> dict[str, float]:
+def _month(snapshots: list[CommittedSnapshot]) -> dict[str, float]:
     """Return requests and dollars of a delta every half hour and a baseline a day for a month."""
     times = round(MONTH_S / EVERY_S)
     baselines = round(MONTH_S / 86400.0)
     deltas = times - baselines
-    full, delta = cuts[0], cuts[2]
+    full, delta = snapshots[0], snapshots[2]
     packs = baselines * full.packs + deltas * delta.packs
     writes = times * (_total(delta, "PUT") + _total(delta, "LIST"))
     reads = times * (_total(delta, "GET") + _total(delta, "HEAD"))
     return {
-        "cuts": times,
+        "snapshots": times,
         "pack_puts": packs,
         "other_writes": writes,
         "reads": reads,
@@ -267,8 +267,8 @@ def _month(cuts: list[CommittedSnapshot]) -> dict[str, float]:
     }
 
 
-def _rows(scale: RankScale, found: dict[str, Any], cuts: list[CommittedSnapshot]) -> list[Row]:
-    delta, last, sizes, reading = cuts[1], cuts[-1], found["bytes"], found["reading"]
+def _rows(scale: RankScale, found: dict[str, Any], snapshots: list[CommittedSnapshot]) -> list[Row]:
+    delta, last, sizes, reading = snapshots[1], snapshots[-1], found["bytes"], found["reading"]
     one, pod, other = reading["one rank"], reading["a pod"], reading["another world"]
     links = len(one["chain"])
     month = found["month"]
@@ -279,11 +279,11 @@ def _rows(scale: RankScale, found: dict[str, Any], cuts: list[CommittedSnapshot]
         limit("memory of that in the sidecar", found["opening"]["peak_bytes"], "B"),
         limit("entry of a checkpoint", sizes["entry"], "B"),
         limit("manifest", sizes["manifest"], "B"),
-        limit("reports of a cut, all", sizes["reports"], "B"),
+        limit("reports of a snapshot, all", sizes["reports"], "B"),
         limit("index of one rank, baseline", sizes["index_baseline"], "B"),
         limit("index of one rank, delta", sizes["index_delta"], "B"),
         limit(
-            "PUTs of a cut beside packs",
+            "PUTs of a snapshot beside packs",
             _total(delta, "PUT"),
             "PUTs",
             2 * scale.ranks + 2 * scale.pods,
@@ -294,13 +294,15 @@ def _rows(scale: RankScale, found: dict[str, Any], cuts: list[CommittedSnapshot]
             "LISTs",
             -(-scale.ranks // LIST_PAGE) + 1,
         ),
-        limit("the same, uploads within 30 s", cuts[2].requests["first"]["LIST"], "LISTs", 5.0 + 1),
+        limit("the same, uploads within 30 s", snapshots[2].requests["first"]["LIST"], "LISTs", 5.0 + 1),
         limit("the same, the first delta of its process", delta.requests["first"]["LIST"], "LISTs"),
-        limit("LIST pages of all other pods", cuts[2].requests["others"]["LIST"], "LISTs"),
+        limit("LIST pages of all other pods", snapshots[2].requests["others"]["LIST"], "LISTs"),
         limit("GETs of rank 0's pod", last.requests["first"].get("GET", 0), "GETs", 0.0),
-        limit("GETs of all other pods (the entry, each)", cuts[2].requests["others"].get("GET", 0), "GETs"),
+        limit(
+            "GETs of all other pods (the entry, each)", snapshots[2].requests["others"].get("GET", 0), "GETs"
+        ),
         limit("commit, work of rank 0's pod", last.first_s, "s"),
-        limit("commit, last part to last pod that knows", cuts[2].waited_s, "s"),
+        limit("commit, last part to last pod that knows", snapshots[2].waited_s, "s"),
         limit("plan of one rank, from an empty log", one["seconds"][0], "s", 5.0),
         limit("plan of the next rank of its pod", max(pod["seconds"][1:]), "s", 5.0),
         limit("memory of that, one rank alone", one["peak_bytes"], "B", 200 * MB),

@@ -19,7 +19,7 @@ from tests.support.server.minio_server import MinioServer
 from tests.support.tool import MISSING
 from tests.support.trainer.rank_zygote import RankZygote
 
-# The time that a busy machine takes to answer a cut is not under test.
+# The time that a busy machine takes to answer a snapshot is not under test.
 os.environ.setdefault("DELTASHARD_HOLD_S", "30")
 # Nor is the time that its sidecar takes to finish a save after the acknowledgement: it would refuse the next as busy.
 os.environ.setdefault("DELTASHARD_BRIEF_WAIT_S", "10")

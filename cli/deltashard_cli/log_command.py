@@ -121,7 +121,11 @@ def _row(line: LogLine) -> tuple[object, ...]:
         line.kind if line.valid else Text(line.kind, style="red"),
         "-" if line.at_s is None else age(line.at_s),
         shown(line.step),
-        "" if line.attempt is None else line.attempt if line.cut is None else f"{line.attempt}.{line.cut}",
+        ""
+        if line.attempt is None
+        else line.attempt
+        if line.snapshot_id is None
+        else f"{line.attempt}.{line.snapshot_id}",
         shown(line.ranks),
         "" if line.bytes is None else size(line.bytes),
         " ".join(line.pins),
@@ -145,7 +149,7 @@ class LogLine:
     """Unix seconds by the writer's clock; None if the entry cannot be read."""
     writer: str = ""
     attempt: int | None = None
-    cut: int | None = None
+    snapshot_id: int | None = None
     step: int | None = None
     ranks: int | None = None
     bytes: int | None = None
@@ -177,7 +181,7 @@ def line_of(seq: int, slot: Slot | None, *, valid: bool = True) -> LogLine:
                 line,
                 description="; ".join(part for part in (rows, entry.directive) if part),
                 attempt=entry.attempt,
-                cut=entry.cut,
+                snapshot_id=entry.snapshot_id,
                 step=entry.step,
                 ranks=entry.world_size,
                 bytes=entry.stored_bytes,

@@ -30,7 +30,7 @@ class Found:
 
     prefix: str
     attempt: int | None
-    cut: int | None
+    snapshot_id: int | None
     step: int | None
     """None if no index could be read."""
     seq: int | None
@@ -62,7 +62,7 @@ def scan(url: str, run: str | None, *, as_json: bool) -> None:
         out = console()
         rows = [
             (
-                "compaction" if one.attempt is None else f"{one.attempt}.{one.cut}",
+                "compaction" if one.attempt is None else f"{one.attempt}.{one.snapshot_id}",
                 "-" if one.step is None else number(one.step),
                 "-" if one.seq is None else one.seq,
                 "full" if not one.covers else f"delta on {', '.join(map(str, one.covers))}",
@@ -73,7 +73,7 @@ def scan(url: str, run: str | None, *, as_json: bool) -> None:
             )
             for one in found
         ]
-        columns = ["attempt.cut", ">step", ">seq", "kind", ">parts", ">rows", ">bytes", "~state"]
+        columns = ["attempt.snapshot", ">step", ">seq", "kind", ">parts", ">rows", ">bytes", "~state"]
         show(out, f"saves in {target.run} ({target.store.url})", columns, rows)
         whole = sum(one.whole for one in found)
         out.print(f"{plural(whole, 'whole save')} of {len(found)}; log: {log}", style="dim")
@@ -130,11 +130,11 @@ def _save(store: Store, run: str, prefix: str, objects: Mapping[str, int], seq: 
     if not indexes and not problems:
         problems.append("no index: the save never finished")
     words = prefix.split("/")
-    cut = None if words[1].startswith("compact-") else (int(words[1]), int(words[2]))
+    snapshot_id = None if words[1].startswith("compact-") else (int(words[1]), int(words[2]))
     return Found(
         prefix=prefix,
-        attempt=None if cut is None else cut[0],
-        cut=None if cut is None else cut[1],
+        attempt=None if snapshot_id is None else snapshot_id[0],
+        snapshot_id=None if snapshot_id is None else snapshot_id[1],
         step=indexes[0].step if indexes else None,
         seq=seq,
         covers=tuple(sorted({index.covers for index in indexes if index.covers is not None})),

@@ -41,7 +41,7 @@ class CheckpointSummary:
     step: int
     at_s: float
     attempt: int
-    cut: int
+    snapshot_id: int
     kind: str
     covers: tuple[int, ...]
     chain: tuple[int, ...]
@@ -55,7 +55,7 @@ class CheckpointSummary:
     stored_bytes: int
     restore_bytes: int
     stall_s: float
-    cut_at_s: float | None
+    snapshot_at_s: float | None
     """Unix seconds by rank 0's clock when training stopped for the snapshot; None if unknown."""
     encodings: Mapping[str, tuple[str, ...]]
     """Encodings of the rows in its own parts (or its compaction's), by table."""
@@ -112,7 +112,7 @@ def summarize_checkpoint(
         step=entry.step,
         at_s=entry.at_s,
         attempt=entry.attempt,
-        cut=entry.cut,
+        snapshot_id=entry.snapshot_id,
         kind="full" if not covers else "mixed" if None in entry.covers else "delta",
         covers=covers,
         chain=seqs,
@@ -127,7 +127,7 @@ def summarize_checkpoint(
         stored_bytes=entry.stored_bytes if compaction is None else compaction.stored_bytes,
         restore_bytes=restore_bytes,
         stall_s=entry.stall_s,
-        cut_at_s=entry.cut_at_s or None,
+        snapshot_at_s=entry.snapshot_at_s or None,
         encodings=entry.encodings if compaction is None else compaction.encodings,
         pins=state.pins_of(entry.seq),
         detached=entry.seq in state.detached,

@@ -51,11 +51,11 @@ class Activity:
         ):  # a run's restore counts once, however many ranks it has
             return
         seconds = max(0.0, time.time() - session.open_requested_s)
-        who = "the trainer" if session.attempt is None else f"attempt {session.attempt}"
+        identity = "the trainer" if session.attempt is None else f"attempt {session.attempt}"
         self.incidents.add(
             fleet.INCIDENT_KIND_RESTORED,
             cause=source,
-            message=f"{who} continues from step {step}, {session.lost_steps} steps were lost; "
+            message=f"{identity} continues from step {step}, {session.lost_steps} steps were lost; "
             f"read from the {source} in {seconds:.1f} s",
             step=step,
             lost_steps=session.lost_steps,
@@ -82,4 +82,4 @@ class Activity:
         self.consecutive_failures += 1
         cause, message = save.failure
         kind = fleet.INCIDENT_KIND_FENCED if cause in FENCED else fleet.INCIDENT_KIND_SAVE_FAILED
-        self.incidents.add(kind, cause=cause, message=message, step=save.cut.step)
+        self.incidents.add(kind, cause=cause, message=message, step=save.decisions.step)

@@ -120,7 +120,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                     return
                 save = self._sidecar.begin(begin)
                 save.start(prepared=preparation.transfer_blocks())
-                name = f"save-{save.cut.attempt}-{save.cut.cut}"
+                name = f"save-{save.decisions.attempt}-{save.decisions.snapshot_id}"
                 threading.Thread(target=save.read, args=(requests,), name=name, daemon=True).start()
                 yield from save.replies()
         except SaveRefused as refused:

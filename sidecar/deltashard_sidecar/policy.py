@@ -77,7 +77,7 @@ class ActivePolicy:
 
 def _whole(directive: fleet.Directive) -> set[str]:
     """Return the fields listed in `whole` that this version knows: a newer controller may list others."""
-    return set(directive.whole).intersection(pb.Policy.DESCRIPTOR.fields_by_name)
+    return set(directive.explicit_fields).intersection(pb.Policy.DESCRIPTOR.fields_by_name)
 
 
 def received(message: fleet.Directive, workload: str) -> fleet.Directive:
@@ -90,7 +90,7 @@ def received(message: fleet.Directive, workload: str) -> fleet.Directive:
 
 def format_directive(directive: fleet.Directive) -> str:
     fields = {field.name: value for field, value in directive.ListFields()}
-    fields |= {"policy": stated(directive.policy), "whole": list(directive.whole)}
+    fields |= {"policy": stated(directive.policy), "explicit_fields": list(directive.explicit_fields)}
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 
@@ -102,7 +102,7 @@ def parse_directive(text: str) -> fleet.Directive:
         directive = fleet.Directive(**held)
     except (ValueError, TypeError, OverflowError, RecursionError):
         raise unreadable from None
-    if isinstance(held.get("whole"), str):  # protobuf would accept it as the list of its letters
+    if isinstance(held.get("explicit_fields"), str):  # protobuf would accept it as the list of its letters
         raise unreadable
     return _checked(directive)
 

@@ -22,7 +22,7 @@ from deltashard_sidecar.save.save import Save
 from deltashard_sidecar.session.session import Session
 
 MAX_ORDERS = 64
-SaveOutcome = fleet.SaveOver
+SaveOutcome = fleet.SaveResult
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +78,7 @@ class SaveOrders:
             if order.id in done:
                 step, seq = done[order.id]
                 outcome = SaveOutcome(id=order.id, outcome=SaveOutcome.OUTCOME_COMMITTED, step=step, seq=seq)
-            elif any(order in save.cut.orders for save in self._in_flight()):
+            elif any(order in save.decisions.orders for save in self._in_flight()):
                 continue
             elif order.pin and (held := state.pinned.get(order.pin)) is not None:
                 step = state.checkpoints[held].step
@@ -111,7 +111,7 @@ class SaveOrders:
         commit, (cause, message) = save.commit, save.failure
         if commit is None and cause is Cause.SUPERSEDED:
             return
-        for order in save.cut.orders:
+        for order in save.decisions.orders:
             outcome = SaveOutcome(
                 id=order.id, outcome=SaveOutcome.OUTCOME_FAILED, cause=f"{cause}: {message}"
             )

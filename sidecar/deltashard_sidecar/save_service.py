@@ -44,9 +44,9 @@ ENCODE_NICENESS = 10
 class SaveRefused(Exception):
     """A save was refused; `reply` has cause and message."""
 
-    def __init__(self, cut: int, cause: Cause, message: str) -> None:
+    def __init__(self, snapshot_id: int, cause: Cause, message: str) -> None:
         super().__init__(message)
-        failed = pb.SaveReply.Failed(cut=cut, cause=cause, message=message)
+        failed = pb.SaveReply.Failed(snapshot_id=snapshot_id, cause=cause, message=message)
         self.reply = pb.SaveReply(failed=failed)
 
 
@@ -77,12 +77,12 @@ class SaveService:
         attempt = session.attempt
         if attempt is not None and (why := self._run.still_removed(session.attachment, attempt)) is not None:
             self._parts.metrics.failures.labels(Cause.REMOVED).inc()
-            raise SaveRefused(begin.cut, Cause.REMOVED, why)
+            raise SaveRefused(begin.snapshot_id, Cause.REMOVED, why)
         try:
             return self._start(session, begin)
         except SaveRefused:
             if attempt is not None and session.attachment.world_size > 1:
-                decline(self._run, session.attachment, attempt, begin.cut, joint=self._joint)
+                decline(self._run, session.attachment, attempt, begin.snapshot_id, joint=self._joint)
             raise
 
     def prepare(
@@ -117,20 +117,25 @@ class SaveService:
             return
         self._lost_ranks[attachment.local_rank] = attachment, attempt
         in_flight = self._parts.in_flight_saves.in_flight()
-        for cut in {save.cut.cut for save in in_flight if save.cut.attempt == attempt}:
-            self._decline_for_lost(attempt, cut)
+        for snapshot_id in {
+            save.decisions.snapshot_id for save in in_flight if save.decisions.attempt == attempt
+        }:
+            self._decline_for_lost(attempt, snapshot_id)
 
     def trainer_reattached(self, session: Session) -> None:
         _, lost_attempt = self._lost_ranks.get(session.attachment.local_rank, (None, None))
         if lost_attempt is not None and lost_attempt == session.attempt:
             del self._lost_ranks[session.attachment.local_rank]
 
-    def _decline_for_lost(self, attempt: int, cut: int) -> None:
+    def _decline_for_lost(self, attempt: int, snapshot_id: int) -> None:
         for attachment, lost_attempt in list(self._lost_ranks.values()):
             last = self._parts.in_flight_saves.of_rank(attachment.local_rank)
-            brought = last is not None and (last.cut.attempt, last.cut.cut) == (attempt, cut)
+            brought = last is not None and (last.decisions.attempt, last.decisions.snapshot_id) == (
+                attempt,
+                snapshot_id,
+            )
             if lost_attempt == attempt and not brought:
-                decline(self._run, attachment, attempt, cut, joint=self._joint, process_died=True)
+                decline(self._run, attachment, attempt, snapshot_id, joint=self._joint, process_died=True)
 
     def _start(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
         _attempt_of(session, begin)
@@ -139,26 +144,30 @@ class SaveService:
         parts.keeper.copies_stopped(rank)
         save = parts.in_flight_saves.begin(rank, lambda: self._create(session, begin))
         if save is None:
-            raise SaveRefused(begin.cut, Cause.BUSY, "another save of this rank is in flight")
+            raise SaveRefused(begin.snapshot_id, Cause.BUSY, "another save of this rank is in flight")
         if begin.urgent:
             self._control.urgent_started(session)
         self._control.write_control_line(session)
         if begin.tracking_faults:
             parts.activity.tracking_fault(begin.tracking_faults, step=begin.step)
             parts.metrics.tracking_faults.inc(begin.tracking_faults)
-        self._decline_for_lost(save.cut.attempt, save.cut.cut)
-        save.log.info("save.started", reason=save.cut.reason, covers=save.cut.content.covers)
+        self._decline_for_lost(save.decisions.attempt, save.decisions.snapshot_id)
+        save.log.info("save.started", reason=save.decisions.reason, covers=save.decisions.content.covers)
         return save
 
     def _create(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
         """Plan and create the save. Called under the lock of `InFlightSaves`, so the save cannot end before."""
         attempt = _attempt_of(session, begin)  # another may have been opened while an urgent save waited
-        parts, cut = self._parts, self._plan(session, attempt, begin)
+        parts, decisions = self._parts, self._plan(session, attempt, begin)
         save = Save(
             session=session,
-            cut=cut,
+            decisions=decisions,
             sink=PartSink(
-                self._run, session.attachment, cut, joint=self._joint, expected=lambda: self._expected(cut)
+                self._run,
+                session.attachment,
+                decisions,
+                joint=self._joint,
+                expected=lambda: self._expected(decisions),
             ),
             keeper=parts.keeper,
             submit=self.pool.submit,
@@ -171,7 +180,9 @@ class SaveService:
             # The trainer waits at the boundary of that step, so its control line does not change.
             reading = Reading(begin.step, parts.keeper.step_time_s(session.attachment.local_rank))
             parts.decider.save_started(
-                MeasuredSave(cut=cut.cut, started=reading, timed=cut.reason in PERIODIC),
+                MeasuredSave(
+                    snapshot_id=decisions.snapshot_id, started=reading, timed=decisions.reason in PERIODIC
+                ),
                 planned_steps=begin.planned_steps,
                 partial=begin.pls_target > 0,
             )
@@ -184,11 +195,16 @@ class SaveService:
         content = self._content(session, attempt, begin, ranks)
         if content.override:
             parts.log.info(
-                "save.content_overridden", cut=begin.cut, covers=content.covers, why=content.override
+                "save.content_overridden",
+                snapshot_id=begin.snapshot_id,
+                covers=content.covers,
+                why=content.override,
             )
         waits = session.waits_for_stall
         if waits:
-            parts.log.warning("save.waiting_for_stall", aborted=session.stall_aborts, cut=begin.cut)
+            parts.log.warning(
+                "save.waiting_for_stall", aborted=session.stall_aborts, snapshot_id=begin.snapshot_id
+            )
         # A save that is larger than the arena can only proceed as batches are encoded: abort and retry take longer.
         waits |= (
             content.covers is None and attachment.raw_bytes > parts.settings.blocks * parts.keeper.block_bytes
@@ -196,7 +212,7 @@ class SaveService:
         closing = begin.urgent or begin.reason == "close"
         return SaveDecisions(
             attempt=attempt,
-            cut=begin.cut,
+            snapshot_id=begin.snapshot_id,
             step=begin.step,
             reason=begin.reason,
             urgent=begin.urgent,
@@ -245,13 +261,14 @@ class SaveService:
             tables=tuple(tables.values()), is_complete=len(found) == session.attachment.world_size
         )
 
-    def _expected(self, cut: SaveDecisions) -> set[int]:
+    def _expected(self, decisions: SaveDecisions) -> set[int]:
         """Return this pod's ranks that contribute to the snapshot: they train in its attempt, or are saving it."""
-        trains = {s.attachment.rank for s in self._parts.sessions.all() if s.attempt == cut.attempt}
+        trains = {s.attachment.rank for s in self._parts.sessions.all() if s.attempt == decisions.attempt}
         saves = {
             save.attachment.rank
             for save in self._parts.in_flight_saves.in_flight()
-            if (save.cut.attempt, save.cut.cut) == (cut.attempt, cut.cut)
+            if (save.decisions.attempt, save.decisions.snapshot_id)
+            == (decisions.attempt, decisions.snapshot_id)
         }
         return trains | saves
 
@@ -264,19 +281,27 @@ class SaveService:
         running = self._parts.in_flight_saves.of_rank(rank)
         if running is None:
             return
-        if begin.urgent and running.staging and not running.cut.urgent:
+        if begin.urgent and running.staging and not running.decisions.urgent:
             running.cancel(Cause.SUPERSEDED, f"an urgent save ({begin.reason}) takes its place")
         brief = running.staging or running.has_ended
         timeout_s = URGENT_WAIT_S if begin.urgent else BRIEF_WAIT_S if brief else 0.0
         if running.finished.wait(timeout_s) and running.stream_finished.wait(BRIEF_WAIT_S):
             return
         self._parts.metrics.skipped.inc()
-        raise SaveRefused(begin.cut, Cause.BUSY, f"cut {running.cut.cut} is {running.state.value.lower()}")
+        raise SaveRefused(
+            begin.snapshot_id,
+            Cause.BUSY,
+            f"snapshot {running.decisions.snapshot_id} is {running.state.value.lower()}",
+        )
 
     def _ended(self, save: Save) -> None:
-        parts, cut, commit, rank0 = self._parts, save.cut, save.commit, save.attachment.rank == 0
+        parts, decisions, commit, rank0 = self._parts, save.decisions, save.commit, save.attachment.rank == 0
         # Several saves of the pod may form one checkpoint: one of them counts it.
-        same = [s.attachment.local_rank for s in parts.in_flight_saves.newest() if s.cut.cut == cut.cut]
+        same = [
+            s.attachment.local_rank
+            for s in parts.in_flight_saves.newest()
+            if s.decisions.snapshot_id == decisions.snapshot_id
+        ]
         if commit is not None and save.attachment.local_rank == min(same, default=save.attachment.local_rank):
             parts.metrics.committed(step=commit.step, baseline=commit.baseline, durable_s=commit.durable_s)
             facts = {"seq": commit.seq, "baseline": commit.baseline, "stored_bytes": commit.stored_bytes}
@@ -285,15 +310,15 @@ class SaveService:
         self._orders.ended(save)
         self._control.ended(save)
         if rank0:
-            parts.decider.save_ended(cut.cut, self._cost(save))
+            parts.decider.save_ended(decisions.snapshot_id, self._cost(save))
         # In this order: a save is in flight before the request for it is withdrawn.
-        urgent_pending = self._control.is_urgent_pending(cut.attempt)
+        urgent_pending = self._control.is_urgent_pending(decisions.attempt)
         others = (each for each in parts.in_flight_saves.in_flight() if each is not save)
-        if not urgent_pending and all(each.cut.attempt != cut.attempt for each in others):
-            parts.markers.end(cut.attempt)
+        if not urgent_pending and all(each.decisions.attempt != decisions.attempt for each in others):
+            parts.markers.end(decisions.attempt)
         full = commit is None and save.failure[0] is Cause.FULL
         if rank0 and (commit is not None or full):
-            self._maintenance.due(self._run.log_of(save.attachment), cut.attempt, full=full)
+            self._maintenance.due(self._run.log_of(save.attachment), decisions.attempt, full=full)
 
     def _cost(self, save: Save) -> Cost | None:
         commit, seal = save.commit, save.sealed
@@ -308,7 +333,7 @@ def _attempt_of(session: Session, begin: pb.SaveRequest.Begin) -> int:
     """Return the attempt of a session's save; raises `SaveRefused` if the session must not commit."""
     attempt, fence = session.attempt, session.fence
     if fence is not None:
-        raise SaveRefused(begin.cut, *fence)
+        raise SaveRefused(begin.snapshot_id, *fence)
     if attempt is None:
-        raise SaveRefused(begin.cut, Cause.INVALID, "no attempt is open: call restore() first")
+        raise SaveRefused(begin.snapshot_id, Cause.INVALID, "no attempt is open: call restore() first")
     return attempt

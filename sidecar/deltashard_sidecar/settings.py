@@ -83,15 +83,15 @@ class Settings:
     goal: str = ""
     """Goal of the chosen save interval: auto, overhead=1%, lost-work=5m, pls=0.02. Empty or fixed: use `every_s`
     and `every_steps`. Until saves have been measured, the interval is `every_s`, or one minute."""
-    least_s: float = _ranged(0.0, 0, _YEAR_S)
+    min_interval_s: float = _ranged(0.0, 0, _YEAR_S)
     """Shortest interval that may be chosen, in seconds; 0: no lower bound."""
-    most_s: float = _ranged(0.0, 0, _YEAR_S)
+    max_interval_s: float = _ranged(0.0, 0, _YEAR_S)
     """Longest interval that may be chosen, in seconds; 0: no upper bound."""
     profile_key: str = ""
     """Identifies image and limits. Recorded save costs are reused only with the same key on the same machine."""
     bits_goal: str = ""
     """How the bits of weights are chosen per table: budget or check-n-run. Empty or fixed: use `encoding`."""
-    least_bits: int = _ranged(0, 0, 8)
+    min_bits: int = _ranged(0, 0, 8)
     """Fewest bits that may be chosen for a table; 0: no lower bound."""
     tables: str = ""
     """Encodings of single tables, which override `encoding` and chosen bits: `emb.user=q8,emb.item=q4`."""
@@ -176,10 +176,10 @@ class Settings:
             validate_run(self.restore_from.partition("@")[0])
         for name in self.__slots__:
             check(name, getattr(self, name), where=f"{flag_of(name)} or {variable_of(name)}")
-        if 0 < self.most_s < self.least_s:
-            what = f"no interval is at least {self.least_s:g} s and at most {self.most_s:g} s"
-            remedy = "least_s is the shortest interval that may be chosen, most_s the longest"
-            raise SettingError(what, where="least_s, most_s", remedy=remedy)
+        if 0 < self.max_interval_s < self.min_interval_s:
+            what = f"no interval is at least {self.min_interval_s:g} s and at most {self.max_interval_s:g} s"
+            remedy = "min_interval_s is the shortest interval that may be chosen, max_interval_s the longest"
+            raise SettingError(what, where="min_interval_s, max_interval_s", remedy=remedy)
         if self.block_bytes % 4096:
             what = f"block_bytes is {self.block_bytes}"
             raise SettingError(what, where="block_bytes", remedy="a multiple of 4096")

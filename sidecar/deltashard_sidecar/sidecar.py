@@ -134,7 +134,7 @@ class Sidecar(Parts):
             policy=self.control.policy,
             run=self.run.name,
             url=self.settings.url,
-            took_part=self.run.participation.newest(self.run.name),
+            participated_attempt=self.run.participation.newest(self.run.name),
             grace_s=self.settings.grace_s,
         )
 
@@ -206,8 +206,11 @@ class Sidecar(Parts):
         if old is not None and old.attachment.pid == request.pid and request.HasField("attempt"):
             return  # the same process continues
         # All ranks of a group share one deadline.
-        if self._predecessor_deadline[0] != save.cut.attempt:
-            self._predecessor_deadline = save.cut.attempt, time.monotonic() + self.settings.attach_deadline_s
+        if self._predecessor_deadline[0] != save.decisions.attempt:
+            self._predecessor_deadline = (
+                save.decisions.attempt,
+                time.monotonic() + self.settings.attach_deadline_s,
+            )
         if not save.finished.wait(max(0.0, self._predecessor_deadline[1] - time.monotonic())):
             save.cancel(Cause.SUPERSEDED, "a new trainer attached and this save did not end in time")
 
@@ -284,7 +287,7 @@ class Sidecar(Parts):
     def begin(self, begin: pb.SaveRequest.Begin) -> Save:
         session = self.sessions.get(begin.session)
         if self.stopping:
-            raise SaveRefused(begin.cut, Cause.STOPPING, "the sidecar is stopping")
+            raise SaveRefused(begin.snapshot_id, Cause.STOPPING, "the sidecar is stopping")
         return self.saves.begin(session, begin)
 
     def restore(
@@ -337,7 +340,7 @@ class Sidecar(Parts):
 
     def _remove_marker(self, session: Session) -> None:
         """Remove the attempt's closing marker unless a save in flight may still commit."""
-        if not any(save.cut.attempt == session.attempt for save in self.in_flight_saves.in_flight()):
+        if not any(save.decisions.attempt == session.attempt for save in self.in_flight_saves.in_flight()):
             self.markers.end(session.attempt)
 
     def _sessions_in_use(self) -> set[str]:
@@ -366,7 +369,7 @@ class Sidecar(Parts):
         self.stopping = True
         self.maintenance.stop()
         until_s = time.monotonic() + self.settings.term_deadline_s
-        self.markers.begin({save.cut.attempt for save in self.in_flight_saves.in_flight()})
+        self.markers.begin({save.decisions.attempt for save in self.in_flight_saves.in_flight()})
         for save in self.in_flight_saves.in_flight():
             while not (stop_now() or save.finished.wait(0.05)) and time.monotonic() < until_s:
                 pass

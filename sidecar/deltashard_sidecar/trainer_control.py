@@ -145,12 +145,14 @@ class TrainerControl:
             session.urgent = ""
 
     def ended(self, save: Save) -> None:
-        attempt, rank = save.cut.attempt, save.attachment.local_rank
+        attempt, rank = save.decisions.attempt, save.attachment.local_rank
         cause, message = save.failure
         if save.commit is not None:
             notice = pb.Notice(committed=save.commit)
         else:
-            failed = pb.Notice.SaveFailed(cut=save.cut.cut, cause=cause, message=message)
+            failed = pb.Notice.SaveFailed(
+                snapshot_id=save.decisions.snapshot_id, cause=cause, message=message
+            )
             notice = pb.Notice(save_failed=failed)
         with self._lock:
             session = self._sessions.of_rank(rank)

@@ -33,7 +33,7 @@ def slots(bench: ScenarioBench) -> None:
 
 
 def test_preempted(bench: ScenarioBench, slots: None) -> None:
-    """The pod commits an urgent cut within the grace period; test_groups covers eviction and deletion."""
+    """The pod commits an urgent snapshot within the grace period; test_groups covers eviction and deletion."""
     wants = {"cpu": "10m", "memory": "512Mi", SLOT: "1"}
     limits = {"memory": "2Gi", SLOT: "1"}
     job = bench.job("departs", notes=NO_TIMER, container={"resources": {"requests": wants, "limits": limits}})

@@ -45,9 +45,9 @@ def test_survivors_keep_rows_after_pod_loss(bench: ScenarioBench) -> None:
         "the checkpoint after it says what was lost", lambda each: each.get("partialRecoveries") == 1
     )
     assert float(status["lostSamplesShare"]) == pytest.approx(lost, rel=1e-5)
-    cuts = [each["stall_s"] for each in group.events("cut") if each["step"] == SECOND[0]]
-    assert len(cuts) == WORLD
-    assert 0 < float(status["stallSeconds"]) <= max(cuts) * 1.01
+    snapshots = [each["stall_s"] for each in group.events("cut") if each["step"] == SECOND[0]]
+    assert len(snapshots) == WORLD
+    assert 0 < float(status["stallSeconds"]) <= max(snapshots) * 1.01
 
     third = lose_pod_at(group, second, *SECOND)
     assert [group.job.container(pod, "trainer")["restartCount"] > 0 for pod in third.pods] == [

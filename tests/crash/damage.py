@@ -111,15 +111,15 @@ def stored_runs(directory: Path) -> Iterator[StoredRun]:
     for life in range(3):
         opened = attempts.open_attempt(log, owner="me", closing_wait_s=0.0)
         covers: int | None = None
-        for cut in range(1, 7):
+        for snapshot_id in range(1, 7):
             step += 1
-            rows = np.arange(ROWS) if cut == 1 else np.arange(step % 8, ROWS, 8)
+            rows = np.arange(ROWS) if snapshot_id == 1 else np.arange(step % 8, ROWS, 8)
             weights[rows] = log_victim.values(step, rows)
-            if life == 2 and cut == 1:
+            if life == 2 and snapshot_id == 1:
                 yield StoredRun("ends in an attempt", _objects(store), dict(expected))
-            covers = log_victim.save(directory, log, opened.attempt, cut, step, rows, covers)
+            covers = log_victim.save(directory, log, opened.attempt, snapshot_id, step, rows, covers)
             expected[covers] = weights.copy()
-            if cut == 4:
+            if snapshot_id == 4:
                 if life == 2:
                     yield StoredRun("ends in a checkpoint", _objects(store), dict(expected))
                 with PackCache(directory / f"compaction-{step}", budget_bytes=64 << 20) as cache:

@@ -6,7 +6,7 @@ the next thread, and time passes when all wait. A schedule is a few lives of a g
 together or alone, pin, wait; sidecars request saves, are absent, or fail one; validate= vetoes; a rank may be slow,
 may die, which ends a life, and leave a zombie.
 
-Invariants: all parts of a cut are of one step; every living rank takes or declines a granted cut; no boundary is held
+Invariants: all parts of a snapshot are of one step; every living rank takes or declines a granted snapshot; no boundary is held
 longer than the product documents; a program without a death reaches its end, with its last step committed; a save
 that all ranks request and await at one step is never lost for lack of a meeting.
 """
@@ -320,19 +320,19 @@ class SimSession:
 
 
 class SimParts(SnapshotTaker):
-    """The real parts without the bytes: a cut's part goes to the world."""
+    """The real parts without the bytes: a snapshot's part goes to the world."""
 
     member: GroupMember
 
     def _send(self, link: Any, flight: Any, counts: Any, began_s: float, **_: Any) -> SnapshotRows:
-        self.member.part(flight.cut, flight.step)
+        self.member.part(flight.snapshot_id, flight.step)
         flight.mark_staged()
         return SnapshotRows(mode="all")
 
 
 @dataclass
-class CutRecord:
-    """A cut, as the pods record it."""
+class SnapshotRecord:
+    """A snapshot, as the pods record it."""
 
     parts: dict[int, int] = field(default_factory=dict)
     """Step by rank."""
@@ -451,7 +451,7 @@ class GroupLife:
         self.world, self.sim, self.attempt = world, world.sim, attempt
         self.counts = world.counts
         self.gone: set[int] = set()
-        self.snapshots: defaultdict[int, CutRecord] = defaultdict(CutRecord)
+        self.snapshots: defaultdict[int, SnapshotRecord] = defaultdict(SnapshotRecord)
         self.arrived: defaultdict[int, set[int]] = defaultdict(set)
         self.prefix = ""
         self.script = script(world.chance)
@@ -469,20 +469,20 @@ class GroupLife:
             self.sim.sleep(0.002)
 
     def part(self, rank: int, number: int, step: int) -> None:
-        cut = self.snapshots[number]
-        if rank in cut.parts:
-            raise GroupViolation(f"rank {rank} took cut {number} twice")
-        cut.parts[rank] = step
-        if len(set(cut.parts.values())) > 1:
-            raise GroupViolation(f"cut {number} is of steps {cut.parts}")
-        self.counts["cuts"] += rank == 0
+        snapshot = self.snapshots[number]
+        if rank in snapshot.parts:
+            raise GroupViolation(f"rank {rank} took snapshot {number} twice")
+        snapshot.parts[rank] = step
+        if len(set(snapshot.parts.values())) > 1:
+            raise GroupViolation(f"snapshot {number} is of steps {snapshot.parts}")
+        self.counts["snapshots"] += rank == 0
         self.resolve(number)
 
         def overdue() -> None:
             self.sim.sleep(PART_S)
-            if rank not in cut.notified:
+            if rank not in snapshot.notified:
                 self.counts["overdue"] += 1
-                cut.declined.setdefault(rank, "the others' parts did not come")
+                snapshot.declined.setdefault(rank, "the others' parts did not come")
                 self.resolve(number)
 
         self.sim.start(self.pods, overdue)
@@ -494,22 +494,24 @@ class GroupLife:
 
     def resolve(self, number: int) -> None:
         """Report the commit, or the failure, to each rank at a separate time."""
-        cut = self.snapshots[number]
+        snapshot = self.snapshots[number]
         if self.gone:
             return
-        if cut.declined:
-            for rank in cut.parts.keys() - cut.notified:
-                cut.notified.add(rank)
+        if snapshot.declined:
+            for rank in snapshot.parts.keys() - snapshot.notified:
+                snapshot.notified.add(rank)
                 notice = pb.Notice()
-                notice.save_failed.cut, notice.save_failed.cause = number, "abandoned"
-                notice.save_failed.message = f"declined: {cut.declined}"
+                notice.save_failed.snapshot_id, notice.save_failed.cause = number, "abandoned"
+                notice.save_failed.message = f"declined: {snapshot.declined}"
                 self._later(rank, notice)
-        elif len(cut.parts) == RANKS and not cut.notified:
-            cut.notified |= cut.parts.keys()
+        elif len(snapshot.parts) == RANKS and not snapshot.notified:
+            snapshot.notified |= snapshot.parts.keys()
             self.counts["commits"] += 1
             seq = next(self.world.seqs)
-            for rank, step in cut.parts.items():
-                commit = pb.Commit(seq=seq, attempt=self.attempt, cut=number, step=step, baseline=True)
+            for rank, step in snapshot.parts.items():
+                commit = pb.Commit(
+                    seq=seq, attempt=self.attempt, snapshot_id=number, step=step, baseline=True
+                )
                 self._later(rank, pb.Notice(committed=commit))
 
     def _later(self, rank: int, notice: Any) -> None:
@@ -527,18 +529,18 @@ class GroupLife:
             if not self.prefix or not key.startswith(f"{self.prefix}verdict/"):
                 continue
             number, at = int(key.rpartition("/")[2]), RoundVerdict.of(text).at
-            cut = self.snapshots.get(number, CutRecord())
+            snapshot = self.snapshots.get(number, SnapshotRecord())
             if at is None:
                 self.counts["off"] += 1
-                if cut.parts:
-                    raise GroupViolation(f"cut {number} was off, and taken: {cut}")
+                if snapshot.parts:
+                    raise GroupViolation(f"snapshot {number} was off, and taken: {snapshot}")
                 continue
-            if any(step < at for step in cut.parts.values()):
-                raise GroupViolation(f"cut {number} was granted at {at}, and is {cut}")
-            missing = set(range(RANKS)) - cut.parts.keys() - cut.declined.keys()
-            if everyone and cut.parts and missing and not cut.declined:
+            if any(step < at for step in snapshot.parts.values()):
+                raise GroupViolation(f"snapshot {number} was granted at {at}, and is {snapshot}")
+            missing = set(range(RANKS)) - snapshot.parts.keys() - snapshot.declined.keys()
+            if everyone and snapshot.parts and missing and not snapshot.declined:
                 raise GroupViolation(
-                    f"cut {number} was granted at {at}: ranks {missing} neither took nor declined it: {cut}"
+                    f"snapshot {number} was granted at {at}: ranks {missing} neither took nor declined it: {snapshot}"
                 )
 
 
@@ -632,25 +634,25 @@ class GroupMember:
         """See `PreopenedStream`."""
 
     def take(self, link: Any) -> Any:
-        """See `PreopenedStream`; only a cut without a part arrives here."""
+        """See `PreopenedStream`; only a snapshot without a part arrives here."""
         said: list[int] = []
 
         def abort(why: str) -> None:
             self.life.decline(self.rank, said[0], why)
 
-        return SimpleNamespace(begin=lambda begin, _: said.append(begin.cut), abort=abort)
+        return SimpleNamespace(begin=lambda begin, _: said.append(begin.snapshot_id), abort=abort)
 
-    def part(self, cut: int, step: int) -> None:
+    def part(self, snapshot_id: int, step: int) -> None:
         self.sim.sleep(self.chance.random() * 0.02 * self.slow)
         if self.fails:
             self.fails = False
             self.life.counts["failed_parts"] += 1
-            self.life.decline(self.rank, cut, "failed")
+            self.life.decline(self.rank, snapshot_id, "failed")
             raise SnapshotFailed("error", "made to fail")
         if self.link.line[URGENT]:
             self.link.line[URGENT] = 0
         self.link.line[SAVE_AT_STEP] = NEVER
-        self.life.part(self.rank, cut, step)
+        self.life.part(self.rank, snapshot_id, step)
 
     def _validate(self) -> bool:
         if self.vetoes:

@@ -7,7 +7,7 @@ value; a pack and an index per part). A cell is one (row, column) of one table; 
 so no two are equal.
 
 Invariants (`LogWorld.check`): the log is dense, its entries never change, none breaks a rule; zombies never commit;
-every live checkpoint restores exactly what was in the model at its cut; an acknowledged commit is in the log; the
+every live checkpoint restores exactly what was in the model at its snapshot; an acknowledged commit is in the log; the
 newest checkpoint, or that of a rewind, and pinned checkpoints are never retired; an attempt resumes from the newest
 valid checkpoint, and loads exactly that. At the end a new trainer opens, restores, trains, saves; a last round of
 housekeeping leaves no unneeded object, and no record of deleted ones (`LogWorld.finish`).
@@ -167,10 +167,10 @@ class SimTask:
 
 
 @dataclass(eq=False)
-class CutJob:
-    """One rank's part of one cut, in flight."""
+class SnapshotJob:
+    """One rank's part of one snapshot, in flight."""
 
-    cut: int
+    snapshot_id: int
     step: int
     full: bool
     covers: int | None
@@ -192,15 +192,15 @@ class ModelRank:
         self.base_pending: set[Cell] = set()
         self.known_commit: int | None = None
         self.known_base: int | None = None
-        self.jobs: list[CutJob] = []
+        self.jobs: list[SnapshotJob] = []
         self.state: RunState | None = None
 
     def touch(self, cell: Cell) -> None:
         self.fresh.add(cell)
         self.base.add(cell)
 
-    def cut(self, cut: int, step: int, mode: str) -> CutJob:
-        """Return what this cut holds and covers, and update the marks."""
+    def take_snapshot(self, snapshot_id: int, step: int, mode: str) -> SnapshotJob:
+        """Return what this snapshot holds and covers, and update the marks."""
         if mode == "rebased":
             # The newest commit takes the baseline's place: later deltas build on it, whether or not it gets compacted.
             self.known_base, mode = self.known_commit, "since_commit"
@@ -212,8 +212,8 @@ class ModelRank:
         else:
             rows, covers = self.since_commit(), self.known_commit
         weights = self.gang.weights
-        job = CutJob(cut, step, covers is None, covers, {cell: weights[cell] for cell in rows})
-        # Marks of a cut with an unknown commit stay, as pending: the next cut holds those rows again.
+        job = SnapshotJob(snapshot_id, step, covers is None, covers, {cell: weights[cell] for cell in rows})
+        # Marks of a snapshot with an unknown commit stay, as pending: the next snapshot holds those rows again.
         self.fresh_pending |= self.fresh
         self.fresh = set()
         if job.full:
@@ -223,10 +223,10 @@ class ModelRank:
         return job
 
     def since_commit(self) -> set[Cell]:
-        """A cut taken while another is in flight also holds the rows of that one."""
+        """A snapshot taken while another is in flight also holds the rows of that one."""
         return self.fresh | self.fresh_pending
 
-    def acknowledge(self, job: CutJob) -> None:
+    def acknowledge(self, job: SnapshotJob) -> None:
         """The trainer gets the commit's acknowledgement: now, late, or never."""
         job.acknowledged = True
         assert job.committed is not None
@@ -237,7 +237,7 @@ class ModelRank:
             self.base_pending = set()
             self.known_base = job.committed
 
-    def staged(self, job: CutJob) -> None:
+    def staged(self, job: SnapshotJob) -> None:
         """The sidecar has the bytes. The marks do not change."""
 
     def reseed(
@@ -254,7 +254,7 @@ class ModelRank:
                     self.base |= set(cells[link.part.index_key]) & mine & set(cells_of(link.boxes))
 
     def forget(self) -> None:
-        """The record of covered rows is lost: the next cut is a baseline."""
+        """The record of covered rows is lost: the next snapshot is a baseline."""
         self.known_commit = self.known_base = None
 
 
@@ -518,7 +518,7 @@ class LogWorld:
                     if (opened.resume and opened.resume.seq) != (chosen and chosen.seq):
                         raise LogViolation(f"attempt {opened.attempt} was opened late on what was not loaded")
                     if before is not None and chosen is not None:
-                        wanted = self.expected[chosen.attempt, chosen.cut]
+                        wanted = self.expected[chosen.attempt, chosen.snapshot_id]
                         if before[0] != wanted:
                             raise LogViolation(f"attempt {opened.attempt} was opened late on another state")
                 self.counts["attempts"] += 1
@@ -539,13 +539,13 @@ class LogWorld:
                     excluded.add(seq)
                     self.counts["fallbacks"] += 1
                     continue
-                wanted = self.expected[opened.resume.attempt, opened.resume.cut]
+                wanted = self.expected[opened.resume.attempt, opened.resume.snapshot_id]
                 if weights != wanted:
                     raise LogViolation(
                         f"attempt {opened.attempt} loaded {weights} instead of {wanted} from {seq}"
                     )
                 gang = Gang(self, opened, dict(weights), split, size, layout)
-                # After a change of layout the first cut is a baseline: marks do not record what was handed over.
+                # After a change of layout the first snapshot is a baseline: marks do not record what was handed over.
                 for rank in gang.ranks if opened.resume.layout == gang.layout else ():
                     rank.reseed(seq, links, read)
                 break
@@ -575,23 +575,23 @@ class LogWorld:
     def move_snapshot(self, gang: Gang, mode: str, *, mixed: bool = False) -> None:
         """All ranks copy at one step (`mixed`: the last a step later); each sidecar uploads and commits separately."""
         gang.snapshots += 1
-        cut = gang.snapshots
-        self.expected[gang.attempt, cut] = dict(gang.weights)
+        snapshot_id = gang.snapshots
+        self.expected[gang.attempt, snapshot_id] = dict(gang.weights)
         for rank in gang.ranks:
             if mixed and rank is gang.ranks[-1] and len(gang.ranks) > 1:
                 self.move_train(gang, 1)
-                self.expected[gang.attempt, cut] = {}  # no checkpoint: it would restore another state
+                self.expected[gang.attempt, snapshot_id] = {}  # no checkpoint: it would restore another state
                 self.counts["mixed"] += 1
-            job = rank.cut(cut, gang.step, self.random.choice([mode, mode, mode, "full"]))
+            job = rank.take_snapshot(snapshot_id, gang.step, self.random.choice([mode, mode, mode, "full"]))
             self.upload(rank, job)
 
-    def upload(self, rank: ModelRank, job: CutJob) -> SimTask:
+    def upload(self, rank: ModelRank, job: SnapshotJob) -> SimTask:
         """A sidecar's save. A second one of the same job (a restarted sidecar) has another token."""
         gang, token = rank.gang, f"{self.random.getrandbits(64):016x}"
         world_size = len(gang.ranks)
 
         def names(what: str, n: int) -> str:
-            place = {"attempt": gang.attempt, "cut": job.cut, "rank": rank.rank, "token": token}
+            place = {"attempt": gang.attempt, "cut": job.snapshot_id, "rank": rank.rank, "token": token}
             return index_key(**place, xxh3=what) if n < 0 else pack_key(**place, n=n)
 
         def work() -> None:
@@ -599,12 +599,12 @@ class LogWorld:
             part = self.put_part(names, rank.rank, rank.boxes, job.covers, job.cells)
             report = PartReport(
                 part=part, tables=(TABLE,), encodings={TABLE.fqn: ("fp32",)}, rows=len(job.cells), raw_bytes=8, stall_s=0.0,
-                pins=("best",) if job.cut % 4 == 3 else (),
+                pins=("best",) if job.snapshot_id % 4 == 3 else (),
             )  # fmt: skip
             log = self.log(rank.state if self.random.random() < 0.7 else None)
             try:
                 done = commit_parts(
-                    log, attempt=gang.attempt, cut=job.cut, step=job.step, world_size=world_size, reports=[report],
+                    log, attempt=gang.attempt, snapshot_id=job.snapshot_id, step=job.step, world_size=world_size, reports=[report],
                     layout=gang.layout, deadline_s=20.0,
                 )  # fmt: skip
             except FencedError:
@@ -617,7 +617,7 @@ class LogWorld:
                     rank.forget()
                 return
             rank.state = log.state
-            self.acknowledged.append((done.seq, gang.attempt, job.cut))
+            self.acknowledged.append((done.seq, gang.attempt, job.snapshot_id))
             # The part named in the entry counts: with two sidecars of one rank it may be the other one's, equally whole.
             job.committed = done.seq
 
@@ -845,9 +845,9 @@ class LogWorld:
                     f"zombie: {entry.seq} of attempt {entry.attempt} was committed under {attempt}"
                 )
             opened = state.attempts[entry.attempt]
-            if opened.last_snapshot is not None and entry.cut <= opened.last_snapshot:
+            if opened.last_snapshot is not None and entry.snapshot_id <= opened.last_snapshot:
                 raise LogViolation(
-                    f"cut {entry.cut} was committed after cut {opened.last_snapshot}: the run went backwards"
+                    f"snapshot {entry.snapshot_id} was committed after snapshot {opened.last_snapshot}: the run went backwards"
                 )
         newest = state.newest()
         self._track_entry(entry)
@@ -896,10 +896,15 @@ class LogWorld:
     def check(self) -> None:
         """Check everything, from the store only."""
         self.check_new_entries()
-        for seq, attempt, cut in self.acknowledged:
+        for seq, attempt, snapshot_id in self.acknowledged:
             entry = self.sealed[seq].entry if seq < len(self.sealed) else None
-            if not isinstance(entry, Checkpoint) or (entry.attempt, entry.cut) != (attempt, cut):
-                raise LogViolation(f"commit {seq} of {attempt}/{cut} was acknowledged, and is not in the log")
+            if not isinstance(entry, Checkpoint) or (entry.attempt, entry.snapshot_id) != (
+                attempt,
+                snapshot_id,
+            ):
+                raise LogViolation(
+                    f"commit {seq} of {attempt}/{snapshot_id} was acknowledged, and is not in the log"
+                )
         fresh = commit_log.fold(RunState(run=RUN), [parse(data, seq) for seq, data in self.raw().items()])
         if fresh != self.state:
             raise LogViolation("folding anew gives another state")
@@ -926,7 +931,7 @@ class LogWorld:
             found, _, _ = self.restore(state, seq, self.memory.get)
         except (DeltashardError, ObjectNotFound) as error:
             raise LogViolation(f"live checkpoint {seq} does not restore: {error}") from error
-        wanted = self.expected[entry.attempt, entry.cut]
+        wanted = self.expected[entry.attempt, entry.snapshot_id]
         if found != wanted:
             raise LogViolation(f"checkpoint {seq} restores {found} instead of {wanted}")
 
@@ -961,7 +966,7 @@ class LogWorld:
         self.check()
 
     def tidy(self) -> None:
-        """Run one round without grace: the rest is live, or of a cut that may still arrive; no other record remains."""
+        """Run one round without grace: the rest is live, or of a snapshot that may still arrive; no other record remains."""
         log = self.log()
         litter = garbage_collection.orphaned_prefixes(log, log.refresh(), compaction_timeout_s=0.0)
         retentions.append_retirement(log, retentions.Retention(keep_last=1), orphaned_prefixes=litter)

@@ -174,7 +174,7 @@ def _no_reseed(self: ModelRank, seq: int, links: Any, cells: Any) -> None:
 
 
 def _late_acknowledge(self: ModelRank, job: Any) -> None:
-    """Any acknowledgement counts, also one that arrives after the next cut."""
+    """Any acknowledgement counts, also one that arrives after the next snapshot."""
     job.acknowledged = True
     self.fresh_pending = set()
     self.known_commit = job.committed
@@ -183,20 +183,20 @@ def _late_acknowledge(self: ModelRank, job: Any) -> None:
         self.known_base = job.committed
 
 
-_original_cut = ModelRank.cut
+_original_take_snapshot = ModelRank.take_snapshot
 
 
-def _rebase_own_marks_only(self: ModelRank, cut: int, step: int, mode: str) -> Any:
-    """A cut in flight counts as committed when the newest commit becomes the baseline."""
+def _rebase_own_marks_only(self: ModelRank, snapshot_id: int, step: int, mode: str) -> Any:
+    """A snapshot in flight counts as committed when the newest commit becomes the baseline."""
     if mode == "rebased":
         self.known_base, mode = self.known_commit, "since_commit"
         self.base, self.base_pending = set(self.fresh), set()
-    return _original_cut(self, cut, step, mode)
+    return _original_take_snapshot(self, snapshot_id, step, mode)
 
 
-def _covers_of_rank_0(self: ModelRank, cut: int, step: int, mode: str) -> Any:
+def _covers_of_rank_0(self: ModelRank, snapshot_id: int, step: int, mode: str) -> Any:
     """One `covers` for the whole cut, as rank 0 knows it; rows by each rank's separate marks."""
-    job = _original_cut(self, cut, step, mode)
+    job = _original_take_snapshot(self, snapshot_id, step, mode)
     first = self.gang.ranks[0].jobs[-1]
     if job.covers is not None and first.covers is not None:
         job.covers = first.covers
@@ -216,11 +216,11 @@ def _judge_without_fence(state: run_state.RunState, entry: Any) -> None:
 _existing_commit = commit._existing_commit
 
 
-def _settled_in_any_order(cut: Any, state: run_state.RunState) -> Any:
-    if entry := state.commit_of(cut.attempt, cut.cut):
+def _settled_in_any_order(snapshot: Any, state: run_state.RunState) -> Any:
+    if entry := state.commit_of(snapshot.attempt, snapshot.snapshot_id):
         return commit.Committed(seq=entry.seq, entry=entry, by_us=False)
-    if state.attempt is not None and state.attempt > cut.attempt:
-        raise fencing.FencedError(cut.attempt, state.attempt, cut.log.run)
+    if state.attempt is not None and state.attempt > snapshot.attempt:
+        raise fencing.FencedError(snapshot.attempt, state.attempt, snapshot.log.run)
     return None
 
 
@@ -348,7 +348,7 @@ MUTANTS = (
         (ModelRank, "acknowledge", _drop_base_at_any_commit),
     ),
     Mutant(
-        "a cut taken while another is in flight includes that one's bits",
+        "a snapshot taken while another is in flight includes that one's bits",
         (ModelRank, "since_commit", lambda self: set(self.fresh)),
     ),
     Mutant("a restore re-seeds bits from the delta frames it used", (ModelRank, "reseed", _no_reseed)),
@@ -358,22 +358,22 @@ MUTANTS = (
     ),
     Mutant(
         "what changed since the newest commit takes the place of what changed since the baseline, all of it",
-        (ModelRank, "cut", _rebase_own_marks_only),
+        (ModelRank, "take_snapshot", _rebase_own_marks_only),
     ),
     Mutant(
         "ranks may learn of a commit at different times, or never (covers is each rank's own)",
-        (ModelRank, "cut", _covers_of_rank_0), late=6,
+        (ModelRank, "take_snapshot", _covers_of_rank_0), late=6,
     ),
     Mutant(
         "an older attempt that tries to commit gets FencedError",
-        (replay, "_validate_checkpoint", _judge_without_fence), (commit, "_existing_commit", lambda cut, state: _existing_commit(cut, replace(state, attempt=cut.attempt))),
+        (replay, "_validate_checkpoint", _judge_without_fence), (commit, "_existing_commit", lambda snapshot, state: _existing_commit(snapshot, replace(state, attempt=snapshot.attempt))),
     ),
     Mutant(
         "an opener that loses the slot to a zombie's commit resumes from that commit",
         (commit_log.RunLog, "append", _append_chosen_early), open=10,
     ),
     Mutant(
-        "cuts commit in increasing order", (replay, "_validate_checkpoint", _judge_in_any_order),
+        "snapshots commit in increasing order", (replay, "_validate_checkpoint", _judge_in_any_order),
         (commit, "_existing_commit", _settled_in_any_order),
     ),
     Mutant(
@@ -385,7 +385,7 @@ MUTANTS = (
         (run_state.RunState, "resuming_from", _no_check), open=8, janitor=20, stall=0,
     ),
     Mutant(
-        "an uncommitted cut is named only when a higher attempt or an equal or later cut is in the log, "
+        "an uncommitted snapshot is named only when a higher attempt or an equal or later snapshot is in the log, "
         "and an entry that references a retired prefix is refused",
         (replay, "is_uncommittable", lambda *_: True),
         (retention, "is_uncommittable", lambda *_: True),
@@ -423,7 +423,7 @@ MUTANTS = (
     ),
     Mutant(
         "ranks that cut at different steps make no checkpoint",
-        (snapshot_reports, "parse_report_name", _named_at_any_step), cut=20, open=6,
+        (snapshot_reports, "parse_report_name", _named_at_any_step), snapshot_id=20, open=6,
     ),
     Mutant(
         "the boxes of all ranks tile every table, checked before the attempt's entry",

@@ -40,19 +40,27 @@ def values(step: int, rows: np.ndarray) -> np.ndarray:
 
 
 def save(
-    directory: Path, log: RunLog, attempt: int, cut: int, step: int, rows: np.ndarray, covers: int | None
+    directory: Path,
+    log: RunLog,
+    attempt: int,
+    snapshot_id: int,
+    step: int,
+    rows: np.ndarray,
+    covers: int | None,
 ) -> int:
-    report = written(directory, log, attempt, cut, step, rows, covers)
-    return commit_parts(log, attempt=attempt, cut=cut, step=step, world_size=1, reports=[report]).seq
+    report = written(directory, log, attempt, snapshot_id, step, rows, covers)
+    return commit_parts(
+        log, attempt=attempt, snapshot_id=snapshot_id, step=step, world_size=1, reports=[report]
+    ).seq
 
 
 def written(
-    directory: Path, log: RunLog, attempt: int, cut: int, step: int, rows: np.ndarray, covers: int | None, *,
+    directory: Path, log: RunLog, attempt: int, snapshot_id: int, step: int, rows: np.ndarray, covers: int | None, *,
     rank: int = 0, box: Box = BOX,
 ) -> PartReport:  # fmt: skip
     token = new_token()
     target = PartTarget(
-        run=log.run, attempt=attempt, cut=cut, step=step, rank=rank, token=token, tables=(TABLE,), boxes=(box,), covers=covers
+        run=log.run, attempt=attempt, snapshot_id=snapshot_id, step=step, rank=rank, token=token, tables=(TABLE,), boxes=(box,), covers=covers
     )  # fmt: skip
     block = RowBlock.of_whole_rows(TABLE, rows, values(step, rows), {})
     frames = frame_encoder.encode_row_frames(block, EncodeOptions(encoding=ENCODINGS["fp32"]), step=step)
@@ -78,21 +86,23 @@ def save_two_ranks(directory: Path, log: RunLog, step: int = 5) -> int:
         for rank, half in enumerate(HALVES)
     ]
     return commit_parts(
-        log, attempt=attempt, cut=1, step=step, world_size=2, reports=reports, layout=layout.digest
+        log, attempt=attempt, snapshot_id=1, step=step, world_size=2, reports=reports, layout=layout.digest
     ).seq  # fmt: skip
 
 
 def prepare(directory: Path) -> None:
-    """Write baselines at steps 1, 2 and 3, and a delta at step 4; the first is retired; an uncommitted cut leaves litter."""
+    """Write baselines at steps 1, 2 and 3, and a delta at step 4; the first is retired; an uncommitted snapshot leaves litter."""
     log = log_of(directory)
     attempt = attempts.open_attempt(log, owner="me").attempt
     everything = np.arange(ROWS)
-    for cut in (1, 2, 3):
-        base = save(directory, log, attempt, cut, cut, everything, None)
+    for snapshot_id in (1, 2, 3):
+        base = save(directory, log, attempt, snapshot_id, snapshot_id, everything, None)
     save(directory, log, attempt, 4, 4, np.arange(8), base)
     retention.append_retirement(log, retention.Retention(keep_last=2))
     # The objects of an older process' cut that was never committed: the next retirement names them.
-    log.store.put(log.key(pack_key(attempt=attempt, cut=0, rank=0, token=new_token(), n=0)), b"litter")
+    log.store.put(
+        log.key(pack_key(attempt=attempt, snapshot_id=0, rank=0, token=new_token(), n=0)), b"litter"
+    )
 
 
 def act(directory: Path, action: str) -> None:
@@ -103,7 +113,7 @@ def act(directory: Path, action: str) -> None:
     match action:
         case "save":
             assert state.attempt is not None
-            save(directory, log, state.attempt, newest.cut + 1, 5, np.arange(8, 16), newest.seq)
+            save(directory, log, state.attempt, newest.snapshot_id + 1, 5, np.arange(8, 16), newest.seq)
         case "open":
             attempts.open_attempt(log, owner="me")
         case "retire":

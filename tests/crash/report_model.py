@@ -123,11 +123,16 @@ class ModelSidecar:
             "in_flight": lambda: self.in_flight,
         }
         self.orders = SaveOrders(**parts)
-        who = {"pod_namespace": "n", "pod_name": NAMES[rank], "pod_uid": f"p-{rank}", "workload_uid": UID}
+        identity = {
+            "pod_namespace": "n",
+            "pod_name": NAMES[rank],
+            "pod_uid": f"p-{rank}",
+            "workload_uid": UID,
+        }
         others = dict.fromkeys(
-            {*(each.name for each in fleet.Who.DESCRIPTOR.fields), "node_name", "fleet"}, ""
+            {*(each.name for each in fleet.SidecarIdentity.DESCRIPTOR.fields), "node_name", "fleet"}, ""
         )
-        self.settings = SimpleNamespace(**others | who, fleet_token_file=None)
+        self.settings = SimpleNamespace(**others | identity, fleet_token_file=None)
         self.directive = fleet.Directive(
             policy={"every_s": 1.0, "encoding": "q8", "differential": "intermittent"}
         )
@@ -145,7 +150,7 @@ class ModelSidecar:
         )  # fmt: skip
 
     def run(self) -> fleet.RunState:
-        return fleet.RunState(policy=self.directive.policy, openings=self.world.attempt)
+        return fleet.RunState(policy=self.directive.policy, attempts_opened=self.world.attempt)
 
     def report(self) -> None:
         """Report and handle the answer, as the client's thread does."""
@@ -209,7 +214,7 @@ class ReportWorld:
         controller = self.random.choice(self.controllers)
         said = reports.parse_report(fleet.ReportRequest.FromString(body))
         (entry,) = controller._run_store
-        before, known = entry.run, entry.run.last_reports.get(said.who.pod_uid)
+        before, known = entry.run, entry.run.last_reports.get(said.identity.pod_uid)
         reply = controller.report(said)
         newest = known.report if known is not None and known.report.process == said.process else None
         stale = newest is not None and said.sequence <= newest.sequence
@@ -245,12 +250,12 @@ class ReportWorld:
                 )
             case "cut":  # all ranks together; it replaces a save in flight
                 orders = {order.id: order for each in self.sidecars for order in each.orders.open()}
-                cut = SimpleNamespace(orders=[*orders.values()])
+                snapshot = SimpleNamespace(orders=[*orders.values()])
                 for each in self.sidecars:
                     for older in each.in_flight:
                         each.orders.ended(older)
                     failure = Cause.SUPERSEDED, ""
-                    each.in_flight[:] = [SimpleNamespace(cut=cut, commit=None, failure=failure)]
+                    each.in_flight[:] = [SimpleNamespace(decisions=snapshot, commit=None, failure=failure)]
             case "commit":
                 self.commit()
             case "policy":
@@ -280,12 +285,12 @@ class ReportWorld:
         await converged()
 
     def commit(self, *, ends: ModelSidecar | None = None) -> None:
-        """The cut in flight becomes a checkpoint; a sidecar that `ends` at that moment gets no acknowledgement."""
+        """The snapshot in flight becomes a checkpoint; a sidecar that `ends` at that moment gets no acknowledgement."""
         saves = [(each, save) for each in self.sidecars for save in each.in_flight]
         if len(saves) < len(self.sidecars):  # one of them restarted meanwhile
             return
         seq = len(self.checkpoints) + 1
-        names = " ".join(each.id for each in saves[0][1].cut.orders)
+        names = " ".join(each.id for each in saves[0][1].decisions.orders)
         self.checkpoints[seq] = SimpleNamespace(step=seq, seq=seq, metadata={ORDERS_KEY: names})
         for each, save in saves:
             each.in_flight.clear()

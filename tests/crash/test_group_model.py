@@ -17,7 +17,7 @@ FIRST, CHUNK = 40, 10
 """Schedules 42 and 67: a promise ends between two reads of the training thread."""
 CHUNKS = max(1, int(os.environ.get("DELTASHARD_TEST_ORDERS", "20")) // CHUNK)
 COUNTED = """
-schedules lives steps switches cuts commits off declined failed_parts vetoes away deaths zombies slow pins pins_failed
+schedules lives steps switches snapshots commits off declined failed_parts vetoes away deaths zombies slow pins pins_failed
 waits waits_failed held
 """
 
@@ -30,7 +30,7 @@ def counts_of(chunk: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_ranks_cut_at_same_step_without_deadlock(chunk: int) -> None:
+def test_ranks_take_snapshots_at_same_step_without_deadlock(chunk: int) -> None:
     assert counts_of(chunk)["schedules"] == CHUNK
 
 
@@ -44,7 +44,7 @@ def test_every_save_commits_without_faults() -> None:
     """No rank dies, is absent, or vetoes: only pins can fail, where the previous save is not durable yet."""
     counts = sum((run_schedule(seed, faults=False) for seed in range(15)), Counter())
     assert counts["waits_failed"] == counts["pins_failed"]
-    assert counts["commits"] == counts["cuts"]
+    assert counts["commits"] == counts["snapshots"]
 
 
 def test_schedule_is_deterministic() -> None:

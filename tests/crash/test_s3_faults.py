@@ -51,7 +51,7 @@ ENDS = ("crash", "crash", "crash", "kill", "vanish", "server", "well")
 
 
 class FaultScenario:
-    """One run, its faults, and the record of every cut's content and of every acknowledgement."""
+    """One run, its faults, and the record of every snapshot's content and of every acknowledgement."""
 
     def __init__(self, root: Path, server: MinioServer, proxy: FaultyS3Proxy, seed: int) -> None:
         self.root, self.server, self.proxy = root, server, proxy
@@ -96,11 +96,11 @@ class FaultScenario:
             for number in range(snapshots):
                 if end == "vanish" and number == 1:
                     self.model.train()
-                    cut = trainer.begin()
-                    cut.rows_of(0, None)
-                    cut.disconnect()
+                    snapshot = trainer.begin()
+                    snapshot.rows_of(0, None)
+                    snapshot.disconnect()
                     return
-                self.save_cut(trainer, self.server_restarts if end == "server" and number == 1 else None)
+                self.save_snapshot(trainer, self.server_restarts if end == "server" and number == 1 else None)
                 if trainer.gone:
                     return
         except grpc.RpcError as error:
@@ -112,7 +112,7 @@ class FaultScenario:
         finally:
             if trainer is not None:
                 for commit in list(trainer.commits.values()):
-                    self.acknowledged[commit.seq] = (commit.attempt, commit.cut)
+                    self.acknowledged[commit.seq] = (commit.attempt, commit.snapshot_id)
                 trainer.close()
 
     def check_error(self, error: SaveStreamFailed) -> None:
@@ -130,7 +130,7 @@ class FaultScenario:
         assert opened.resume_seq >= newest
         self.model.wipe()
         trainer.restore(opened.resume_seq)
-        assert same(self.model.state(), self.states[opened.resume_attempt, opened.cut])
+        assert same(self.model.state(), self.states[opened.resume_attempt, opened.snapshot_id])
 
     def server_restarts(self) -> None:
         """The server is killed, as with its node, and restarts."""
@@ -138,11 +138,11 @@ class FaultScenario:
         self.server.start()
         self.proxy.upstream_port = self.server.port
 
-    def save_cut(self, trainer: Trainer, meanwhile: Callable[[], None] | None = None) -> None:
-        """Make one cut and wait for its result; `meanwhile` runs while the cut is in flight."""
+    def save_snapshot(self, trainer: Trainer, meanwhile: Callable[[], None] | None = None) -> None:
+        """Make one snapshot and wait for its result; `meanwhile` runs while the snapshot is in flight."""
         self.model.train()
         assert trainer.attempt is not None
-        self.states[trainer.attempt, trainer.cut + 1] = self.model.state()
+        self.states[trainer.attempt, trainer.snapshot_id + 1] = self.model.state()
         try:
             number = trainer.save()
             if meanwhile is not None:
@@ -150,7 +150,7 @@ class FaultScenario:
             eventually(
                 lambda: number in trainer.commits or number in trainer.failures or trainer.gone,
                 within_s=limit_s(300),
-                what=f"cut {number} ends",
+                what=f"snapshot {number} ends",
             )
             trainer.committed(number)
         except SaveStreamFailed as error:
@@ -163,9 +163,9 @@ class FaultScenario:
             trainer = Trainer(process.socket, self.model, consecutive=self.consecutive)
             self.assert_recovers(trainer)
             for _ in range(2):
-                self.save_cut(trainer)
+                self.save_snapshot(trainer)
             assert max(trainer.commits) == 2, trainer.failures
-            self.acknowledged |= {c.seq: (c.attempt, c.cut) for c in trainer.commits.values()}
+            self.acknowledged |= {c.seq: (c.attempt, c.snapshot_id) for c in trainer.commits.values()}
             trainer.close()
             assert process.terminate() == 0
         finally:
@@ -178,7 +178,7 @@ class FaultScenario:
             assert set(found.restored) == set(state.checkpoints)
             for seq, entry in state.checkpoints.items():
                 snapshot = read_checkpoint(store, "run", f"seq:{seq}", state=state)
-                assert_stored(snapshot, self.states[entry.attempt, entry.cut])
+                assert_stored(snapshot, self.states[entry.attempt, entry.snapshot_id])
 
 
 def run_scenario(root: Path, server: MinioServer, seed: int) -> None:

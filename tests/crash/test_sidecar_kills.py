@@ -1,8 +1,8 @@
-"""kill -9 of the sidecar at every named instant, and of its trainer at every stage of a cut or restore.
+"""kill -9 of the sidecar at every named instant, and of its trainer at every stage of a snapshot or restore.
 
 After each: the newest committed checkpoint restores and equals its cut by content; every live checkpoint reads back
-whole and equals its cut; the next save succeeds. The log entry decides whether the interrupted cut counts: before it
-the cut does not count, after it the cut does.
+whole and equals its snapshot; the next save succeeds. The log entry decides whether the interrupted cut counts: before it
+the snapshot does not count, after it the snapshot does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAVE_POINTS = {**dict.fromkeys(BEFORE_ENTRY, False), **dict.fromkeys(AFTER_ENTRY
 
 
 class KillScenario:
-    """A run with one committed baseline and one committed delta, and the record of every cut's content."""
+    """A run with one committed baseline and one committed delta, and the record of every snapshot's content."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -52,18 +52,18 @@ class KillScenario:
     def sidecar(self, **flags: object) -> SidecarProcess:
         return SidecarProcess(self.root, self.url, encoding="fp32", **flags)  # type: ignore[arg-type]
 
-    def cut(self, trainer: Trainer) -> int:
+    def take_snapshot(self, trainer: Trainer) -> int:
         self.model.train()
-        self.states[trainer.attempt, trainer.cut + 1] = self.model.state()
+        self.states[trainer.attempt, trainer.snapshot_id + 1] = self.model.state()
         return trainer.save()
 
     def newest(self) -> tuple[int, int] | None:
         state = RunLog(open_store(self.url), "run").refresh()
         newest = state.newest()
-        return None if newest is None else (newest.attempt, newest.cut)
+        return None if newest is None else (newest.attempt, newest.snapshot_id)
 
     def check(self) -> None:
-        """Check that every live checkpoint, read directly from the store, equals its cut."""
+        """Check that every live checkpoint, read directly from the store, equals its snapshot."""
         store = open_store(self.url)
         state = RunLog(store, "run").refresh()
         assert state.stopped is None
@@ -74,7 +74,7 @@ class KillScenario:
                 # A sidecar that does housekeeping without grace retires and deletes during this read.
                 assert seq not in RunLog(store, "run").refresh().checkpoints
                 continue
-            assert_stored(snapshot, self.states[entry.attempt, entry.cut])
+            assert_stored(snapshot, self.states[entry.attempt, entry.snapshot_id])
 
     def assert_recovers(self, process: SidecarProcess) -> None:
         expected = self.newest()
@@ -84,12 +84,12 @@ class KillScenario:
         if expected is None:
             assert not opened.HasField("resume_seq")
         else:
-            assert (opened.resume_attempt, opened.cut) == expected
+            assert (opened.resume_attempt, opened.snapshot_id) == expected
             trainer.assert_restores(opened.resume_seq, self.states[expected])
-        commit = trainer.committed(self.cut(trainer))
+        commit = trainer.committed(self.take_snapshot(trainer))
         self.model.wipe()
         trainer.restore(commit.seq)
-        assert same(self.model.state(), self.states[trainer.attempt, commit.cut])
+        assert same(self.model.state(), self.states[trainer.attempt, commit.snapshot_id])
         self.check()
         trainer.close()
 
@@ -103,9 +103,9 @@ class KillScenario:
         """Save until the kill: a slow machine may do its housekeeping only after the last save."""
         with pytest.raises((SaveStreamFailed, grpc.RpcError)):  # noqa: PT012 - whichever notices first
             for _ in range(count):
-                trainer.committed(self.cut(trainer))
+                trainer.committed(self.take_snapshot(trainer))
                 if any(event["event"] == "save.content_overridden" for event in process.events()):
-                    break  # more cuts, while a slow machine compacts, would end with a full one
+                    break  # more snapshots, while a slow machine compacts, would end with a full one
             eventually(lambda: process.poll() is not None)
             raise SaveStreamFailed("gone", "killed between saves")
 
@@ -118,7 +118,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> KillScenario:
         trainer = Trainer(process.socket, scenario.model)
         trainer.open()
         for _ in range(2):
-            trainer.committed(scenario.cut(trainer))
+            trainer.committed(scenario.take_snapshot(trainer))
         trainer.close()
         assert process.terminate() == 0
     return scenario
@@ -147,7 +147,7 @@ def test_sidecar_killed_during_a_save(scenario: KillScenario, point: str, commit
     opened = trainer.open()
     trainer.restore(opened.resume_seq)
     with pytest.raises((SaveStreamFailed, grpc.RpcError)):  # noqa: PT012 - whichever notices first
-        trainer.committed(scenario.cut(trainer))
+        trainer.committed(scenario.take_snapshot(trainer))
         # The acknowledgement itself arrived, so only the sidecar's death is visible.
         assert point == "ack.after_send"
         raise SaveStreamFailed("gone", "acknowledged, then killed")
@@ -156,7 +156,7 @@ def test_sidecar_killed_during_a_save(scenario: KillScenario, point: str, commit
     scenario.killed(process, trainer)
 
 
-def test_sidecar_killed_while_cut_waits_for_blocks(tmp_path: Path) -> None:
+def test_sidecar_killed_while_snapshot_waits_for_blocks(tmp_path: Path) -> None:
     """Encoding continues beside the copy then, and the trainer waits for the next block of a dead process."""
     scenario = KillScenario(tmp_path)
     scenario.model = FakeModel(rows=100_000, columns=32)
@@ -164,7 +164,7 @@ def test_sidecar_killed_while_cut_waits_for_blocks(tmp_path: Path) -> None:
     trainer = Trainer(process.socket, scenario.model)
     trainer.open()
     with pytest.raises((SaveStreamFailed, grpc.RpcError)):
-        scenario.cut(trainer)
+        scenario.take_snapshot(trainer)
     interrupted(process)
     assert scenario.newest() is None
     scenario.killed(process, trainer, arena_bytes="32MiB")
@@ -178,17 +178,17 @@ def test_trainer_survives_killed_sidecar(scenario: KillScenario, point: str) -> 
     trainer.restore(opened.resume_seq)
     epoch = trainer.reply.epoch
     with pytest.raises((SaveStreamFailed, grpc.RpcError)):
-        trainer.committed(scenario.cut(trainer))
+        trainer.committed(scenario.take_snapshot(trainer))
     interrupted(process)
     with sidecar(scenario.root, scenario.url, encoding="fp32"):
         reply = trainer.attach()
         assert reply.epoch != epoch
-        known = reply.last_commit.cut if reply.HasField("last_commit") else 0
+        known = reply.last_commit.snapshot_id if reply.HasField("last_commit") else 0
         assert known == (1 if point == "commit.after_log_put" else 0)
-        commit = trainer.committed(scenario.cut(trainer))
+        commit = trainer.committed(scenario.take_snapshot(trainer))
         scenario.check()
         assert commit.attempt == trainer.attempt
-        trainer.assert_restores(commit.seq, scenario.states[commit.attempt, commit.cut])
+        trainer.assert_restores(commit.seq, scenario.states[commit.attempt, commit.snapshot_id])
     trainer.close()
 
 
@@ -214,7 +214,7 @@ def test_sidecar_killed_during_warm_start(scenario: KillScenario, point: str) ->
     with sidecar(scenario.root, scenario.url, encoding="fp32") as source:
         trainer = Trainer(source.socket, scenario.model)
         trainer.restore(trainer.open().resume_seq)
-        trainer.committed(scenario.cut(trainer))
+        trainer.committed(scenario.take_snapshot(trainer))
         scenario.check()
         trainer.close()
     if not begun:
@@ -248,7 +248,7 @@ def test_missing_copy_source_is_reported_with_fix(scenario: KillScenario) -> Non
     with sidecar(scenario.root, scenario.url, encoding="fp32") as source:
         trainer = Trainer(source.socket, other.model)
         trainer.open()
-        trainer.committed(other.cut(trainer))
+        trainer.committed(other.take_snapshot(trainer))
         trainer.close()
     with sidecar(scenario.root, scenario.url, encoding="fp32", **names) as process:
         trainer = Trainer(process.socket, FakeModel())
@@ -329,7 +329,7 @@ def test_sidecar_killed_during_synthetic_baseline(scenario: KillScenario, point:
     scenario.check()
     with sidecar(scenario.root, scenario.url, encoding="fp32", **flags):
         trainer.attach()
-        commit = trainer.committed(scenario.cut(trainer))
+        commit = trainer.committed(scenario.take_snapshot(trainer))
         state = RunLog(open_store(scenario.url), "run").refresh()
         assert state.checkpoints[commit.seq].covered == (rebased,)
         made = lambda: rebased in RunLog(open_store(scenario.url), "run").refresh().compactions  # noqa: E731
@@ -379,7 +379,7 @@ STAGES = {**dict.fromkeys(BEFORE_SEAL, False), "staged": True, "committed": True
 
 @pytest.mark.parametrize(("stage", "commits"), STAGES.items(), ids=list(STAGES))
 def test_trainer_killed(scenario: KillScenario, stage: str, commits: bool) -> None:
-    """Before the seal no part of the cut is in the log; after it the sidecar finishes and commits alone."""
+    """Before the seal no part of the snapshot is in the log; after it the sidecar finishes and commits alone."""
     before = scenario.newest()
     saved = scenario.root / "cut.npz"
     with sidecar(scenario.root, scenario.url, encoding="fp32") as process:

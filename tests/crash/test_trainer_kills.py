@@ -39,7 +39,7 @@ def test_trainer_recovers_from_kill(point: str, lives: tuple[Path, dict[str, Any
     work, told, said = lives
     assert point in told, said
     life = told[point]
-    # Once the cut is sealed the sidecar commits alone, unless the seal itself was lost with the process.
+    # Once the snapshot is sealed the sidecar commits alone, unless the seal itself was lost with the process.
     assert life["step"] in ((FIRST, SECOND) if point == "snapshot.after_seal" else (FIRST,))
     assert life["exact"] is True
     assert (life["next"], life["closed"]) == (3, 5)

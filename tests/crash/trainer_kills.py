@@ -38,7 +38,7 @@ class CheckpointedModel:
         self.table = nn.Embedding(ROWS, 16, sparse=True)
         self.top = nn.Linear(16, 1)
         model = nn.ModuleDict({"table": self.table, "top": self.top})
-        # Content hashes read every batch of a cut: with them nothing is copied ahead.
+        # Content hashes read every batch of a snapshot: with them nothing is copied ahead.
         ahead = run.startswith("precopy.")
         self.optimizers = [
             torch.optim.Adagrad(self.table.parameters(), lr=0.1),

@@ -24,9 +24,9 @@ TOKEN = "0123456789abcdef"
 def golden_index() -> Index:
     """Return an index of all sample frames in one pack and their tails in another."""
     places, tables = sample_places(sample_frames().values())
-    places = (replace(places[0], since=1, again=2), *places[1:])
+    places = (replace(places[0], since=1, duplicated_rows=2), *places[1:])
     return Index(
-        run=RUN, attempt=3, cut=2, step=20, rank=1, token=TOKEN, tables=tables, packs=sample_packs(places),
+        run=RUN, attempt=3, snapshot_id=2, step=20, rank=1, token=TOKEN, tables=tables, packs=sample_packs(places),
         places=places, boxes=(whole(schema()),), covers=1, raw_bytes=12345,
     )  # fmt: skip
 
@@ -51,7 +51,7 @@ def sample_packs(places: Iterable[Place]) -> tuple[Pack, ...]:
     pieces = [piece for place in places for piece in place.pieces]
     return tuple(
         Pack(
-            key=object_key.pack_key(attempt=3, cut=2, rank=1, token=TOKEN, n=0, state=bool(number)),
+            key=object_key.pack_key(attempt=3, snapshot_id=2, rank=1, token=TOKEN, n=0, state=bool(number)),
             bytes=max(piece.offset + piece.length for piece in pieces if piece.pack == number),
         )
         for number in range(2)

@@ -30,7 +30,7 @@ def test_dlrover_1585_overlapping_save_keeps_uploading_blocks(own_minio: MinioSe
             run.save()
             proxy.hang = True
             run.train(2)
-            first = run.cut("first")
+            first = run.take_snapshot("first")
             at_first = run.state()
             socket = runtime_dir(url, "run") / "sidecar.sock"
             refused = len(run.kinds("save_failed"))

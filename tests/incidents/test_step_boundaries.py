@@ -32,7 +32,7 @@ def interrupt_once(optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("torn", ["tables", "dense"])
-def test_step_interrupted_by_ctrl_c_is_never_cut(tmp_path: Path, torn: str) -> None:
+def test_no_snapshot_within_a_step_interrupted_by_ctrl_c(tmp_path: Path, torn: str) -> None:
     """Applies to save(), the timer and close(). Snapshots resume after the optimizer finishes a step."""
     with ToyRun(tmp_path / "store", every_steps=1) as run:
         run.train(2)
@@ -50,7 +50,7 @@ def test_step_interrupted_by_ctrl_c_is_never_cut(tmp_path: Path, torn: str) -> N
         run.ckpt.step()
         assert run.ckpt.stats.snapshots == snapshots
         run.train()
-        assert handle.cut is not None, "cut by the first whole step"
+        assert handle.snapshot_id is not None, "cut by the first whole step"
         was = run.state()
         assert handle.wait(60).step == 4
         assert_holds(stored(tmp_path / "store", "step:4"), was)
@@ -70,7 +70,7 @@ def test_close_refuses_a_torn_step(tmp_path: Path) -> None:
     assert newest_step(tmp_path / "store") == 2
 
 
-def test_alternating_optimizers_are_cut_at_every_step(tmp_path: Path) -> None:
+def test_snapshot_at_every_step_of_alternating_optimizers(tmp_path: Path) -> None:
     """One optimizer steps in even steps, the other in odd ones. Each end of `step()` is a boundary."""
     with ToyRun(tmp_path / "store") as run:
         for step in range(4):
@@ -94,7 +94,7 @@ class NormedToy(nn.Module):
         return self.layers(x)
 
 
-def test_save_between_forward_and_step_is_cut_at_next_step(tmp_path: Path) -> None:
+def test_save_between_forward_and_step_is_taken_at_next_step(tmp_path: Path) -> None:
     """The loader is not wrapped. The stored statistics are those of the stored step."""
     torch.manual_seed(0)
     model = NormedToy()
@@ -106,7 +106,7 @@ def test_save_between_forward_and_step_is_cut_at_next_step(tmp_path: Path) -> No
         loss = model(torch.randn(8, 3)).square().mean()
         if step == 3:
             handle = ckpt.save("in between")
-            assert handle.cut is None
+            assert handle.snapshot_id is None
             with pytest.raises(WaitError, match="forward"):
                 handle.wait()
         optimizer.zero_grad()
@@ -147,10 +147,10 @@ def test_pin_requested_during_save_keeps_its_step_or_fails(tmp_path: Path) -> No
         run.train(2)
         with without_notifications(run):
             first = run.ckpt.save("first", metadata={"loss": 1})
-            assert first.cut is not None
+            assert first.snapshot_id is not None
             lost = run.ckpt.save("lost", pin="best", metadata={"loss": 2})
             plain = run.ckpt.save("plain")
-            assert (lost.cut, plain.cut) == (None, None)
+            assert (lost.snapshot_id, plain.snapshot_id) == (None, None)
             run.train(1)
             assert lost.done
             with pytest.raises(SaveFailed, match="step 2 was not captured, because the previous save"):

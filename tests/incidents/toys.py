@@ -70,14 +70,14 @@ class ToyRun:
             self.dense.step()
             self.ckpt.step()
 
-    def cut(self, reason: str) -> deltashard.SaveHandle:
+    def take_snapshot(self, reason: str) -> deltashard.SaveHandle:
         """Return a save after its snapshot of the last step, even if the previous save is still finishing."""
 
-        def cut() -> deltashard.SaveHandle | None:
+        def take_snapshot() -> deltashard.SaveHandle | None:
             handle = self.ckpt.save(reason)
-            return None if handle.cut is None else handle
+            return None if handle.snapshot_id is None else handle
 
-        return eventually(cut, what=f"the cut {reason!r}")
+        return eventually(take_snapshot, what=f"the snapshot {reason!r}")
 
     def save(self) -> deltashard.Commit:
         return self.ckpt.save("test").wait(60)

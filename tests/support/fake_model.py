@@ -28,7 +28,7 @@ class FakeTable:
     fresh: set[int] = field(default_factory=set)
     """Rows changed since the newest known commit."""
     sent: set[int] = field(default_factory=set)
-    """Rows of a cut whose commit is not known yet."""
+    """Rows of a snapshot whose commit is not known yet."""
 
     @classmethod
     def make(cls, fqn: str, rows: int, columns: int, rng: np.random.Generator) -> FakeTable:

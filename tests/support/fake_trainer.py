@@ -68,9 +68,9 @@ class Trainer:
         self.consecutive = consecutive
         self.commit_seq: int | None = None
         self.attempt = attempt
-        self.cut = 0
-        self.last: TrainerCut | None = None
-        """The newest cut that began."""
+        self.snapshot_id = 0
+        self.last: SnapshotInProgress | None = None
+        """The newest snapshot that began."""
         self.commits: dict[int, pb.Commit] = {}
         self.failures: dict[int, pb.Notice.SaveFailed] = {}
         self.urgent: list[pb.Notice.SaveNow] = []
@@ -115,19 +115,19 @@ class Trainer:
                 if kind in lists:
                     lists[kind].append(said)
                 else:
-                    {"committed": self.commits, "save_failed": self.failures}[kind][said.cut] = said
+                    {"committed": self.commits, "save_failed": self.failures}[kind][said.snapshot_id] = said
         if watch is self._watch:
             self.gone = True
 
     def open(self, which: str = "latest", **more: object) -> pb.OpenReply:
         request = pb.OpenRequest(session=self.reply.session, which=which, **more)
         reply = self.stub.Open(request, timeout=DEADLINE_S)
-        self.attempt, self.cut = reply.attempt, 0
+        self.attempt, self.snapshot_id = reply.attempt, 0
         self.commits.clear()
         self.failures.clear()
         return reply
 
-    # A cut in steps, so that tests can stop anywhere.
+    # A snapshot in steps, so that tests can stop anywhere.
 
     def begin(
         self,
@@ -136,35 +136,35 @@ class Trainer:
         urgent: bool = False,
         full: bool = False,
         defer_descriptors: bool = False,
-    ) -> TrainerCut:
-        self.cut += 1
+    ) -> SnapshotInProgress:
+        self.snapshot_id += 1
         for table in self.model.tables:
             table.dirty |= table.at_risk
             table.fresh |= table.sent
         begin = pb.SaveRequest.Begin(
-            session=self.reply.session, step=self.model.step, cut=self.cut, reason=reason, urgent=urgent, full=full
+            session=self.reply.session, step=self.model.step, snapshot_id=self.snapshot_id, reason=reason, urgent=urgent, full=full
         )  # fmt: skip
         if self.base_seq is not None and not full:
             begin.since_baseline_seq = self.base_seq
         if self.commit_seq is not None and (self.consecutive or self.rebases) and not full:
             begin.since_commit_seq = self.commit_seq
         before = self.last
-        cut = eventually(
-            lambda: self._open_cut(begin, before, defer_descriptors=defer_descriptors),
-            what=f"cut {self.cut} begins",
+        snapshot_id = eventually(
+            lambda: self._open_snapshot(begin, before, defer_descriptors=defer_descriptors),
+            what=f"snapshot {self.snapshot_id} begins",
         )
-        self.last = cut
-        return cut
+        self.last = snapshot_id
+        return snapshot_id
 
-    def _open_cut(
-        self, begin: pb.SaveRequest.Begin, before: TrainerCut | None, *, defer_descriptors: bool
-    ) -> TrainerCut | None:
-        """Open the cut; None where the sidecar is busy with the end of the previous one: the caller asks again.
+    def _open_snapshot(
+        self, begin: pb.SaveRequest.Begin, before: SnapshotInProgress | None, *, defer_descriptors: bool
+    ) -> SnapshotInProgress | None:
+        """Open the snapshot; None where the sidecar is busy with the end of the previous one: the caller asks again.
 
-        This does not apply to several ranks: the peers receive a refused cut too.
+        This does not apply to several ranks: the peers receive a refused snapshot too.
         """
         try:
-            return TrainerCut(self, begin, defer_descriptors=defer_descriptors)
+            return SnapshotInProgress(self, begin, defer_descriptors=defer_descriptors)
         except SaveStreamFailed as refused:
             if refused.cause != "busy" or self.world_size > 1 or before is None or not before.ended:
                 raise
@@ -172,15 +172,15 @@ class Trainer:
 
     def save(self, **options: object) -> int:
         """Make a whole cut up to `staged`; return its number."""
-        cut = self.begin(**options)  # type: ignore[arg-type]
-        cut.write_all()
-        cut.seal()
-        return cut.number
+        snapshot = self.begin(**options)  # type: ignore[arg-type]
+        snapshot.write_all()
+        snapshot.seal()
+        return snapshot.number
 
     def committed(self, number: int) -> pb.Commit:
-        """Wait for the commit of a cut; a committed baseline drops the baseline's marks."""
+        """Wait for the commit of a snapshot; a committed baseline drops the baseline's marks."""
         ended = lambda: number in self.commits or number in self.failures or self.gone  # noqa: E731
-        eventually(ended, what=f"cut {number} ends")
+        eventually(ended, what=f"snapshot {number} ends")
         if number in self.failures:
             raise SaveStreamFailed(self.failures[number].cause, self.failures[number].message)
         if number not in self.commits:
@@ -271,7 +271,7 @@ class Trainer:
             arena.close()
 
 
-class TrainerCut:
+class SnapshotInProgress:
     """One Save stream; with `defer_descriptors` every descriptor waits for the seal and travels with it."""
 
     def __init__(
@@ -279,7 +279,7 @@ class TrainerCut:
     ) -> None:
         self.trainer = trainer
         self.held: list[pb.SaveRequest] | None = [] if defer_descriptors else None
-        self.number = begin.cut
+        self.number = begin.snapshot_id
         self.outbox: queue.SimpleQueue[pb.SaveRequest | None] = queue.SimpleQueue()
         self.granted: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.end: pb.SaveReply | None = None
@@ -406,7 +406,7 @@ class TrainerCut:
         seal = pb.SaveRequest.Seal(rows=self.rows, raw_bytes=self.raw_bytes, stall_s=0.01, full=full)
         self.send(pb.SaveRequest(seal=seal))
         if self.held is not None:
-            self.outbox.put(pb.SaveRequest(several=pb.SaveRequest.Several(requests=self.held)))
+            self.outbox.put(pb.SaveRequest(batch=pb.SaveRequest.Batch(requests=self.held)))
         self.outbox.put(None)
         assert self.over.wait(DEADLINE_S)
         if self.end is None or self.end.WhichOneof("kind") != "staged":

@@ -14,7 +14,7 @@ from typing import Any
 from deltashard_checkpoint.deciding.cost import MAX_NUMBER, not_negative
 from deltashard_checkpoint.errors import UserError
 
-KEY = "deltashard/harm"
+KEY = "deltashard/error-ledger"
 """Key in a commit's metadata."""
 MAX_TEXT = 30_000
 """Maximum length, of the 60,000 characters of a commit's metadata; only the most affected tables are kept."""

@@ -48,8 +48,8 @@ EVIDENCE_RATIO = 2.0
 class Bounds(Protocol):
     """The user's bounds of an interval, from a policy. Seconds; 0: none."""
 
-    least_s: float
-    most_s: float
+    min_interval_s: float
+    max_interval_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +73,12 @@ class IntervalInputs:
     """The user's bounds, if any."""
 
     @property
-    def least_s(self) -> float:
-        return 0.0 if self.user is None else self.user.least_s
+    def min_interval_s(self) -> float:
+        return 0.0 if self.user is None else self.user.min_interval_s
 
     @property
-    def most_s(self) -> float:
-        return math.inf if self.user is None else self.user.most_s or math.inf
+    def max_interval_s(self) -> float:
+        return math.inf if self.user is None else self.user.max_interval_s or math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +130,12 @@ def pls_interval_s(pls: float, mtbf_s: float, shards: int) -> float:
 
 
 def clamp(bounds: Bounds, seconds: float) -> float:
-    return min(max(seconds, bounds.least_s), bounds.most_s or math.inf)
+    return min(max(seconds, bounds.min_interval_s), bounds.max_interval_s or math.inf)
 
 
 def choice_key(goal: Goal, bounds: Bounds) -> str:
     """Return the key of goal and bounds; an interval chosen under another key is chosen again."""
-    return f"{goal} {bounds.least_s:g} {bounds.most_s or math.inf:g}"
+    return f"{goal} {bounds.min_interval_s:g} {bounds.max_interval_s or math.inf:g}"
 
 
 def choose_interval(goal: Goal, now: IntervalInputs) -> Interval:
@@ -161,7 +161,7 @@ def _auto(now: IntervalInputs) -> Interval:
     )
     floors = [
         # A default preference, unlike the others: the user's own bounds replace it.
-        (0.0 if now.least_s else min(SHORTEST_S, now.most_s), "a minute"),
+        (0.0 if now.min_interval_s else min(SHORTEST_S, now.max_interval_s), "a minute"),
         (now.durable_s / IN_FLIGHT_SHARE, _in_flight(now)),
         (FEWEST_STEPS * now.step_s, f"{FEWEST_STEPS} steps"),
     ]
@@ -250,8 +250,12 @@ def _bounded(
     ceiling: tuple[float, str] = (math.inf, ""),
 ) -> Interval:
     """Bound `asked_s`: by the highest floor and the lowest ceiling; floors take precedence over ceilings."""
-    low_s, low = max([*floors, (now.least_s, "the shortest that the user allows")], key=lambda each: each[0])
-    high_s, high = min([ceiling, (now.most_s, "the longest that the user allows")], key=lambda each: each[0])
+    low_s, low = max(
+        [*floors, (now.min_interval_s, "the shortest that the user allows")], key=lambda each: each[0]
+    )
+    high_s, high = min(
+        [ceiling, (now.max_interval_s, "the longest that the user allows")], key=lambda each: each[0]
+    )
     if asked_s < low_s or high_s < low_s:
         return Interval(seconds=low_s, bound=f"not below {duration(low_s)} ({low})", why=why)
     if asked_s > high_s:

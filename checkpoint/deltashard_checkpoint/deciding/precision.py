@@ -100,7 +100,7 @@ class RestoreForecast:
     """Restores so far."""
     near_end: bool = False
     """Whether the run is in the last tenth of its planned steps, or saves its last checkpoint."""
-    least_bits: int = 2
+    min_bits: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ def choose_bits(
     if forecast.near_end:
         why = "the run is near its end: its final checkpoints are stored with 8 bit"
     elif goal == "check-n-run":
-        least = max(check_n_run_bits(forecast.expected, forecast.restores_so_far), forecast.least_bits)
+        least = max(check_n_run_bits(forecast.expected, forecast.restores_so_far), forecast.min_bits)
         bits = dict.fromkeys(tables, next((b for b in BITS if b >= least), SAFE_BITS))
         why = f"Check-N-Run: {forecast.expected:.2g} restores are expected"
         if forecast.restores_so_far > forecast.expected:
@@ -129,7 +129,7 @@ def choose_bits(
         # A checkpoint is useful only if it can be restored at least once.
         count = max(forecast.restores, 1)
         for name in large_tables(tables):
-            cheap = (b for b in BITS if b >= forecast.least_bits and _affordable(tables[name], b, count))
+            cheap = (b for b in BITS if b >= forecast.min_bits and _affordable(tables[name], b, count))
             bits[name] = next(cheap, SAFE_BITS)
         why = (
             f"at most {count} restore{'s' * (count != 1)} to come (95 %), each adding its squared error to a budget of "

@@ -84,21 +84,21 @@ class Place:
     tail_offset: int = 0
     since: int | None = None
     """Seq of a checkpoint: all rows of the part that changed since it are in frames with this value. A hint."""
-    again: int = 0
+    duplicated_rows: int = 0
     """Number of its rows that another frame of the part contains, too."""
 
     @property
     def rows(self) -> int:
         """Number of rows that it adds to those of the part's other frames."""
-        return self.info.rows - self.again
+        return self.info.rows - self.duplicated_rows
 
     @property
     def application_order(self) -> tuple[object, ...]:
         """Sort key: a part's frames are applied newest step first (a compaction has many), rows before tombstones.
 
-        Of two copies of a row, the one in a frame with `again` wins: a follower reads it, too. Then by pack and offset.
+        Of two copies of a row, the one in a frame with `duplicated_rows` wins: a follower reads it, too. Then by pack and offset.
         """
-        return -self.info.step, self.info.kind, not self.again, self.pack, self.offset
+        return -self.info.step, self.info.kind, not self.duplicated_rows, self.pack, self.offset
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -116,7 +116,7 @@ class Index:
 
     run: str
     attempt: int
-    cut: int
+    snapshot_id: int
     step: int
     rank: int
     token: str
@@ -180,7 +180,7 @@ def encode_index(index: Index) -> bytes:
         format=FORMAT,
         run=index.run,
         attempt=index.attempt,
-        cut=index.cut,
+        snapshot_id=index.snapshot_id,
         step=index.step,
         rank=index.rank,
         token=index.token,
@@ -201,7 +201,7 @@ def encode_index(index: Index) -> bytes:
             message.frames[-1].tail.offset = place.tail_offset
         if place.since is not None:
             message.frames[-1].since = place.since
-        message.frames[-1].again = place.again
+        message.frames[-1].duplicated_rows = place.duplicated_rows
     return message.SerializeToString(deterministic=True)
 
 
@@ -223,18 +223,22 @@ def decode_index(data: bytes, *, key: str, run: str) -> Index:
     index = parse_index(data, where=key)
     if index.run != run:
         raise ForeignObject(f"index of run {index.run!r}, not {run!r}", where=key)
-    here = (index.token,) if name.attempt is None else (index.token, index.attempt, index.cut, index.rank)
-    named = (name.token,) if name.attempt is None else (name.token, name.attempt, name.cut, name.rank)
+    here = (
+        (index.token,)
+        if name.attempt is None
+        else (index.token, index.attempt, index.snapshot_id, index.rank)
+    )
+    named = (name.token,) if name.attempt is None else (name.token, name.attempt, name.snapshot_id, name.rank)
     if here != named:
-        raise ForeignObject(f"index of (token, attempt, cut, rank) {here}", where=key)
+        raise ForeignObject(f"index of (token, attempt, snapshot_id, rank) {here}", where=key)
     compact = name.attempt is None
     state = []
     for pack in index.packs:
         parsed = object_key.parse_pack_key(pack.key)
         state.append(parsed.state)
-        if (parsed.token, parsed.attempt, parsed.cut, parsed.rank) != (
+        if (parsed.token, parsed.attempt, parsed.snapshot_id, parsed.rank) != (
             index.token,
-            *((None, None, None) if compact else (index.attempt, index.cut, index.rank)),
+            *((None, None, None) if compact else (index.attempt, index.snapshot_id, index.rank)),
         ):
             raise ForeignObject(f"index references a pack of another part: {pack.key}", where=key)
     if any(
@@ -445,7 +449,7 @@ def _checked(message: index_pb2.Index) -> Index:
                 tail_pack=frame.tail.pack,
                 tail_offset=frame.tail.offset,
                 since=frame.since if frame.HasField("since") else None,
-                again=frame.again,
+                duplicated_rows=frame.duplicated_rows,
             )
         )
     if places != sorted(places, key=index_order):
@@ -454,7 +458,7 @@ def _checked(message: index_pb2.Index) -> Index:
     return Index(
         run=message.run,
         attempt=message.attempt,
-        cut=message.cut,
+        snapshot_id=message.snapshot_id,
         step=message.step,
         rank=message.rank,
         token=message.token,
@@ -468,11 +472,13 @@ def _checked(message: index_pb2.Index) -> Index:
 
 
 def _check_hint(message: index_pb2.Frame) -> None:
-    """Raise `CorruptObject` unless `since` and `again` of a frame are valid."""
+    """Raise `CorruptObject` unless `since` and `duplicated_rows` of a frame are valid."""
     if message.HasField("since") and message.kind != index_pb2.FRAME_KIND_ROWS:
         raise CorruptObject("a frame without rows has `since`")
-    if message.again > (message.rows if message.HasField("since") else 0):
-        raise CorruptObject(f"`again` of a frame is {message.again}, it has {message.rows} rows")
+    if message.duplicated_rows > (message.rows if message.HasField("since") else 0):
+        raise CorruptObject(
+            f"`duplicated_rows` of a frame is {message.duplicated_rows}, it has {message.rows} rows"
+        )
 
 
 def _check_places(places: list[Place], stored: tuple[Pack, ...]) -> None:

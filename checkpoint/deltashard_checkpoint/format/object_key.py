@@ -1,8 +1,8 @@
 """Names of a run's data objects. Only this module builds and parses them.
 
-    data/{attempt:020d}/{cut:08d}/{rank:05d}-{token}-{n:05d}.pack      frames of one rank of one snapshot
-    data/{attempt:020d}/{cut:08d}/{rank:05d}-{token}-s{n:05d}.pack     their tails: optimizer state
-    data/{attempt:020d}/{cut:08d}/{rank:05d}-{token}-{xxh3}.index      their index; the name contains its hash
+    data/{attempt:020d}/{snapshot_id:08d}/{rank:05d}-{token}-{n:05d}.pack      frames of one rank of one snapshot
+    data/{attempt:020d}/{snapshot_id:08d}/{rank:05d}-{token}-s{n:05d}.pack     their tails: optimizer state
+    data/{attempt:020d}/{snapshot_id:08d}/{rank:05d}-{token}-{xxh3}.index      their index; the name contains its hash
     data/compact-{token}/{n:05d}.pack, s{n:05d}.pack and {xxh3}.index   the same for a compaction
 
 A compaction's token contains the log slot at which it began (`compaction_token`). The log's state then decides whether
@@ -35,15 +35,15 @@ _INDEX = re.compile(
 _COMPACT_PACK = re.compile(rf"data/compact-({TOKEN_PATTERN})/(s?)([0-9]{{5}})\.pack", re.ASCII)
 _BEGUN = re.compile(r"data/compact-([0-9]{15})x[0-9a-f]{16}/", re.ASCII)
 _COMPACT_INDEX = re.compile(rf"data/compact-({TOKEN_PATTERN})/([0-9a-f]{{32}})\.index", re.ASCII)
-_LIMITS = (("attempt", 10**20), ("cut", 10**8), ("rank", 10**5), ("n", 10**5))
+_LIMITS = (("attempt", 10**20), ("snapshot_id", 10**8), ("rank", 10**5), ("n", 10**5))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackKey:
-    """A parsed pack name. `attempt`, `cut` and `rank` are None for a compaction's pack."""
+    """A parsed pack name. `attempt`, `snapshot_id` and `rank` are None for a compaction's pack."""
 
     attempt: int | None
-    cut: int | None
+    snapshot_id: int | None
     rank: int | None
     token: str
     n: int
@@ -53,10 +53,10 @@ class PackKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexKey:
-    """A parsed index name. `attempt`, `cut` and `rank` are None for a compaction's index."""
+    """A parsed index name. `attempt`, `snapshot_id` and `rank` are None for a compaction's index."""
 
     attempt: int | None
-    cut: int | None
+    snapshot_id: int | None
     rank: int | None
     token: str
     xxh3: str
@@ -113,10 +113,10 @@ def reserved(run: str) -> str | None:
     return next((part for part in inner or [first] if part in RESERVED), None)
 
 
-def snapshot_prefix(attempt: int, cut: int) -> str:
+def snapshot_prefix(attempt: int, snapshot_id: int) -> str:
     """Return the common prefix of all data objects of one snapshot, as named by retire entries."""
-    _check(attempt=attempt, cut=cut)
-    return f"data/{attempt:020d}/{cut:08d}/"
+    _check(attempt=attempt, snapshot_id=snapshot_id)
+    return f"data/{attempt:020d}/{snapshot_id:08d}/"
 
 
 def compaction_prefix(token: str) -> str:
@@ -124,18 +124,18 @@ def compaction_prefix(token: str) -> str:
     return f"data/compact-{token}/"
 
 
-def pack_key(*, attempt: int, cut: int, rank: int, token: str, n: int, state: bool = False) -> str:
+def pack_key(*, attempt: int, snapshot_id: int, rank: int, token: str, n: int, state: bool = False) -> str:
     """Return the key of the n-th pack of frames of a rank's part, or (`state`) of their tails."""
     _check(rank=rank, n=n)
     _check_token(token)
-    return f"{snapshot_prefix(attempt, cut)}{rank:05d}-{token}-{'s' if state else ''}{n:05d}.pack"
+    return f"{snapshot_prefix(attempt, snapshot_id)}{rank:05d}-{token}-{'s' if state else ''}{n:05d}.pack"
 
 
-def index_key(*, attempt: int, cut: int, rank: int, token: str, xxh3: str) -> str:
+def index_key(*, attempt: int, snapshot_id: int, rank: int, token: str, xxh3: str) -> str:
     """Return the key of a rank's index of a snapshot; `xxh3` is the hex xxh3-128 of its bytes."""
     _check(rank=rank)
     _check_token(token)
-    return f"{snapshot_prefix(attempt, cut)}{rank:05d}-{token}-{xxh3}.index"
+    return f"{snapshot_prefix(attempt, snapshot_id)}{rank:05d}-{token}-{xxh3}.index"
 
 
 def compaction_pack_key(*, token: str, n: int, state: bool = False) -> str:
@@ -151,23 +151,30 @@ def compaction_index_key(*, token: str, xxh3: str) -> str:
 def parse_pack_key(key: str) -> PackKey:
     """Parse a pack's key; raises `CorruptObject` for any other key."""
     if match := _PACK.fullmatch(key):
-        attempt, cut, rank, token, state, n = match.groups()
+        attempt, snapshot_id, rank, token, state, n = match.groups()
         return PackKey(
-            attempt=int(attempt), cut=int(cut), rank=int(rank), token=token, n=int(n), state=bool(state)
+            attempt=int(attempt),
+            snapshot_id=int(snapshot_id),
+            rank=int(rank),
+            token=token,
+            n=int(n),
+            state=bool(state),
         )
     if match := _COMPACT_PACK.fullmatch(key):
         token, state, n = match.groups()
-        return PackKey(attempt=None, cut=None, rank=None, token=token, n=int(n), state=bool(state))
+        return PackKey(attempt=None, snapshot_id=None, rank=None, token=token, n=int(n), state=bool(state))
     raise CorruptObject("not a pack's name", where=repr(key[:200]))
 
 
 def parse_index_key(key: str) -> IndexKey:
     """Parse an index's key; raises `CorruptObject` for any other key."""
     if match := _INDEX.fullmatch(key):
-        attempt, cut, rank, token, xxh3 = match.groups()
-        return IndexKey(attempt=int(attempt), cut=int(cut), rank=int(rank), token=token, xxh3=xxh3)
+        attempt, snapshot_id, rank, token, xxh3 = match.groups()
+        return IndexKey(
+            attempt=int(attempt), snapshot_id=int(snapshot_id), rank=int(rank), token=token, xxh3=xxh3
+        )
     if match := _COMPACT_INDEX.fullmatch(key):
-        return IndexKey(attempt=None, cut=None, rank=None, token=match[1], xxh3=match[2])
+        return IndexKey(attempt=None, snapshot_id=None, rank=None, token=match[1], xxh3=match[2])
     raise CorruptObject("not an index's name", where=repr(key[:200]))
 
 

@@ -112,7 +112,7 @@ class Checkpoint(Entry):
     """One committed snapshot. Its seq identifies the checkpoint."""
 
     attempt: int
-    cut: int
+    snapshot_id: int
     step: int
     parts: tuple[Part, ...] = ()
     """One per rank, rank 0 first; empty if a manifest lists them."""
@@ -125,7 +125,7 @@ class Checkpoint(Entry):
     stored_bytes: int
     stall_s: float
     """The longest time that any rank's training was blocked by this snapshot."""
-    cut_at_s: float
+    snapshot_at_s: float
     """Unix seconds by rank 0's clock when training paused for the snapshot; 0: unknown. Display and gauges only."""
     directive: str = ""
     """The parameters of this snapshot (policy, reason, bits), for display and for the scheduler."""
@@ -160,7 +160,7 @@ class Checkpoint(Entry):
     @property
     def prefixes(self) -> frozenset[str]:
         if self.listed is not None:
-            return frozenset((snapshot_prefix(self.attempt, self.cut),))
+            return frozenset((snapshot_prefix(self.attempt, self.snapshot_id),))
         return frozenset(part.prefix for part in self.parts)
 
     @property
@@ -297,6 +297,6 @@ def is_prefix(text: str) -> bool:
 
 
 def snapshot_of(prefix: str) -> tuple[int, int] | None:
-    """Return (attempt, cut) of a prefix, or None for a compaction's."""
+    """Return (attempt, snapshot_id) of a prefix, or None for a compaction's."""
     match = _PREFIX.fullmatch(prefix)
     return (int(match[1]), int(match[2])) if match and match[1] else None

@@ -185,7 +185,7 @@ _FIELDS: dict[type[Entry], Fields] = {
     },
     Checkpoint: {
         "attempt": INTEGER,
-        "cut": INTEGER,
+        "snapshot_id": INTEGER,
         "step": INTEGER,
         "tables": TABLES,
         "encodings": ENCODINGS,
@@ -193,7 +193,7 @@ _FIELDS: dict[type[Entry], Fields] = {
         "raw_bytes": INTEGER,
         "stored_bytes": INTEGER,
         "stall_s": NUMBER,
-        "cut_at_s": NUMBER,
+        "snapshot_at_s": NUMBER,
         "directive": TEXT,
         "fingerprint": MAPPING,
         "metadata": MAPPING,
@@ -323,7 +323,7 @@ def _check(r: Reader, entry: Entry) -> None:
             r.fail("genesis must be in slot 0")
         case Checkpoint():
             try:
-                prefix = snapshot_prefix(entry.attempt, entry.cut)
+                prefix = snapshot_prefix(entry.attempt, entry.snapshot_id)
             except UserError as error:
                 r.fail(error.what)
             ranks = [part.rank for part in entry.parts]

@@ -77,9 +77,9 @@ def dump(state: RunState) -> bytes:
         "retired": [[prefix, seq] for prefix, seq in sorted(state.retired.items())],
         "compactions_from": state.compactions_from,
         "committed": state.committed,
-        "keeps": state.abandoned_at,
+        "abandoned_at": state.abandoned_at,
         "pins": [[name, *entry] for name, entry in sorted(state.user_entries.items())],
-        "aside": sorted(state.detached),
+        "detached": sorted(state.detached),
     }
     return canonical({**document, "hash": hashlib.sha256(canonical(document)).hexdigest()})
 
@@ -133,9 +133,9 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
         retired=retired,
         compactions_from=r.integer("compactions_from"),
         committed=r.integer("committed"),
-        abandoned_at=r.nullable("keeps"),
+        abandoned_at=r.nullable("abandoned_at"),
         user_entries=user_entries,
-        detached=frozenset(r.as_integer(item, "aside") for item in r.items("aside")),
+        detached=frozenset(r.as_integer(item, "detached") for item in r.items("detached")),
     )
     r.end()
     if (why := _contradiction(state)) is not None:

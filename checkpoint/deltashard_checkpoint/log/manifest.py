@@ -1,6 +1,6 @@
 """Manifests: the parts of a checkpoint of many ranks, in an object next to them that the log entry names.
 
-    data/{attempt:020d}/{cut:08d}/{hash}.manifest        hash: the first 32 digits of the SHA-256 of its bytes
+    data/{attempt:020d}/{snapshot_id:08d}/{hash}.manifest        hash: the first 32 digits of the SHA-256 of its bytes
 
 Canonical JSON. Per rank: token and hash of the index, `covers`, rows, bytes; plus the ranks whose parts hold blobs
 common to all. The layout defines their boxes. The entry itself has the parts' `covers`, and all parts are under the
@@ -31,7 +31,7 @@ FORMAT = 1
 T = TypeVar("T")
 _TOKEN = re.compile(TOKEN_PATTERN, re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_CUT = {"run": TEXT, "attempt": INTEGER, "cut": INTEGER, "step": INTEGER, "layout": text(_DIGEST)}
+_CUT = {"run": TEXT, "attempt": INTEGER, "snapshot_id": INTEGER, "step": INTEGER, "layout": text(_DIGEST)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Manifest:
 
     run: str
     attempt: int
-    cut: int
+    snapshot_id: int
     step: int
     layout: str
     """Digest of their layout."""
@@ -92,8 +92,8 @@ class Manifest:
         return found
 
 
-def manifest_key(attempt: int, cut: int, digest: str) -> str:
-    return f"{snapshot_prefix(attempt, cut)}{digest}.manifest"
+def manifest_key(attempt: int, snapshot_id: int, digest: str) -> str:
+    return f"{snapshot_prefix(attempt, snapshot_id)}{digest}.manifest"
 
 
 def _part(r: Reader, item: Any, common_blobs: bool) -> ListedPart:
@@ -148,10 +148,10 @@ class Manifests:
         return found
 
     def _parts_of(self, entry: Checkpoint, listed: ManifestRef) -> PartList:
-        key = manifest_key(entry.attempt, entry.cut, listed.manifest)
+        key = manifest_key(entry.attempt, entry.snapshot_id, listed.manifest)
         manifest = self._read(key, lambda data: Manifest.decode(data, digest=listed.manifest))
-        content = (manifest.run, manifest.attempt, manifest.cut, manifest.step, manifest.listed)
-        if content != (self._run, entry.attempt, entry.cut, entry.step, listed):
+        content = (manifest.run, manifest.attempt, manifest.snapshot_id, manifest.step, manifest.listed)
+        if content != (self._run, entry.attempt, entry.snapshot_id, entry.step, listed):
             raise InvalidCheckpoint(
                 "a manifest is not that of the entry which names it", where=run_key(self._run, key)
             )
@@ -161,7 +161,9 @@ class Manifests:
                 f"{listed.world_size} parts in a layout of {layout.world_size} ranks",
                 where=run_key(self._run, key),
             )
-        return PartList(attempt=entry.attempt, cut=entry.cut, listed=manifest.parts, layout=layout)
+        return PartList(
+            attempt=entry.attempt, snapshot_id=entry.snapshot_id, listed=manifest.parts, layout=layout
+        )
 
     def listing(self, state: RunState, seqs: Iterable[int]) -> RunState:
         """Return `state` with the parts of `seqs` loaded where a manifest lists them; raises the errors of `parts`."""

@@ -29,7 +29,7 @@ class PartList:
     """All parts by rank, with the layout that defines their boxes. Created parts are not cached."""
 
     attempt: int
-    cut: int
+    snapshot_id: int
     listed: tuple[ListedPart, ...]
     layout: Layout
 
@@ -44,7 +44,11 @@ class PartList:
         return Part(
             rank=rank,
             index_key=index_key(
-                attempt=self.attempt, cut=self.cut, rank=rank, token=each.token, xxh3=each.xxh3
+                attempt=self.attempt,
+                snapshot_id=self.snapshot_id,
+                rank=rank,
+                token=each.token,
+                xxh3=each.xxh3,
             ),
             boxes=self.layout.boxes_of(rank),
             stored_bytes=each.stored_bytes,

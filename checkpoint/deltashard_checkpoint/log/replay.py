@@ -128,7 +128,7 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
         case Checkpoint():
             opened = replace(
                 state.attempts[entry.attempt],
-                last_snapshot=entry.cut,
+                last_snapshot=entry.snapshot_id,
                 last_seq=entry.seq,
                 last_step=entry.step,
             )
@@ -266,8 +266,10 @@ def _validate_checkpoint(state: RunState, entry: Checkpoint) -> None:
         raise _refused(entry, f"attempt {entry.attempt} was never opened")
     if entry.attempt != state.attempt:
         raise _refused(entry, f"attempt {entry.attempt} is fenced by attempt {state.attempt}")
-    if opened.last_snapshot is not None and entry.cut <= opened.last_snapshot:
-        raise _refused(entry, f"cut {entry.cut} is not newer than cut {opened.last_snapshot}")
+    if opened.last_snapshot is not None and entry.snapshot_id <= opened.last_snapshot:
+        raise _refused(
+            entry, f"snapshot {entry.snapshot_id} is not newer than snapshot {opened.last_snapshot}"
+        )
     if opened.last_step is not None and entry.step < opened.last_step:
         raise _refused(entry, f"step {entry.step} is before step {opened.last_step} of the lineage")
     if entry.world_size != opened.world_size:
@@ -387,11 +389,11 @@ def reclaimable(state: RunState, through: int) -> frozenset[str]:
     )
 
 
-def is_uncommittable(state: RunState, attempt: int, cut: int) -> bool:
-    """Whether this snapshot can never be committed: a higher attempt, or an equal or later cut, is in the log."""
+def is_uncommittable(state: RunState, attempt: int, snapshot_id: int) -> bool:
+    """Whether this snapshot can never be committed: a higher attempt, or an equal or later snapshot, is in the log."""
     opened = state.attempts.get(attempt)
     if state.attempt is None or attempt > state.attempt:
         return False
     return attempt < state.attempt or (
-        opened is not None and opened.last_snapshot is not None and cut <= opened.last_snapshot
+        opened is not None and opened.last_snapshot is not None and snapshot_id <= opened.last_snapshot
     )

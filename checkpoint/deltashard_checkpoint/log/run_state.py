@@ -21,7 +21,7 @@ class Attempt:
     resumes_attempt: int | None
     """Attempt of the checkpoint that it resumed from."""
     last_snapshot: int | None = None
-    """Highest cut number committed by it; lower ones are abandoned."""
+    """Highest snapshot number committed by it; lower ones are abandoned."""
     last_seq: int | None = None
     """Seq of that commit."""
     last_step: int | None = None
@@ -149,10 +149,13 @@ class RunState:
             return None
         return self.attempts[self.attempt].resumes_from
 
-    def commit_of(self, attempt: int, cut: int) -> Checkpoint | None:
+    def commit_of(self, attempt: int, snapshot_id: int) -> Checkpoint | None:
         opened = self.attempts.get(attempt)
-        if opened is None or opened.last_snapshot is None or cut > opened.last_snapshot:
+        if opened is None or opened.last_snapshot is None or snapshot_id > opened.last_snapshot:
             return None
-        if cut == opened.last_snapshot and opened.last_seq is not None:
+        if snapshot_id == opened.last_snapshot and opened.last_seq is not None:
             return self.checkpoints.get(opened.last_seq)
-        return next((c for c in self.checkpoints.values() if c.attempt == attempt and c.cut == cut), None)
+        return next(
+            (c for c in self.checkpoints.values() if c.attempt == attempt and c.snapshot_id == snapshot_id),
+            None,
+        )

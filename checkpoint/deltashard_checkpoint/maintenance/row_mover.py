@@ -93,7 +93,7 @@ def move_rows(
     target = PartTarget(
         run=log.run,
         attempt=entry.attempt,
-        cut=entry.cut,
+        snapshot_id=entry.snapshot_id,
         step=entry.step,
         rank=0,
         token=token,

@@ -76,9 +76,9 @@ def compaction_inputs(state: RunState, seq: int, cached_bytes: int) -> Compactio
     )
 
 
-def full_snapshot_s(cut: FullSnapshot) -> float:
-    return cut.stall_s + BUSY_SHARE * (
-        cut.raw_bytes * ENCODE_S_PER_BYTE + cut.stored_bytes / WRITE_BYTES_PER_S
+def full_snapshot_s(snapshot: FullSnapshot) -> float:
+    return snapshot.stall_s + BUSY_SHARE * (
+        snapshot.raw_bytes * ENCODE_S_PER_BYTE + snapshot.stored_bytes / WRITE_BYTES_PER_S
     )
 
 
@@ -92,10 +92,12 @@ def compaction_s(found: CompactionInputs) -> float:
 
 def at_snapshot(found: CompactionInputs, full: FullSnapshot) -> BaselineVerdict | None:
     """Return a verdict if the next snapshot should be a delta on a compacted chain instead of a requested baseline."""
-    compaction, cut = compaction_s(found), full_snapshot_s(full)
-    if full.stored_bytes < MAX_SIZE_RATIO * found.base_bytes or compaction >= cut:
+    compaction, snapshot_id = compaction_s(found), full_snapshot_s(full)
+    if full.stored_bytes < MAX_SIZE_RATIO * found.base_bytes or compaction >= snapshot_id:
         return None
-    return BaselineVerdict(why="cheaper", text=f"{compaction:.3f} s of training, a full snapshot {cut:.3f} s")
+    return BaselineVerdict(
+        why="cheaper", text=f"{compaction:.3f} s of training, a full snapshot {snapshot_id:.3f} s"
+    )
 
 
 def compaction_target(state: RunState, seq: int, *, consecutive: bool) -> int:

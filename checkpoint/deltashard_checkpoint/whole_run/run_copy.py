@@ -201,7 +201,7 @@ def _small_objects(
     layouts = {each.layout for each in state.attempts.values() if each.layout}
     for entry in state.checkpoints.values():
         if (listed := entry.listed) is not None and entry.seq not in state.compactions:
-            key = manifest_key(entry.attempt, entry.cut, listed.manifest)
+            key = manifest_key(entry.attempt, entry.snapshot_id, listed.manifest)
             yield key, _hash_matches(content_digest, listed.manifest)
     for digest in sorted(layouts):
         yield layout_key(digest), _hash_matches(digest_hex, digest)
@@ -333,7 +333,7 @@ def _start(
         PartTarget(
             run=target.run,
             attempt=FIRST_ATTEMPT,
-            cut=FIRST_CUT,
+            snapshot_id=FIRST_CUT,
             step=entry.step,
             rank=0,
             token=new_token(),
@@ -349,7 +349,7 @@ def _start(
     genesis = Genesis(seq=0, run=target.run, owner=owner, **common)
     opened = AttemptOpened(seq=FIRST_ATTEMPT, world_size=1, resumes_from=None, owner=owner, **common)
     first = replace(
-        entry, seq=2, attempt=FIRST_ATTEMPT, cut=FIRST_CUT, parts=(part,), listed=None, writer=token,
+        entry, seq=2, attempt=FIRST_ATTEMPT, snapshot_id=FIRST_CUT, parts=(part,), listed=None, writer=token,
         encodings=index.encodings, rows=index.rows, raw_bytes=index.raw_bytes, stored_bytes=part.stored_bytes,
         directive="close", pins=state.pins_of(seq),
     )  # fmt: skip

@@ -112,7 +112,7 @@ def open_attempt(  # noqa: PLR0913
     owner: str,
     workload: str = "",
     pod: str = "",
-    took_part: int = 0,
+    participated_attempt: int = 0,
     world_size: int = 1,
     layout: bytes | None = None,
     which: str = "latest",
@@ -125,7 +125,7 @@ def open_attempt(  # noqa: PLR0913
     """Open the next attempt of the run; create the run if it does not exist.
 
     `layout` is the encoded layout (`format.layout`) of the `world_size` ranks; None if one rank holds every table
-    whole. `workload` and `pod` are cluster UIDs of this trainer, if any. `took_part` is the newest attempt in which the
+    whole. `workload` and `pod` are cluster UIDs of this trainer, if any. `participated_attempt` is the newest attempt in which the
     pod is known to have taken part. `basis` describes what the trainer has loaded already.
 
     Raises `OwnerMismatch`, `FencedError` (`StaleRestore`), the errors of `select`, `LogStopped` for an entry of a newer
@@ -134,7 +134,7 @@ def open_attempt(  # noqa: PLR0913
     """
     kept = None if layout is None else _layout_of(layout, world_size)
     opener = _Opener(
-        owner=owner, workload=workload, pod=pod, took_part=took_part, world_size=world_size, which=which,
+        owner=owner, workload=workload, pod=pod, participated_attempt=participated_attempt, world_size=world_size, which=which,
         excluded=tuple(exclude), takeover=takeover, layout="" if kept is None else kept.digest,
     )  # fmt: skip
     state, marked, repaired = _load_state(log, opener, closing_wait_s, deadline_s)
@@ -205,7 +205,7 @@ def read_unopened(  # noqa: PLR0913
     owner: str,
     workload: str = "",
     pod: str = "",
-    took_part: int = 0,
+    participated_attempt: int = 0,
     which: str = "latest",
     exclude: Iterable[int] = (),
     takeover: bool = False,
@@ -216,7 +216,7 @@ def read_unopened(  # noqa: PLR0913
     Writes nothing.     Raises the errors of `open_attempt` except those of writing.
     """
     opener = _Opener(
-        owner=owner, workload=workload, pod=pod, took_part=took_part, world_size=1, which=which,
+        owner=owner, workload=workload, pod=pod, participated_attempt=participated_attempt, world_size=1, which=which,
         excluded=tuple(exclude), takeover=takeover, layout="",
     )  # fmt: skip
     state = log.refresh(deadline_s=deadline_s, use_hint=True)
@@ -250,7 +250,7 @@ class _Opener:
     owner: str
     workload: str
     pod: str
-    took_part: int
+    participated_attempt: int
     world_size: int
     which: str
     excluded: tuple[int, ...]
@@ -279,7 +279,7 @@ class _Opener:
                 where=f"run {now.run}",
                 remedy="choose another run name, or pass takeover=True",
             )
-        if (displaced := displacement(now, self.workload, self.pod, self.took_part)) is not None:
+        if (displaced := displacement(now, self.workload, self.pod, self.participated_attempt)) is not None:
             raise displaced
 
     def resume_point(self, now: RunState) -> Checkpoint | None:

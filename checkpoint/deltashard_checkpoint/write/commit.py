@@ -2,7 +2,7 @@
 
 Every rank's sidecar uploads its packs and its index. With more than one rank it then puts a *report* under `part/` of
 the snapshot (`write.report`) and lists all reports (`write.snapshot_reports`). The process that sees a report of every
-rank puts the manifest and creates the log entry. Losing that race to a peer with the same (attempt, cut) is success. A
+rank puts the manifest and creates the log entry. Losing that race to a peer with the same (attempt, snapshot_id) is success. A
 process with missing reports polls the log and, after growing delays, lists again: the last rank may have died between
 its report and the entry, and any other process must then commit. The pod of rank 0 lists at once, the others a moment
 later. So normally the pod that finishes last commits, or rank 0's if several finish together. A process remembers how
@@ -74,7 +74,7 @@ def commit_parts(  # noqa: PLR0913
     log: RunLog,
     *,
     attempt: int,
-    cut: int,
+    snapshot_id: int,
     step: int,
     world_size: int,
     reports: Sequence[PartReport],
@@ -97,7 +97,7 @@ def commit_parts(  # noqa: PLR0913
     found = SnapshotReports(
         log,
         attempt=attempt,
-        cut=cut,
+        snapshot_id=snapshot_id,
         step=step,
         world_size=world_size,
         layout=layout,
@@ -151,68 +151,76 @@ def _wait_for_commit(found: SnapshotReports, wait: CommitWait, retry_budget: Ret
         wait.pause()
 
 
-def _existing_commit(cut: SnapshotReports, state: RunState) -> Committed | None:
+def _existing_commit(snapshot: SnapshotReports, state: RunState) -> Committed | None:
     """Return this snapshot's entry, if any; raises `FencedError`, `SnapshotAbandoned`, `LogRemoved` without a log."""
     if state.tip < 0:  # the attempt was opened in this log
-        raise cut.log.removed()
-    if entry := state.commit_of(cut.attempt, cut.cut):
+        raise snapshot.log.removed()
+    if entry := state.commit_of(snapshot.attempt, snapshot.snapshot_id):
         return Committed(seq=entry.seq, entry=entry, by_us=False)
     # IMPORTANT: this comparison is the fencing. It uses the very state whose next slot is being won.
-    if fenced := fencing(state, cut.attempt):
+    if fenced := fencing(state, snapshot.attempt):
         raise fenced
-    opened = state.attempts.get(cut.attempt)
-    if opened is not None and opened.last_snapshot is not None and cut.cut <= opened.last_snapshot:
+    opened = state.attempts.get(snapshot.attempt)
+    if (
+        opened is not None
+        and opened.last_snapshot is not None
+        and snapshot.snapshot_id <= opened.last_snapshot
+    ):
         raise SnapshotAbandoned(
-            f"snapshot {opened.last_snapshot} was committed before snapshot {cut.cut}", where=cut.where
+            f"snapshot {opened.last_snapshot} was committed before snapshot {snapshot.snapshot_id}",
+            where=snapshot.where,
         )
     return None
 
 
-def _create(cut: SnapshotReports, retry_budget: RetryBudget) -> Committed:
+def _create(snapshot: SnapshotReports, retry_budget: RetryBudget) -> Committed:
     """Create the entry of a snapshot with all reports, or return the one that a peer created."""
     # IMPORTANT: nothing is visible before this entry, and every object it names is durable before it: packs, then
     # index, then (with more than one rank) report and manifest, then the entry. A crash in between leaves only garbage.
-    reports = cut.all()
-    entry = _checkpoint_of(cut, reports)
-    if cut.layout:
-        manifest = _manifest(cut, reports)
+    reports = snapshot.all()
+    entry = _checkpoint_of(snapshot, reports)
+    if snapshot.layout:
+        manifest = _manifest(snapshot, reports)
         entry = replace(entry, listed=manifest.listed)
         crash_point("manifest.before_put")
         put_idempotent(
-            cut.log, manifest_key(cut.attempt, cut.cut, manifest.listed.manifest), manifest.data, retry_budget
+            snapshot.log,
+            manifest_key(snapshot.attempt, snapshot.snapshot_id, manifest.listed.manifest),
+            manifest.data,
+            retry_budget,
         )
         crash_point("manifest.after_put")
     found: list[Committed] = []
 
     def build(state: RunState, seq: int, writer: str) -> Entry | None:
-        if done := _existing_commit(cut, state):
+        if done := _existing_commit(snapshot, state):
             found[:] = [done]
             return None
         return replace(entry, seq=seq, writer=writer)
 
     try:
-        sealed = cut.log.append(
+        sealed = snapshot.log.append(
             build,
             before="commit.before_log_put",
             after="commit.after_log_put",
             deadline_s=retry_budget.left_s,
         )
     except EntryRefused as error:
-        raise SnapshotAbandoned(f"the log rejects it: {error.what}", where=cut.where) from error
+        raise SnapshotAbandoned(f"the log rejects it: {error.what}", where=snapshot.where) from error
     if sealed is None:
         return found[0]
     assert isinstance(sealed.entry, Checkpoint)
     return Committed(seq=sealed.entry.seq, entry=sealed.entry, by_us=True)
 
 
-def _checkpoint_of(cut: SnapshotReports, reports: Sequence[tuple[ReportName, ReportBody]]) -> Checkpoint:
+def _checkpoint_of(snapshot: SnapshotReports, reports: Sequence[tuple[ReportName, ReportBody]]) -> Checkpoint:
     """Return the entry of a snapshot without a slot; it lists its parts unless a manifest does."""
     # Most ranks have equal bodies: each body counts once, at its lowest rank.
     bodies = list({name.body: body for name, body in reports}.values())
     tables: dict[str, TableSchema] = {}
     for table in (table for body in bodies for table in body.tables):
         if tables.setdefault(table.fqn, table) != table:
-            raise SnapshotAbandoned(f"ranks disagree about table {table.fqn}", where=cut.where)
+            raise SnapshotAbandoned(f"ranks disagree about table {table.fqn}", where=snapshot.where)
     names = [name for name, _ in reports]
     first = reports[0][1]
     return Checkpoint(
@@ -220,17 +228,17 @@ def _checkpoint_of(cut: SnapshotReports, reports: Sequence[tuple[ReportName, Rep
         previous="",
         writer="",
         at_s=0.0,
-        attempt=cut.attempt,
-        cut=cut.cut,
-        step=cut.step,
-        parts=() if cut.layout else tuple(_part(cut, name, body) for name, body in reports),
+        attempt=snapshot.attempt,
+        snapshot_id=snapshot.snapshot_id,
+        step=snapshot.step,
+        parts=() if snapshot.layout else tuple(_part(snapshot, name, body) for name, body in reports),
         tables=tuple(tables[fqn] for fqn in sorted(tables)),
         encodings=all_encodings(body.encodings for body in bodies),
         rows=sum(name.rows for name in names),
         raw_bytes=sum(name.raw_bytes for name in names),
         stored_bytes=sum(name.stored_bytes for name in names),
         stall_s=max(name.stall_us for name in names) / 1e6,
-        cut_at_s=first.cut_at_s,
+        snapshot_at_s=first.snapshot_at_s,
         directive=first.directive,
         fingerprint=dict(first.fingerprint),
         metadata=_merged([body.metadata for body in bodies]),
@@ -238,11 +246,15 @@ def _checkpoint_of(cut: SnapshotReports, reports: Sequence[tuple[ReportName, Rep
     )
 
 
-def _part(cut: SnapshotReports, name: ReportName, body: ReportBody) -> Part:
+def _part(snapshot: SnapshotReports, name: ReportName, body: ReportBody) -> Part:
     return Part(
         rank=name.rank,
         index_key=index_key(
-            attempt=cut.attempt, cut=cut.cut, rank=name.rank, token=name.token, xxh3=name.xxh3
+            attempt=snapshot.attempt,
+            snapshot_id=snapshot.snapshot_id,
+            rank=name.rank,
+            token=name.token,
+            xxh3=name.xxh3,
         ),
         boxes=body.boxes,
         stored_bytes=name.stored_bytes,
@@ -250,13 +262,13 @@ def _part(cut: SnapshotReports, name: ReportName, body: ReportBody) -> Part:
     )
 
 
-def _manifest(cut: SnapshotReports, reports: Sequence[tuple[ReportName, ReportBody]]) -> Manifest:
+def _manifest(snapshot: SnapshotReports, reports: Sequence[tuple[ReportName, ReportBody]]) -> Manifest:
     return Manifest(
-        run=cut.log.run,
-        attempt=cut.attempt,
-        cut=cut.cut,
-        step=cut.step,
-        layout=cut.layout,
+        run=snapshot.log.run,
+        attempt=snapshot.attempt,
+        snapshot_id=snapshot.snapshot_id,
+        step=snapshot.step,
+        layout=snapshot.layout,
         parts=tuple(
             ListedPart(
                 token=name.token,

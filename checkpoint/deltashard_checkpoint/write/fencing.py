@@ -53,15 +53,17 @@ def fencing(state: RunState, attempt: int) -> FencedError | None:
     return FencedError(attempt, state.attempt, state.run, rewound=newest.world_size == 0)
 
 
-def displacement(state: RunState, workload: str, pod: str, took_part: int = 0) -> FencedError | None:
+def displacement(
+    state: RunState, workload: str, pod: str, participated_attempt: int = 0
+) -> FencedError | None:
     """Return the error for a workload or pod that held this run once and was superseded, or None.
 
-    Pods that open attempts in which a pod of the same group takes part (up to `took_part`) do not supersede it.
+    Pods that open attempts in which a pod of the same group takes part (up to `participated_attempt`) do not supersede it.
     """
     if lost := _superseded_by({n: opened.workload for n, opened in state.attempts.items()}, workload):
         return TakenOver(*lost, state.run, workload=state.attempts[lost[1]].workload)
     pods = {n: opened.pod for n, opened in state.attempts.items()}
-    if (lost := _superseded_by(pods, pod)) and lost[1] > took_part:
+    if (lost := _superseded_by(pods, pod)) and lost[1] > participated_attempt:
         return FencedError(*lost, state.run, pod=state.attempts[lost[1]].pod)
     return None
 

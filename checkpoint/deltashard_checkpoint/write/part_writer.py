@@ -65,7 +65,7 @@ class PartTarget:
 
     run: str
     attempt: int
-    cut: int
+    snapshot_id: int
     step: int
     rank: int
     token: str
@@ -127,14 +127,14 @@ class PartWriter:
         self.index: Index | None = None
         """The written index; None before `finish`."""
 
-    def add(self, frame: EncodedFrame, *, since: int | None = None, again: int = 0) -> None:
+    def add(self, frame: EncodedFrame, *, since: int | None = None, duplicated_rows: int = 0) -> None:
         """Append a whole frame and its tail; the buffer may be reused after the return.
 
-        The index records `since` and `again` for the frame (`Place`).
+        The index records `since` and `duplicated_rows` for the frame (`Place`).
 
         Raises `CacheFull` if no space became free in time, `UploadFailed` if an earlier pack failed, and `PartAborted`.
         """
-        pieces = self._place(frame, since=since, again=again)
+        pieces = self._place(frame, since=since, duplicated_rows=duplicated_rows)
         with contextlib.ExitStack() as written:
             for filling, _, _ in pieces:
                 written.callback(self._written, filling)
@@ -221,7 +221,7 @@ class PartWriter:
     @property
     def _where(self) -> str:
         t = self.target
-        return f"run {t.run}, attempt {t.attempt}, snapshot {t.cut}, rank {t.rank}"
+        return f"run {t.run}, attempt {t.attempt}, snapshot {t.snapshot_id}, rank {t.rank}"
 
     def _raise_if_ended(self) -> None:
         if self._failure is not None:
@@ -247,7 +247,7 @@ class PartWriter:
         return self._ended or self._failure is not None
 
     def _place(
-        self, frame: EncodedFrame, *, since: int | None, again: int
+        self, frame: EncodedFrame, *, since: int | None, duplicated_rows: int
     ) -> list[tuple[_Filling, int, memoryview]]:
         """Return (pack, offset, bytes) for the frame and its tail, in current or new packs."""
         info = frame.info
@@ -264,12 +264,18 @@ class PartWriter:
                 (filling, offset), (tail, tail_offset) = spots[0], spots[-1]
                 for each, _ in spots:
                     each.writers += 1
-                place = Place(pack=filling.number, offset=offset, info=info, since=since, again=again)
+                place = Place(
+                    pack=filling.number,
+                    offset=offset,
+                    info=info,
+                    since=since,
+                    duplicated_rows=duplicated_rows,
+                )
                 if info.tail is not None:
                     place = replace(place, tail_pack=tail.number, tail_offset=tail_offset)
                 filling.places.append(place)
                 # Each row counts once: bytes beyond those of the rows count as blobs.
-                self._raw_bytes += 0 if again else frame.raw_bytes
+                self._raw_bytes += 0 if duplicated_rows else frame.raw_bytes
         return [(*spot, each) for spot, each in zip(spots, data, strict=True)]
 
     def _reserve(self, lengths: Sequence[int]) -> list[tuple[_Filling, int]]:
@@ -347,7 +353,9 @@ class PartWriter:
         n = sum(pack.state is state for pack in self._packs)
         if t.compaction:
             return object_key.compaction_pack_key(token=t.token, n=n, state=state)
-        return object_key.pack_key(attempt=t.attempt, cut=t.cut, rank=t.rank, token=t.token, n=n, state=state)
+        return object_key.pack_key(
+            attempt=t.attempt, snapshot_id=t.snapshot_id, rank=t.rank, token=t.token, n=n, state=state
+        )
 
     def _written(self, filling: _Filling) -> None:
         with self._state:
@@ -404,7 +412,7 @@ class PartWriter:
         index = Index(
             run=t.run,
             attempt=t.attempt,
-            cut=t.cut,
+            snapshot_id=t.snapshot_id,
             step=t.step,
             rank=t.rank,
             token=t.token,
@@ -420,7 +428,11 @@ class PartWriter:
             key = object_key.compaction_index_key(token=t.token, xxh3=digest_hex(data))
         else:
             key = object_key.index_key(
-                attempt=t.attempt, cut=t.cut, rank=t.rank, token=t.token, xxh3=digest_hex(data)
+                attempt=t.attempt,
+                snapshot_id=t.snapshot_id,
+                rank=t.rank,
+                token=t.token,
+                xxh3=digest_hex(data),
             )
         crash_point("index.before_put")
         with deadline(self._deadline_at_s - time.monotonic()), abandon_when(self._stopped):

@@ -34,7 +34,7 @@ _BODY = {
     "tables": TABLES,
     "encodings": ENCODINGS,
     "boxes": BOXES,
-    "cut_at_s": NUMBER,
+    "snapshot_at_s": NUMBER,
     "directive": TEXT,
     "fingerprint": MAPPING,
     "metadata": MAPPING,
@@ -60,7 +60,7 @@ class PartReport:
     rows: int
     raw_bytes: int
     stall_s: float
-    cut_at_s: float = 0.0
+    snapshot_at_s: float = 0.0
     """Rank 0's value is used; likewise for directive, fingerprint, and metadata that differs between ranks."""
     directive: str = ""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class ReportBody:
     encodings: Mapping[str, tuple[str, ...]]
     boxes: tuple[Box, ...]
     """Empty with a layout, which holds the boxes."""
-    cut_at_s: float
+    snapshot_at_s: float
     directive: str
     fingerprint: Mapping[str, str]
     metadata: Mapping[str, str]
@@ -93,7 +93,7 @@ class ReportBody:
             tables=report.tables,
             encodings=report.encodings,
             boxes=() if layout else report.part.boxes,
-            cut_at_s=report.cut_at_s if first else 0,
+            snapshot_at_s=report.snapshot_at_s if first else 0,
             directive=report.directive if first else "",
             fingerprint=report.fingerprint if first else {},
             metadata=report.metadata,

@@ -51,7 +51,7 @@ class SnapshotReports:
         log: RunLog,
         *,
         attempt: int,
-        cut: int,
+        snapshot_id: int,
         step: int,
         world_size: int,
         layout: str,
@@ -60,12 +60,12 @@ class SnapshotReports:
         """`layout` is the digest of the attempt's layout; empty if there is none."""
         self.log = log
         self.attempt = attempt
-        self.cut = cut
+        self.snapshot_id = snapshot_id
         self.step = step
         self.world_size = world_size
         self.layout = layout
-        self.where = f"run {log.run}, attempt {attempt}, snapshot {cut}"
-        self._prefix = f"{snapshot_prefix(attempt, cut)}part/"
+        self.where = f"run {log.run}, attempt {attempt}, snapshot {snapshot_id}"
+        self._prefix = f"{snapshot_prefix(attempt, snapshot_id)}part/"
         self._bodies = bodies
         self._own: dict[str, ReportBody] = {}
         """Bodies of this process's reports; other ranks often report equal ones."""
@@ -159,12 +159,14 @@ class SnapshotReports:
         raise StoreUnavailable("a report does not match the hash in its name", where=key)
 
 
-def abandon_part(log: RunLog, *, attempt: int, cut: int, rank: int, token: str, deadline_s: float) -> None:
+def abandon_part(
+    log: RunLog, *, attempt: int, snapshot_id: int, rank: int, token: str, deadline_s: float
+) -> None:
     """Mark this rank's part of a snapshot as abandoned, so that peers stop waiting for it. Only advice.
 
     Raises `StoreUnavailable` past the deadline.
     """
-    key = f"{snapshot_prefix(attempt, cut)}part/{rank:05d}-{token}-failed"
+    key = f"{snapshot_prefix(attempt, snapshot_id)}part/{rank:05d}-{token}-failed"
     put_idempotent(log, key, b"", log.retry_budget(deadline_s))
 
 

@@ -172,7 +172,7 @@ def import_draft(
     if attempt != 1:  # another writer has started the run meanwhile
         raise _already_exists(target)
     where = PartTarget(
-        run=target.run, attempt=attempt, cut=1, step=request.step, rank=0, token=new_token(), tables=made.tables,
+        run=target.run, attempt=attempt, snapshot_id=1, step=request.step, rank=0, token=new_token(), tables=made.tables,
         boxes=tuple(
             Box(table=t.fqn, row_start=0, row_stop=t.rows, col_start=0, col_stop=t.columns) for t in made.tables
         ),
@@ -192,7 +192,7 @@ def import_draft(
     index = writer.index
     assert index is not None
     done = commit_parts(
-        log, attempt=attempt, cut=1, step=request.step, world_size=1,
+        log, attempt=attempt, snapshot_id=1, step=request.step, world_size=1,
         reports=[PartReport(
             part=part, tables=made.tables, encodings=index.encodings, rows=index.rows, raw_bytes=index.raw_bytes,
             stall_s=0.0, directive="full", metadata={"imported": SOURCE},

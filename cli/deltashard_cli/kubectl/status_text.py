@@ -53,11 +53,11 @@ def decision_lines(run: Document) -> Iterator[str]:
         return
     for each in decisions:
         goal = f", for the goal {each['goal']}" if each.get("goal") else ""
-        would = each.get("would", "")
+        proposed = each.get("proposed", "")
         value = f"{str(each['subject']).capitalize()}: {each.get('value') or 'not reported yet'}"
         yield f"{value}{goal}."
-        if would and would != each.get("value"):
-            yield f"  The rule would choose {would}."
+        if proposed and proposed != each.get("value"):
+            yield f"  The rule proposed choose {proposed}."
         for name, text in (("Because", "why"), ("Bound:", "bound"), ("Evidence:", "evidence")):
             if each.get(text):
                 yield f"  {name} {each[text]}."

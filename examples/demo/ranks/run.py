@@ -208,7 +208,7 @@ def _train_with_events(
     happened = [context.compared(event) for event in happened]
     newest = watch.seen[-1].checkpoint
     steps = lines.read()
-    violations = _violations(happened, steps, reference) + _late_first_cuts(steps, every)
+    violations = _violations(happened, steps, reference) + _late_first_snapshots(steps, every)
     message, pls = float(newest.metadata.get(PLS_KEY, 0)), max(event.pls for event in happened)
     if not math.isclose(message, pls, rel_tol=1e-6):
         violations.append(f"the newest checkpoint says that the run's PLS is {message}, and it is {pls}")
@@ -273,7 +273,7 @@ def _violations(happened: list[Event], steps: list[StepRecord], reference: StepL
     return violations
 
 
-def _late_first_cuts(steps: list[StepRecord], every: int) -> list[str]:
+def _late_first_snapshots(steps: list[StepRecord], every: int) -> list[str]:
     """Return the lives whose first save was late: a restore must not delay the first snapshot."""
     lives: dict[int, list[StepRecord]] = {}
     for step in steps:

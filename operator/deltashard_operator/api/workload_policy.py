@@ -45,8 +45,8 @@ _BITS_GOALS = {"Budget": "budget", "CheckNRun": "check-n-run", "Fixed": "", NO_B
 DIRECTIVE_FIELDS = frozenset(pb.Policy.DESCRIPTOR.fields_by_name) - {"state_encoding"}
 """Fields of a sidecar's policy that a CheckpointPolicy sets."""
 _BUILTIN: Mapping[str, Any] = {
-    "interval": {"every": "5m", "everySteps": 0, "goal": {"type": "Fixed"}, "atLeast": "0s", "atMost": "0s"},
-    "precision": {"encoding": DEFAULT_ENCODING, "goal": "Fixed", "leastBits": 0, "tables": {}},
+    "interval": {"every": "5m", "everySteps": 0, "goal": {"type": "Fixed"}, "min": "0s", "max": "0s"},
+    "precision": {"encoding": DEFAULT_ENCODING, "goal": "Fixed", "minBits": 0, "tables": {}},
     "differential": DEFAULT_DIFFERENTIAL,
     "arenaSize": "256Mi",
     "keepLast": 3,
@@ -157,9 +157,11 @@ def read(name: str, spec: Mapping[str, Any], annotations: Annotations | None = N
         ValueError,
     ) as error:  # accepted by an older schema, or not validated
         raise _bad_policy(name, f"it cannot be read: {type(error).__name__}: {error}") from None
-    least_s, most_s = found.saving.least_s, found.saving.most_s
-    if most_s and least_s > most_s:
-        raise _bad_policy(name, f"spec.interval.atLeast, {least_s:g} s, is above atMost, {most_s:g} s")
+    min_interval_s, max_interval_s = found.saving.min_interval_s, found.saving.max_interval_s
+    if max_interval_s and min_interval_s > max_interval_s:
+        raise _bad_policy(
+            name, f"spec.interval.min, {min_interval_s:g} s, is above max, {max_interval_s:g} s"
+        )
     return found
 
 
@@ -200,7 +202,9 @@ def _policy(name: str, spec: Mapping[str, Any], annotations: Annotations) -> Pol
 
 def _saving(spec: Mapping[str, Any]) -> pb.Policy:
     interval, precision = spec["interval"], spec["precision"]
-    every_s, least_s, most_s = (duration.seconds_of(interval[key]) for key in ("every", "atLeast", "atMost"))
+    every_s, min_interval_s, max_interval_s = (
+        duration.seconds_of(interval[key]) for key in ("every", "min", "max")
+    )
     saving = pb.Policy(
         every_s=every_s,
         every_steps=interval["everySteps"],
@@ -210,9 +214,9 @@ def _saving(spec: Mapping[str, Any]) -> pb.Policy:
     )
     goal, bits_goal = _goal(interval["goal"]), precision["goal"]
     if spec["deciding"]["enabled"] and goal != FIXED:
-        saving.MergeFrom(pb.Policy(goal=goal, least_s=least_s, most_s=most_s))
+        saving.MergeFrom(pb.Policy(goal=goal, min_interval_s=min_interval_s, max_interval_s=max_interval_s))
     if spec["deciding"]["enabled"] and (bits := _BITS_GOALS.get(bits_goal, bits_goal)):
-        saving.MergeFrom(pb.Policy(bits_goal=bits, least_bits=precision["leastBits"]))
+        saving.MergeFrom(pb.Policy(bits_goal=bits, min_bits=precision["minBits"]))
     return saving
 
 

@@ -29,7 +29,15 @@ from deltashard_operator.controller.run_store import RunEntry, RunStore
 from deltashard_operator.controller.watch import NO_RUN, TICK_S, WatchHandlers
 from deltashard_operator.controller.write_queue import WriteQueue
 from deltashard_operator.controller.writer import RunWriter
-from deltashard_operator.fleet.report import Directive, Reply, Report, ReportRefused, RunKey, UnknownPod, Who
+from deltashard_operator.fleet.report import (
+    Directive,
+    Reply,
+    Report,
+    ReportRefused,
+    RunKey,
+    SidecarIdentity,
+    UnknownPod,
+)
 from deltashard_operator.kube.call import Caller
 from deltashard_operator.run import (
     directive,
@@ -139,34 +147,34 @@ class Controller:
 
     def report(self, report: Report) -> Reply:
         """Process a report and return the reply; see `report.ReportHandler`."""
-        entry = self._find_entry(report.who)
-        uid, now_s = report.who.pod_uid, self._wall()
+        entry = self._find_entry(report.identity)
+        uid, now_s = report.identity.pod_uid, self._wall()
         report_interval_s = schedule.min_interval_s(self.sidecars)
         run, events = report_change.with_report(entry.run, report, now_s, report_interval_s=report_interval_s)
         entry.events.extend(events)
         self._run_store.set(entry, run)
-        for each in report.saves_over:
+        for each in report.save_results:
             self._requests.on_save_result(run.key, each)
-        speaks = schedule.is_reporter(run, uid, now_s)
-        saves = self._run_store.orders.of(run.key, now_s) if speaks else ()
+        report_run = schedule.is_reporter(run, uid, now_s)
+        saves = self._run_store.orders.of(run.key, now_s) if report_run else ()
         part = watched_run.part_of(run, uid, report.pod.run)
         return Reply(
             sequence=report.sequence,
             next_s=schedule.next_s(run, uid, now_s, urgent=bool(saves), live=self.sidecars),
-            speaks=speaks,
+            report_run=report_run,
             directive=self._due_directive(entry, uid),
             saves=saves,
-            told=ledger.acknowledged_id(entry.durable, self._writer.recorded, report, part),
+            acknowledged_incident=ledger.acknowledged_id(entry.durable, self._writer.recorded, report, part),
         )
 
-    def _find_entry(self, who: Who) -> RunEntry:
+    def _find_entry(self, identity: SidecarIdentity) -> RunEntry:
         """Return the run of a sidecar. Raises `UnknownPod`; `ReportRefused` for another workload's pod or run id."""
-        where = f"{who.namespace}/{who.pod}"
-        entry = self._run_store.by_key.get(self._run_store.pods.get(who.pod_uid, NO_RUN))
-        if entry is None or who.pod_uid not in entry.run.pods:
+        where = f"{identity.namespace}/{identity.pod}"
+        entry = self._run_store.by_key.get(self._run_store.pods.get(identity.pod_uid, NO_RUN))
+        if entry is None or identity.pod_uid not in entry.run.pods:
             raise UnknownPod("this pod is unknown, or not yet known", where=where)
-        if entry.run.key != who.run_key:
-            message = f"this pod is of workload {entry.run.workload.uid}, not {who.workload_uid}"
+        if entry.run.key != identity.run_key:
+            message = f"this pod is of workload {entry.run.workload.uid}, not {identity.workload_uid}"
             raise ReportRefused(message, where=where)
         holder = self._run_store.holder(entry)
         if holder is not entry:

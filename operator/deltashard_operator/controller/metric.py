@@ -114,7 +114,7 @@ def _run_samples(run: WatchedRun) -> Iterator[tuple[str, str, Mapping[str, str],
             "goal": each.goal,
             "reachable": str(not each.unreachable).lower(),
         }
-        decision |= {"value": each.value, "would": each.would}
+        decision |= {"value": each.value, "proposed": each.proposed}
         yield "decision_info", "1 for each decision of the run", decision, 1
     yield "failures_total", "How often training stopped and was opened again", {}, run.ledger.failures
     yield "restores_total", "Restores", {}, run.ledger.restores

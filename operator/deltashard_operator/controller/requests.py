@@ -17,7 +17,7 @@ from deltashard_operator.controller import status
 from deltashard_operator.controller.run_store import RunEntry, RunStore
 from deltashard_operator.controller.status import ROOT, ObjectVersion
 from deltashard_operator.controller.write_queue import Priority
-from deltashard_operator.fleet.report import RunKey, SaveOver
+from deltashard_operator.fleet.report import RunKey, SaveResult
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
 from deltashard_operator.run import request as requests
 from deltashard_operator.run import run_record
@@ -36,7 +36,7 @@ class _TrackedRequest:
     written: Document
     ordered: RunKey | None = None
     """Run whose sidecars have the order."""
-    save_results: dict[RunKey, SaveOver] = field(default_factory=dict)
+    save_results: dict[RunKey, SaveResult] = field(default_factory=dict)
     """Reported results of the save by run."""
 
 
@@ -61,7 +61,7 @@ class CheckpointRequests:
         self._run_store.orders.close(key.uid)
         self._run_store.queue.forget((PLURAL, key.uid))
 
-    def on_save_result(self, run_key: RunKey, outcome: SaveOver) -> None:
+    def on_save_result(self, run_key: RunKey, outcome: SaveResult) -> None:
         """Handle the reported result of an order, of a request or a drain."""
         known = self._known.get(outcome.id)
         if known is None:

@@ -37,7 +37,7 @@ MAX_INT64 = (1 << 63) - 1  # integers of the Kubernetes API are signed
 MAX_NAME = 253
 MAX_TEXT = 1024
 LIMITS = (
-    dict.fromkeys(("value", "would", "why", "bound", "evidence", "unreachable"), 512)
+    dict.fromkeys(("value", "proposed", "why", "bound", "evidence", "unreachable"), 512)
     | dict.fromkeys(("encoding", "differential"), 32)
     | {"goal": 64, "pins": MAX_NAME, "tables": MAX_TABLES}
 )
@@ -101,7 +101,7 @@ class Outcome(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Who:
+class SidecarIdentity:
     """Identity of the reporting sidecar, constant for its process. Other fields of the message are ignored."""
 
     namespace: str
@@ -140,7 +140,7 @@ class PodState:
     phase: SidecarPhase = SidecarPhase.UNKNOWN
     ranks: tuple[Rank, ...] = ()
     attempt: int = 0
-    saves_failed_in_a_row: int = 0
+    consecutive_save_failures: int = 0
     store_ok: bool = True
     credentials_ok: bool = True
     save_blocked: str = ""
@@ -159,7 +159,7 @@ class RunReport:
     checkpoints: tuple[KeptCheckpoint, ...] = ()
     checkpoint_count: int = 0
     stored_bytes: int = 0
-    openings: int = 0
+    attempts_opened: int = 0
     lost_share: float = 0.0
     partial_recoveries: int = 0
     measured: wire.Measured | None = None
@@ -169,7 +169,7 @@ class RunReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOver:
+class SaveResult:
     """Result of an ordered save."""
 
     id: str
@@ -183,14 +183,14 @@ class SaveOver:
 class Report:
     """Report of a sidecar."""
 
-    who: Who
+    identity: SidecarIdentity
     process: str
     """Id of the sidecar's process, which changes with a restart of the container."""
     sequence: int
     pod: PodState = PodState()
     run: RunReport | None = None
     incidents: tuple[Incident, ...] = ()
-    saves_over: tuple[SaveOver, ...] = ()
+    save_results: tuple[SaveResult, ...] = ()
 
 
 ReportHandler = Callable[[Report], Reply]
@@ -203,14 +203,14 @@ Called on the asyncio loop; must not block. Raises `UnknownPod` if the pod is un
 
 def parse_report(message: wire.ReportRequest) -> Report:
     """Convert a received report. Raises `InvalidReport` if a name or UID is invalid, or a part is missing."""
-    if not message.HasField("who") or not message.HasField("pod") or not message.sequence:
+    if not message.HasField("identity") or not message.HasField("pod") or not message.sequence:
         raise InvalidReport("who, pod or sequence is missing", where="report")
-    who = message.who
-    for name, value in (("namespace", who.namespace), ("pod", who.pod)):
+    identity = message.identity
+    for name, value in (("namespace", identity.namespace), ("pod", identity.pod)):
         _check(name, value, _NAME)
     for name, value in (
-        ("pod_uid", who.pod_uid),
-        ("workload_uid", who.workload_uid),
+        ("pod_uid", identity.pod_uid),
+        ("workload_uid", identity.workload_uid),
         ("process", message.process),
     ):
         _check(name, value, _UID)
@@ -278,21 +278,21 @@ def _enum_values(kind: type[enum.StrEnum], words: Any, prefix: str) -> dict[int,
 _ENUMS = {
     "phase": _enum_values(SidecarPhase, wire.Phase, "PHASE_"),
     "kind": _enum_values(IncidentKind, wire.IncidentKind, "INCIDENT_KIND_"),
-    "outcome": _enum_values(Outcome, wire.SaveOver.Outcome, "OUTCOME_"),
+    "outcome": _enum_values(Outcome, wire.SaveResult.Outcome, "OUTCOME_"),
 }
 _KINDS: Mapping[type[Message], type[Any]] = {
     wire.ReportRequest: Report,
-    wire.Who: Who,
+    wire.SidecarIdentity: SidecarIdentity,
     wire.PodState: PodState,
     wire.RunState: RunReport,
     wire.Incident: Incident,
-    wire.SaveOver: SaveOver,
+    wire.SaveResult: SaveResult,
 }
 _LISTS: Mapping[str, Callable[[Any], tuple[Any, ...]]] = {
     "ranks": _list("", MAX_RANKS),
     "checkpoints": _list("", MAX_CHECKPOINTS),
     "pins": _list("pins", MAX_PINS),
-    "saves_over": _list("", MAX_ORDERS),
+    "save_results": _list("", MAX_ORDERS),
     "incidents": _incidents,
     "decisions": _decisions,
 }

@@ -166,8 +166,8 @@ class ReportServer:
                 "unsupported_protocol", f"protocols {least} to {most} are supported, not {message.protocol}"
             )
         value = reports.parse_report(message)
-        who = value.who
-        if (who.namespace, who.pod, who.pod_uid) != identity:
+        sidecar = value.identity
+        if (sidecar.namespace, sidecar.pod, sidecar.pod_uid) != identity:
             raise _Rejection("wrong_pod", f"the token is of pod {identity.namespace}/{identity.pod}")
         return self._handle_report(value)
 

@@ -30,7 +30,7 @@ def _explicit_fields(policy: pb.Policy) -> tuple[str, ...]:
 
 def directive_of(policy: pb.Policy) -> Directive:
     """Return the directive with this policy. Its id is a hash of its content."""
-    found = wire.Directive(policy=policy, whole=_explicit_fields(policy))
+    found = wire.Directive(policy=policy, explicit_fields=_explicit_fields(policy))
     content = found.SerializeToString(deterministic=True)
     found.id = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") or 1
     return found

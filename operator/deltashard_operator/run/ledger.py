@@ -41,8 +41,8 @@ class Ledger:
     restored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Newest attempts that are counted as restored, ascending, by part of the run."""
     failures: int = 0
-    openings: Mapping[str, int] = field(default_factory=dict)
-    """Counted openings of training by part. The last changed part is last."""
+    attempts_opened: Mapping[str, int] = field(default_factory=dict)
+    """Counted attempts_opened of training by part. The last changed part is last."""
     crashes: Mapping[str, Crash] = field(default_factory=dict)
     """Crash state by part, for parts whose newest loss was a crash."""
     counted: Mapping[str, float] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Ledger:
     counted_until_s: float = 0.0
     """Facts up to this time that have no key are treated as counted."""
     clipped: bool = False
-    """Parts were dropped, so the first report of an unknown part sets its openings instead of counting them."""
+    """Parts were dropped, so the first report of an unknown part sets its attempts_opened instead of counting them."""
 
     @cached_property
     def text(self) -> str:
@@ -72,14 +72,14 @@ class Ledger:
         restores, steps = self.restores + 1, self.lost_steps + lost_steps
         return replace(self, restores=restores, lost_steps=steps, restored={**others, part: known})
 
-    def with_openings(self, part: str, openings: int) -> Ledger:
-        """Return the ledger after a report that this part of the run was opened `openings` times."""
-        if openings <= self.openings.get(part, 0):
+    def with_attempts_opened(self, part: str, attempts_opened: int) -> Ledger:
+        """Return the ledger after a report that this part of the run was opened `attempts_opened` times."""
+        if attempts_opened <= self.attempts_opened.get(part, 0):
             return self
-        known = self.openings.get(part, openings if self.clipped else 1)
-        others = {key: each for key, each in self.openings.items() if key != part}
-        failures = self.failures + openings - known
-        return replace(self, failures=failures, openings={**others, part: openings})
+        known = self.attempts_opened.get(part, attempts_opened if self.clipped else 1)
+        others = {key: each for key, each in self.attempts_opened.items() if key != part}
+        failures = self.failures + attempts_opened - known
+        return replace(self, failures=failures, attempts_opened={**others, part: attempts_opened})
 
     def with_loss(self, part: str, loss: Loss, key: str, seq: int) -> Ledger:
         """Return the ledger after the loss with this key. `seq` is the newest commit of the part."""
@@ -98,10 +98,10 @@ def hashed(*parts: object) -> str:
 
 def incident_key(report: Report, incident: Incident, part: str) -> str:
     """Return the natural key of an incident. A restore is keyed by its attempt, whichever pod reports it."""
-    who = report.who
+    identity = report.identity
     if incident.kind is IncidentKind.RESTORED and incident.attempt:
-        return hashed(who.workload_uid, "restored", part, incident.attempt)
-    return hashed(who.workload_uid, who.pod_uid, report.process, incident.id)
+        return hashed(identity.workload_uid, "restored", part, incident.attempt)
+    return hashed(identity.workload_uid, identity.pod_uid, report.process, incident.id)
 
 
 def acknowledged_id(durable: Ledger, recorded: Container[str], report: Report, part: str) -> int:
@@ -155,11 +155,11 @@ def decoded(text: str) -> Ledger:
 
 def _clipped(ledger: Ledger, parts: int) -> Ledger:
     # A part with one opening needs no entry: an unknown part starts at one.
-    again = {part: n for part, n in ledger.openings.items() if n > 1}
+    again = {part: n for part, n in ledger.attempts_opened.items() if n > 1}
     return replace(
         ledger,
         restored=_newest(ledger.restored, parts),
-        openings=_newest(again, parts),
+        attempts_opened=_newest(again, parts),
         crashes=_newest(ledger.crashes, parts),
         clipped=ledger.clipped or len(again) > parts,
     )

@@ -223,7 +223,7 @@ def _store_unavailable(facts: Facts) -> str:
 
 
 def _saves_failing(facts: Facts) -> str:
-    n = max((each.pod.saves_failed_in_a_row for each in facts.live.values()), default=0)
+    n = max((each.pod.consecutive_save_failures for each in facts.live.values()), default=0)
     text = f"{n} save{'s' * (n > 1)} failed since the last checkpoint"
     return "; ".join(filter(None, (text, facts.run.incident_messages.get("SaveFailed")))) if n else ""
 

@@ -31,7 +31,7 @@ def with_report(
     A late report (older sequence of the same process, or from an older process) changes nothing. `report_interval_s` is
     the minimum time between two reports of a sidecar under load.
     """
-    uid = report.who.pod_uid
+    uid = report.identity.pod_uid
     known = run.last_reports.get(uid)
     if uid not in run.pods or (known is not None and _is_late(known, report)):
         return run, ()
@@ -39,7 +39,7 @@ def with_report(
     is_reporter = _should_report_run(run, report, part, now_s)
     seen = known.incident if known is not None and known.report.process == report.process else 0
     latest = LastReport(
-        report=replace(report, run=None, incidents=(), saves_over=()),
+        report=replace(report, run=None, incidents=(), save_results=()),
         at_s=now_s,
         report_interval_s=max(
             watched_run.REPORTER_INTERVAL_S if is_reporter else watched_run.PEER_INTERVAL_S, report_interval_s
@@ -52,7 +52,7 @@ def with_report(
         run,
         last_reports={**run.last_reports, uid: latest},
         first_report_s=run.first_report_s or now_s,
-        store=report.who.url or run.store,
+        store=report.identity.url or run.store,
     )
     events: list[RunEvent] = []
     for each in report.incidents:
@@ -66,13 +66,13 @@ def with_report(
 def _is_late(known: LastReport, report: Report) -> bool:
     if known.report.process == report.process:
         return report.sequence <= known.report.sequence
-    return report.who.started_at_s < known.report.who.started_at_s
+    return report.identity.started_at_s < known.report.identity.started_at_s
 
 
 def _changed_s(known: LastReport | None, report: Report, now_s: float) -> float:
     """Return the time of the sidecar's last state change; for its first report, the start of the process."""
     if known is None:
-        return min(report.who.started_at_s, now_s)
+        return min(report.identity.started_at_s, now_s)
     return known.changed_s if _state_key(known.pod) == _state_key(report.pod) else now_s
 
 
@@ -82,7 +82,7 @@ def _has_rank_0(pod: PodState) -> bool:
 
 def _should_report_run(run: WatchedRun, report: Report, part: str, now_s: float) -> bool:
     """Return whether the reporting sidecar is the reporter of its part of the run."""
-    uid = report.who.pod_uid
+    uid = report.identity.pod_uid
     if part or not any(each.alive for key, each in run.pods.items() if key != uid):
         return True
     live = watched_run.live_reports(run, now_s)
@@ -103,7 +103,7 @@ def _with_incident(
     run: WatchedRun, report: Report, incident: Incident, part: str, *, is_new: bool, now_s: float
 ) -> tuple[WatchedRun, tuple[RunEvent, ...]]:
     """Return the run after an incident, and its events. `is_new`: no earlier report contained the incident."""
-    key, who = incident_key(report, incident, part), report.who
+    key, identity = incident_key(report, incident, part), report.identity
     if incident.kind is IncidentKind.UNKNOWN:
         return run, ()
     if incident.kind is IncidentKind.TRAINER_LOST:
@@ -111,14 +111,14 @@ def _with_incident(
             message = incident.message[: failure.MAX_MESSAGE]
             # The pod's clock is not trusted, and the sidecar reports this incident immediately.
             cause = failure.TRAINER_LOST
-            lost = Loss(at_s=now_s, cause=cause, message=message, pod=who.pod, node=who.node)
+            lost = Loss(at_s=now_s, cause=cause, message=message, pod=identity.pod, node=identity.node)
             run = watched_run.with_loss(run, lost, part, key)
         return run, ()
     restored = incident.kind is IncidentKind.RESTORED
     # Fencing a replaced trainer when its node returns is expected and not a problem.
-    older = report.pod.attempt < run.parts.get(part, NO_PART).attempt or not run.pods[who.pod_uid].alive
+    older = report.pod.attempt < run.parts.get(part, NO_PART).attempt or not run.pods[identity.pod_uid].alive
     replaced = incident.kind is IncidentKind.FENCED and incident.cause != Cause.TAKEN_OVER and older
-    pod = f"pod {who.pod}, which was replaced" if replaced else f"pod {who.pod}"
+    pod = f"pod {identity.pod}, which was replaced" if replaced else f"pod {identity.pod}"
     reason, text = event_reason(incident.kind), f"{pod}: {incident.message or 'no details'}"
     if incident.count > 1:
         text += f" ({incident.count} times)"
@@ -141,7 +141,7 @@ def _with_part(run: WatchedRun, report: Report, part: str, *, is_reporter: bool,
     if is_reporter and report.run is not None:
         after = _with_state(after, report.run, report.pod.attempt > before.attempt, now_s)
         after = replace(after, kept=() if part else _newest_checkpoints(after, report.run, now_s))
-        run = replace(run, ledger=run.ledger.with_openings(part, report.run.openings))
+        run = replace(run, ledger=run.ledger.with_attempts_opened(part, report.run.attempts_opened))
     commit = after.state.newest if after.state is not None else None
     # Only a newer commit by this workload clears Fenced: another workload's commits may be in the same log.
     newer = part in run.parts and after.seq > before.seq

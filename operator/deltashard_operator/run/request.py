@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from deltashard_operator.api import duration
-from deltashard_operator.fleet.report import Outcome, SaveOrder, SaveOver
+from deltashard_operator.fleet.report import Outcome, SaveOrder, SaveResult
 from deltashard_operator.run.observed_object import seconds_of, timestamp
 
 COMPLETE = "Complete"
@@ -79,7 +79,7 @@ class RequestFacts:
     finished: str = ""
     per_pod: bool = False
     room: bool = True
-    save_result: SaveOver | None = None
+    save_result: SaveResult | None = None
 
 
 _LATE = "DeadlineExceeded"

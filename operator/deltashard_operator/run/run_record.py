@@ -191,7 +191,7 @@ def run_of(found: Mapping[str, Any]) -> WatchedRun:
     messages = {each.type: each.message or each.reason for each in conditions if each.status == "True"}
     progress, counted = _progress_of(status_fields), ledger.decoded(status_fields.get("ledger", ""))
     written_s = seconds_of(status_fields.get("observedTime"))
-    per_pod = requested.runs == RUN_PER_POD or any(counted.openings)
+    per_pod = requested.runs == RUN_PER_POD or any(counted.attempts_opened)
     only = RunPart(
         attempt=progress.attempt,
         seq=progress.last_seq,

@@ -44,7 +44,7 @@ INCIDENT_KIND_CREDENTIALS_MISSING: IncidentKind
 INCIDENT_KIND_STORE_UNAVAILABLE: IncidentKind
 INCIDENT_KIND_TRAINER_LOST: IncidentKind
 
-class Who(_message.Message):
+class SidecarIdentity(_message.Message):
     __slots__ = ("version", "namespace", "pod", "pod_uid", "node", "workload_kind", "workload_name", "workload_uid", "run", "index", "replica", "policy", "url", "started_at_s")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -135,11 +135,11 @@ class Measured(_message.Message):
     def __init__(self, step_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., slowdown_s: _Optional[float] = ..., cost_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., restore_s: _Optional[float] = ..., reschedule_s: _Optional[float] = ..., saves: _Optional[int] = ..., mtbf_s: _Optional[float] = ..., trained_s: _Optional[float] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("subject", "goal", "value", "would", "why", "bound", "evidence", "unreachable")
+    __slots__ = ("subject", "goal", "value", "proposed", "why", "bound", "evidence", "unreachable")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
     GOAL_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
-    WOULD_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
     BOUND_FIELD_NUMBER: _ClassVar[int]
     EVIDENCE_FIELD_NUMBER: _ClassVar[int]
@@ -147,20 +147,20 @@ class Decision(_message.Message):
     subject: str
     goal: str
     value: str
-    would: str
+    proposed: str
     why: str
     bound: str
     evidence: str
     unreachable: str
-    def __init__(self, subject: _Optional[str] = ..., goal: _Optional[str] = ..., value: _Optional[str] = ..., would: _Optional[str] = ..., why: _Optional[str] = ..., bound: _Optional[str] = ..., evidence: _Optional[str] = ..., unreachable: _Optional[str] = ...) -> None: ...
+    def __init__(self, subject: _Optional[str] = ..., goal: _Optional[str] = ..., value: _Optional[str] = ..., proposed: _Optional[str] = ..., why: _Optional[str] = ..., bound: _Optional[str] = ..., evidence: _Optional[str] = ..., unreachable: _Optional[str] = ...) -> None: ...
 
 class PodState(_message.Message):
-    __slots__ = ("run", "phase", "ranks", "attempt", "saves_failed_in_a_row", "store_ok", "credentials_ok", "save_blocked", "directive")
+    __slots__ = ("run", "phase", "ranks", "attempt", "consecutive_save_failures", "store_ok", "credentials_ok", "save_blocked", "directive")
     RUN_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    SAVES_FAILED_IN_A_ROW_FIELD_NUMBER: _ClassVar[int]
+    CONSECUTIVE_SAVE_FAILURES_FIELD_NUMBER: _ClassVar[int]
     STORE_OK_FIELD_NUMBER: _ClassVar[int]
     CREDENTIALS_OK_FIELD_NUMBER: _ClassVar[int]
     SAVE_BLOCKED_FIELD_NUMBER: _ClassVar[int]
@@ -169,12 +169,12 @@ class PodState(_message.Message):
     phase: Phase
     ranks: _containers.RepeatedCompositeFieldContainer[Rank]
     attempt: int
-    saves_failed_in_a_row: int
+    consecutive_save_failures: int
     store_ok: bool
     credentials_ok: bool
     save_blocked: str
     directive: int
-    def __init__(self, run: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., attempt: _Optional[int] = ..., saves_failed_in_a_row: _Optional[int] = ..., store_ok: _Optional[bool] = ..., credentials_ok: _Optional[bool] = ..., save_blocked: _Optional[str] = ..., directive: _Optional[int] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., attempt: _Optional[int] = ..., consecutive_save_failures: _Optional[int] = ..., store_ok: _Optional[bool] = ..., credentials_ok: _Optional[bool] = ..., save_blocked: _Optional[str] = ..., directive: _Optional[int] = ...) -> None: ...
 
 class KeptCheckpoint(_message.Message):
     __slots__ = ("seq", "step", "age_s", "bytes", "pins")
@@ -191,14 +191,14 @@ class KeptCheckpoint(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., step: _Optional[int] = ..., age_s: _Optional[float] = ..., bytes: _Optional[int] = ..., pins: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunState(_message.Message):
-    __slots__ = ("newest", "newest_age_s", "stall_s", "checkpoints", "checkpoint_count", "stored_bytes", "openings", "lost_share", "partial_recoveries", "measured", "decisions", "policy")
+    __slots__ = ("newest", "newest_age_s", "stall_s", "checkpoints", "checkpoint_count", "stored_bytes", "attempts_opened", "lost_share", "partial_recoveries", "measured", "decisions", "policy")
     NEWEST_FIELD_NUMBER: _ClassVar[int]
     NEWEST_AGE_S_FIELD_NUMBER: _ClassVar[int]
     STALL_S_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_COUNT_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    OPENINGS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_OPENED_FIELD_NUMBER: _ClassVar[int]
     LOST_SHARE_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_RECOVERIES_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
@@ -210,71 +210,71 @@ class RunState(_message.Message):
     checkpoints: _containers.RepeatedCompositeFieldContainer[KeptCheckpoint]
     checkpoint_count: int
     stored_bytes: int
-    openings: int
+    attempts_opened: int
     lost_share: float
     partial_recoveries: int
     measured: Measured
     decisions: _containers.RepeatedCompositeFieldContainer[Decision]
     policy: _trainer_pb2.Policy
-    def __init__(self, newest: _Optional[_Union[_trainer_pb2.Commit, _Mapping]] = ..., newest_age_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., checkpoints: _Optional[_Iterable[_Union[KeptCheckpoint, _Mapping]]] = ..., checkpoint_count: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., openings: _Optional[int] = ..., lost_share: _Optional[float] = ..., partial_recoveries: _Optional[int] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., policy: _Optional[_Union[_trainer_pb2.Policy, _Mapping]] = ...) -> None: ...
+    def __init__(self, newest: _Optional[_Union[_trainer_pb2.Commit, _Mapping]] = ..., newest_age_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., checkpoints: _Optional[_Iterable[_Union[KeptCheckpoint, _Mapping]]] = ..., checkpoint_count: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., attempts_opened: _Optional[int] = ..., lost_share: _Optional[float] = ..., partial_recoveries: _Optional[int] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., policy: _Optional[_Union[_trainer_pb2.Policy, _Mapping]] = ...) -> None: ...
 
-class SaveOver(_message.Message):
+class SaveResult(_message.Message):
     __slots__ = ("id", "outcome", "step", "seq", "cause")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        OUTCOME_UNSPECIFIED: _ClassVar[SaveOver.Outcome]
-        OUTCOME_COMMITTED: _ClassVar[SaveOver.Outcome]
-        OUTCOME_FAILED: _ClassVar[SaveOver.Outcome]
-        OUTCOME_EXPIRED: _ClassVar[SaveOver.Outcome]
-    OUTCOME_UNSPECIFIED: SaveOver.Outcome
-    OUTCOME_COMMITTED: SaveOver.Outcome
-    OUTCOME_FAILED: SaveOver.Outcome
-    OUTCOME_EXPIRED: SaveOver.Outcome
+        OUTCOME_UNSPECIFIED: _ClassVar[SaveResult.Outcome]
+        OUTCOME_COMMITTED: _ClassVar[SaveResult.Outcome]
+        OUTCOME_FAILED: _ClassVar[SaveResult.Outcome]
+        OUTCOME_EXPIRED: _ClassVar[SaveResult.Outcome]
+    OUTCOME_UNSPECIFIED: SaveResult.Outcome
+    OUTCOME_COMMITTED: SaveResult.Outcome
+    OUTCOME_FAILED: SaveResult.Outcome
+    OUTCOME_EXPIRED: SaveResult.Outcome
     ID_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     id: str
-    outcome: SaveOver.Outcome
+    outcome: SaveResult.Outcome
     step: int
     seq: int
     cause: str
-    def __init__(self, id: _Optional[str] = ..., outcome: _Optional[_Union[SaveOver.Outcome, str]] = ..., step: _Optional[int] = ..., seq: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., outcome: _Optional[_Union[SaveResult.Outcome, str]] = ..., step: _Optional[int] = ..., seq: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("protocol", "process", "sequence", "now_s", "who", "pod", "run", "incidents", "saves_over")
+    __slots__ = ("protocol", "process", "sequence", "now_s", "identity", "pod", "run", "incidents", "save_results")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NOW_S_FIELD_NUMBER: _ClassVar[int]
-    WHO_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     POD_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     INCIDENTS_FIELD_NUMBER: _ClassVar[int]
-    SAVES_OVER_FIELD_NUMBER: _ClassVar[int]
+    SAVE_RESULTS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     process: str
     sequence: int
     now_s: float
-    who: Who
+    identity: SidecarIdentity
     pod: PodState
     run: RunState
     incidents: _containers.RepeatedCompositeFieldContainer[Incident]
-    saves_over: _containers.RepeatedCompositeFieldContainer[SaveOver]
-    def __init__(self, protocol: _Optional[int] = ..., process: _Optional[str] = ..., sequence: _Optional[int] = ..., now_s: _Optional[float] = ..., who: _Optional[_Union[Who, _Mapping]] = ..., pod: _Optional[_Union[PodState, _Mapping]] = ..., run: _Optional[_Union[RunState, _Mapping]] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., saves_over: _Optional[_Iterable[_Union[SaveOver, _Mapping]]] = ...) -> None: ...
+    save_results: _containers.RepeatedCompositeFieldContainer[SaveResult]
+    def __init__(self, protocol: _Optional[int] = ..., process: _Optional[str] = ..., sequence: _Optional[int] = ..., now_s: _Optional[float] = ..., identity: _Optional[_Union[SidecarIdentity, _Mapping]] = ..., pod: _Optional[_Union[PodState, _Mapping]] = ..., run: _Optional[_Union[RunState, _Mapping]] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., save_results: _Optional[_Iterable[_Union[SaveResult, _Mapping]]] = ...) -> None: ...
 
 class Directive(_message.Message):
-    __slots__ = ("id", "policy", "whole", "workload")
+    __slots__ = ("id", "policy", "explicit_fields", "workload")
     ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
-    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    EXPLICIT_FIELDS_FIELD_NUMBER: _ClassVar[int]
     WORKLOAD_FIELD_NUMBER: _ClassVar[int]
     id: int
     policy: _trainer_pb2.Policy
-    whole: _containers.RepeatedScalarFieldContainer[str]
+    explicit_fields: _containers.RepeatedScalarFieldContainer[str]
     workload: str
-    def __init__(self, id: _Optional[int] = ..., policy: _Optional[_Union[_trainer_pb2.Policy, _Mapping]] = ..., whole: _Optional[_Iterable[str]] = ..., workload: _Optional[str] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., policy: _Optional[_Union[_trainer_pb2.Policy, _Mapping]] = ..., explicit_fields: _Optional[_Iterable[str]] = ..., workload: _Optional[str] = ...) -> None: ...
 
 class SaveOrder(_message.Message):
     __slots__ = ("id", "reason", "urgent", "deadline_s", "pin")
@@ -291,17 +291,17 @@ class SaveOrder(_message.Message):
     def __init__(self, id: _Optional[str] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., deadline_s: _Optional[float] = ..., pin: _Optional[str] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("sequence", "next_s", "speaks", "directive", "saves", "told")
+    __slots__ = ("sequence", "next_s", "report_run", "directive", "saves", "acknowledged_incident")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NEXT_S_FIELD_NUMBER: _ClassVar[int]
-    SPEAKS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_RUN_FIELD_NUMBER: _ClassVar[int]
     DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
     SAVES_FIELD_NUMBER: _ClassVar[int]
-    TOLD_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_INCIDENT_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     next_s: float
-    speaks: bool
+    report_run: bool
     directive: Directive
     saves: _containers.RepeatedCompositeFieldContainer[SaveOrder]
-    told: int
-    def __init__(self, sequence: _Optional[int] = ..., next_s: _Optional[float] = ..., speaks: _Optional[bool] = ..., directive: _Optional[_Union[Directive, _Mapping]] = ..., saves: _Optional[_Iterable[_Union[SaveOrder, _Mapping]]] = ..., told: _Optional[int] = ...) -> None: ...
+    acknowledged_incident: int
+    def __init__(self, sequence: _Optional[int] = ..., next_s: _Optional[float] = ..., report_run: _Optional[bool] = ..., directive: _Optional[_Union[Directive, _Mapping]] = ..., saves: _Optional[_Iterable[_Union[SaveOrder, _Mapping]]] = ..., acknowledged_incident: _Optional[int] = ...) -> None: ...

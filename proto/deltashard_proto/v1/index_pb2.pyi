@@ -77,7 +77,7 @@ class Tail(_message.Message):
     def __init__(self, pack: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., xxh3_128: _Optional[bytes] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("kind", "pack", "offset", "length", "xxh3_128", "step", "table", "row_min", "row_max", "rows", "col_start", "col_stop", "encoding", "name", "blob_offset", "blob_bytes", "since", "again", "tail")
+    __slots__ = ("kind", "pack", "offset", "length", "xxh3_128", "step", "table", "row_min", "row_max", "rows", "col_start", "col_stop", "encoding", "name", "blob_offset", "blob_bytes", "since", "duplicated_rows", "tail")
     KIND_FIELD_NUMBER: _ClassVar[int]
     PACK_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -95,7 +95,7 @@ class Frame(_message.Message):
     BLOB_OFFSET_FIELD_NUMBER: _ClassVar[int]
     BLOB_BYTES_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
-    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATED_ROWS_FIELD_NUMBER: _ClassVar[int]
     TAIL_FIELD_NUMBER: _ClassVar[int]
     kind: FrameKind
     pack: int
@@ -114,16 +114,16 @@ class Frame(_message.Message):
     blob_offset: int
     blob_bytes: int
     since: int
-    again: int
+    duplicated_rows: int
     tail: Tail
-    def __init__(self, kind: _Optional[_Union[FrameKind, str]] = ..., pack: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., xxh3_128: _Optional[bytes] = ..., step: _Optional[int] = ..., table: _Optional[int] = ..., row_min: _Optional[int] = ..., row_max: _Optional[int] = ..., rows: _Optional[int] = ..., col_start: _Optional[int] = ..., col_stop: _Optional[int] = ..., encoding: _Optional[str] = ..., name: _Optional[str] = ..., blob_offset: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., since: _Optional[int] = ..., again: _Optional[int] = ..., tail: _Optional[_Union[Tail, _Mapping]] = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[FrameKind, str]] = ..., pack: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., xxh3_128: _Optional[bytes] = ..., step: _Optional[int] = ..., table: _Optional[int] = ..., row_min: _Optional[int] = ..., row_max: _Optional[int] = ..., rows: _Optional[int] = ..., col_start: _Optional[int] = ..., col_stop: _Optional[int] = ..., encoding: _Optional[str] = ..., name: _Optional[str] = ..., blob_offset: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., since: _Optional[int] = ..., duplicated_rows: _Optional[int] = ..., tail: _Optional[_Union[Tail, _Mapping]] = ...) -> None: ...
 
 class Index(_message.Message):
-    __slots__ = ("format", "run", "attempt", "cut", "step", "rank", "token", "tables", "packs", "frames", "boxes", "covers", "raw_bytes", "kind")
+    __slots__ = ("format", "run", "attempt", "snapshot_id", "step", "rank", "token", "tables", "packs", "frames", "boxes", "covers", "raw_bytes", "kind")
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    CUT_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -137,7 +137,7 @@ class Index(_message.Message):
     format: int
     run: str
     attempt: int
-    cut: int
+    snapshot_id: int
     step: int
     rank: int
     token: str
@@ -148,4 +148,4 @@ class Index(_message.Message):
     covers: int
     raw_bytes: int
     kind: str
-    def __init__(self, format: _Optional[int] = ..., run: _Optional[str] = ..., attempt: _Optional[int] = ..., cut: _Optional[int] = ..., step: _Optional[int] = ..., rank: _Optional[int] = ..., token: _Optional[str] = ..., tables: _Optional[_Iterable[_Union[TableSchema, _Mapping]]] = ..., packs: _Optional[_Iterable[_Union[Pack, _Mapping]]] = ..., frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[Box, _Mapping]]] = ..., covers: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
+    def __init__(self, format: _Optional[int] = ..., run: _Optional[str] = ..., attempt: _Optional[int] = ..., snapshot_id: _Optional[int] = ..., step: _Optional[int] = ..., rank: _Optional[int] = ..., token: _Optional[str] = ..., tables: _Optional[_Iterable[_Union[TableSchema, _Mapping]]] = ..., packs: _Optional[_Iterable[_Union[Pack, _Mapping]]] = ..., frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[Box, _Mapping]]] = ..., covers: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...

@@ -49,7 +49,7 @@ class AttachRequest(_message.Message):
     def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., attempt: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., pid: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("protocol", "arena_path", "arena_bytes", "block_bytes", "epoch", "control_line", "session", "has_checkpoint", "last_commit", "policy", "run", "url", "took_part", "grace_s")
+    __slots__ = ("protocol", "arena_path", "arena_bytes", "block_bytes", "epoch", "control_line", "session", "has_checkpoint", "last_commit", "policy", "run", "url", "participated_attempt", "grace_s")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -62,7 +62,7 @@ class AttachReply(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
-    TOOK_PART_FIELD_NUMBER: _ClassVar[int]
+    PARTICIPATED_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     arena_path: str
@@ -76,15 +76,15 @@ class AttachReply(_message.Message):
     policy: Policy
     run: str
     url: str
-    took_part: int
+    participated_attempt: int
     grace_s: float
-    def __init__(self, protocol: _Optional[int] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., control_line: _Optional[int] = ..., session: _Optional[str] = ..., has_checkpoint: _Optional[bool] = ..., last_commit: _Optional[_Union[Commit, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., run: _Optional[str] = ..., url: _Optional[str] = ..., took_part: _Optional[int] = ..., grace_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., control_line: _Optional[int] = ..., session: _Optional[str] = ..., has_checkpoint: _Optional[bool] = ..., last_commit: _Optional[_Union[Commit, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., run: _Optional[str] = ..., url: _Optional[str] = ..., participated_attempt: _Optional[int] = ..., grace_s: _Optional[float] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("seq", "attempt", "cut", "step", "baseline", "durable_s", "stored_bytes", "raw_bytes", "rows")
+    __slots__ = ("seq", "attempt", "snapshot_id", "step", "baseline", "durable_s", "stored_bytes", "raw_bytes", "rows")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    CUT_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASELINE_FIELD_NUMBER: _ClassVar[int]
     DURABLE_S_FIELD_NUMBER: _ClassVar[int]
@@ -93,27 +93,27 @@ class Commit(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     seq: int
     attempt: int
-    cut: int
+    snapshot_id: int
     step: int
     baseline: bool
     durable_s: float
     stored_bytes: int
     raw_bytes: int
     rows: int
-    def __init__(self, seq: _Optional[int] = ..., attempt: _Optional[int] = ..., cut: _Optional[int] = ..., step: _Optional[int] = ..., baseline: _Optional[bool] = ..., durable_s: _Optional[float] = ..., stored_bytes: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., rows: _Optional[int] = ...) -> None: ...
+    def __init__(self, seq: _Optional[int] = ..., attempt: _Optional[int] = ..., snapshot_id: _Optional[int] = ..., step: _Optional[int] = ..., baseline: _Optional[bool] = ..., durable_s: _Optional[float] = ..., stored_bytes: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class Policy(_message.Message):
-    __slots__ = ("every_s", "every_steps", "encoding", "differential", "state_encoding", "goal", "least_s", "most_s", "bits_goal", "least_bits", "tables")
+    __slots__ = ("every_s", "every_steps", "encoding", "differential", "state_encoding", "goal", "min_interval_s", "max_interval_s", "bits_goal", "min_bits", "tables")
     EVERY_S_FIELD_NUMBER: _ClassVar[int]
     EVERY_STEPS_FIELD_NUMBER: _ClassVar[int]
     ENCODING_FIELD_NUMBER: _ClassVar[int]
     DIFFERENTIAL_FIELD_NUMBER: _ClassVar[int]
     STATE_ENCODING_FIELD_NUMBER: _ClassVar[int]
     GOAL_FIELD_NUMBER: _ClassVar[int]
-    LEAST_S_FIELD_NUMBER: _ClassVar[int]
-    MOST_S_FIELD_NUMBER: _ClassVar[int]
+    MIN_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     BITS_GOAL_FIELD_NUMBER: _ClassVar[int]
-    LEAST_BITS_FIELD_NUMBER: _ClassVar[int]
+    MIN_BITS_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     every_s: float
     every_steps: int
@@ -121,12 +121,12 @@ class Policy(_message.Message):
     differential: str
     state_encoding: str
     goal: str
-    least_s: float
-    most_s: float
+    min_interval_s: float
+    max_interval_s: float
     bits_goal: str
-    least_bits: int
+    min_bits: int
     tables: str
-    def __init__(self, every_s: _Optional[float] = ..., every_steps: _Optional[int] = ..., encoding: _Optional[str] = ..., differential: _Optional[str] = ..., state_encoding: _Optional[str] = ..., goal: _Optional[str] = ..., least_s: _Optional[float] = ..., most_s: _Optional[float] = ..., bits_goal: _Optional[str] = ..., least_bits: _Optional[int] = ..., tables: _Optional[str] = ...) -> None: ...
+    def __init__(self, every_s: _Optional[float] = ..., every_steps: _Optional[int] = ..., encoding: _Optional[str] = ..., differential: _Optional[str] = ..., state_encoding: _Optional[str] = ..., goal: _Optional[str] = ..., min_interval_s: _Optional[float] = ..., max_interval_s: _Optional[float] = ..., bits_goal: _Optional[str] = ..., min_bits: _Optional[int] = ..., tables: _Optional[str] = ...) -> None: ...
 
 class Basis(_message.Message):
     __slots__ = ("attempt", "resume_seq", "token")
@@ -139,13 +139,13 @@ class Basis(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., resume_seq: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("session", "which", "from_run", "exclude_seqs", "takeover", "took_part", "basis", "layout")
+    __slots__ = ("session", "which", "from_run", "exclude_seqs", "takeover", "participated_attempt", "basis", "layout")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WHICH_FIELD_NUMBER: _ClassVar[int]
     FROM_RUN_FIELD_NUMBER: _ClassVar[int]
     EXCLUDE_SEQS_FIELD_NUMBER: _ClassVar[int]
     TAKEOVER_FIELD_NUMBER: _ClassVar[int]
-    TOOK_PART_FIELD_NUMBER: _ClassVar[int]
+    PARTICIPATED_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     BASIS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     session: str
@@ -153,13 +153,13 @@ class OpenRequest(_message.Message):
     from_run: str
     exclude_seqs: _containers.RepeatedScalarFieldContainer[int]
     takeover: bool
-    took_part: int
+    participated_attempt: int
     basis: Basis
     layout: bytes
-    def __init__(self, session: _Optional[str] = ..., which: _Optional[str] = ..., from_run: _Optional[str] = ..., exclude_seqs: _Optional[_Iterable[int]] = ..., takeover: _Optional[bool] = ..., took_part: _Optional[int] = ..., basis: _Optional[_Union[Basis, _Mapping]] = ..., layout: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., which: _Optional[str] = ..., from_run: _Optional[str] = ..., exclude_seqs: _Optional[_Iterable[int]] = ..., takeover: _Optional[bool] = ..., participated_attempt: _Optional[int] = ..., basis: _Optional[_Union[Basis, _Mapping]] = ..., layout: _Optional[bytes] = ...) -> None: ...
 
 class OpenReply(_message.Message):
-    __slots__ = ("attempt", "resume_seq", "step", "cut", "resume_attempt", "last_step_seen", "waited_s", "fingerprint", "tables", "fell_back", "log_damage", "layout", "previous_attempt", "metadata", "basis", "unopened")
+    __slots__ = ("attempt", "resume_seq", "step", "snapshot_id", "resume_attempt", "last_step_seen", "waited_s", "fingerprint", "tables", "fell_back", "log_damage", "layout", "previous_attempt", "metadata", "basis", "deferred_reason")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -177,7 +177,7 @@ class OpenReply(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESUME_SEQ_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    CUT_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_SEEN_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
@@ -189,11 +189,11 @@ class OpenReply(_message.Message):
     PREVIOUS_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     BASIS_FIELD_NUMBER: _ClassVar[int]
-    UNOPENED_FIELD_NUMBER: _ClassVar[int]
+    DEFERRED_REASON_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     resume_seq: int
     step: int
-    cut: int
+    snapshot_id: int
     resume_attempt: int
     last_step_seen: int
     waited_s: float
@@ -205,11 +205,11 @@ class OpenReply(_message.Message):
     previous_attempt: int
     metadata: _containers.ScalarMap[str, str]
     basis: Basis
-    unopened: str
-    def __init__(self, attempt: _Optional[int] = ..., resume_seq: _Optional[int] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., resume_attempt: _Optional[int] = ..., last_step_seen: _Optional[int] = ..., waited_s: _Optional[float] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., fell_back: _Optional[bool] = ..., log_damage: _Optional[str] = ..., layout: _Optional[str] = ..., previous_attempt: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., basis: _Optional[_Union[Basis, _Mapping]] = ..., unopened: _Optional[str] = ...) -> None: ...
+    deferred_reason: str
+    def __init__(self, attempt: _Optional[int] = ..., resume_seq: _Optional[int] = ..., step: _Optional[int] = ..., snapshot_id: _Optional[int] = ..., resume_attempt: _Optional[int] = ..., last_step_seen: _Optional[int] = ..., waited_s: _Optional[float] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., fell_back: _Optional[bool] = ..., log_damage: _Optional[str] = ..., layout: _Optional[str] = ..., previous_attempt: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., basis: _Optional[_Union[Basis, _Mapping]] = ..., deferred_reason: _Optional[str] = ...) -> None: ...
 
 class RowBatch(_message.Message):
-    __slots__ = ("block", "offset", "table", "rows", "contiguous", "row_start", "col_start", "col_stop", "fresh", "again")
+    __slots__ = ("block", "offset", "table", "rows", "contiguous", "row_start", "col_start", "col_stop", "fresh", "duplicated")
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
@@ -219,7 +219,7 @@ class RowBatch(_message.Message):
     COL_START_FIELD_NUMBER: _ClassVar[int]
     COL_STOP_FIELD_NUMBER: _ClassVar[int]
     FRESH_FIELD_NUMBER: _ClassVar[int]
-    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATED_FIELD_NUMBER: _ClassVar[int]
     block: int
     offset: int
     table: int
@@ -229,8 +229,8 @@ class RowBatch(_message.Message):
     col_start: int
     col_stop: int
     fresh: bool
-    again: bool
-    def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., table: _Optional[int] = ..., rows: _Optional[int] = ..., contiguous: _Optional[bool] = ..., row_start: _Optional[int] = ..., col_start: _Optional[int] = ..., col_stop: _Optional[int] = ..., fresh: _Optional[bool] = ..., again: _Optional[bool] = ...) -> None: ...
+    duplicated: bool
+    def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., table: _Optional[int] = ..., rows: _Optional[int] = ..., contiguous: _Optional[bool] = ..., row_start: _Optional[int] = ..., col_start: _Optional[int] = ..., col_stop: _Optional[int] = ..., fresh: _Optional[bool] = ..., duplicated: _Optional[bool] = ...) -> None: ...
 
 class BlobChunk(_message.Message):
     __slots__ = ("block", "offset", "length", "name", "blob_offset", "blob_bytes")
@@ -249,12 +249,12 @@ class BlobChunk(_message.Message):
     def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., name: _Optional[str] = ..., blob_offset: _Optional[int] = ..., blob_bytes: _Optional[int] = ...) -> None: ...
 
 class SaveRequest(_message.Message):
-    __slots__ = ("begin", "rows", "blob", "seal", "abort", "ready", "several", "prepare")
+    __slots__ = ("begin", "rows", "blob", "seal", "abort", "ready", "batch", "prepare")
     class Begin(_message.Message):
-        __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults", "planned_steps", "pls_target")
+        __slots__ = ("session", "step", "snapshot_id", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults", "planned_steps", "pls_target")
         SESSION_FIELD_NUMBER: _ClassVar[int]
         STEP_FIELD_NUMBER: _ClassVar[int]
-        CUT_FIELD_NUMBER: _ClassVar[int]
+        SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
         REASON_FIELD_NUMBER: _ClassVar[int]
         URGENT_FIELD_NUMBER: _ClassVar[int]
         SINCE_COMMIT_SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -268,7 +268,7 @@ class SaveRequest(_message.Message):
         PLS_TARGET_FIELD_NUMBER: _ClassVar[int]
         session: str
         step: int
-        cut: int
+        snapshot_id: int
         reason: str
         urgent: bool
         since_commit_seq: int
@@ -280,9 +280,9 @@ class SaveRequest(_message.Message):
         tracking_faults: int
         planned_steps: int
         pls_target: float
-        def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ..., planned_steps: _Optional[int] = ..., pls_target: _Optional[float] = ...) -> None: ...
+        def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., snapshot_id: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ..., planned_steps: _Optional[int] = ..., pls_target: _Optional[float] = ...) -> None: ...
     class Seal(_message.Message):
-        __slots__ = ("rows", "raw_bytes", "stall_s", "metadata", "full", "pins", "precopied_rows", "recopied_rows", "slowdown_s", "cut_at_s")
+        __slots__ = ("rows", "raw_bytes", "stall_s", "metadata", "full", "pins", "precopied_rows", "recopied_rows", "slowdown_s", "snapshot_at_s")
         class MetadataEntry(_message.Message):
             __slots__ = ("key", "value")
             KEY_FIELD_NUMBER: _ClassVar[int]
@@ -299,7 +299,7 @@ class SaveRequest(_message.Message):
         PRECOPIED_ROWS_FIELD_NUMBER: _ClassVar[int]
         RECOPIED_ROWS_FIELD_NUMBER: _ClassVar[int]
         SLOWDOWN_S_FIELD_NUMBER: _ClassVar[int]
-        CUT_AT_S_FIELD_NUMBER: _ClassVar[int]
+        SNAPSHOT_AT_S_FIELD_NUMBER: _ClassVar[int]
         rows: int
         raw_bytes: int
         stall_s: float
@@ -309,8 +309,8 @@ class SaveRequest(_message.Message):
         precopied_rows: int
         recopied_rows: int
         slowdown_s: float
-        cut_at_s: float
-        def __init__(self, rows: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., metadata: _Optional[_Mapping[str, str]] = ..., full: _Optional[bool] = ..., pins: _Optional[_Iterable[str]] = ..., precopied_rows: _Optional[int] = ..., recopied_rows: _Optional[int] = ..., slowdown_s: _Optional[float] = ..., cut_at_s: _Optional[float] = ...) -> None: ...
+        snapshot_at_s: float
+        def __init__(self, rows: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., metadata: _Optional[_Mapping[str, str]] = ..., full: _Optional[bool] = ..., pins: _Optional[_Iterable[str]] = ..., precopied_rows: _Optional[int] = ..., recopied_rows: _Optional[int] = ..., slowdown_s: _Optional[float] = ..., snapshot_at_s: _Optional[float] = ...) -> None: ...
     class Abort(_message.Message):
         __slots__ = ("cause",)
         CAUSE_FIELD_NUMBER: _ClassVar[int]
@@ -326,7 +326,7 @@ class SaveRequest(_message.Message):
         BEGIN_FIELD_NUMBER: _ClassVar[int]
         begin: SaveRequest.Begin
         def __init__(self, begin: _Optional[_Union[SaveRequest.Begin, _Mapping]] = ...) -> None: ...
-    class Several(_message.Message):
+    class Batch(_message.Message):
         __slots__ = ("requests",)
         REQUESTS_FIELD_NUMBER: _ClassVar[int]
         requests: _containers.RepeatedCompositeFieldContainer[SaveRequest]
@@ -337,7 +337,7 @@ class SaveRequest(_message.Message):
     SEAL_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
-    SEVERAL_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     begin: SaveRequest.Begin
     rows: RowBatch
@@ -345,9 +345,9 @@ class SaveRequest(_message.Message):
     seal: SaveRequest.Seal
     abort: SaveRequest.Abort
     ready: SaveRequest.Ready
-    several: SaveRequest.Several
+    batch: SaveRequest.Batch
     prepare: SaveRequest.Prepare
-    def __init__(self, begin: _Optional[_Union[SaveRequest.Begin, _Mapping]] = ..., rows: _Optional[_Union[RowBatch, _Mapping]] = ..., blob: _Optional[_Union[BlobChunk, _Mapping]] = ..., seal: _Optional[_Union[SaveRequest.Seal, _Mapping]] = ..., abort: _Optional[_Union[SaveRequest.Abort, _Mapping]] = ..., ready: _Optional[_Union[SaveRequest.Ready, _Mapping]] = ..., several: _Optional[_Union[SaveRequest.Several, _Mapping]] = ..., prepare: _Optional[_Union[SaveRequest.Prepare, _Mapping]] = ...) -> None: ...
+    def __init__(self, begin: _Optional[_Union[SaveRequest.Begin, _Mapping]] = ..., rows: _Optional[_Union[RowBatch, _Mapping]] = ..., blob: _Optional[_Union[BlobChunk, _Mapping]] = ..., seal: _Optional[_Union[SaveRequest.Seal, _Mapping]] = ..., abort: _Optional[_Union[SaveRequest.Abort, _Mapping]] = ..., ready: _Optional[_Union[SaveRequest.Ready, _Mapping]] = ..., batch: _Optional[_Union[SaveRequest.Batch, _Mapping]] = ..., prepare: _Optional[_Union[SaveRequest.Prepare, _Mapping]] = ...) -> None: ...
 
 class SaveReply(_message.Message):
     __slots__ = ("begun", "blocks", "staged", "failed", "prepared")
@@ -390,19 +390,19 @@ class SaveReply(_message.Message):
         granted: _containers.RepeatedScalarFieldContainer[int]
         def __init__(self, granted: _Optional[_Iterable[int]] = ...) -> None: ...
     class Staged(_message.Message):
-        __slots__ = ("cut",)
-        CUT_FIELD_NUMBER: _ClassVar[int]
-        cut: int
-        def __init__(self, cut: _Optional[int] = ...) -> None: ...
+        __slots__ = ("snapshot_id",)
+        SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
+        snapshot_id: int
+        def __init__(self, snapshot_id: _Optional[int] = ...) -> None: ...
     class Failed(_message.Message):
-        __slots__ = ("cut", "cause", "message")
-        CUT_FIELD_NUMBER: _ClassVar[int]
+        __slots__ = ("snapshot_id", "cause", "message")
+        SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
         CAUSE_FIELD_NUMBER: _ClassVar[int]
         MESSAGE_FIELD_NUMBER: _ClassVar[int]
-        cut: int
+        snapshot_id: int
         cause: str
         message: str
-        def __init__(self, cut: _Optional[int] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+        def __init__(self, snapshot_id: _Optional[int] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STAGED_FIELD_NUMBER: _ClassVar[int]
@@ -536,14 +536,14 @@ class WatchRequest(_message.Message):
 class Notice(_message.Message):
     __slots__ = ("committed", "save_failed", "save_now", "policy", "fenced")
     class SaveFailed(_message.Message):
-        __slots__ = ("cut", "cause", "message")
-        CUT_FIELD_NUMBER: _ClassVar[int]
+        __slots__ = ("snapshot_id", "cause", "message")
+        SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
         CAUSE_FIELD_NUMBER: _ClassVar[int]
         MESSAGE_FIELD_NUMBER: _ClassVar[int]
-        cut: int
+        snapshot_id: int
         cause: str
         message: str
-        def __init__(self, cut: _Optional[int] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+        def __init__(self, snapshot_id: _Optional[int] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
     class SaveNow(_message.Message):
         __slots__ = ("reason", "deadline_s", "urgent")
         REASON_FIELD_NUMBER: _ClassVar[int]

@@ -100,7 +100,7 @@ def rows_of(
         not 0 < d.rows <= min(schema.rows, block_bytes)
     ):  # a row has at least one byte, which bounds the products below
         what = f"{d.rows} rows of a table of {schema.rows}"
-    elif d.again and not d.fresh:
+    elif d.duplicated and not d.fresh:
         what = "rows are sent again that did not change"
     elif d.contiguous and last >= schema.rows:
         what = f"rows from {d.row_start}, {d.rows} of them, of {schema.rows}"
@@ -126,7 +126,7 @@ def rows_of(
         offsets=tuple(offsets),
         length=length,
         fresh=d.fresh if d.HasField("fresh") else None,
-        duplicate=d.again,
+        duplicate=d.duplicated,
     )
 
 

@@ -88,17 +88,17 @@ def decide(known: Measurements, policy: pb.Policy) -> Choice:
             held = CurrentChoice(
                 basis=Basis(seconds=found.seconds, cost_s=now.cost_s, mtbf_s=now.mtbf_s), goal=name
             )
-        decision.would = timers(held.basis.seconds, 0)
+        decision.proposed = timers(held.basis.seconds, 0)
         decision.why = found.why if applied else f"as stated; under auto {found.why}"
         decision.bound, decision.unreachable = found.bound, found.unreachable
         if applied:
             every_s, every_steps = held.basis.seconds, 0
     if applied and known.doublings is not None:
-        most_s = _cap_s(policy, known.doublings)
-        if not 0 < every_s <= most_s:
-            decision.would = timers(every_s, every_steps)
+        max_interval_s = _cap_s(policy, known.doublings)
+        if not 0 < every_s <= max_interval_s:
+            decision.proposed = timers(every_s, every_steps)
             decision.bound = "previous attempts ended without a checkpoint: doubles with each commit"
-            every_s = most_s
+            every_s = max_interval_s
     decision.value = timers(every_s, every_steps)
     return Choice(
         applied=applied, held=held, every_s=every_s, every_steps=every_steps, decision=decision, cause=cause

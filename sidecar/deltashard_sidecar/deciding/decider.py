@@ -146,9 +146,9 @@ class Decider:
     def save_started(self, save: MeasuredSave, *, planned_steps: int, partial: bool) -> None:
         self._update(lambda known, _: known.save_started(save, planned_steps=planned_steps, partial=partial))
 
-    def save_ended(self, cut: int, cost: Cost | None) -> None:
+    def save_ended(self, snapshot_id: int, cost: Cost | None) -> None:
         """Record that a save is durable, or failed (`cost` None)."""
-        self._update(lambda known, now_s: known.save_ended(cut, cost, now_s))
+        self._update(lambda known, now_s: known.save_ended(snapshot_id, cost, now_s))
 
     def observe(self, reading: Reading) -> bool:
         """Process one reading of rank 0's control line; returns whether the timers changed since the last one."""
@@ -180,7 +180,7 @@ class Decider:
         self._choice = choice  # assigned once: others read it without the lock
         metrics, known = self._metrics, self._measurements
         held = None if choice is None else choice.held
-        metrics.interval.labels("in_force").set(self.apply_to(self._policy).every_s)
+        metrics.interval.labels("effective").set(self.apply_to(self._policy).every_s)
         metrics.interval.labels("chosen").set(0.0 if held is None else held.basis.seconds)
         metrics.cost.set(0.0 if known is None else known.profile.save.mean)
         metrics.mtbf.set(0.0 if known is None else known.rates.mtbf_s)
@@ -192,4 +192,6 @@ class Decider:
             for name in ("goal", "why", "bound", "unreachable", "evidence")
         }
         was = "" if before.held is None else f"every {before.held.basis.seconds:.4g} s"
-        self._log.info("interval.decided", interval=choice.decision.would, before=was, cause=cause, **facts)
+        self._log.info(
+            "interval.decided", interval=choice.decision.proposed, before=was, cause=cause, **facts
+        )

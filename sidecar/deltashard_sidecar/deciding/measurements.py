@@ -46,7 +46,7 @@ class Cost:
 class MeasuredSave:
     """A save of rank 0, kept until the first step after its end."""
 
-    cut: int
+    snapshot_id: int
     started: Reading
     timed: bool
     """Whether a timer triggered it: only such saves are measured."""
@@ -125,13 +125,13 @@ class Measurements:
         left_steps = planned_steps - step if planned_steps > step else math.inf
         return replace(self, save=save, left_steps=left_steps, partial=partial)
 
-    def save_ended(self, cut: int, cost: Cost | None, now_s: float) -> Measurements:
+    def save_ended(self, snapshot_id: int, cost: Cost | None, now_s: float) -> Measurements:
         """Record that a save of rank 0 is durable, or failed (`cost` None). The next step completes its cost."""
         now = self
         if cost is not None:
             doublings = None if self.doublings is None else self.doublings + 1
             now = replace(self, committed=True, doublings=doublings)
-        if self.save is None or self.save.cut != cut:
+        if self.save is None or self.save.snapshot_id != snapshot_id:
             return now
         measured = cost is not None and self.save.timed and 0 <= cost.stall_s < math.inf
         return replace(now, save=replace(self.save, ended_s=now_s, cost=cost if measured else None))

@@ -23,12 +23,12 @@ MAX_CHECKPOINTS, MAX_PINS = 10, 4
 """Most checkpoints in a report, and most pins of each."""
 
 
-def pod_identity(settings: Settings) -> fleet.Who:
+def pod_identity(settings: Settings) -> fleet.SidecarIdentity:
     other = {"namespace": "pod_namespace", "pod": "pod_name", "node": "node_name"}
-    who = fleet.Who(version=version(), started_at_s=time.time())
-    for name in {each.name for each in who.DESCRIPTOR.fields} - {"version", "started_at_s"}:
-        setattr(who, name, getattr(settings, other.get(name, name)))
-    return who
+    identity = fleet.SidecarIdentity(version=version(), started_at_s=time.time())
+    for name in {each.name for each in identity.DESCRIPTOR.fields} - {"version", "started_at_s"}:
+        setattr(identity, name, getattr(settings, other.get(name, name)))
+    return identity
 
 
 def needs_report(now: fleet.ReportRequest, last: fleet.ReportRequest) -> bool:
@@ -38,7 +38,7 @@ def needs_report(now: fleet.ReportRequest, last: fleet.ReportRequest) -> bool:
 
 
 def _ids(request: fleet.ReportRequest) -> set[int | str]:
-    return {each.id for each in request.incidents} | {each.id for each in request.saves_over}
+    return {each.id for each in request.incidents} | {each.id for each in request.save_results}
 
 
 class SidecarState:
@@ -66,7 +66,7 @@ class SidecarState:
                 for w in (s.attachment for s in sessions)
             ],
             attempt=_attempt(sessions),
-            saves_failed_in_a_row=sidecar.activity.consecutive_failures,
+            consecutive_save_failures=sidecar.activity.consecutive_failures,
             store_ok=run.health.store_ok,
             credentials_ok=run.health.credentials_ok,
             save_blocked=sidecar.blocked()[1],
@@ -97,7 +97,7 @@ class SidecarState:
             checkpoints=[_kept(state, c, now_s) for c in _newest(state)],
             checkpoint_count=len(state.checkpoints),
             stored_bytes=sum(held_bytes(state, seq) for seq in state.checkpoints),
-            openings=openings(state, _attempt(sessions)),
+            attempts_opened=attempts_opened(state, _attempt(sessions)),
             measured=sidecar.decider.measured(),
             decisions=[*sidecar.decider.decisions(), *([] if bits is None else [bits])],
         )
@@ -132,7 +132,7 @@ def _kept(state: RunState, checkpoint: Checkpoint, now_s: float) -> fleet.KeptCh
     )
 
 
-def openings(state: RunState, attempt: int) -> int:
+def attempts_opened(state: RunState, attempt: int) -> int:
     """Return how often this attempt's workload has opened the run, up to it; 0 if the log is not read that far. Pure.
 
     A restore that falls back past an incomplete checkpoint opens another attempt, but counts as the same opening: the

@@ -127,10 +127,10 @@ class ReportClient:
             process=self._process,
             sequence=self._sequence,
             now_s=time.time(),
-            who=self._identity,
+            identity=self._identity,
             pod=self._side.pod(),
             incidents=self._side.incidents.pending(sent=sent),
-            saves_over=self._side.orders.finished()[:MAX_FINISHED_SAVES],
+            save_results=self._side.orders.finished()[:MAX_FINISHED_SAVES],
         )
 
     def _report(self, deadline_s: float) -> None:
@@ -188,12 +188,12 @@ class ReportClient:
         self._metrics.fleet_connected.set(1)
         self._last_request, self._is_reporter, self._omit_messages, self._last_cause = (
             request,
-            reply.speaks,
+            reply.report_run,
             False,
             "",
         )
-        self._side.incidents.acknowledge(reply.told)
-        self._side.orders.handle_reply(reply.saves, {each.id for each in request.saves_over})
+        self._side.incidents.acknowledge(reply.acknowledged_incident)
+        self._side.orders.handle_reply(reply.saves, {each.id for each in request.save_results})
         if reply.HasField("directive") and reply.directive.id != self._rejected_directive:
             try:
                 self._side.apply_directive(policy.received(reply.directive, self._settings.workload_uid))

@@ -67,7 +67,7 @@ class BitChoice:
         self._error_ledger = ErrorLedger()
         self._tables: Sequence[TableSchema] = ()
         self._snapshot_encodings: tuple[tuple[int, int, bool], Mapping[str, str]] | None = None
-        """Encodings chosen last, with (attempt, cut, whether it is the closing one); None: nothing chosen yet."""
+        """Encodings chosen last, with (attempt, snapshot_id, whether it is the closing one); None: nothing chosen yet."""
         self._reported_tables = ""
         """Value of the `tables` setting whose unknown names have been logged."""
         self._lock = threading.Lock()
@@ -120,11 +120,11 @@ class BitChoice:
             self._reported_tables = policy.tables
             self._log.warning("tables.unknown", names=unknown, tables=sorted(names)[:8])
         encodings: Mapping[str, str] = {name: own.get(name, policy.encoding) for name in names}
-        cut = attempt, begin.cut, begin.reason == "close"
+        snapshot_id = attempt, begin.snapshot_id, begin.reason == "close"
         snapshot_encodings = self._snapshot_encodings
         if not chooses_bits(policy):
             self.decision = None
-        elif snapshot_encodings is not None and snapshot_encodings[0] == cut:
+        elif snapshot_encodings is not None and snapshot_encodings[0] == snapshot_id:
             encodings = snapshot_encodings[1]  # chosen by another rank of this snapshot
         else:
             found = self._choose(policy, ranks, begin, expected, own)
@@ -132,8 +132,8 @@ class BitChoice:
                 encodings = found.encodings
             self._record_decision(policy, found, encodings, expected=expected, is_complete=ranks.is_complete)
             self._tables = ranks.tables
-            if begin.cut:  # 0: a prepared save without a cut number yet
-                self._snapshot_encodings = cut, encodings
+            if begin.snapshot_id:  # 0: a prepared save without a snapshot number yet
+                self._snapshot_encodings = snapshot_id, encodings
         return {table: encoding for table, encoding in encodings.items() if encoding != policy.encoding}
 
     def _choose(
@@ -163,7 +163,7 @@ class BitChoice:
             expected=(expected.trained_s + left_s) / expected.rates.restores.mean_between_s,
             restores_so_far=run.restores,
             near_end=near_end or begin.reason == "close",
-            least_bits=SAFE_BITS if unknown else max(policy.least_bits, BITS[0]),
+            min_bits=SAFE_BITS if unknown else max(policy.min_bits, BITS[0]),
         )
         return choose_bits(policy.bits_goal, facts, forecast, own)
 
@@ -181,14 +181,14 @@ class BitChoice:
             subject="bits",
             goal=policy.bits_goal,
             value=summary(encodings),
-            would=summary(found.encodings),
+            proposed=summary(found.encodings),
             why=found.why,
-            bound=f"not below {policy.least_bits} bit" if policy.least_bits > BITS[0] else "",
+            bound=f"not below {policy.min_bits} bit" if policy.min_bits > BITS[0] else "",
             evidence=f"{self._error_ledger.restores} restores so far, one expected in {between_s / 3600:.3g} h",
             unreachable="" if is_complete else "bits are chosen where all ranks are in one pod: shown here",
         )
-        if before is None or (before.value, before.would) != (now.value, now.would):
-            self._log.info("bits.decided", value=now.value, would=now.would, why=found.why)
+        if before is None or (before.value, before.proposed) != (now.value, now.proposed):
+            self._log.info("bits.decided", value=now.value, proposed=now.proposed, why=found.why)
 
     def metadata(self, held: Stored | None) -> dict[str, str]:
         """Return the ledger for a commit stored as `held`; None: bits are not chosen, and only the past is recorded."""

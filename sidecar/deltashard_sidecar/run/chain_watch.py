@@ -128,8 +128,11 @@ class ChainWatch:
         documents: dict[str, str] = {}
         for entry in map(state.checkpoints.__getitem__, read):
             if (listed := entry.listed) is not None:
-                keys = manifest_key(entry.attempt, entry.cut, listed.manifest), layout_key(listed.layout)
-                documents |= dict.fromkeys(keys, snapshot_prefix(entry.attempt, entry.cut))
+                keys = (
+                    manifest_key(entry.attempt, entry.snapshot_id, listed.manifest),
+                    layout_key(listed.layout),
+                )
+                documents |= dict.fromkeys(keys, snapshot_prefix(entry.attempt, entry.snapshot_id))
         if missing := find_missing(documents):
             return missing
         parts: tuple[Part, ...] = ()

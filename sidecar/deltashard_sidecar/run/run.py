@@ -61,7 +61,7 @@ SHARED_IDLE_S = 60.0
 
 def commit_message(entry: Checkpoint, *, baseline: bool | None = None) -> pb.Commit:
     """Return the message about a checkpoint; `baseline`: whether the rank's part is one, None: whether all are."""
-    same = ("seq", "attempt", "cut", "step", "stored_bytes", "raw_bytes", "rows")
+    same = ("seq", "attempt", "snapshot_id", "step", "stored_bytes", "raw_bytes", "rows")
     values = {name: getattr(entry, name) for name in same}
     return pb.Commit(baseline=entry.baseline if baseline is None else baseline, **values)
 
@@ -227,7 +227,7 @@ class Run:
                 owner=self.identity.owner,
                 workload=self.settings.workload_uid,
                 pod=self.settings.pod_uid,
-                took_part=max(request.took_part, self.participation.newest(self.name)),
+                participated_attempt=max(request.participated_attempt, self.participation.newest(self.name)),
                 which=which,
                 exclude=() if request.from_run else request.exclude_seqs,
                 takeover=request.takeover,
@@ -244,7 +244,7 @@ class Run:
         damage = (read or state).damage() or ""
         reply = pb.OpenReply(
             basis=pb.Basis(attempt=basis.attempt, resume_seq=basis.resume, token=basis.token),
-            unopened=str(refusal),
+            deferred_reason=str(refusal),
             fell_back=damage != "" and (request.which or "latest") == "latest",
             log_damage=damage,
         )
@@ -271,7 +271,7 @@ class Run:
             owner=self.identity.owner,
             workload=self.settings.workload_uid,
             pod=self.settings.pod_uid,
-            took_part=max(request.took_part, self.participation.newest(self.name)),
+            participated_attempt=max(request.participated_attempt, self.participation.newest(self.name)),
             world_size=attachment.world_size,
             layout=request.layout or None,
             which=which,
@@ -311,7 +311,7 @@ class Run:
         self.metrics.record_lost_samples(resume.metadata.get(PLS_KEY, "0"))
         reply.resume_seq = resume.seq
         reply.step = resume.step
-        reply.cut = resume.cut
+        reply.snapshot_id = resume.snapshot_id
         reply.resume_attempt = resume.attempt
         reply.fingerprint.update(resume.fingerprint)
         reply.tables.extend(table_message(table) for table in resume.tables)

@@ -70,8 +70,8 @@ class SyntheticBaselines:
             most = part.stored_bytes // pack_size(self._settings.pack_bytes, self._cache) + 2
             for n, kind in itertools.product(range(most), (False, True)):
                 name = compaction_pack_key(token=key.token, n=n, state=kind)
-                if key.attempt is not None and key.cut is not None and key.rank is not None:
-                    of = {"attempt": key.attempt, "cut": key.cut, "rank": key.rank}
+                if key.attempt is not None and key.snapshot_id is not None and key.rank is not None:
+                    of = {"attempt": key.attempt, "snapshot_id": key.snapshot_id, "rank": key.rank}
                     name = pack_key(**of, token=key.token, n=n, state=kind)
                 found += self._cache.bytes_of(run_key(state.run, name))
         return found

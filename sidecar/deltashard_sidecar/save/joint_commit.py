@@ -48,7 +48,7 @@ class JointCommits:
     def commit(
         self,
         attempt: int,
-        cut: int,
+        snapshot_id: int,
         report: PartReport,
         *,
         expected: Callable[[], AbstractSet[int]],
@@ -62,7 +62,7 @@ class JointCommits:
         """
         rank, until_s = report.part.rank, time.monotonic() + deadline_s
         with self._changed:
-            pending = self._pending_commit(attempt, cut)
+            pending = self._pending_commit(attempt, snapshot_id)
             pending.reports[rank] = report
             self._changed.notify_all()
             while pending.outcome is None:
@@ -72,7 +72,7 @@ class JointCommits:
                     break
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
-                    raise PartsMissing(sorted(missing), f"attempt {attempt}, cut {cut}")
+                    raise PartsMissing(sorted(missing), f"attempt {attempt}, snapshot {snapshot_id}")
                 self._changed.wait(min(left_s, RECHECK_S))
             else:
                 return pending.result()
@@ -87,17 +87,19 @@ class JointCommits:
             self._changed.notify_all()
             return pending.result()
 
-    def withdraw(self, attempt: int, cut: int, rank: int) -> bool:
+    def withdraw(self, attempt: int, snapshot_id: int, rank: int) -> bool:
         """Withdraw this rank's part; returns False if the snapshot's commit has already begun or ended."""
         with self._changed:
-            pending = self._pending_commit(attempt, cut)
+            pending = self._pending_commit(attempt, snapshot_id)
             if pending.committing or pending.outcome is not None:
                 return False
-            where = f"attempt {attempt}, cut {cut}"
+            where = f"attempt {attempt}, snapshot {snapshot_id}"
             pending.outcome = PartAbandoned(f"rank {rank} abandoned this snapshot", where=where)
             self._changed.notify_all()
             return True
 
-    def _pending_commit(self, attempt: int, cut: int) -> _PendingCommit:
-        self._pending = {key: held for key, held in self._pending.items() if key >= (attempt, cut - 1)}
-        return self._pending.setdefault((attempt, cut), _PendingCommit())
+    def _pending_commit(self, attempt: int, snapshot_id: int) -> _PendingCommit:
+        self._pending = {
+            key: held for key, held in self._pending.items() if key >= (attempt, snapshot_id - 1)
+        }
+        return self._pending.setdefault((attempt, snapshot_id), _PendingCommit())

@@ -64,7 +64,7 @@ class Save:
         self,
         *,
         session: Session,
-        cut: SaveDecisions,
+        decisions: SaveDecisions,
         sink: PartSink,
         keeper: ArenaKeeper,
         submit: Callable[[Callable[[], None]], object],
@@ -73,7 +73,7 @@ class Save:
         ended: Callable[[Save], None],
     ) -> None:
         self.attachment = session.attachment
-        self.cut = cut
+        self.decisions = decisions
         self.state = SaveState.STAGING
         self.started_s = time.monotonic()
         self.last_message_s = self.started_s
@@ -87,7 +87,12 @@ class Save:
         self._keeper = keeper
         self._submit = submit
         self._metrics = metrics
-        self.log = log.bind(attempt=cut.attempt, cut=cut.cut, step=cut.step, rank=self.attachment.rank)
+        self.log = log.bind(
+            attempt=decisions.attempt,
+            snapshot_id=decisions.snapshot_id,
+            step=decisions.step,
+            rank=self.attachment.rank,
+        )
         self._ended = ended
         self._outbox: queue.SimpleQueue[pb.SaveReply | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
@@ -107,15 +112,15 @@ class Save:
         self._grant()
 
     def replies(self) -> Iterator[pb.SaveReply]:
-        content = self.cut.content
+        content = self.decisions.content
         begun = pb.SaveReply.Begun(
             covers=content.covers,
             encoding=content.precision.others,
-            stall_budget_s=self.cut.stall_budget_s,
+            stall_budget_s=self.decisions.stall_budget_s,
             state_encoding=content.precision.state,
             encodings=content.precision.named,
             rebased=content.rebased,
-            fresh_first=self.cut.since is not None,
+            fresh_first=self.decisions.since is not None,
         )
         yield pb.SaveReply(begun=begun)
         while (reply := self._outbox.get()) is not None:
@@ -154,8 +159,8 @@ class Save:
                 self._seal(request.seal)
             elif kind == "abort":
                 self._abort(request.abort.cause)
-            elif kind == "several":
-                for each in request.several.requests:
+            elif kind == "batch":
+                for each in request.batch.requests:
                     if (inner := each.WhichOneof("kind")) not in ("rows", "blob", "seal"):
                         self.fail(BadBatch(f"{inner!r} among several descriptors", where="save stream"))
                     self._take(each)
@@ -233,10 +238,10 @@ class Save:
         self._session.stall_aborts = 0
         self.log.info("save.staged", stall_s=round(seal.stall_s, 4), rows=seal.rows, raw_bytes=seal.raw_bytes)
         crash_point("stage.sealed")
-        name = f"finish-{self.cut.attempt}-{self.cut.cut}"
+        name = f"finish-{self.decisions.attempt}-{self.decisions.snapshot_id}"
         threading.Thread(target=self._finish, args=(seal,), name=name, daemon=True).start()
         # IMPORTANT: after this reply the trainer changes its tensors. All its batches are in blocks of the arena.
-        self._outbox.put(pb.SaveReply(staged=pb.SaveReply.Staged(cut=self.cut.cut)))
+        self._outbox.put(pb.SaveReply(staged=pb.SaveReply.Staged(snapshot_id=self.decisions.snapshot_id)))
         self._outbox.put(None)
         self._encode_deferred()
 
@@ -263,7 +268,7 @@ class Save:
         self._outbox.put(None)
 
     def _finish(self, seal: pb.SaveRequest.Seal) -> None:
-        deadline_s = self.started_s + self.cut.deadline_s
+        deadline_s = self.started_s + self.decisions.deadline_s
         try:
             with self._drained:
                 done = self._drained.wait_for(
@@ -309,7 +314,7 @@ class Save:
         self.log.warning("save.failed", cause=cause, message=message, state=was.value)
         self._metrics.failures.labels(cause).inc()
         if was is SaveState.STAGING:
-            failed = pb.SaveReply.Failed(cut=self.cut.cut, cause=cause, message=message)
+            failed = pb.SaveReply.Failed(snapshot_id=self.decisions.snapshot_id, cause=cause, message=message)
             self._outbox.put(pb.SaveReply(failed=failed))
             self._outbox.put(None)
         for encode in self._take_deferred():

@@ -69,7 +69,7 @@ class SaveDecisions:
     """Parameters of one save, decided at its begin."""
 
     attempt: int
-    cut: int
+    snapshot_id: int
     step: int
     reason: str
     urgent: bool
@@ -96,7 +96,7 @@ class PartSink:
         self,
         run: Run,
         attachment: Attachment,
-        cut: SaveDecisions,
+        snapshot: SaveDecisions,
         *,
         joint: JointCommits,
         expected: Callable[[], AbstractSet[int]],
@@ -104,26 +104,26 @@ class PartSink:
         """`expected` gives the ranks of this pod whose parts `joint` waits for."""
         self._run = run
         self._attachment = attachment
-        self._plan = cut
+        self._plan = snapshot
         self._joint = joint
         self._expected = expected
         self._begun_s = time.monotonic()
         self._single_rank = attachment.world_size == 1
         self._log = run.log_of(attachment)
-        if cut.content.covers is None:
+        if snapshot.content.covers is None:
             run.bits.errors.begin_baseline()
         self._writer = PartWriter(
             run.store,
             PartTarget(
                 run=self._log.run,
-                attempt=cut.attempt,
-                cut=cut.cut,
-                step=cut.step,
+                attempt=snapshot.attempt,
+                snapshot_id=snapshot.snapshot_id,
+                step=snapshot.step,
                 rank=attachment.rank,
                 token=run.token,
                 tables=attachment.tables,
                 boxes=attachment.boxes,
-                covers=cut.content.covers,
+                covers=snapshot.content.covers,
             ),
             run.cache,
             pack_bytes=run.settings.pack_bytes,
@@ -149,7 +149,7 @@ class PartSink:
             # A frame in another encoding than requested differs from the older checkpoint's, changed or not.
             new = batch.fresh or (batch.fresh is not None and held != asked)
             again = frame.info.rows if batch.duplicate else 0
-            self._writer.add(frame, since=self._plan.since if new else None, again=again)
+            self._writer.add(frame, since=self._plan.since if new else None, duplicated_rows=again)
             metrics.rows.labels("in", held).inc(frame.info.rows)
             metrics.raw_bytes.labels(held).inc(frame.raw_bytes)
             metrics.frame_bytes.labels("in", held).inc(frame.info.stored_bytes)
@@ -184,7 +184,7 @@ class PartSink:
             rows=index.rows,
             raw_bytes=index.raw_bytes,
             stall_s=seal.stall_s,
-            cut_at_s=seal.cut_at_s,
+            snapshot_at_s=seal.snapshot_at_s,
             directive=self._plan.content.directive,
             fingerprint=self._attachment.fingerprint,
             metadata=self._metadata(seal, baseline=part.covers is None),
@@ -225,19 +225,19 @@ class PartSink:
         )
 
     def _committed(self, report: PartReport, deadline_s: float) -> Committed:
-        cut = self._plan
+        snapshot = self._plan
 
         def commit(reports: Sequence[PartReport]) -> Committed:
             return commit_parts(
                 self._log,
-                attempt=cut.attempt,
-                cut=cut.cut,
-                step=cut.step,
+                attempt=snapshot.attempt,
+                snapshot_id=snapshot.snapshot_id,
+                step=snapshot.step,
                 world_size=self._attachment.world_size,
                 reports=reports,
-                layout=cut.layout,
+                layout=snapshot.layout,
                 bodies=self._run.report_bodies,
-                latency=self._run.latency if cut.reason in PERIODIC else None,
+                latency=self._run.latency if snapshot.reason in PERIODIC else None,
                 since_s=time.monotonic() - self._begun_s,
                 deadline_s=deadline_s,
             )
@@ -245,7 +245,12 @@ class PartSink:
         if self._single_rank:
             return commit((report,))
         return self._joint.commit(
-            cut.attempt, cut.cut, report, expected=self._expected, commit=commit, deadline_s=deadline_s
+            snapshot.attempt,
+            snapshot.snapshot_id,
+            report,
+            expected=self._expected,
+            commit=commit,
+            deadline_s=deadline_s,
         )
 
     def _metadata(self, seal: pb.SaveRequest.Seal, *, baseline: bool) -> dict[str, str]:
@@ -270,14 +275,16 @@ class PartSink:
         """Stop encoding and uploading, and drop spooled data. Callable at any time, from any thread."""
         self._writer.abort()
         if not self._single_rank:
-            decline(self._run, self._attachment, self._plan.attempt, self._plan.cut, joint=self._joint)
+            decline(
+                self._run, self._attachment, self._plan.attempt, self._plan.snapshot_id, joint=self._joint
+            )
 
 
 def decline(
     run: Run,
     attachment: Attachment,
     attempt: int,
-    cut: int,
+    snapshot_id: int,
     *,
     joint: JointCommits,
     process_died: bool = False,
@@ -286,7 +293,7 @@ def decline(
 
     `process_died`: the report is also written to the store, because other ranks may already wait there.
     """
-    if not joint.withdraw(attempt, cut, attachment.rank) and not process_died:
+    if not joint.withdraw(attempt, snapshot_id, attachment.rank) and not process_died:
         return
     if run.removed is not None:
         return  # a removed run has no waiting peers
@@ -297,10 +304,10 @@ def decline(
             abandon_part(
                 log,
                 attempt=attempt,
-                cut=cut,
+                snapshot_id=snapshot_id,
                 rank=attachment.rank,
                 token=run.token,
                 deadline_s=ABANDON_DEADLINE_S,
             )
 
-    threading.Thread(target=abandon_in_store, name=f"abandon-{cut}", daemon=True).start()
+    threading.Thread(target=abandon_in_store, name=f"abandon-{snapshot_id}", daemon=True).start()

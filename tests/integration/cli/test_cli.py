@@ -91,7 +91,7 @@ def test_inspect(cli: Cli, url: str, run: WrittenRun) -> None:
         (HALF.fqn, HALF.rows, ["bf16"]),
     ]
     assert set(found["blobs"]) == {"dense/mlp.0.weight", "dense/odd", "meta", "optim/0"}
-    assert found["summary"]["cut_at_s"] == 1_700_000_000.25
+    assert found["summary"]["snapshot_at_s"] == 1_700_000_000.25
     code, text = cli("inspect", url)
     assert code == 0
     assert ITEMS.fqn in text
@@ -185,14 +185,14 @@ def _packs_lost(store: Store) -> list[tuple[str, str, list[int]]]:
     return [(base[0], "does not exist", [2, 3, 4]), (base[1], "bytes", [2, 3, 4])]
 
 
-def _index_cut(store: Store) -> list[tuple[str, str, list[int]]]:
+def _index_snapshot(store: Store) -> list[tuple[str, str, list[int]]]:
     (index,) = [key for key in objects(store, ".index") if "/00000002/" in key]
     store.put(index, store.get(index)[:-3])
     return [(index, "", [3, 4])]
 
 
 def _index_lost(store: Store) -> list[tuple[str, str, list[int]]]:
-    ((index, _, needed),) = _index_cut(store)
+    ((index, _, needed),) = _index_snapshot(store)
     store.delete([index])
     return [(index, "", needed)]
 
@@ -218,7 +218,7 @@ def _entry_changed(store: Store) -> list[tuple[str, str, list[int]]]:
 
 
 @pytest.mark.parametrize(
-    "damage", [_packs_lost, _index_cut, _index_lost, _other_encodings, _entry_lost, _entry_changed]
+    "damage", [_packs_lost, _index_snapshot, _index_lost, _other_encodings, _entry_lost, _entry_changed]
 )
 def test_damage_is_found_without_reading_contents(
     cli: Cli, file_url: str, file_run: WrittenRun, damage: Callable[[Store], list[tuple[str, str, list[int]]]]

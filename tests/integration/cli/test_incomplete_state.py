@@ -116,7 +116,7 @@ def test_partial_removal_is_listed_and_removable(
         written.close()
     delete = FileStore.delete
 
-    def cut(self: FileStore, keys: Iterable[str]) -> None:
+    def take_snapshot(self: FileStore, keys: Iterable[str]) -> None:
         keys = list(keys)
         if any(folder in key for key in keys[1:]):
             delete(self, keys[:1])
@@ -124,7 +124,7 @@ def test_partial_removal_is_listed_and_removable(
         delete(self, keys)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FileStore, "delete", cut)
+        patch.setattr(FileStore, "delete", take_snapshot)
         assert cli("rm", run_url(file_url, RUN), "--yes")[0] == 4
     found = listed(cli, file_url)
     assert (found[RUN], found["team/run-2"]) == ("being removed", "ok")

@@ -57,7 +57,7 @@ def test_log_shows_each_entry(cli: Cli, url: str, tmp_path: Path) -> None:
     lines = found["lines"]
     assert [line["kind"] for line in lines] == ["genesis", "attempt", *["checkpoint"] * 3, "pin"]
     newest = lines[4]
-    assert (newest["step"], newest["attempt"], newest["cut"], newest["covers"]) == (300, 1, 3, [3])
+    assert (newest["step"], newest["attempt"], newest["snapshot_id"], newest["covers"]) == (300, 1, 3, [3])
     assert newest["bytes"] > 0
     assert newest["ranks"] == 1
     assert lines[2]["pins"] == ["best"]
@@ -112,9 +112,10 @@ def test_gc_explains_why_objects_are_kept(cli: Cli, url: str, tmp_path: Path) ->
     full = written.save(step=400, directive="baseline")
     written.save(written.train(), step=500, covers=full, directive="steps")
     store = written.store
-    written.cut += 1
+    written.snapshot_id += 1
     store.put(
-        f"{RUN}/{snapshot_prefix(written.attempt, written.cut)}00000-{'0' * 16}-00000.pack", b"in flight"
+        f"{RUN}/{snapshot_prefix(written.attempt, written.snapshot_id)}00000-{'0' * 16}-00000.pack",
+        b"in flight",
     )
     store.put(f"{RUN}/notes.txt", b"somebody's")
     before = keys(store)
@@ -125,7 +126,10 @@ def test_gc_explains_why_objects_are_kept(cli: Cli, url: str, tmp_path: Path) ->
     assert sum(one["bytes"] for one in found["reasons"]) == sum(map(len, before.values()))
     why = {item["key"]: (item["status"], item["reason"]) for item in found["objects"]}
     by_snapshot = {
-        cut: reason for key, reason in why.items() for cut in range(1, 8) if snapshot_prefix(1, cut) in key
+        snapshot_id: reason
+        for key, reason in why.items()
+        for snapshot_id in range(1, 8)
+        if snapshot_prefix(1, snapshot_id) in key
     }
     assert by_snapshot[5] == ("kept", "checkpoint 6: the newest, one of the newest 1")
     assert by_snapshot[4] == ("kept", "checkpoint 5: covered by the newest, 6, chain base of 6")

@@ -43,7 +43,7 @@ def written(tmp_path: Path) -> str:
     second = run.save(run.train(), step=200, covers=first, encoding="q8")
     third = run.save(run.train(), step=300, covers=second, encoding="q8")
     run.attempt = open_attempt(RunLog(run.store, RUN), owner="tests", which=f"seq:{third}").attempt
-    run.cut = 0
+    run.snapshot_id = 0
     run.save(run.train(), step=400, covers=third, encoding="q8", metadata={KEY: profile()})
     run.close()
     return url

@@ -23,8 +23,8 @@ store:
    encryption: {kind: SSE-KMS, keyId: alias/checkpoints}, secretRef: {name: store, key: aws},
    webIdentity:
      {audience: sts.amazonaws.com, roleArn: arn:aws:iam::123456789012:role/team-a, stsEndpoint: https://sts.example}}
-interval: {every: 5m, everySteps: 0, goal: {type: Overhead, overhead: 0.5%}, atLeast: 1m, atMost: 30m}
-precision: {encoding: q8, goal: Budget, leastBits: 4, tables: {model.emb.user: q8, emb/item: q4}}
+interval: {every: 5m, everySteps: 0, goal: {type: Overhead, overhead: 0.5%}, min: 1m, max: 30m}
+precision: {encoding: q8, goal: Budget, minBits: 4, tables: {model.emb.user: q8, emb/item: q4}}
 differential: intermittent
 arenaSize: 256Mi
 cacheSize: 10737418240
@@ -162,10 +162,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (goal(type="LostWork", lostWork="0s"), "from 1ms to 168h"),
     (goal(type="LostWork", lostWork="720h"), "from 1ms to 168h"),
     (goal(type="PLS", pls="2"), "at most 1"),
-    ({"interval": {"atLeast": "60s", "atMost": "59s"}}, "atLeast is above atMost"),
-    ({"interval": {"atMost": "169h"}}, "from 0s to 168h"),
+    ({"interval": {"min": "60s", "max": "59s"}}, "min is above max"),
+    ({"interval": {"max": "169h"}}, "from 0s to 168h"),
     ({"precision": {"goal": "Small"}}, "supported values"),
-    ({"precision": {"leastBits": 5}}, "supported values"),
+    ({"precision": {"minBits": 5}}, "supported values"),
     ({"precision": {"tables": {"": "q8"}}}, "encodings by table"),
     (
         {"precision": {"tables": {f"{'x' * 100}{n}": "q8" for n in range(40)}}},

@@ -24,7 +24,7 @@ def test_store_requests_stay_within_budgets(monkeypatch: pytest.MonkeyPatch) -> 
     missed = [what for what, row in rows.items() if row["unit"] in COUNTED and row["met"] is False]
     assert missed == list(KNOWN), {what: rows[what] for what in missed}
     one, other = found["reading"]["one rank"], found["reading"]["another world"]
-    links = found["scale"]["cuts"]
+    links = found["scale"]["snapshots"]
     # One index of each link, and the newest link's indexes with dense tensors. A pod's first rank caches some.
     assert one["gets"]["index"] == links + 7
     # From the log: HINT's folded state, the entry that confirms it, and the newest entry.
@@ -34,10 +34,10 @@ def test_store_requests_stay_within_budgets(monkeypatch: pytest.MonkeyPatch) -> 
     pod = found["reading"]["a pod"]
     assert pod["gets"]["layout"] == 1
     assert pod["gets"]["index"] == 8 * links + 7
-    for cut in found["cuts"]:
-        assert cut["requests"]["first"]["PUT"] + cut["requests"]["others"]["PUT"] >= 2 * 64
-        assert cut["indexes"] == 64
-    assert found["cuts"][-1]["committed_by"] == "first"
+    for snapshot_id in found["snapshots"]:
+        assert snapshot_id["requests"]["first"]["PUT"] + snapshot_id["requests"]["others"]["PUT"] >= 2 * 64
+        assert snapshot_id["indexes"] == 64
+    assert found["snapshots"][-1]["committed_by"] == "first"
 
 
 KNOWN = ("the same, uploads within 30 s", "GETs of rank 0's pod")

@@ -83,7 +83,7 @@ def test_table_has_user_encoding(make: MakeCheckpointer, tmp_path: Path) -> None
         loop.train(ckpt, 3)
     entry = newest(tmp_path)
     assert entry.encodings == {"large.weight": ("q2",), "small.weight": ("q8",)}
-    assert began_s <= entry.cut_at_s <= entry.at_s
+    assert began_s <= entry.snapshot_at_s <= entry.at_s
     assert stored(tmp_path) == {"large": "q2", "small": "q8"}
     restored = make(again, encoding="q2", tables={"small.weight": "q8"}, content_hash=True).restore()
     assert restored.verified is True

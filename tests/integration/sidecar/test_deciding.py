@@ -84,7 +84,7 @@ def test_interval_choice_is_reported_and_adopted_after_restart(
     tmp_path: Path, url: str, server: FleetServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sidecar measures first and then chooses the longest allowed interval. A restart does not measure again."""
-    said = flags(tmp_path, server, goal="auto", every_s=0.1, most_s=300, metrics_port=0)
+    said = flags(tmp_path, server, goal="auto", every_s=0.1, max_interval_s=300, metrics_port=0)
     with sidecar(tmp_path, url, **said) as process:
         monkeypatch.setenv("DELTASHARD_SOCKET", str(process.socket))
         training = SmallTraining()
@@ -93,14 +93,14 @@ def test_interval_choice_is_reported_and_adopted_after_restart(
         assert decision(server).value == "every 0.1 s"
         training.until(lambda: reported_interval_s(server) == 300.0, "a choice")
         shown = decision(server)
-        assert (shown.goal, shown.value, shown.would) == ("auto", "every 300 s", "every 300 s")
+        assert (shown.goal, shown.value, shown.proposed) == ("auto", "every 300 s", "every 300 s")
         assert shown.bound == "not above 5 min (the longest that the user allows)"
         assert "a save costs" in shown.why
         assert server.last.run.measured.saves >= MIN_SAVES
         (line,) = decided(process)
         assert (line["cause"], line["interval"]) == ("measured", "every 300 s")
         page = process.metrics_page()
-        assert 'deltashard_interval_seconds{which="in_force"} 300.0' in page
+        assert 'deltashard_interval_seconds{which="effective"} 300.0' in page
         assert 'deltashard_intervals_decided_total{cause="measured"} 1.0' in page
         told = lambda: "every 300 s (goal auto)" in str(training.ckpt.doctor())  # noqa: E731
         training.until(told, "the trainer is told")

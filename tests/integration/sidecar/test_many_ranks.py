@@ -54,7 +54,7 @@ class RankGroup:
         reply = first.open(which, layout=self.layout.data)
         assert reply.layout == self.layout.digest
         for trainer in others:
-            trainer.attempt, trainer.layout, trainer.cut = reply.attempt, reply.layout, 0
+            trainer.attempt, trainer.layout, trainer.snapshot_id = reply.attempt, reply.layout, 0
             trainer.attach()
         first.layout = reply.layout
         return reply.resume_seq if reply.HasField("resume_seq") else None
@@ -72,7 +72,9 @@ class RankGroup:
         return [trainer.save() for trainer in self.trainers]
 
     def save_and_commit(self) -> int:
-        commits = [t.committed(cut) for t, cut in zip(self.trainers, self.save(), strict=True)]
+        commits = [
+            t.committed(snapshot_id) for t, snapshot_id in zip(self.trainers, self.save(), strict=True)
+        ]
         assert len({commit.seq for commit in commits}) == 1
         return int(commits[0].seq)
 
@@ -222,9 +224,9 @@ def test_rank_abort_drops_snapshot_and_next_one_has_rows(
         snapshots = []
         for trainer in group.trainers:
             if trainer.rank == 1:
-                cut = trainer.begin()
-                cut.abort("stall")
-                snapshots.append(cut.number)
+                snapshot = trainer.begin()
+                snapshot.abort("stall")
+                snapshots.append(snapshot.number)
             else:
                 snapshots.append(trainer.save())
         for trainer, number in zip(group.trainers, snapshots, strict=True):
@@ -245,7 +247,7 @@ def test_ranks_at_different_steps_make_no_checkpoint(tmp_path: Path) -> None:
             group.trainers[0].committed(snapshots[0])
         group.models[0].train()
         for trainer in group.trainers:
-            trainer.cut += 1
+            trainer.snapshot_id += 1
         eventually(lambda: snapshots[1] in group.trainers[1].failures, what="the other rank hears of it, too")
         seq = group.save_and_commit()
         _assert_holds(url, seq, group.models)

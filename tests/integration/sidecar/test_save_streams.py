@@ -26,13 +26,13 @@ from tests.support.sidecar_process import SidecarProcess, sidecar
 @pytest.mark.parametrize("inner", ["abort", "several"])
 def test_invalid_message_mix_fails_its_save_only(trainer: Trainer, inner: str) -> None:
     """A message that is neither descriptor nor seal invalidates its save. The next save commits."""
-    cut = trainer.begin(defer_descriptors=True)
+    snapshot = trainer.begin(defer_descriptors=True)
     request = pb.SaveRequest()
     getattr(request, inner).SetInParent()
-    cut.send(request)
-    cut.write_all()
+    snapshot.send(request)
+    snapshot.write_all()
     with pytest.raises(SaveStreamFailed) as refused:
-        cut.seal()
+        snapshot.seal()
     assert refused.value.cause == "invalid"
     trainer.save_and_commit()
 
@@ -75,14 +75,14 @@ def test_snapshot_larger_than_arena(tmp_path: Path, url: str) -> None:
     with sidecar(tmp_path, url, encoding="q8", arena_bytes="32MiB", metrics_port=0) as process:
         trainer = Trainer(process.socket, FakeModel(rows=300_000, columns=32))
         trainer.open()
-        cut = trainer.begin()
-        assert cut.begun.stall_budget_s == 0, (
+        snapshot = trainer.begin()
+        assert snapshot.begun.stall_budget_s == 0, (
             "it can only go on as fast as it is encoded: no limit from the start"
         )
-        cut.write_all()
-        cut.seal()
-        assert cut.blocks_used * 8 > 64
-        commit = trainer.committed(cut.number)
+        snapshot.write_all()
+        snapshot.seal()
+        assert snapshot.blocks_used * 8 > 64
+        commit = trainer.committed(snapshot.number)
         assert commit.raw_bytes > 64 << 20
         assert process.blocks("free") == 4
         weights = trainer.model.tables[0].weights.copy()
@@ -98,17 +98,17 @@ def test_snapshot_larger_than_arena(tmp_path: Path, url: str) -> None:
 def test_aborted_save_frees_blocks_at_once(process: SidecarProcess, trainer: Trainer) -> None:
     """The trainer's abort confirms that it no longer writes. Two aborts count as a stall, and the next save waits."""
     for _ in range(2):
-        cut = trainer.begin()
-        assert cut.begun.stall_budget_s > 0
-        cut.rows_of(0, None)
-        cut.abort("stall_budget")
-        assert cut.end.failed.cause == "stall_budget"
+        snapshot = trainer.begin()
+        assert snapshot.begun.stall_budget_s > 0
+        snapshot.rows_of(0, None)
+        snapshot.abort("stall_budget")
+        assert snapshot.end.failed.cause == "stall_budget"
     eventually(lambda: process.blocks("free") == 8)
-    cut = trainer.begin()
-    assert cut.begun.stall_budget_s == 0
-    cut.write_all()
-    cut.seal()
-    trainer.committed(cut.number)
+    snapshot = trainer.begin()
+    assert snapshot.begun.stall_budget_s == 0
+    snapshot.write_all()
+    snapshot.seal()
+    trainer.committed(snapshot.number)
     assert process.metric('deltashard_save_failures_total{cause="stall_budget"}') == 2
     again = trainer.begin()
     assert again.begun.stall_budget_s > 0
@@ -117,9 +117,9 @@ def test_aborted_save_frees_blocks_at_once(process: SidecarProcess, trainer: Tra
 
 def test_blocks_of_a_broken_stream_are_quarantined(process: SidecarProcess, trainer: Trainer) -> None:
     """A live trainer may still write to the blocks, so they are not granted until it begins another save."""
-    cut = trainer.begin()
-    cut.rows_of(0, None)
-    cut.disconnect()
+    snapshot = trainer.begin()
+    snapshot.rows_of(0, None)
+    snapshot.disconnect()
     eventually(lambda: process.blocks("quarantined") > 0)
     held = process.blocks("quarantined")
     with pytest.raises(AssertionError, match="not within"):
@@ -136,14 +136,16 @@ class Prepared:
     def __init__(self, trainer: Trainer) -> None:
         self.outbox: queue.SimpleQueue[pb.SaveRequest | None] = queue.SimpleQueue()
         self.call = trainer.stub.Save(iter(self.outbox.get, None), timeout=60)
-        self.begin = pb.SaveRequest.Begin(session=trainer.reply.session, cut=trainer.cut + 1, reason="ahead")
+        self.begin = pb.SaveRequest.Begin(
+            session=trainer.reply.session, snapshot_id=trainer.snapshot_id + 1, reason="ahead"
+        )
         self.outbox.put(pb.SaveRequest(ready=pb.SaveRequest.Ready(session=trainer.reply.session)))
         self.outbox.put(pb.SaveRequest(prepare=pb.SaveRequest.Prepare(begin=self.begin)))
         self.answer = next(self.call).prepared
         self.granted = [] if self.answer.refused else list(next(self.call).blocks.granted)
 
     def abort(self) -> None:
-        self.outbox.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause="no cut")))
+        self.outbox.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause="no snapshot")))
         self.outbox.put(None)
 
 
@@ -175,11 +177,11 @@ def test_blocks_of_older_epoch_wait_for_writer(tmp_path: Path, url: str) -> None
         other = Trainer(
             second.socket, FakeModel(), rank=1, world_size=2, attempt=trainer.attempt, layout=layout.digest
         )
-        cut = other.begin()
-        assert cut.granted.empty(), "rank 0 still holds its lock from the older epoch"
+        snapshot = other.begin()
+        assert snapshot.granted.empty(), "rank 0 still holds its lock from the older epoch"
         trainer.attach()
-        eventually(lambda: not cut.granted.empty(), what="blocks after rank 0 attached again")
-        cut.abort()
+        eventually(lambda: not snapshot.granted.empty(), what="blocks after rank 0 attached again")
+        snapshot.abort()
         other.close()
         trainer.close()
 
@@ -190,40 +192,42 @@ def test_bad_descriptors_fail_their_save_only(process: SidecarProcess, trainer: 
     for bad in (
         {"block": 99}, {"rows": 1 << 62}, {"contiguous": False},
     ):  # fmt: skip
-        cut = trainer.begin()
-        block = cut.granted.get(timeout=60)
+        snapshot = trainer.begin()
+        block = snapshot.granted.get(timeout=60)
         message = {**good, "block": block, **bad}
-        cut.outbox.put(pb.SaveRequest(rows=pb.RowBatch(**message)))
+        snapshot.outbox.put(pb.SaveRequest(rows=pb.RowBatch(**message)))
         if bad == {"contiguous": False}:  # ids [0, 0, ...] are not ascending: the encoder detects it
             trainer.arena.block(block)[:80] = bytes(80)
-            cut.outbox.put(pb.SaveRequest(seal=pb.SaveRequest.Seal(rows=10)))
-        eventually(lambda c=cut: c.end is not None)
-        cut.outbox.put(None)
+            snapshot.outbox.put(pb.SaveRequest(seal=pb.SaveRequest.Seal(rows=10)))
+        eventually(lambda c=snapshot: c.end is not None)
+        snapshot.outbox.put(None)
         if bad != {"contiguous": False}:
-            assert cut.end.failed.cause == "invalid"
+            assert snapshot.end.failed.cause == "invalid"
         else:
-            eventually(lambda c=cut: c.number in trainer.failures or c.end.WhichOneof("kind") == "failed")
-        assert cut.over.wait(60)
+            eventually(
+                lambda c=snapshot: c.number in trainer.failures or c.end.WhichOneof("kind") == "failed"
+            )
+        assert snapshot.over.wait(60)
     trainer.save_and_commit()
     assert process.poll() is None
 
 
 def test_missing_rows_fail_save(trainer: Trainer) -> None:
     """The seal has the number of sent rows. A save with another number is never committed."""
-    cut = trainer.begin()
-    cut.write_all()
-    cut.rows += 1
-    cut.seal()
+    snapshot = trainer.begin()
+    snapshot.write_all()
+    snapshot.rows += 1
+    snapshot.seal()
     with pytest.raises(SaveStreamFailed, match="341 rows were sealed, 340 arrived"):
-        trainer.committed(cut.number)
+        trainer.committed(snapshot.number)
 
 
 def test_unresponsive_trainer_save_is_aborted(tmp_path: Path, url: str) -> None:
     """A hung trainer must not hold the arena without limit."""
     with training(tmp_path, url, encoding="fp32", stream_idle_s=4) as (_, trainer):
-        cut = trainer.begin()
-        assert cut.over.wait(60)
-        assert cut.end.failed.cause == "deadline"
+        snapshot = trainer.begin()
+        assert snapshot.over.wait(60)
+        assert snapshot.end.failed.cause == "deadline"
         trainer.save_and_commit()
 
 

@@ -145,7 +145,9 @@ def test_invalid_checkpoint_is_reported_and_excluded(tmp_path: Path, url: str) -
         trainer.model.train()
         bad = trainer.save_and_commit()
     shutil.rmtree(tmp_path / "cache")
-    for pack in (tmp_path / "store/run/data" / f"{bad.attempt:020d}" / f"{bad.cut:08d}").glob("*.pack"):
+    for pack in (tmp_path / "store/run/data" / f"{bad.attempt:020d}" / f"{bad.snapshot_id:08d}").glob(
+        "*.pack"
+    ):
         data = bytearray(pack.read_bytes())
         data[len(data) // 2] ^= 1
         pack.chmod(0o600)
@@ -271,6 +273,6 @@ def test_sigterm_finishes_staged_save(tmp_path: Path, url: str) -> None:
     number = trainer.save()
     assert process.terminate() == 0
     newest = RunLog(open_store(url), "run").refresh().newest()
-    assert newest.cut == number
+    assert newest.snapshot_id == number
     assert not list(open_store(url).list("run/closing/"))
     trainer.close()

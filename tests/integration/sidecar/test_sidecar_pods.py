@@ -145,7 +145,7 @@ def test_next_pod_waits_for_last_save_of_terminating_pod(tmp_path: Path, own_min
         reply = opening.result(timeout=DEADLINE_S)
         assert old.wait_exit() == 0
         assert (reply.step, reply.resume_attempt) == (6, 1)
-        assert reply.cut == number
+        assert reply.snapshot_id == number
         assert reply.waited_s > 0.0
         assert not list(store.list("ns/job/closing/"))
         fresh.attempt = reply.attempt

@@ -54,7 +54,7 @@ class TrackedTrainer:
             owed = [seq for seq in newest.covered if not state.checkpoints[seq].baseline]
             return all(seq in state.compactions for seq in owed)
 
-        eventually(kept_house, what="what the cut builds on is compacted")
+        eventually(kept_house, what="what the snapshot builds on is compacted")
         return commit
 
     def check(self) -> None:

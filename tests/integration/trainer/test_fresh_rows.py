@@ -294,18 +294,18 @@ def test_verify_finds_changed_row_missing_from_since(
 
     def table(
         writer: BlockWriter,
-        cut: TableSnapshot,
+        snapshot: TableSnapshot,
         *,
         start: int = 0,
         fresh: bool | None = None,
-        again: bool = False,
+        duplicated: bool = False,
     ) -> None:
-        ids = cut.selection.ids
-        if not fresh or ids is None or not cut.fqn.startswith("large"):
-            whole(writer, cut, start=start, fresh=fresh, again=again)
+        ids = snapshot.selection.ids
+        if not fresh or ids is None or not snapshot.fqn.startswith("large"):
+            whole(writer, snapshot, start=start, fresh=fresh, duplicated=duplicated)
             return
         for some, said in ((ids[:1], True), (ids[1:], False)):
-            whole(writer, replace(cut, selection=RowSelection(all=False, ids=some)), fresh=said)
+            whole(writer, replace(snapshot, selection=RowSelection(all=False, ids=some)), fresh=said)
 
     monkeypatch.setattr(BlockWriter, "table", table)
     loop.step(ckpt, rng)

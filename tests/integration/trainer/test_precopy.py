@@ -63,12 +63,12 @@ class PrecopyProgram(PrecopiedProgram):
 
         The number of steps between a copy and its snapshot depends on the machine.
         """
-        eventually(lambda: self.copying is None or self.train(), what="the cut of a copy")
+        eventually(lambda: self.copying is None or self.train(), what="the snapshot of a copy")
         self.wait_idle()
 
     def to_next_snapshot(self) -> None:
         before = self.ckpt.stats.snapshots
-        self.train_until(lambda: self.ckpt.stats.snapshots > before, "its cut")
+        self.train_until(lambda: self.ckpt.stats.snapshots > before, "its snapshot")
 
     @property
     def inconsistent(self) -> list[dict[str, Any]]:
@@ -203,7 +203,9 @@ def test_failed_comparison_is_reported(
 
     monkeypatch.setattr(precopy.TablePrecopy, "compare", fails)
     program = make(every_steps=10)
-    program.train_until(lambda: program.ckpt.stats.audit_faults == 1, "a cut after one with a head start")
+    program.train_until(
+        lambda: program.ckpt.stats.audit_faults == 1, "a snapshot after one with a head start"
+    )
     assert [facts["mode"] for name, facts in program.messages if name == "snapshot"][-1] == "all"
     program.wait_idle()
     assert "could not be compared with the live rows (MemoryError: none left)" in caplog.text
@@ -225,7 +227,7 @@ def test_more_rows_than_blocks(make: Any) -> None:
         program.wait_for_copy()  # otherwise its step may overtake it
         return program.ckpt.stats.precopy.discarded["arena full"] >= 2
 
-    program.train_until(twice_full, "two cuts that filled the arena ahead")
+    program.train_until(twice_full, "two snapshots that filled the arena ahead")
     assert program.ckpt.stats.precopy.snapshots >= 2
     program.wait_idle()
     program.check()
@@ -245,7 +247,7 @@ def test_sidecar_killed_during_precopy(make: Any, when: str) -> None:
     program.train_until(lambda: "attached" in [name for name, _ in program.messages[1:]], "another sidecar")
     program.train()
     program.ckpt.save().wait(60)
-    program.train_until(lambda: program.ckpt.stats.precopy.snapshots >= 2, "a cut with a head start")
+    program.train_until(lambda: program.ckpt.stats.precopy.snapshots >= 2, "a snapshot with a head start")
     program.wait_idle()
     program.check()
 

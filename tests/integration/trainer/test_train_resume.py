@@ -182,7 +182,7 @@ def test_gradient_accumulation_waits_for_the_next_optimizer_step(make: MakeCheck
             handle.wait(120)
         loop.net(torch.randint(ROWS, (8, 4))).sum().backward()
         if micro == 1:
-            assert ckpt.save("asked in the middle of an iteration").cut is None
+            assert ckpt.save("asked in the middle of an iteration").snapshot_id is None
         if micro % 4 == 0:
             for optimizer in loop.optimizer:
                 optimizer.step()
@@ -190,7 +190,7 @@ def test_gradient_accumulation_waits_for_the_next_optimizer_step(make: MakeCheck
         ckpt.step()
         if micro == 2:
             asked = ckpt.save("in the middle of accumulation")
-            assert asked.cut is None
+            assert asked.snapshot_id is None
         assert snapshots == ([1] if micro < 4 else [1, 5])
     assert asked.wait(120).step == 5
 

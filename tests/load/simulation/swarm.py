@@ -172,8 +172,8 @@ class SimulatedSidecar:
         self.accepted = True
         reply = wire.ReportReply.FromString(body)
         self._schedule = self._schedule.accepted(reply.next_s, now_s)
-        self.is_reporter = reply.speaks
-        self._acknowledged_id = max(self._acknowledged_id, reply.told)
+        self.is_reporter = reply.report_run
+        self._acknowledged_id = max(self._acknowledged_id, reply.acknowledged_incident)
         if reply.HasField("directive"):
             self._directive = reply.directive.id
             stats.directives += 1
@@ -216,7 +216,7 @@ class SimulatedSidecar:
             process=self._process,
             sequence=self._sequence,
             now_s=now_s,
-            who=wire.Who(
+            identity=wire.SidecarIdentity(
                 version="0.1.0",
                 namespace=member.namespace,
                 pod=member.pod,
@@ -240,8 +240,8 @@ class SimulatedSidecar:
                 credentials_ok=True,
                 directive=self._directive,
             ),
-            saves_over=[
-                wire.SaveOver(id=each, outcome=wire.SaveOver.OUTCOME_COMMITTED, step=step, seq=commits)
+            save_results=[
+                wire.SaveResult(id=each, outcome=wire.SaveResult.OUTCOME_COMMITTED, step=step, seq=commits)
                 for each in self._open_orders
             ],
         )
@@ -255,7 +255,7 @@ class SimulatedSidecar:
                     newest_age_s=now_s - committed_s,
                     checkpoint_count=3,
                     stored_bytes=STORED_BYTES,
-                    openings=1 + reopened,
+                    attempts_opened=1 + reopened,
                     policy=trainer_wire.Policy(
                         every_s=self._world.commit_schedule.every_s,
                         encoding="q8",

@@ -68,29 +68,37 @@ class MemoryRun:
         return attempts.open_attempt(self.log, **{"owner": "me", "closing_wait_s": 0.0, **options})
 
     def report(
-        self, attempt: int, cut: int, covers: int | None = None, *, rank: int = 0, boxes: Sequence[Box] = (WHOLE,),
+        self, attempt: int, snapshot_id: int, covers: int | None = None, *, rank: int = 0, boxes: Sequence[Box] = (WHOLE,),
         stored_bytes: int = 100, token: str = TOKEN, **more: Any,
     ) -> PartReport:  # fmt: skip
-        key = index_key(attempt=attempt, cut=cut, rank=rank, token=token, xxh3=f"{cut:032x}")
+        key = index_key(
+            attempt=attempt, snapshot_id=snapshot_id, rank=rank, token=token, xxh3=f"{snapshot_id:032x}"
+        )
         self.memory.put(f"job/{key}", b"index")
         part = Part(rank=rank, index_key=key, boxes=tuple(boxes), stored_bytes=stored_bytes, covers=covers)
         said = {"tables": (TABLE,), "encodings": {"t": ("q8",)}, "rows": 8, "raw_bytes": 64, "stall_s": 0.5}
         return PartReport(part=part, **{**said, **more})
 
     def commit(
-        self, attempt: int, cut: int, covers: int | None = None, *, step: int | None = None, **more: Any
+        self,
+        attempt: int,
+        snapshot_id: int,
+        covers: int | None = None,
+        *,
+        step: int | None = None,
+        **more: Any,
     ) -> int:
         self.step += 1
         done = commit_parts(
-            self.log, attempt=attempt, cut=cut, step=self.step if step is None else step, world_size=1,
-            reports=[self.report(attempt, cut, covers, **more)],
+            self.log, attempt=attempt, snapshot_id=snapshot_id, step=self.step if step is None else step, world_size=1,
+            reports=[self.report(attempt, snapshot_id, covers, **more)],
         )  # fmt: skip
         return done.seq
 
     def commit_halves(
         self,
         attempt: int,
-        cut: int,
+        snapshot_id: int,
         covers: Sequence[int | None] = (None, None),
         halves: Sequence[Box] = HALVES,
     ) -> Checkpoint:
@@ -98,10 +106,11 @@ class MemoryRun:
         self.step += 1
         each = enumerate(zip(covers, halves, strict=True))
         reports = [
-            self.report(attempt, cut, covered, rank=rank, boxes=[half]) for rank, (covered, half) in each
+            self.report(attempt, snapshot_id, covered, rank=rank, boxes=[half])
+            for rank, (covered, half) in each
         ]
         return commit_parts(
-            self.log, attempt=attempt, cut=cut, step=self.step, world_size=2, layout=layout_of(halves).digest, reports=reports
+            self.log, attempt=attempt, snapshot_id=snapshot_id, step=self.step, world_size=2, layout=layout_of(halves).digest, reports=reports
         ).entry  # fmt: skip
 
     def append(self, kind: type[Any], **members: Any) -> int:
@@ -113,10 +122,12 @@ class MemoryRun:
         assert sealed is not None
         return sealed.entry.seq
 
-    def append_checkpoint(self, parts: Sequence[Part], *, attempt: int, cut: int, step: int = 0) -> int:
+    def append_checkpoint(
+        self, parts: Sequence[Part], *, attempt: int, snapshot_id: int, step: int = 0
+    ) -> int:
         return self.append(
-            Checkpoint, attempt=attempt, cut=cut, step=step, parts=tuple(parts), tables=(TABLE,), encodings={}, rows=0,
-            raw_bytes=0, stored_bytes=1, stall_s=0.0, cut_at_s=0.0,
+            Checkpoint, attempt=attempt, snapshot_id=snapshot_id, step=step, parts=tuple(parts), tables=(TABLE,), encodings={}, rows=0,
+            raw_bytes=0, stored_bytes=1, stall_s=0.0, snapshot_at_s=0.0,
         )  # fmt: skip
 
     def compacted(self, seq: int, boxes: Sequence[Box] = (WHOLE,)) -> None:
@@ -133,8 +144,8 @@ def started_run(**options: Any) -> tuple[MemoryRun, int]:
     return run, run.open(**options).attempt
 
 
-def part(attempt: int, cut: int, rank: int, boxes: Sequence[Box], covers: int | None) -> Part:
-    key = index_key(attempt=attempt, cut=cut, rank=rank, token=TOKEN, xxh3=f"{rank:032x}")
+def part(attempt: int, snapshot_id: int, rank: int, boxes: Sequence[Box], covers: int | None) -> Part:
+    key = index_key(attempt=attempt, snapshot_id=snapshot_id, rank=rank, token=TOKEN, xxh3=f"{rank:032x}")
     return Part(rank=rank, index_key=key, boxes=tuple(boxes), stored_bytes=1, covers=covers)
 
 

@@ -155,7 +155,7 @@ class SampleRun:
         self.layout = "" if kept is None else kept.digest
         opening = {"owner": "tests", "layout": None if kept is None else kept.data, **opening}
         self.attempt = open_attempt(self.log, world_size=world_size, **opening).attempt
-        self.cut = 0
+        self.snapshot_id = 0
 
     def save(
         self,
@@ -168,12 +168,12 @@ class SampleRun:
         pack_bytes: int = 1 << 20,
         extra: Mapping[str, Any] | None = None,
     ) -> int:
-        """Commit one cut, (boxes, frames) of each rank; rank 0 also has the unassigned blobs. Return the seq."""
-        self.cut += 1
+        """Commit one snapshot, (boxes, frames) of each rank; rank 0 also has the unassigned blobs. Return the seq."""
+        self.snapshot_id += 1
         reports = []
         for rank, (boxes, frames) in enumerate(ranks):
             target = PartTarget(
-                run=self.run, attempt=self.attempt, cut=self.cut, step=step, rank=rank, token=new_token(),
+                run=self.run, attempt=self.attempt, snapshot_id=self.snapshot_id, step=step, rank=rank, token=new_token(),
                 tables=tuple(tables), boxes=tuple(boxes), covers=covers,
             )  # fmt: skip
             written = list(frames)
@@ -188,7 +188,7 @@ class SampleRun:
 
         def commit(log: RunLog, each: PartReport) -> int:
             return commit_parts(
-                log, attempt=self.attempt, cut=self.cut, step=step, world_size=self.world_size, reports=[each],
+                log, attempt=self.attempt, snapshot_id=self.snapshot_id, step=step, world_size=self.world_size, reports=[each],
                 layout=self.layout, deadline_s=30,
             ).seq  # fmt: skip
 

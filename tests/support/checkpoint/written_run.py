@@ -65,7 +65,7 @@ class WrittenRun(SampleRun):
             (ITEMS, HALF), [((whole(ITEMS), whole(HALF)), frames)], step=step, covers=covers, blobs=self.blobs(step),
             pack_bytes=128 << 10,
             extra={
-                "stall_s": 0.012, "cut_at_s": 1_700_000_000.25, "pins": pins, "metadata": metadata or {},
+                "stall_s": 0.012, "snapshot_at_s": 1_700_000_000.25, "pins": pins, "metadata": metadata or {},
                 "directive": directive,
             },
         )  # fmt: skip

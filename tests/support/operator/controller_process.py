@@ -234,7 +234,7 @@ def states(
         "credentials_ok": True,
     }
     whole: Document = {
-        "openings": attempt,
+        "attempts_opened": attempt,
         "policy": trainer_wire.Policy(every_s=every_s, encoding="q8", differential="intermittent"),
     }
     if seq:
@@ -253,7 +253,7 @@ class ReportingSidecar:
         cluster: NamespaceObjects,
         pod: Document,
         owner: Document,
-        **who: Any,
+        **identity: Any,
     ) -> None:
         self._pod = ApiPod(
             namespace=cluster.namespace, name=pod["metadata"]["name"], uid=pod["metadata"]["uid"]
@@ -263,24 +263,27 @@ class ReportingSidecar:
             "workload_name": owner["metadata"]["name"],
             "workload_uid": owner["metadata"]["uid"],
             "started_at_s": time.time(),
-        } | who
+        } | identity
         self._run = f"{cluster.namespace}/{owner['metadata']['name']}-{owner['metadata']['uid']}"
         self._controller, self._token = controller, self._pod.token(cluster.http)
         self._process, self._sequence = uuid.uuid4().hex[:8], 0
 
     def post(
-        self, incidents: Sequence[wire.Incident] = (), saves_over: Sequence[wire.SaveOver] = (), **fields: Any
+        self,
+        incidents: Sequence[wire.Incident] = (),
+        save_results: Sequence[wire.SaveResult] = (),
+        **fields: Any,
     ) -> ReportResponse:
         """Report once; `fields` are those of `states`, of the workload's own run unless `run` names another."""
         fields.setdefault("run", self._run)
         self._sequence += 1
         report = self._pod.report(
-            who=self._who,
+            identity=self._who,
             process=self._process,
             sequence=self._sequence,
             now_s=time.time(),
             incidents=incidents,
-            saves_over=saves_over,
+            save_results=save_results,
             **states(**fields),
         )
         url = f"https://localhost:{self._controller.fleet_port}"

@@ -58,7 +58,7 @@ class ApiPod:
         path = f"/api/v1/namespaces/{self.namespace}/pods/{self.name}?gracePeriodSeconds=0"
         assert rest("DELETE", path).status == 200
 
-    def report(self, *, who: dict[str, Any] | None = None, **changes: Any) -> wire.ReportRequest:
+    def report(self, *, identity: dict[str, Any] | None = None, **changes: Any) -> wire.ReportRequest:
         told: dict[str, Any] = {
             "namespace": self.namespace,
             "pod": self.name,
@@ -69,7 +69,9 @@ class ApiPod:
             "run": f"{self.namespace}/train",
         }
         fields: dict[str, Any] = {"protocol": 1, "process": "p1", "sequence": 1, "pod": wire.PodState()}
-        return wire.ReportRequest(who=wire.Who(**(told | (who or {}))), **(fields | changes))
+        return wire.ReportRequest(
+            identity=wire.SidecarIdentity(**(told | (identity or {}))), **(fields | changes)
+        )
 
 
 def request_token(rest: Rest, namespace: str, spec: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ class WebhookProcess(OperatorProcess):
     """The process `deltashard-webhook`."""
 
     drain_s: float = 0.5
-    policy: dict[str, Any] = field(default_factory=lambda: {**sample.DEFAULTS, "interval": {"atMost": "1h"}})
+    policy: dict[str, Any] = field(default_factory=lambda: {**sample.DEFAULTS, "interval": {"max": "1h"}})
     port: int = 0
 
     def start(self, *, certificate: bool = True) -> None:

@@ -75,13 +75,13 @@ class FleetServer:
         reply.sequence = request.sequence
         if reply.directive.id == request.pod.directive:
             reply.ClearField("directive")
-        over = {each.id for each in request.saves_over}
+        over = {each.id for each in request.save_results}
         del reply.saves[:]
         reply.saves.extend(each for each in self.reply.saves if each.id not in over)
         del self.reply.saves[:]
         self.reply.saves.extend(reply.saves)
         if request.incidents:
-            reply.told = max(each.id for each in request.incidents)
+            reply.acknowledged_incident = max(each.id for each in request.incidents)
         return 200, reply.SerializeToString()
 
     def flags(self, tmp_path: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class BlobProgram:
         self.parts = Parts(self.tracking, state)
         self.capture = Capture(self.parts, LoaderRegistry(lambda: 0), rank=Rank())
 
-    def cut(self) -> dict[str, memoryview]:
+    def take_snapshot(self) -> dict[str, memoryview]:
         self.tracking.adopt()
         self.tracking.refresh()
         return {name: memoryview(tree.to_bytes()) for name, tree in self.capture.blobs(0, None)}

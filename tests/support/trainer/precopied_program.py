@@ -1,4 +1,4 @@
-"""A program with a real sidecar that keeps each cut's content, and compares each checkpoint with it, bit for bit."""
+"""A program with a real sidecar that keeps each snapshot's content, and compares each checkpoint with it, bit for bit."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class PrecopiedProgram:
     def _on_event(self, name: str, facts: Any) -> None:
         self.messages.append((name, dict(facts)))
         if name == "snapshot":
-            self.snapshots[facts["step"]] = self.on_cut()
+            self.snapshots[facts["step"]] = self.on_snapshot()
 
-    def on_cut(self) -> dict[str, torch.Tensor]:
-        """Record the state, on the training thread, when a cut is announced."""
+    def on_snapshot(self) -> dict[str, torch.Tensor]:
+        """Record the state, on the training thread, when a snapshot is announced."""
         return self.state()
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -74,12 +74,12 @@ class PrecopiedProgram:
         assert entries
         for seq, entry in entries.items():
             with deltashard.open_checkpoint(self.folder / "store", "r", which=f"seq:{seq}") as stored:
-                cut = {name: tensor.cpu() for name, tensor in self.snapshots[entry.step].items()}
-                assert torch.equal(stored.dense["top.weight"], cut.pop("top.weight")), entry.step
+                snapshot = {name: tensor.cpu() for name, tensor in self.snapshots[entry.step].items()}
+                assert torch.equal(stored.dense["top.weight"], snapshot.pop("top.weight")), entry.step
                 for name, table in self.tables.items():
                     rows = stored.rows(f"{name}.weight", torch.arange(len(table.weight)))
                     held = {f"{name}.weight": rows.weights}
                     held |= {f"{name}.weight {key}": value for key, value in rows.state.items()}
                     for key, value in held.items():
-                        assert torch.equal(value.view(-1), cut.pop(key).view(-1)), (entry.step, key)
-                assert not cut, "what was there is stored"
+                        assert torch.equal(value.view(-1), snapshot.pop(key).view(-1)), (entry.step, key)
+                assert not snapshot, "what was there is stored"

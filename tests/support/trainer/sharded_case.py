@@ -285,20 +285,20 @@ class MarkChecker:
 
     def __init__(self, tracking: Tracking) -> None:
         self.tracking = tracking
-        self.cut = 0
+        self.snapshot_id = 0
         self.changes = 0
         """Rows that changed, in all."""
         self.check()
 
     def check(self) -> dict[str, Tensor]:
-        """Return the marked rows by shard; every shard's changed rows must be among them. A cut of them commits."""
+        """Return the marked rows by shard; every shard's changed rows must be among them. A snapshot of them commits."""
         self.tracking.refresh()
         marked = {}
         for table in self.tracking.tables:
             rows = table.select_rows("since_commit")
             ids = torch.arange(table.marks.rows) if rows.ids is None else rows.ids
             marked[table.key] = ids
-            if self.cut:
+            if self.snapshot_id:
                 was, now = self._was[table.key], self._sections(table)
                 changed = torch.full((table.marks.rows,), was.keys() != now.keys())  # new state
                 for name in was.keys() & now.keys():
@@ -310,9 +310,9 @@ class MarkChecker:
             table.key: {name: value.clone() for name, value in self._sections(table).items()}
             for table in self.tracking.tables
         }
-        self.cut += 1
-        self.tracking.snapshot_taken(self.cut, "since_commit", full=self.cut == 1)
-        self.tracking.committed(self.cut, baseline=self.cut == 1)
+        self.snapshot_id += 1
+        self.tracking.snapshot_taken(self.snapshot_id, "since_commit", full=self.snapshot_id == 1)
+        self.tracking.committed(self.snapshot_id, baseline=self.snapshot_id == 1)
         self.tracking.steps.end_step()
         return marked
 
@@ -374,7 +374,7 @@ def _plain(case: ShardedCase, training: ShardedTraining, rank: int) -> Iterator[
     if case.sharding == "data_parallel":
         return
     ahead = training.bare(batch(7, rank))[0]
-    yield ()  # looked up, and not updated: the cut between must not clear it
+    yield ()  # looked up, and not updated: the snapshot between must not clear it
     ahead.backward()
     yield (7,)
     training.bare(batch(8, rank))

@@ -433,17 +433,17 @@ def changed_rows(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[int
 
 
 class SelectionChecker:
-    """Takes cuts that commit at once, and compares each selection with the actual changes."""
+    """Takes snapshots that commit at once, and compares each selection with the actual changes."""
 
     def __init__(self, training: TableTraining, tracking: Tracking) -> None:
         self.training, self.tracking = training, tracking
         self.table = tracking.by_key["table.weight"]
-        self.cut = 0
+        self.snapshot_id = 0
         self.rows = self.changed = self.selected = 0
         self.take("all")
 
     def take(self, mode: str = "since_commit") -> set[int]:
-        self.cut += 1
+        self.snapshot_id += 1
         self.tracking.audit_before_commit()
         self.tracking.refresh()
         selection = self.table.select_rows(mode)
@@ -458,8 +458,8 @@ class SelectionChecker:
             self.changed += len(truth)
             self.selected += len(rows)
         self.before = now
-        self.tracking.snapshot_taken(self.cut, mode)
-        self.tracking.committed(self.cut, baseline=mode == "all")
+        self.tracking.snapshot_taken(self.snapshot_id, mode)
+        self.tracking.committed(self.snapshot_id, baseline=mode == "all")
         self.tracking.audit_sample()
         return rows
 

@@ -41,19 +41,19 @@ def bump(array):
     ids=["none", "a bit", "exchanged", "a row never written", "row state", "dense", "missing", "surplus"],
 )
 def test_only_the_encoded_form_of_every_row_is_exact(checks, tmp_path, damage, wrong_rows, wrong_names):
-    """The copy is that of the training process. Ten restored rows equal the rows of the cut exactly."""
+    """The copy is that of the training process. Ten restored rows equal the rows of the snapshot exactly."""
     random = np.random.default_rng(7)
-    cut = {
+    snapshot = {
         ROWS: random.normal(size=(200, 32)).astype(np.float32),
         SUM: random.random(200).astype(np.float32),
         TOP: random.normal(size=(4, 8)).astype(np.float32),
     }
-    for name, array in cut.items():
+    for name, array in snapshot.items():
         np.save(tmp_path / f"{name}.npy", array)
-    restored = {name: array.copy() for name, array in cut.items()}
-    restored[ROWS] = checks._round_trip(cut[ROWS], "q8", None).copy()
-    assert not np.array_equal(restored[ROWS], cut[ROWS])
-    restored[ROWS][50:60] = cut[ROWS][50:60]
+    restored = {name: array.copy() for name, array in snapshot.items()}
+    restored[ROWS] = checks._round_trip(snapshot[ROWS], "q8", None).copy()
+    assert not np.array_equal(restored[ROWS], snapshot[ROWS])
+    restored[ROWS][50:60] = snapshot[ROWS][50:60]
     damage(restored)
     found = checks.compare(tmp_path, restored, encoding="q8")
     assert (found.rows, found.wrong_rows, found.wrong_names) == (200, wrong_rows, wrong_names)

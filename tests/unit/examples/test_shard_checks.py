@@ -56,8 +56,8 @@ class TwoRankRun:
                 "dense/head": typed_tree.encode(tensor).to_bytes(),
                 "optim/0": typed_tree.encode({"state": {"head": {"exp_avg": tensor}}}).to_bytes(),
             }
-            cut = [(boxes, model.frames(range(200), boxes[0], step=step)) for boxes in BOXES]
-            self.steps[run.save([TABLE], cut, step=step, blobs=blobs)] = step
+            snapshot_id = [(boxes, model.frames(range(200), boxes[0], step=step)) for boxes in BOXES]
+            self.steps[run.save([TABLE], snapshot_id, step=step, blobs=blobs)] = step
         run.cache.close()
 
     def _content(

@@ -30,36 +30,40 @@ def test_directive_overrides_startup_settings() -> None:
 
 def test_timer_directive_disables_the_other_timer() -> None:
     held = ActivePolicy(initial=BASE)
-    steps = fleet.Directive(id=1, policy=pb.Policy(every_steps=20), whole=[*TIMERS, "of a newer controller"])
+    steps = fleet.Directive(
+        id=1, policy=pb.Policy(every_steps=20), explicit_fields=[*TIMERS, "of a newer controller"]
+    )
     held = held.with_directive(received(steps, ""))
     assert (held.policy.every_s, held.policy.every_steps, held.policy.encoding) == (0.0, 20, "q8")
-    seconds = fleet.Directive(id=2, policy=pb.Policy(every_s=60.0), whole=TIMERS)
+    seconds = fleet.Directive(id=2, policy=pb.Policy(every_s=60.0), explicit_fields=TIMERS)
     held = ActivePolicy(initial=pb.Policy(every_steps=20)).with_directive(received(seconds, ""))
     assert (held.policy.every_s, held.policy.every_steps) == (60.0, 0)
 
 
 def test_directive_cannot_disable_saving() -> None:
     with pytest.raises(BadDirective, match="every timer"):
-        received(fleet.Directive(id=1, policy=pb.Policy(encoding="q8"), whole=TIMERS), "")
+        received(fleet.Directive(id=1, policy=pb.Policy(encoding="q8"), explicit_fields=TIMERS), "")
     with pytest.raises(BadDirective, match="every timer"):
-        parse_directive('{"id": 1, "policy": {}, "whole": ["every_s", "every_steps"], "workload": ""}')
+        parse_directive(
+            '{"id": 1, "policy": {}, "explicit_fields": ["every_s", "every_steps"], "workload": ""}'
+        )
     with pytest.raises(BadDirective, match="every timer"):
-        received(fleet.Directive(id=1, policy=pb.Policy(), whole=["every_s"]), "")
+        received(fleet.Directive(id=1, policy=pb.Policy(), explicit_fields=["every_s"]), "")
     for name in ("encoding", "state_encoding", "differential"):  # settings that a save needs
         with pytest.raises(BadDirective, match=name):
-            received(fleet.Directive(id=1, policy=pb.Policy(every_s=60.0), whole=[name]), "")
+            received(fleet.Directive(id=1, policy=pb.Policy(every_s=60.0), explicit_fields=[name]), "")
 
 
 def test_recorded_form_round_trips() -> None:
     message = fleet.Directive(id=7, policy=pb.Policy(every_s=45.5, encoding="q2"))
     directive = received(message, "uid-1")
     assert parse_directive(format_directive(directive)) == directive
-    steps = fleet.Directive(id=8, policy=pb.Policy(every_steps=5), whole=TIMERS)
+    steps = fleet.Directive(id=8, policy=pb.Policy(every_steps=5), explicit_fields=TIMERS)
     assert parse_directive(format_directive(received(steps, "uid-1"))) == received(steps, "uid-1")
     assert json.loads(format_directive(directive)) == {
         "id": 7,
         "policy": {"encoding": "q2", "every_s": 45.5},
-        "whole": [],
+        "explicit_fields": [],
         "workload": "uid-1",
     }
 
@@ -96,8 +100,8 @@ def test_invalid_directive_value_is_refused(policy: pb.Policy) -> None:
         '{"id": 1, "policy": {"bogus": 1}, "workload": ""}',
         '{"id": 1, "policy": [], "workload": ""}',
         '{"id": 1, "policy": {}, "workload": 3}',
-        '{"id": 1, "policy": {}, "whole": "every_s"}',
-        '{"id": 1, "policy": {}, "whole": [1]}',
+        '{"id": 1, "policy": {}, "explicit_fields": "every_s"}',
+        '{"id": 1, "policy": {}, "explicit_fields": [1]}',
         '{"id": 18446744073709551616, "policy": {}, "workload": ""}',
         '{"id": 1, "policy": {"every_s": NaN}, "workload": ""}',
         '{"id": 1, "policy": {"every_s": 1' + 400 * "0" + '}, "workload": ""}',

@@ -48,7 +48,10 @@ def test_flags_override_environment_and_defaults() -> None:
         ([*NEEDED, "--every-s", "nan"], "every_s is nan"),
         ([*NEEDED, "--run", "../other"], "cannot name a run"),
         ([*NEEDED, "--synthetic-baselines", "perhaps"], "not a valid bool"),
-        ([*NEEDED, "--least-s", "60", "--most-s", "10"], "no interval is at least 60 s and at most 10 s"),
+        (
+            [*NEEDED, "--min-interval-s", "60", "--max-interval-s", "10"],
+            "no interval is at least 60 s and at most 10 s",
+        ),
     ],
 )
 def test_invalid_settings_are_refused_at_startup(argv: list[str], says: str) -> None:

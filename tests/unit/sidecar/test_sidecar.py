@@ -79,7 +79,7 @@ def test_new_save_waits_until_the_last_outcome_is_notified(
     """Otherwise the trainer's next save would be refused as busy."""
     session = sidecar.attach(attachment()).session
     sidecar.open(pb.OpenRequest(session=session, which="none"))
-    first = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
+    first = sidecar.begin(pb.SaveRequest.Begin(session=session, snapshot_id=1, step=1))
     first.start()
     monkeypatch.setattr(save_service, "BRIEF_WAIT_S", 60.0)
     requested, wait = threading.Event(), first.finished.wait
@@ -98,7 +98,7 @@ def test_new_save_waits_until_the_last_outcome_is_notified(
     stream.start()
     while not first.has_ended:
         assert stream.is_alive()
-    second = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=2, step=2))
+    second = sidecar.begin(pb.SaveRequest.Begin(session=session, snapshot_id=2, step=2))
     stream.join(60.0)
     assert first.finished.is_set()
     second.cancel(Cause.STOPPING, "it is over")
@@ -110,7 +110,7 @@ def staging(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> tuple[Save, li
     sidecar.open(pb.OpenRequest(session=session, which="none"))
     given: list[Any] = []
     monkeypatch.setattr(sidecar.saves.pool, "submit", given.append)
-    save = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
+    save = sidecar.begin(pb.SaveRequest.Begin(session=session, snapshot_id=1, step=1))
     save.start()
     _begun, granted = itertools.islice(save.replies(), 2)
     return save, list(granted.blocks.granted), given

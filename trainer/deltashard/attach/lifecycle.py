@@ -159,9 +159,9 @@ class TrainingAttempt:
     def next_snapshot(self) -> int:
         return self._snapshots + 1
 
-    def begin_snapshot(self, cut: int) -> None:
-        """Use up the number of snapshot `cut`, whatever its outcome."""
-        self._snapshots = cut
+    def begin_snapshot(self, snapshot_id: int) -> None:
+        """Use up the number of snapshot `snapshot_id`, whatever its outcome."""
+        self._snapshots = snapshot_id
 
     def check_open(self, where: str) -> None:
         """Raise `UserError` after `close()`."""

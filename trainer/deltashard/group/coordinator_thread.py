@@ -159,9 +159,9 @@ class CoordinatorThread:
             self._rounds.missed = None
         return missed
 
-    def mark_taken(self, cut: int) -> None:
+    def mark_taken(self, snapshot_id: int) -> None:
         """Clear the due snapshot and the pending proposal, whether or not the snapshot succeeded."""
-        self._rounds.mark_taken(cut)
+        self._rounds.mark_taken(snapshot_id)
         self._request = None
 
     @contextlib.contextmanager
@@ -181,9 +181,9 @@ class CoordinatorThread:
                 # Answers given meanwhile promised that this is the last step before the verdict.
                 self.wait_for_verdict(self._clock.step)
 
-    def publish_sums(self, cut: int, sums: str) -> None:
-        """Publish the sums of this rank's replicas at snapshot `cut`; rank 0 compares them."""
-        self._replica_sums = cut, sums
+    def publish_sums(self, snapshot_id: int, sums: str) -> None:
+        """Publish the sums of this rank's replicas at snapshot `snapshot_id`; rank 0 compares them."""
+        self._replica_sums = snapshot_id, sums
         self._wake.set()
 
     def close(self) -> None:
@@ -332,8 +332,8 @@ class CoordinatorThread:
         """Publish the replica sums of the last snapshot; rank 0 compares them once all ranks have published theirs."""
         if self._replica_sums is None:
             return
-        cut, mine = self._replica_sums
-        self._store.put(f"replica/{self._rank}", json.dumps([cut, mine]).encode())
+        snapshot_id, mine = self._replica_sums
+        self._store.put(f"replica/{self._rank}", json.dumps([snapshot_id, mine]).encode())
         if self._rank != 0:
             self._replica_sums = None
             return
@@ -341,10 +341,10 @@ class CoordinatorThread:
         if found is None:
             return
         sums = {rank: json.loads(text) for rank, text in enumerate(found)}
-        if any(entry[0] < cut for entry in sums.values()):
+        if any(entry[0] < snapshot_id for entry in sums.values()):
             return
         self._replica_sums = None
-        same = {rank: entry[1] for rank, entry in sums.items() if entry[0] == cut}
+        same = {rank: entry[1] for rank, entry in sums.items() if entry[0] == snapshot_id}
         if any(each != mine for each in same.values()):
             self.sums = same
             self._clock.wake()

@@ -31,7 +31,7 @@ class RankManifest:
     """Type and shape of every dense tensor; equal on all ranks."""
     boxes: Sequence[Box]
     """Boxes that this rank saves."""
-    took_part: int = 0
+    participated_attempt: int = 0
     """Newest attempt in which trainers of this pod took part, as reported by its sidecar."""
 
     def text(self) -> bytes:
@@ -41,13 +41,13 @@ class RankManifest:
             {k: list(v) for k, v in self.tables.items()},
             dict(self.dense),
             boxes,
-            self.took_part,
+            self.participated_attempt,
         ]
         return zlib.compress(json.dumps(values).encode(), 1)
 
     @classmethod
     def of(cls, text: bytes) -> RankManifest:
-        facts, tables, dense, boxes, took_part = json.loads(zlib.decompress(text))
+        facts, tables, dense, boxes, participated_attempt = json.loads(zlib.decompress(text))
         return cls(
             facts=facts,
             tables={name: (rows, columns) for name, (rows, columns) in tables.items()},
@@ -56,7 +56,7 @@ class RankManifest:
                 Box(table=table, row_start=a, row_stop=b, col_start=c, col_stop=d)
                 for table, a, b, c, d in boxes
             ],
-            took_part=took_part,
+            participated_attempt=participated_attempt,
         )
 
 

@@ -145,7 +145,7 @@ class SnapshotRounds:
         self.limit: int | None = None
         """Limit promised in the current round, until its verdict is known."""
         self.due: tuple[int, int] | None = None
-        """(cut, step) of the newest ordered snapshot until it is taken, at the first boundary from that step on."""
+        """(snapshot_id, step) of the newest ordered snapshot until it is taken, at the first boundary from that step on."""
         self.missed: int | None = None
         """An ordered snapshot that was never taken because a newer one became due."""
 
@@ -185,7 +185,7 @@ class SnapshotRounds:
         due = self.due
         return due[0] if due is not None and step >= due[1] else None
 
-    def mark_taken(self, cut: int) -> None:
+    def mark_taken(self, snapshot_id: int) -> None:
         due = self.due
-        if due is not None and due[0] == cut:
+        if due is not None and due[0] == snapshot_id:
             self.due = None

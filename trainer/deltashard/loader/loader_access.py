@@ -99,11 +99,11 @@ class LoaderAccess:
 
     def mismatch(self, saved: Position) -> str:
         """Return how this loader differs from the one that saved a position inside an epoch; empty: it does not."""
-        if not saved.delivered or saved.over:
+        if not saved.delivered or saved.ended:
             return ""
         if saved.kind != "stateful" and self.kind == "stateful":
             self.kind = self.fallback  # state_dict() failed in the lost process
-        free = {"workers"} if self._by_index and self.kind != "stateful" and not saved.drew else set()
+        free = {"workers"} if self._by_index and self.kind != "stateful" and not saved.fetch_draws else set()
         same_order = saved.identity.get("order") == self.identity().get("order")
         if (saved.kind == self.kind == "sampler" and same_order) or "batch_size" not in saved.identity:
             free.add("batch_size")
@@ -140,10 +140,10 @@ class LoaderAccess:
             apply(before, own)
 
     def guarantee(self, *, unchecked: bool) -> str:
-        drew = "; its workers draw random numbers, so all batches of the epoch are read again"
+        fetch_draws = "; its workers draw random numbers, so all batches of the epoch are read again"
         check = "its batches hold nothing that can be compared: unchecked"
         check = check if unchecked else "the last batch is drawn again and compared"
-        return f"{self.kind}: {GUARANTEES[self.kind]}{drew * self.workers_drew}; {check}"
+        return f"{self.kind}: {GUARANTEES[self.kind]}{fetch_draws * self.workers_drew}; {check}"
 
     def is_epoch_complete(self, loader_pass: LoaderPass, mark: DeliveryMark) -> bool:
         if self.kind == "sampler" and loader_pass.order is not None:
@@ -209,7 +209,7 @@ class LoaderAccess:
 
     def _iterate_with(self, loader_pass: LoaderPass, sampler: SkippingSampler) -> Iterator[Any]:
         loader, live = self.loader, self.loader.__dict__.get("_iterator")
-        if loader_pass.workers_lived and live is not None:
+        if loader_pass.workers_were_running and live is not None:
             # Persistent workers take this pass's indices from here, the next pass's from the loader's own sampler.
             live._index_sampler = sampler  # noqa: SLF001 - torch offers no other way
             iterator = iter(loader)
@@ -220,7 +220,7 @@ class LoaderAccess:
         clone.__dict__.update({self._sampler_attribute: sampler, "_iterator": None})
         if self.workers:
             clone.__dict__["collate_fn"] = _WatchedCollate(loader.collate_fn)
-        if loader_pass.workers_lived:
+        if loader_pass.workers_were_running:
             # The workers of the lost process were already running, so no seed was drawn.
             clone.__dict__["generator"] = torch.Generator()
         iterator = iter(clone)
@@ -230,8 +230,8 @@ class LoaderAccess:
         return self._unwrap_batches(iterator) if self.workers else iterator
 
     def _unwrap_batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        for batch, drew in iterator:
-            self.workers_drew |= drew
+        for batch, fetch_draws in iterator:
+            self.workers_drew |= fetch_draws
             yield batch
 
 

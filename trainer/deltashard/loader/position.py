@@ -45,9 +45,9 @@ class Position:
     anchors: list[Anchor] = field(default_factory=list)
     end_state: bytes | None = None
     """Encoded state of a stateful loader when its last pass ended."""
-    workers_lived: bool = False
+    workers_were_running: bool = False
     """Persistent workers were running when the pass began, so it drew no seed."""
-    drew: bool = False
+    fetch_draws: bool = False
     """Fetching batches is known to move generators, in workers or in this process."""
     kind: str = "counted"
     identity: Mapping[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Position:
     """(batches per epoch, consecutive epochs) of epochs that the loop ended itself."""
     reported: Mapping[str, str] = field(default_factory=dict)
     """Warnings that hold for the whole run, by kind; notes after the next restart."""
-    over: bool = False
+    ended: bool = False
     """No batch of the epoch is left."""
     order: Mapping[str, Any] | None = None
     """How samples are shared among ranks (`sharding.order_of`); None: unknown."""
@@ -107,7 +107,7 @@ class LoaderPass:
     started_at: int
     """Steps taken before the pass."""
     start: Generators | None
-    workers_lived: bool = False
+    workers_were_running: bool = False
     resumed: bool = False
     mark: DeliveryMark = field(default_factory=DeliveryMark)
     first: str | None = None
@@ -138,7 +138,7 @@ class LoaderPass:
             epoch=position.epoch,
             started_at=started_at,
             start=position.start,
-            workers_lived=position.workers_lived,
+            workers_were_running=position.workers_were_running,
             resumed=True,
             mark=mark,
             first=position.first,

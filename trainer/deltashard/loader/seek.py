@@ -80,10 +80,10 @@ class Seek:
     def _skip(self) -> SeekResult:
         position, access, loader_pass = self._position, self._access, self._loader_pass
         n = position.delivered
-        access.workers_drew |= position.drew
+        access.workers_drew |= position.fetch_draws
         same_batches = position.base is None and position.indices is not None
         same_batches &= position.identity.get("batch_size") == access.identity().get("batch_size")
-        readable = access.skip == "auto" and same_batches and not loader_pass.workers_lived
+        readable = access.skip == "auto" and same_batches and not loader_pass.workers_were_running
         at_once = readable and access.workers and (access.workers_drew or n <= 2 * access.workers)
         if at_once and (batch := self._reread()) is not None:
             return SeekResult(batch=batch)

@@ -156,10 +156,10 @@ class WrappedLoader:
             self._change_report = partial(self._report, "identity", why=why, count=count)
         else:
             generator.apply_each(saved.own, own)
-            between = saved.identity and (saved.over or not saved.delivered)
+            between = saved.identity and (saved.ended or not saved.delivered)
             if between and (changes := access.changes(saved, ignore=("shares",))):
                 self._report("next epochs", changes=", ".join(changes))
-            if saved.over and access.mismatch(replace(saved, over=False)):
+            if saved.ended and access.mismatch(replace(saved, ended=False)):
                 self._epoch += 1
             elif saved.delivered:
                 if why:
@@ -228,10 +228,12 @@ class WrappedLoader:
             start=loader_pass.start,
             before=mark.before,
             anchors=[anchor for anchor in loader_pass.anchors if anchor[0] <= mark.delivered],
-            workers_lived=loader_pass.workers_lived,
-            drew=access.workers_drew or self._draws_rng or (not access.workers and not self._probed_batches),
+            workers_were_running=loader_pass.workers_were_running,
+            fetch_draws=access.workers_drew
+            or self._draws_rng
+            or (not access.workers and not self._probed_batches),
             in_use=in_use,
-            over=not in_use and access.is_epoch_complete(loader_pass, mark),
+            ended=not in_use and access.is_epoch_complete(loader_pass, mark),
             order=loader_pass.order,
             base=loader_pass.base,
         )
@@ -394,7 +396,7 @@ class WrappedLoader:
             epoch=self._epoch,
             started_at=registry.clock(),
             start=start,
-            workers_lived=access.workers_live(),
+            workers_were_running=access.workers_live(),
             order=access.order(self._epoch),
         )
         if access.kind == "stateful":

@@ -274,6 +274,6 @@ def advance_positions(
 
 def _peer_position(other: Mapping[str, Any]) -> dict[str, Any]:
     """Return the position of `other`, marked so that its last batch is not compared on this rank."""
-    kept = ("delivered", "samples", "last_samples", "over", "order", "base", "unchecked")
+    kept = ("delivered", "samples", "last_samples", "ended", "order", "base", "unchecked")
     nothing = {"fingerprint": None, "indices": None, "before": None, "in_use": False}
     return {**{name: other[name] for name in kept}, **nothing}

@@ -53,7 +53,7 @@ class CollectiveRestore:
             tables=program.shapes,
             dense={name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in dense.items()},
             boxes=program.boxes,
-            took_part=0 if said is None else said.took_part,
+            participated_attempt=0 if said is None else said.participated_attempt,
         )
         self._rendezvous = Rendezvous(rank.number, rank.world_size, manifest.text())
         self._round = 0
@@ -77,8 +77,12 @@ class CollectiveRestore:
 
         def opened() -> str:
             manifests = [RankManifest.of(text) for text in self._rendezvous.manifests]
-            took_part = max(each.took_part for each in manifests)
-            reply = ask(pb.OpenRequest(layout=agreed_layout(manifests).data, took_part=took_part))
+            participated_attempt = max(each.participated_attempt for each in manifests)
+            reply = ask(
+                pb.OpenRequest(
+                    layout=agreed_layout(manifests).data, participated_attempt=participated_attempt
+                )
+            )
             crash_point("open.before_publish")
             return reply.SerializeToString().hex()
 

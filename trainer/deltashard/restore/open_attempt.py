@@ -257,7 +257,7 @@ class AttemptOpener:
             log.warning(
                 "no checkpoint is saved yet, because the store takes no entry: %s. Training continues from step %d; "
                 "the store is retried, and saves begin when it accepts one",
-                reply.unopened,
+                reply.deferred_reason,
                 step,
             )
             self._clock.request_boundary()

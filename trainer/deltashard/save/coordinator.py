@@ -91,19 +91,19 @@ class SnapshotCoordinator:
         self.coordinator_thread.wait_for_verdict(self._clock.step)
         self._report_cancelled()
         self._check_replicas_equal()
-        cut = self.coordinator_thread.due_at(self._clock.step)
+        snapshot_id = self.coordinator_thread.due_at(self._clock.step)
         self.decline_missed(last=close)
-        if cut is None:
+        if snapshot_id is None:
             return False
         wait = self._taker.gate(at_step=at_step).block_reason(Asker.CLOSE if close else Asker.WAITER)
         if wait is not None and wait not in (BlockReason.SIDECAR_DISCONNECTED, BlockReason.IN_FLIGHT):
             self._taker.record_blocked(wait, quiet=True)
             return False  # the same on all ranks: taken at the next whole step
-        self.coordinator_thread.mark_taken(cut)
+        self.coordinator_thread.mark_taken(snapshot_id)
         link = self._attachment.link
         if wait is not None or link is None:
             wait = wait or BlockReason.SIDECAR_DISCONNECTED
-            self._decline(cut)
+            self._decline(snapshot_id)
             self._taker.record_blocked(wait)
             self._requests.fail(
                 SaveFailed(
@@ -114,7 +114,7 @@ class SnapshotCoordinator:
             )
             return False
         if (veto := self._taker.veto()) is not None:
-            self._decline(cut)
+            self._decline(snapshot_id)
             if close:
                 raise veto
             self._requests.fail(veto)
@@ -122,10 +122,10 @@ class SnapshotCoordinator:
         urgent = self._requests.urgent is not None
         # A rank that is still ending its last step when the others close gives another reason.
         reason = "close" if close and not urgent else self._requests.reason
-        self._taker.take(link, reason, urgent=urgent, cut=cut)
+        self._taker.take(link, reason, urgent=urgent, snapshot_id=snapshot_id)
         if not self._outcomes.in_flight:
-            self._decline(cut)
-        self.coordinator_thread.publish_sums(cut, sums(self._program.tracking.replicas, cut))
+            self._decline(snapshot_id)
+        self.coordinator_thread.publish_sums(snapshot_id, sums(self._program.tracking.replicas, snapshot_id))
         return True
 
     def decline_missed(self, *, last: bool = False) -> None:
@@ -141,8 +141,8 @@ class SnapshotCoordinator:
             return
         self.coordinator_thread.request(Proposal(reason=reason, urgent=urgent))
 
-    def _decline(self, cut: int) -> None:
-        self._outcomes.decline_later(cut)
+    def _decline(self, snapshot_id: int) -> None:
+        self._outcomes.decline_later(snapshot_id)
         self._outcomes.send_decline()
 
     def _await_exact(self, step: int, *, at_step: bool) -> None:

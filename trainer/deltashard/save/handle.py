@@ -26,7 +26,7 @@ class Commit:
     seq: int
     """Sequence number in the run's commit log, as in `restore(which=f"seq:{seq}")`."""
     attempt: int
-    cut: int
+    snapshot_id: int
     step: int
     """Training step of the checkpoint."""
     baseline: bool
@@ -59,7 +59,7 @@ class SaveHandle:
         self.metadata = dict(metadata)
         self.step: int | None = None
         """Step of the snapshot; None until it is taken."""
-        self.cut: int | None = None
+        self.snapshot_id: int | None = None
         self.commit: Commit | None = None
         self.error: Exception | None = None
         self.requested_step: int | None = None
@@ -71,7 +71,13 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         state = (
-            "committed" if self.commit else "failed" if self.error else "staged" if self.cut else "requested"
+            "committed"
+            if self.commit
+            else "failed"
+            if self.error
+            else "staged"
+            if self.snapshot_id
+            else "requested"
         )
         return f"<SaveHandle {self.reason!r} {state} step={self.step}>"
 
@@ -107,8 +113,8 @@ class SaveHandle:
             raise TimeoutError(f"the save {self.reason!r} is not durable after {timeout_s} s")
         return self.commit
 
-    def mark_staged(self, *, step: int, cut: int) -> None:
-        self.step, self.cut = step, cut
+    def mark_staged(self, *, step: int, snapshot_id: int) -> None:
+        self.step, self.snapshot_id = step, snapshot_id
 
     def finish(self, *, commit: Commit | None = None, error: Exception | None = None) -> None:
         if not self.finished.is_set():
@@ -120,7 +126,7 @@ class SaveHandle:
 class InFlightSave:
     """A save from the start of its snapshot until its outcome is known."""
 
-    cut: int
+    snapshot_id: int
     step: int
     reason: str
     urgent: bool = False
@@ -144,13 +150,13 @@ class InFlightSave:
     def join(self, handle: SaveHandle) -> None:
         """Add a later handle to this save; it shares the outcome."""
         self.handles.append(handle)
-        handle.mark_staged(step=self.step, cut=self.cut)
+        handle.mark_staged(step=self.step, snapshot_id=self.snapshot_id)
         if self.commit is not None or self.error is not None:
             handle.finish(commit=self.commit, error=self.error)
 
     def mark_staged(self) -> None:
         for handle in self.handles:
-            handle.mark_staged(step=self.step, cut=self.cut)
+            handle.mark_staged(step=self.step, snapshot_id=self.snapshot_id)
 
     def committed(self, commit: Commit) -> None:
         self.commit = commit

@@ -127,7 +127,7 @@ class SnapshotOutcomes:
             self._committed(Commit.of(notice.committed))
         elif kind == "save_failed":
             failed = notice.save_failed
-            self.failed(failed.cut, SnapshotFailed(parse_cause(failed.cause), failed.message))
+            self.failed(failed.snapshot_id, SnapshotFailed(parse_cause(failed.cause), failed.message))
         elif kind == "save_now":
             if notice.save_now.urgent:
                 self._requests.request_urgent(notice.save_now.reason or "urgent")
@@ -148,9 +148,11 @@ class SnapshotOutcomes:
         if link.reply.HasField("last_commit"):
             self._committed(Commit.of(link.reply.last_commit))
         if restarted and (flight := self._in_flight_save) is not None:
-            self.failed(flight.cut, SnapshotFailed("gone", "the sidecar was restarted during the save"))
+            self.failed(
+                flight.snapshot_id, SnapshotFailed("gone", "the sidecar was restarted during the save")
+            )
         lost, self._lost_snapshot = self._lost_snapshot, None
-        if restarted and lost is not None and lost != link.reply.last_commit.cut:
+        if restarted and lost is not None and lost != link.reply.last_commit.snapshot_id:
             self.decline_later(lost)
 
     def drain(self, until_s: float) -> bool:
@@ -184,7 +186,7 @@ class SnapshotOutcomes:
         self._state.transition(SnapshotEvent.SEAL)
         self._requests.urgent = None
         self._watchdog.taken()
-        self._tracking.snapshot_taken(flight.cut, mode, full=full)
+        self._tracking.snapshot_taken(flight.snapshot_id, mode, full=full)
         if self.precopy.enabled:
             self._tracking.audit_sample(self.precopy.submit_check)
             self.comparison.begin(flight, tables)
@@ -194,7 +196,7 @@ class SnapshotOutcomes:
         """Record that copying failed; `again`: put the requests back into the queue."""
         if self.copying is not None:  # None if the interruption came earlier
             self._state.transition(SnapshotEvent.FAIL)
-        self.precopy.drop("no cut")
+        self.precopy.drop("no snapshot")
         if again:
             self._requests.requeue(flight.handles)
         else:
@@ -203,25 +205,25 @@ class SnapshotOutcomes:
     def _committed(self, commit: Commit) -> None:
         if commit.attempt != self._attempt.number or not self._base.is_new_commit(commit.seq):
             return
-        self._tracking.committed(commit.cut, baseline=commit.baseline)
+        self._tracking.committed(commit.snapshot_id, baseline=commit.baseline)
         self._base.committed(commit.seq, baseline=commit.baseline)
         self.committed_step = commit.step
         self._watchdog.committed(commit.step)
-        self._inconsistent = [each for each in self._inconsistent if each.cut >= commit.cut]
+        self._inconsistent = [each for each in self._inconsistent if each.snapshot_id >= commit.snapshot_id]
         self._stats.commits += 1
         self._stats.last_commit = commit
         self._failure_tracker.committed()
-        if (flight := self._in_flight_save) is not None and flight.cut == commit.cut:
+        if (flight := self._in_flight_save) is not None and flight.snapshot_id == commit.snapshot_id:
             self._state.transition(SnapshotEvent.COMMIT)
             flight.committed(commit)
         self._listener.emit("committed", commit=commit)
 
-    def failed(self, cut: int, failure: SnapshotFailed) -> None:
-        self._tracking.failed(cut)
-        if (flight := self._in_flight_save) is None or flight.cut != cut:
+    def failed(self, snapshot_id: int, failure: SnapshotFailed) -> None:
+        self._tracking.failed(snapshot_id)
+        if (flight := self._in_flight_save) is None or flight.snapshot_id != snapshot_id:
             return
         if failure.cause == "gone":
-            self._lost_snapshot = cut
+            self._lost_snapshot = snapshot_id
         self._fail_in_flight(failure)
         self._failure_tracker.failed(failure.cause, failure)
 
@@ -314,27 +316,29 @@ class SnapshotOutcomes:
         here[-1].join(handle)
         return True
 
-    def decline_later(self, cut: int) -> None:
-        """Decline snapshot `cut` of all ranks; `send_decline` reports it to the sidecar."""
-        self._declined = cut
-        if all(flight.cut != cut for flight in self._step_saves):
-            flight = InFlightSave(cut=cut, step=self._clock.step, reason="none")
+    def decline_later(self, snapshot_id: int) -> None:
+        """Decline snapshot `snapshot_id` of all ranks; `send_decline` reports it to the sidecar."""
+        self._declined = snapshot_id
+        if all(flight.snapshot_id != snapshot_id for flight in self._step_saves):
+            flight = InFlightSave(snapshot_id=snapshot_id, step=self._clock.step, reason="none")
             self._add_step_save(flight)
             flight.failed(SaveFailed("this rank could not take part in it", where="save"))
 
     def send_decline(self) -> None:
         """Report a declined snapshot to the sidecar, so that no other rank waits for this one."""
-        link, cut = self._attachment.link, self._declined
-        if cut is None or link is None or self.in_flight:
+        link, snapshot_id = self._attachment.link, self._declined
+        if snapshot_id is None or link is None or self.in_flight:
             return
         self._declined = None
-        self._attempt.begin_snapshot(cut)
+        self._attempt.begin_snapshot(snapshot_id)
         try:
             stream = self.precopy.streams.take(link)
-            begin = pb.SaveRequest.Begin(session=link.session, step=self._clock.step, cut=cut, reason="none")
+            begin = pb.SaveRequest.Begin(
+                session=link.session, step=self._clock.step, snapshot_id=snapshot_id, reason="none"
+            )
             stream.begin(begin, lambda _failure: None)
             stream.abort("no part")
         except Exception as error:
             if must_propagate(error):
                 raise
-            log.debug("cut %d could not be declined: %s", cut, error)
+            log.debug("snapshot %d could not be declined: %s", snapshot_id, error)

@@ -189,9 +189,9 @@ class PrecopyScheduler:
         self._counts.discarded[why] += 1
 
     def snapshot_taken(
-        self, used: Precopy | None, *, ahead: int, again: int, rows: int, raw_bytes: int
+        self, used: Precopy | None, *, ahead: int, recopied: int, rows: int, raw_bytes: int
     ) -> None:
-        """Record a snapshot of `rows`: `ahead` of them were copied ahead, of which `again` were copied twice."""
+        """Record a snapshot of `rows`: `ahead` of them were copied ahead, of which `recopied` were copied twice."""
         now_s, step = time.monotonic(), self._clock.step
         step_s = self._seconds_per_step()
         if used is not None:
@@ -202,7 +202,7 @@ class PrecopyScheduler:
             counts = self._counts
             counts.snapshots += bool(ahead)
             counts.precopied_rows += ahead
-            counts.recopied_rows += again
+            counts.recopied_rows += recopied
             counts.stalled_rows += rows - ahead
             counts.slowdown_s += self.slowdown_s
             if used.incomplete_reason:

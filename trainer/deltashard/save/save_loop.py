@@ -281,7 +281,7 @@ class SaveLoop:
             self._outcomes.apply()
             if handle.done:
                 return
-            if handle.cut is None:
+            if handle.snapshot_id is None:
                 if (gone := self._taker.gate().not_at_boundary) is not None:
                     raise WaitError(
                         "the snapshot is not taken yet, and only this thread can take it: " + MESSAGE[gone],
@@ -291,7 +291,7 @@ class SaveLoop:
                 # The program is still at the last step(), so the snapshot can be taken here, after the one in flight.
                 if self._taker.gate().block_reason(Asker.WAITER) in (None, BlockReason.UNOPENED):
                     self.boundary(at_step=False, asker=Asker.WAITER)
-                    if handle.done or handle.cut is not None:
+                    if handle.done or handle.snapshot_id is not None:
                         continue
                 if self._ranks is not None and until_s is None and time.monotonic() > apart_s:
                     raise WaitError(
@@ -329,7 +329,7 @@ class SaveLoop:
                 f"the sidecar has been disconnected for {MAX_DISCONNECTED_S:.0f} s: "
                 + (
                     "no snapshot was taken"
-                    if handle.cut is None
+                    if handle.snapshot_id is None
                     else "it is unknown whether this save became durable"
                 ),
                 where=f"wait() for {handle.reason!r}",

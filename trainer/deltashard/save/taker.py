@@ -66,7 +66,7 @@ class SnapshotRows:
     """Whether the snapshot has all rows of all tables."""
     ahead: int = 0
     """Number of rows copied ahead of the snapshot."""
-    again: int = 0
+    recopied: int = 0
     """Number of those rows that were copied again."""
     tables: list[tuple[TrackedTable, TablePrecopy]] = field(default_factory=list)
     """Tables with rows copied ahead."""
@@ -176,9 +176,9 @@ class SnapshotTaker:
         *,
         urgent: bool = False,
         latest_s: float = math.inf,
-        cut: int | None = None,
+        snapshot_id: int | None = None,
     ) -> None:
-        """Take one snapshot by `latest_s` (monotonic). `cut`: its number, as ordered by the group.
+        """Take one snapshot by `latest_s` (monotonic). `snapshot_id`: its number, as ordered by the group.
 
         After SIGTERM it ends within the grace period; a program that survives the signal saves as before.
 
@@ -187,7 +187,7 @@ class SnapshotTaker:
         if self._term is not None and (remaining_s := self._term.remaining_s):
             latest_s = min(latest_s, time.monotonic() + remaining_s)
         try:
-            self._take(link, reason, urgent=urgent, latest_s=latest_s, cut=cut)
+            self._take(link, reason, urgent=urgent, latest_s=latest_s, snapshot_id=snapshot_id)
         except SnapshotFailed as failure:
             if failure.cause in (Cause.FENCED, Cause.TAKEN_OVER):
                 kind = TakenOver if failure.cause == Cause.TAKEN_OVER else FencedError
@@ -218,12 +218,14 @@ class SnapshotTaker:
             if (flight := self._outcomes.copying) is not None:
                 self._outcomes.not_taken(flight, SaveFailed("interrupted", where="save"), again=False)
 
-    def _take(self, link: Link, reason: str, *, urgent: bool, latest_s: float, cut: int | None) -> None:
+    def _take(
+        self, link: Link, reason: str, *, urgent: bool, latest_s: float, snapshot_id: int | None
+    ) -> None:
         began_s = time.perf_counter() - self._precopy.began_s
-        number = cut or self._attempt.next_snapshot
+        number = snapshot_id or self._attempt.next_snapshot
         step = self._clock.step
         flight = InFlightSave(
-            cut=number, step=step, reason=reason, urgent=urgent, handles=self._requests.take()
+            snapshot_id=number, step=step, reason=reason, urgent=urgent, handles=self._requests.take()
         )
         try:
             self._outcomes.begin(flight)
@@ -244,7 +246,7 @@ class SnapshotTaker:
             if self._contents is not None:
                 self._contents.discard_staged()
             # A snapshot of all ranks has failed on all of them; requesting it again here would wait for the others.
-            again = isinstance(error, SnapshotFailed) and error.cause == Cause.BUSY and cut is None
+            again = isinstance(error, SnapshotFailed) and error.cause == Cause.BUSY and snapshot_id is None
             self._outcomes.not_taken(flight, error, again=again)
             raise
         self._order.arm()
@@ -253,7 +255,7 @@ class SnapshotTaker:
         self._stats.snapshots += 1
         self._stats.stalls_s.append(stall_s)
         self._listener.emit(
-            "snapshot", step=step, cut=number, mode=copied.mode, stall_s=stall_s, reason=reason
+            "snapshot", step=step, snapshot_id=number, mode=copied.mode, stall_s=stall_s, reason=reason
         )
 
     def _check(self) -> DirtyCounts:
@@ -282,11 +284,11 @@ class SnapshotTaker:
         hold_s: float,
         latest_s: float,
     ) -> SnapshotRows:
-        cut = flight.cut
+        snapshot_id = flight.snapshot_id
 
         def ended(failure: SnapshotFailed | None) -> None:
             if failure is not None:
-                self._session.post(lambda: self._outcomes.failed(cut, failure))
+                self._session.post(lambda: self._outcomes.failed(snapshot_id, failure))
 
         ahead = self._precopy.take(link)
         stream = self._precopy.streams.take(link) if ahead is None else ahead.stream
@@ -323,13 +325,13 @@ class SnapshotTaker:
             self._precopy.snapshot_taken(
                 ahead,
                 ahead=copied.ahead,
-                again=copied.again,
+                recopied=copied.recopied,
                 rows=writer.copied.rows,
                 raw_bytes=writer.copied.raw_bytes,
             )
             seal = self._seal(flight, writer, content, copied)
             seal.stall_s = time.perf_counter() - began_s
-            seal.cut_at_s = time.time() - seal.stall_s
+            seal.snapshot_at_s = time.time() - seal.stall_s
             stream.seal(seal)
             crash_point("snapshot.after_seal")
         except BaseException as error:
@@ -347,7 +349,7 @@ class SnapshotTaker:
         begin = pb.SaveRequest.Begin(
             session=link.session,
             step=flight.step,
-            cut=flight.cut,
+            snapshot_id=flight.snapshot_id,
             reason=flight.reason,
             urgent=flight.urgent,
             dirty_rows_commit=counts.commit,
@@ -382,9 +384,9 @@ class SnapshotTaker:
         """Return the copies made ahead that a snapshot of `mode` can use, updated to this step."""
         known = {each.table: each for each in ahead.tables}
         found = {}
-        for table, cut in snapshots:
+        for table, snapshot_id in snapshots:
             mine = known.get(table)
-            if mine is not None and (refreshed := mine.refresh_copy(cut, mode)) is not None:
+            if mine is not None and (refreshed := mine.refresh_copy(snapshot_id, mode)) is not None:
                 found[table] = mine, refreshed
             elif mine is not None and mine.has_unmarked_writes:
                 self._stats.audit_faults += 1
@@ -411,21 +413,21 @@ class SnapshotTaker:
         copied = SnapshotRows(mode=mode, tables=[(table, mine) for table, (mine, _) in refreshed.items()])
         if ahead is not None:
             copied.ahead = ahead.hand_over(mine for mine, _ in refreshed.values())
-        for table, cut in snapshots:
+        for table, snapshot_id in snapshots:
             if table in refreshed:
                 _, now = refreshed[table]
                 copied.full &= now.full
-                copied.again += now.again
+                copied.recopied += now.recopied
                 now.write(writer, fresh_first=fresh_first)
             elif fresh_first:
                 fresh, older = table.marks.select("since_commit"), table.marks.select_older(mode)
                 copied.full &= table.marks.count(mode) == table.marks.rows
-                writer.table(replace(cut, selection=fresh), fresh=True)
-                writer.table(replace(cut, selection=older), fresh=False)
+                writer.table(replace(snapshot_id, selection=fresh), fresh=True)
+                writer.table(replace(snapshot_id, selection=older), fresh=False)
             else:
                 selection = table.select_rows(mode)
                 copied.full &= selection.all
-                writer.table(replace(cut, selection=selection))
+                writer.table(replace(snapshot_id, selection=selection))
         return copied
 
     def _seal(
@@ -446,7 +448,7 @@ class SnapshotTaker:
             metadata=metadata,
             full=copied.full,
             precopied_rows=copied.ahead,
-            recopied_rows=copied.again,
+            recopied_rows=copied.recopied,
             slowdown_s=self._precopy.slowdown_s if copied.ahead else 0.0,
             pins=flight.pins,
         )
@@ -463,13 +465,13 @@ class SnapshotTaker:
             begun.state_encoding or self._attachment.policy.state_encoding or DEFAULT_STATE_ENCODING
         )
 
-        def observe(cut: TableSnapshot, ids: Any, parts: list[torch.Tensor]) -> None:
+        def observe(snapshot: TableSnapshot, ids: Any, parts: list[torch.Tensor]) -> None:
             contents.add_batch(
-                link.tables[cut.position],
-                cut.box,
+                link.tables[snapshot.position],
+                snapshot.box,
                 ids if isinstance(ids, range) else ids.numpy(),
                 [array_of(part) for part in parts],
-                encoding=begun.encodings.get(link.tables[cut.position].fqn, begun.encoding),
+                encoding=begun.encodings.get(link.tables[snapshot.position].fqn, begun.encoding),
                 state_encoding=state_encoding,
             )
 

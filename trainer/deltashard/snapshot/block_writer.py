@@ -202,7 +202,7 @@ class BlockWriter:
         self.copied = CopiedRows()
 
     def table(
-        self, snapshot: TableSnapshot, *, start: int = 0, fresh: bool | None = None, again: bool = False
+        self, snapshot: TableSnapshot, *, start: int = 0, fresh: bool | None = None, duplicated: bool = False
     ) -> None:
         """Copy one table's rows; returns when they are in the arena (or in transfer from a device: see `flush`).
 
@@ -210,7 +210,7 @@ class BlockWriter:
         commit; None: unknown. `again`: whether other batches contain these rows, too.
         """
         self._parts, self._snapshot = section_tensors(snapshot), snapshot
-        for batch in self.batches(snapshot, start=start, fresh=fresh, again=again):
+        for batch in self.batches(snapshot, start=start, fresh=fresh, duplicated=duplicated):
             if batch is not None:
                 self._send(batch.message, batch.target)
             self._count()
@@ -218,7 +218,7 @@ class BlockWriter:
             self.flush()  # the observer needs this table's parts
 
     def batches(
-        self, snapshot: TableSnapshot, *, start: int = 0, fresh: bool | None = None, again: bool = False
+        self, snapshot: TableSnapshot, *, start: int = 0, fresh: bool | None = None, duplicated: bool = False
     ) -> Iterator[Batch | None]:
         """Copy one table's rows lazily, batch by batch; yields None for a batch in transfer from a device."""
         parts = section_tensors(snapshot)
@@ -240,7 +240,7 @@ class BlockWriter:
                     col_start=snapshot.box.col_start,
                     col_stop=snapshot.box.col_stop,
                     fresh=fresh,
-                    again=again,
+                    duplicated=duplicated,
                 )
             )
             chosen = None if ids is None else ids[at_row : at_row + rows]
@@ -255,7 +255,7 @@ class BlockWriter:
                 batch = Batch(message=message, target=target, widths=widths)
             else:
                 self._from_device(message, target, parts, chosen, begin, rows, first, offsets, length)
-            if not again:
+            if not duplicated:
                 self.copied.rows += rows
                 self.copied.raw_bytes += rows * sum(widths)
             yield batch

@@ -98,7 +98,7 @@ class _Remainder:
     start: int = 0
     """First row, for a selection of all rows."""
     fresh: bool | None = None
-    again: bool = False
+    duplicated: bool = False
     """Whether batches of older rows contain them, too, because they were copied again in place."""
 
 
@@ -107,7 +107,7 @@ class RefreshedCopy:
     """Rows of one table that were copied ahead, as of the snapshot."""
 
     full: bool
-    again: int
+    recopied: int
     """Number of rows that were copied again."""
     rest: tuple[_Remainder, ...]
 
@@ -115,8 +115,8 @@ class RefreshedCopy:
         """Copy the rest; `fresh_first`: whether separate rows are declared fresh."""
         for each in self.rest:
             if fresh_first:
-                writer.table(each.snapshot, start=each.start, fresh=each.fresh, again=each.again)
-            elif not each.again:
+                writer.table(each.snapshot, start=each.start, fresh=each.fresh, duplicated=each.duplicated)
+            elif not each.duplicated:
                 writer.table(each.snapshot, start=each.start)
 
 
@@ -128,7 +128,7 @@ class _CopyHashes:
     """int64 [n], rows of the shard."""
     hashes: npt.NDArray[np.uint64]
     """uint64 [n], one per row."""
-    again: npt.NDArray[np.int64]
+    duplicated: npt.NDArray[np.int64]
     """Positions in the batch that were copied again at the snapshot."""
 
 
@@ -214,7 +214,7 @@ class TablePrecopy:
             copies = _CopyHashes(
                 rows=self._rows_of(batch),
                 hashes=row_kernel.row_hashes(batch.sections(), _SEED),
-                again=np.empty(0, np.int64),
+                duplicated=np.empty(0, np.int64),
             )
             walk.batches.append(batch)
             walk.copies.append(copies)
@@ -238,7 +238,7 @@ class TablePrecopy:
             with memory.read_lock:
                 values = [row_bytes(part).numpy() for part in section_tensors(self._snapshot)]
                 differ = row_kernel.row_hashes(values, _SEED, rows=each.rows) != each.hashes
-            differ[each.again] = False
+            differ[each.duplicated] = False
             found.append(each.rows[differ])
         self.unmarked_rows = np.concatenate([self.unmarked_rows, *found])
 
@@ -257,9 +257,9 @@ class TablePrecopy:
         rest: list[_Remainder] = []
         left = 0
 
-        def remains(rows: Rows, *, fresh: bool | None, again: bool = False) -> None:
+        def remains(rows: Rows, *, fresh: bool | None, duplicated: bool = False) -> None:
             chosen = replace(now, selection=RowSelection(all=False, ids=torch.from_numpy(rows)))
-            rest.append(_Remainder(snapshot=chosen, fresh=fresh, again=again))
+            rest.append(_Remainder(snapshot=chosen, fresh=fresh, duplicated=duplicated))
 
         for walk in self._passes:
             here = self._recopy_touched(walk, values, touched)
@@ -268,7 +268,7 @@ class TablePrecopy:
                 return None
             recopied |= here
             if walk is not first:
-                remains(touched[here], fresh=True, again=True)
+                remains(touched[here], fresh=True, duplicated=True)
         # Every touched row is fresh: the first pass covers the fresh rows, or all rows.
         for walk in self._passes:
             if walk.whole:
@@ -283,7 +283,7 @@ class TablePrecopy:
         taken = self._marks.count(mode)
         if self.rows + left != taken:
             return None  # not expected; the copied rows are not those that the snapshot takes
-        return RefreshedCopy(full=taken == count, again=int(recopied.sum()), rest=tuple(rest))
+        return RefreshedCopy(full=taken == count, recopied=int(recopied.sum()), rest=tuple(rest))
 
     def _recopy_touched(
         self, walk: _Pass, values: Sequence[npt.NDArray[np.uint8]], touched: Rows
@@ -303,7 +303,7 @@ class TablePrecopy:
             rows, places = rows[here], places[here]
             for source, target in zip(values, batch.sections(), strict=True):
                 row_kernel.replace_rows(source, rows, target, places)
-            copies.again = places
+            copies.duplicated = places
         return found
 
     def _has_unmarked_writes(

@@ -173,7 +173,7 @@ class SaveStream:
         if len(held) == 1:
             self._out.put(held[0])
         elif held:
-            self._out.put(pb.SaveRequest(several=pb.SaveRequest.Several(requests=held)))
+            self._out.put(pb.SaveRequest(batch=pb.SaveRequest.Batch(requests=held)))
 
     def _next_while_alive(self, until_s: float, what: str) -> pb.SaveReply:
         while self._in.empty() and time.monotonic() + HOLD_S < until_s:

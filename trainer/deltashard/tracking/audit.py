@@ -56,7 +56,7 @@ SYNC_CHECK_INTERVAL = 8
 
 
 class Audit:
-    """The sample of one table between two cuts."""
+    """The sample of one table between two snapshots."""
 
     def __init__(self, table: str, seed: int) -> None:
         self._table = table

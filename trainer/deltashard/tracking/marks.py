@@ -166,39 +166,43 @@ class Marks:
         yield
         synchronize(self.flags.device)
 
-    def snapshot_taken(self, cut: int, *, full: bool) -> None:
-        """Record that snapshot `cut` copied this table's selection; `full`: mode "all", for every table."""
-        self._in_flight[cut] = full
+    def snapshot_taken(self, snapshot_id: int, *, full: bool) -> None:
+        """Record that snapshot `snapshot_id` copied this table's selection; `full`: mode "all", for every table."""
+        self._in_flight[snapshot_id] = full
         moving = FRESH | BASE if full else FRESH
         # Pending twins are one bit higher than their flags.
         self._shift(moving, left=1)
 
-    def committed(self, cut: int, *, baseline: bool) -> None:
-        """Record the commit of `cut`; `baseline`: its part covers null. Late or repeated reports have no effect."""
-        full = self._in_flight.pop(cut, None)
+    def committed(self, snapshot_id: int, *, baseline: bool) -> None:
+        """Record the commit of `snapshot_id`; `baseline`: its part covers null. Late or repeated reports have no effect."""
+        full = self._in_flight.pop(snapshot_id, None)
         if full is None:
             return
         keep = 0xFF
-        if not any(other > cut for other in self._in_flight):
+        if not any(other > snapshot_id for other in self._in_flight):
             keep ^= FRESH_PENDING
-        if baseline and full and not any(o_full and other > cut for other, o_full in self._in_flight.items()):
+        if (
+            baseline
+            and full
+            and not any(o_full and other > snapshot_id for other, o_full in self._in_flight.items())
+        ):
             keep ^= BASE_PENDING
         elif full and not baseline:
             # Complete but not accepted as a baseline: its rows still count as changed since the older baseline.
             self._merge(BASE_PENDING)
         # Older snapshots can no longer commit (commits are in increasing order), and this one holds their rows.
-        for other in [o for o in self._in_flight if o < cut]:
+        for other in [o for o in self._in_flight if o < snapshot_id]:
             del self._in_flight[other]
         self._keep(keep)
 
-    def failed(self, cut: int) -> None:
-        """Record that `cut` is not expected to commit: the next snapshot takes its rows again."""
-        full = self._in_flight.pop(cut, None)
+    def failed(self, snapshot_id: int) -> None:
+        """Record that `snapshot_id` is not expected to commit: the next snapshot takes its rows again."""
+        full = self._in_flight.pop(snapshot_id, None)
         if full is None:
             return
-        if not any(other > cut for other in self._in_flight):
+        if not any(other > snapshot_id for other in self._in_flight):
             self._merge(FRESH_PENDING)
-        if full and not any(o_full and other > cut for other, o_full in self._in_flight.items()):
+        if full and not any(o_full and other > snapshot_id for other, o_full in self._in_flight.items()):
             self._merge(BASE_PENDING)
 
     def rebase(self) -> None:

@@ -190,7 +190,7 @@ class TrackedTable:  # noqa: PLR0904
             self.marks.mark_all()
         self.reason = reason
         level = logging.DEBUG if quiet else logging.INFO
-        _log.log(level, "table %s is tracked by row hashes at each cut: %s", self.key, reason)
+        _log.log(level, "table %s is tracked by row hashes at each snapshot: %s", self.key, reason)
 
     def before_step(self, inexact: str | None) -> None:
         """Check, before the sole owner's step, that the whitelist applies and the table was not written from outside.

@@ -8,8 +8,8 @@ Call order at a step boundary, on the training thread:
     refresh() -> DirtyCounts                a snapshot is due: updates schemas, hashes tables and counts rows
     audit_sample()                          draws the next sample
     table.select_rows(mode)                 per table; then the rows are copied
-    snapshot_taken(cut, mode, full=...)     flags become pending
-    committed(cut, ...) | failed(cut)       when the outcome is reported
+    snapshot_taken(snapshot_id, mode, full=...)     flags become pending
+    committed(snapshot_id, ...) | failed(snapshot_id)       when the outcome is reported
 """
 
 from __future__ import annotations
@@ -227,10 +227,10 @@ class Tracking:  # noqa: PLR0904
                     each.end_hashing(done)
                 looks, jobs = [], 0
 
-    def snapshot_taken(self, cut: int, mode: Mode, *, full: bool = False) -> None:
-        """Record that `cut` copied every table's selection; `full`: all rows of all tables (implied by "all")."""
+    def snapshot_taken(self, snapshot_id: int, mode: Mode, *, full: bool = False) -> None:
+        """Record that `snapshot_id` copied every table's selection; `full`: all rows of all tables (implied by "all")."""
         for table in self.tables:
-            table.marks.snapshot_taken(cut, full=full or mode == "all")
+            table.marks.snapshot_taken(snapshot_id, full=full or mode == "all")
         self.regrown = False
         if self.steps.gradients is not None:
             self.steps.gradients.close()
@@ -239,19 +239,19 @@ class Tracking:  # noqa: PLR0904
             watch = GradientWatch([hooks.optimizer for hooks in self._hooks], self._gradient_alive)
             self.steps.gradients = None if watch.is_finished else watch
 
-    def committed(self, cut: int, *, baseline: bool) -> None:
-        """Record the commit of `cut`; repeated, late and unknown snapshots have no effect."""
+    def committed(self, snapshot_id: int, *, baseline: bool) -> None:
+        """Record the commit of `snapshot_id`; repeated, late and unknown snapshots have no effect."""
         for table in self.tables:
-            table.marks.committed(cut, baseline=baseline)
+            table.marks.committed(snapshot_id, baseline=baseline)
 
     def rebase(self) -> None:
         """Make rows changed since the newest commit the rows changed since the baseline."""
         for table in self.tables:
             table.marks.rebase()
 
-    def failed(self, cut: int) -> None:
+    def failed(self, snapshot_id: int) -> None:
         for table in self.tables:
-            table.marks.failed(cut)
+            table.marks.failed(snapshot_id)
 
     def audit_sample(self, later: Callable[[Callable[[], None]], Future[None]] | None = None) -> None:
         """Draw new samples of rows, at the boundary of a snapshot and after the check of the last samples.

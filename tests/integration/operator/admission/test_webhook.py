@@ -111,11 +111,11 @@ def test_new_policy_is_found_and_missing_one_is_named(http: Rest, shared_webhook
         shared = policy_object("shared", store={"url": "s3://x-y/z", "secretRef": {"name": "own"}})
         http.create({**shared, "kind": "ClusterCheckpointPolicy"})
         assert "'secretName': 'own'" in str(asked("cluster/shared").document), "of the workload's namespace"
-        # The value is valid alone, but exceeds the default's atMost.
-        broken = policy_object("broken", interval={"atLeast": "2h", "goal": {"type": "Auto"}})
+        # The value is valid alone, but exceeds the default's max.
+        broken = policy_object("broken", interval={"min": "2h", "goal": {"type": "Auto"}})
         assert http.create(broken).status == 201
         refused = asked("broken").document
-        assert (refused["reason"], "is above atMost" in refused["message"]) == ("BadPolicy", True)
+        assert (refused["reason"], "is above max" in refused["message"]) == ("BadPolicy", True)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_job_gets_run_whose_phases_follow_training(
     pod = cluster.running_pod(job)
     sidecar = ReportingSidecar(controller, cluster, pod, job)
     reply = sidecar.report(phase="RESTORING")
-    assert (reply.sequence, reply.speaks, reply.next_s) == (1, True, 15.0)
+    assert (reply.sequence, reply.report_run, reply.next_s) == (1, True, 15.0)
     cluster.wait_for_status(job, phase="Restoring")
     kept = wire.KeptCheckpoint(seq=2, step=8, bytes=3 << 30, pins=["best"])
     sidecar.report(step=9, seq=2, committed=8, stored_bytes=3 << 30, checkpoint_count=1, checkpoints=[kept])
@@ -127,9 +127,11 @@ def test_eviction_is_one_failure_and_restore_is_recorded_once(
     sidecar = ReportingSidecar(controller, cluster, cluster.running_pod(job), job)
     restored = incident(1, "RESTORED", message="goes on from step 90", lost_steps=10, attempt=2)
     again = {"attempt": 2, "step": 91, "seq": 3, "committed": 90, "incidents": [restored]}
-    assert sidecar.report(**again).told == 0  # the count of the second incident is not written yet
+    assert (
+        sidecar.report(**again).acknowledged_incident == 0
+    )  # the count of the second incident is not written yet
     cluster.wait_for_status(job, phase="Training", restores=1, lostSteps=10, attempt=2)
-    eventually(lambda: sidecar.report(**again).told == 1, "it is told")
+    eventually(lambda: sidecar.report(**again).acknowledged_incident == 1, "it is told")
     told = cluster.events("Restored")
     assert {each["involvedObject"]["kind"] for each in told} == {"CheckpointRun", "Job"}
     assert "goes on from step 90" in told[0]["message"]
@@ -202,7 +204,7 @@ def test_new_controller_continues_after_kill(isolated_controller: IsolatedContro
     after = cluster.wait_for_status(job, step=6)
     assert (after["restores"], after["lostSteps"]) == (1, 2)
     assert [each["cause"] for each in after["losses"]] == ["OOMKilled"]
-    eventually(lambda: sidecar.report(step=6, **said).told == 1, "it is told")
+    eventually(lambda: sidecar.report(step=6, **said).acknowledged_incident == 1, "it is told")
     assert len(cluster.events("Restored")) == 2
     assert controller.stop() == 0, controller.log
 
@@ -292,8 +294,8 @@ def test_runs_save_before_node_shutdown(controller: ControllerProcess, cluster: 
     assert (order.id.startswith(f"drain/{node}/"), order.reason, order.urgent) == (True, "drain", False)
     assert reply.next_s == 5.0
     assert not second.report(step=6).saves
-    over = wire.SaveOver(id=order.id, outcome=wire.SaveOver.OUTCOME_COMMITTED, step=6, seq=1)
-    assert not sidecar.report(step=7, saves_over=[over]).saves
+    over = wire.SaveResult(id=order.id, outcome=wire.SaveResult.OUTCOME_COMMITTED, step=6, seq=1)
+    assert not sidecar.report(step=7, save_results=[over]).saves
 
 
 def test_pods_carry_newest_checkpoint_time(controller: ControllerProcess, cluster: NamespaceObjects) -> None:

@@ -39,13 +39,21 @@ def test_report_is_accepted_and_answered(api: ApiAccess, pod: ApiPod, token: str
     async def scenario() -> None:
         async with serving(api) as service:
             service.recorder.answer = lambda report: Reply(
-                sequence=report.sequence, next_s=15.0, speaks=True, saves=(order,), told=4
+                sequence=report.sequence,
+                next_s=15.0,
+                report_run=True,
+                saves=(order,),
+                acknowledged_incident=4,
             )
             for sequence in (7, 8):
                 found = await service.post(token, pod.report(sequence=sequence))
                 assert (found.status, found.reply.sequence, found.reply.next_s) == (200, sequence, 15.0)
-                assert (found.reply.speaks, found.reply.told, found.reply.saves[0].pin) == (True, 4, "best")
-            assert [each.who.pod_uid for each in service.recorder.reports] == [pod.uid] * 2
+                assert (
+                    found.reply.report_run,
+                    found.reply.acknowledged_incident,
+                    found.reply.saves[0].pin,
+                ) == (True, 4, "best")
+            assert [each.identity.pod_uid for each in service.recorder.reports] == [pod.uid] * 2
             assert service.value("reports_total", outcome="accepted") == 2
             assert service.value("report_seconds_count") == 2
             assert service.value("token_reviews_total", outcome="authentic") == 1
@@ -68,10 +76,10 @@ def test_rejected_report_has_reason(api: ApiAccess, http: Rest, pod: ApiPod, tok
         (pod.token(http, "https://kubernetes.default.svc"), good, 401, "not_authentic"),
         (unbound, good, 401, "not_authentic"),
         (other.token(http), good, 403, "wrong_pod"),
-        (token, pod.report(who={"pod": other.name}), 403, "wrong_pod"),
-        (token, pod.report(who={"pod_uid": other.uid}), 403, "wrong_pod"),
-        (token, pod.report(who={"namespace": "kube-system"}), 403, "wrong_pod"),
-        (token, pod.report(who={"namespace": "No Name"}), 400, "bad_report"),
+        (token, pod.report(identity={"pod": other.name}), 403, "wrong_pod"),
+        (token, pod.report(identity={"pod_uid": other.uid}), 403, "wrong_pod"),
+        (token, pod.report(identity={"namespace": "kube-system"}), 403, "wrong_pod"),
+        (token, pod.report(identity={"namespace": "No Name"}), 400, "bad_report"),
         (token, b"\xff garbage", 400, "bad_report"),
         (token, b"\0" * (reports.MAX_BODY_BYTES + 1), 413, "too_large"),
         (token, pod.report(protocol=FLEET_PROTOCOL.most + 1), 409, "unsupported_protocol"),

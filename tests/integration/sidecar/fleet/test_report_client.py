@@ -94,12 +94,20 @@ def test_report_has_identity_and_state(authority: CertificateAuthority, token: P
         eventually(lambda: server.reports, "the first report")
         first = server.last
         assert (first.protocol, first.sequence, first.HasField("run")) == (1, 1, False)
-        assert (first.who.pod, first.who.namespace, first.who.pod_uid) == ("pod", "ns", "p-1")
-        assert (first.who.node, first.who.policy, first.who.run) == ("node", "default", "ns/run")
-        assert (first.who.workload_uid, first.who.index, first.who.replica) == ("w-1", "2", "1")
+        assert (first.identity.pod, first.identity.namespace, first.identity.pod_uid) == ("pod", "ns", "p-1")
+        assert (first.identity.node, first.identity.policy, first.identity.run) == (
+            "node",
+            "default",
+            "ns/run",
+        )
+        assert (first.identity.workload_uid, first.identity.index, first.identity.replica) == (
+            "w-1",
+            "2",
+            "1",
+        )
         assert first.process
-        assert first.who.version
-        server.set_reply(speaks=True, directive=fleet.Directive(id=3, policy=pb.Policy(every_s=5)))
+        assert first.identity.version
+        server.set_reply(report_run=True, directive=fleet.Directive(id=3, policy=pb.Policy(every_s=5)))
         side.phase = fleet.PHASE_TRAINING
         eventually(lambda: side.directives, "the directive")
         assert (side.directives[0].id, side.directives[0].workload) == (3, "w-1")

@@ -51,17 +51,17 @@ def wait_for_incident(server: FleetServer, kind: fleet.IncidentKind) -> fleet.In
     return one
 
 
-def over(server: FleetServer, name: str) -> fleet.SaveOver:
-    ends = lambda: {each.id: each for report in list(server.reports) for each in report.saves_over}  # noqa: E731
+def over(server: FleetServer, name: str) -> fleet.SaveResult:
+    ends = lambda: {each.id: each for report in list(server.reports) for each in report.save_results}  # noqa: E731
     eventually(lambda: name in ends(), what=f"the end of {name}")
     return ends()[name]
 
 
 def fail_a_save(trainer: Trainer) -> None:
-    cut = trainer.begin()
-    cut.outbox.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause="veto")))
-    eventually(cut.over.is_set, what="aborted")
-    cut.outbox.put(None)
+    snapshot = trainer.begin()
+    snapshot.outbox.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause="veto")))
+    eventually(snapshot.over.is_set, what="aborted")
+    snapshot.outbox.put(None)
 
 
 def newest(url: str, run: str = "ns/job") -> Checkpoint:
@@ -79,7 +79,7 @@ def test_pod_lifecycle_is_reported(tmp_path: Path, url: str, server: FleetServer
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
         first = wait_for_report(server, "waiting", phase=fleet.PHASE_WAITING)
         assert (first.pod.run, first.pod.attempt, first.pod.store_ok) == ("ns/job", 0, True)
-        assert (first.who.workload_uid, first.HasField("run")) == ("w-1", False)
+        assert (first.identity.workload_uid, first.HasField("run")) == ("w-1", False)
         trainer = Trainer(process.socket, FakeModel())
         wait_for_report(server, "attached", phase=fleet.PHASE_RESTORING)
         trainer.open()
@@ -109,11 +109,11 @@ def test_pod_lifecycle_is_reported(tmp_path: Path, url: str, server: FleetServer
         wait_for_report(server, "restored", phase=fleet.PHASE_TRAINING)
         fail_a_save(again)
         assert wait_for_incident(server, fleet.INCIDENT_KIND_SAVE_FAILED).cause == "aborted"
-        assert wait_for_report(server, "the failure", saves_failed_in_a_row=1)
+        assert wait_for_report(server, "the failure", consecutive_save_failures=1)
         again.model.step = 8
         again.report_step()
         again.save_and_commit()
-        wait_for_report(server, "counted anew", saves_failed_in_a_row=0)
+        wait_for_report(server, "counted anew", consecutive_save_failures=0)
         again.detach()
         wait_for_report(server, "closed", phase=fleet.PHASE_CLOSED)
         again.close()
@@ -147,12 +147,12 @@ def test_directive_takes_effect_while_running(tmp_path: Path, url: str, server: 
         server.set_reply(directive=fleet.Directive(id=9, policy=pb.Policy(encoding="nonsense")))
         reports = len(server.reports)
         eventually(lambda: len(server.reports) > reports + 1, what="it was answered so")
-        cut = trainer.begin()
-        assert (cut.begun.encoding, cut.begun.state_encoding) == ("q4", "bf16")
-        assert not cut.begun.HasField("covers"), "full: every cut is a baseline"
-        cut.write_all()
-        cut.seal()
-        trainer.committed(cut.number)
+        snapshot = trainer.begin()
+        assert (snapshot.begun.encoding, snapshot.begun.state_encoding) == ("q4", "bf16")
+        assert not snapshot.begun.HasField("covers"), "full: every snapshot is a baseline"
+        snapshot.write_all()
+        snapshot.seal()
+        trainer.committed(snapshot.number)
         entry = newest(url)
         assert "q4" in stored_as(entry)
         assert "full" in entry.directive
@@ -196,14 +196,14 @@ def test_ordered_save_is_executed_once(tmp_path: Path, url: str, server: FleetSe
     first = fleet.SaveOrder(id="u-1", reason="request", pin="release")
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
         server.set_reply(saves=[first, fleet.SaveOrder(id="late", reason="request", deadline_s=0.1)])
-        assert over(server, "late").outcome == fleet.SaveOver.OUTCOME_EXPIRED
+        assert over(server, "late").outcome == fleet.SaveResult.OUTCOME_EXPIRED
         trainer = Trainer(process.socket, FakeModel())
         trainer.open()  # only now is there a trainer that can save
         eventually(lambda: trainer.urgent, what="asked")
         assert [(each.reason, each.urgent) for each in trainer.urgent] == [("request", False)]
         commit = trainer.save_and_commit()
         end = over(server, "u-1")
-        assert (end.outcome, end.seq) == (fleet.SaveOver.OUTCOME_COMMITTED, commit.seq)
+        assert (end.outcome, end.seq) == (fleet.SaveResult.OUTCOME_COMMITTED, commit.seq)
         assert newest(url).pins == ("release",)
         eventually(lambda: list(server.last.run.checkpoints[0].pins) == ["release"])
         server.set_reply(saves=[fleet.SaveOrder(id="drain/n/1", reason="drain", urgent=True, deadline_s=60)])
@@ -211,11 +211,11 @@ def test_ordered_save_is_executed_once(tmp_path: Path, url: str, server: FleetSe
         assert (trainer.urgent[1].reason, trainer.urgent[1].urgent) == ("drain", True)
         fail_a_save(trainer)
         end = over(server, "drain/n/1")
-        assert (end.outcome, end.cause) == (fleet.SaveOver.OUTCOME_FAILED, "aborted: veto")
+        assert (end.outcome, end.cause) == (fleet.SaveResult.OUTCOME_FAILED, "aborted: veto")
         server.set_reply(saves=[fleet.SaveOrder(id="u-2", reason="request", pin="release")])
         end = over(server, "u-2")
         assert (end.outcome, f"at step {newest(url).step}" in end.cause) == (
-            fleet.SaveOver.OUTCOME_FAILED,
+            fleet.SaveResult.OUTCOME_FAILED,
             True,
         )
         process.kill()
@@ -231,7 +231,7 @@ def test_ordered_save_is_executed_once(tmp_path: Path, url: str, server: FleetSe
 
 def test_sidecar_without_rank_0_executes_order(tmp_path: Path, url: str, server: FleetServer) -> None:
     """Ranks save together, so any of them may request it. The designated sidecar reports for the run."""
-    server.set_reply(speaks=True, saves=[fleet.SaveOrder(id="u-1", reason="request")])
+    server.set_reply(report_run=True, saves=[fleet.SaveOrder(id="u-1", reason="request")])
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
         trainer = Trainer(process.socket, FakeModel(), rank=1, world_size=2, attempt=1, layout="0" * 32)
         eventually(lambda: trainer.urgent, what="asked")

@@ -61,7 +61,7 @@ class CudaProgram(PrecopiedProgram):
         """The state at the end of the last step."""
         super().__init__(folder, tables, optimizers, top, **{"arena_bytes": 128 << 20} | options)
 
-    def on_cut(self) -> dict[str, torch.Tensor]:
+    def on_snapshot(self) -> dict[str, torch.Tensor]:
         return self.now
 
     def step(self) -> None:
@@ -102,7 +102,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "at the cut"])
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "at the snapshot"])
 @pytest.mark.parametrize(("device", "dense"), PLACES)
 def test_every_checkpoint_matches_its_step(make: Any, device: str, dense: str, ahead: bool) -> None:
     """The cases cover every kind of gradient and state, and every device, with rows that are copied during training."""
@@ -169,16 +169,16 @@ def test_copies_in_flight_do_not_change(chosen: bool) -> None:
 
     arena = FakeArena(16 << 20)
     writer = arena.writer()
-    cut = table_snapshot(weights, [state], selection=RowSelection(all=ids is None, ids=ids))
+    snapshot_id = table_snapshot(weights, [state], selection=RowSelection(all=ids is None, ids=ids))
     torch.cuda._sleep(20_000_000)
-    writer.table(cut)
+    writer.table(snapshot_id)
     weights.fill_(7.0)
     state.fill_(7.0)
     writer.flush()
     got = [arena.rows(batch, [weights, state])[1] for batch in arena.sent]
     for mine, before in zip(zip(*got, strict=True), kept, strict=True):
         assert torch.equal(torch.cat(mine), before)
-    assert [part.device.type for part in section_tensors(cut)] == ["cuda", "cuda"]
+    assert [part.device.type for part in section_tensors(snapshot_id)] == ["cuda", "cuda"]
 
 
 @needs_gpu

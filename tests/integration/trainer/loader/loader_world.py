@@ -40,7 +40,7 @@ class SimulatedTrainer:
         *,
         snapshot_at: int,
         end: int,
-        cut: LoaderSnapshot | None = None,
+        snapshot: LoaderSnapshot | None = None,
         on_change: OnChange = "restart",
     ) -> None:
         torch.manual_seed(seed)
@@ -51,10 +51,10 @@ class SimulatedTrainer:
         self.steps = StepCount()
         self.state: dict[str, Any] = {}
         self.log: list[Any] = []
-        self.cut: LoaderSnapshot | None = None
+        self.snapshot: LoaderSnapshot | None = None
         self.notes: list[str] = []
-        self.resumed = cut is not None
-        self._held = cut
+        self.resumed = snapshot is not None
+        self._held = snapshot
         self._on_change = on_change
         self.registry = LoaderRegistry(self.steps)
 
@@ -87,7 +87,7 @@ class SimulatedTrainer:
         self.log.append((*(plain(each) for each in seen), drawn))
         self.steps.now += 1
         self.registry.stepped()
-        if self.steps.now == self.snapshot_at and self.cut is None and not self.resumed:
+        if self.steps.now == self.snapshot_at and self.snapshot is None and not self.resumed:
             self.save()
         if self.steps.now >= self.end:
             raise RunEnded
@@ -95,7 +95,7 @@ class SimulatedTrainer:
     def save(self) -> None:
         state = {source.name: source.get() for source in sources(self.state)}
         rng, positions = self.registry.capture()
-        self.cut = LoaderSnapshot(
+        self.snapshot = LoaderSnapshot(
             self.steps.now,
             encode_value(rng).to_bytes(),
             encode_value(positions).to_bytes(),
@@ -165,12 +165,14 @@ def resumed(
     with CapturedWarnings() as heard:
         lost = SimulatedTrainer(4, snapshot_at=at, end=end)
         run(program, lost)
-        assert lost.cut is not None
-        again = SimulatedTrainer(99, snapshot_at=at, end=end, cut=lost.cut, on_change=on_change)
+        assert lost.snapshot_id is not None
+        again = SimulatedTrainer(
+            99, snapshot_at=at, end=end, snapshot_id=lost.snapshot_id, on_change=on_change
+        )
         run(after or program, again)
     for world in (lost, again):
         world.registry.close()  # otherwise the collector ends their workers, and torch waits 5 s for each
-    delivered = [tree["delivered"] for tree in decode_value(lost.cut.positions).values()]
+    delivered = [tree["delivered"] for tree in decode_value(lost.snapshot.positions).values()]
     return ResumeResult(lost.log[at:], again.log, heard.texts + again.notes, heard.infos, delivered)
 
 

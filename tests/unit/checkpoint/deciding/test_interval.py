@@ -41,13 +41,13 @@ situations = st.builds(
     IntervalInputs, cost_s=costs, durable_s=st.floats(0, 1e5),
     step_s=st.one_of(st.just(0.0), st.floats(1e-3, 100)), mtbf_s=mtbfs, shards=st.integers(1, 4096),
     partial=st.booleans(), left_s=st.one_of(st.just(math.inf), st.floats(1, 1e8)),
-    user=st.builds(SimpleNamespace, least_s=st.floats(0, 1e5), most_s=st.just(0.0) | st.floats(1, 1e6)),
+    user=st.builds(SimpleNamespace, min_interval_s=st.floats(0, 1e5), max_interval_s=st.just(0.0) | st.floats(1, 1e6)),
 )  # fmt: skip
 
 
-def quiet(*, least_s: float = 0.0, most_s: float = 0.0, **changes: float) -> IntervalInputs:
+def quiet(*, min_interval_s: float = 0.0, max_interval_s: float = 0.0, **changes: float) -> IntervalInputs:
     """Return a case in which no bound applies by default."""
-    user = SimpleNamespace(least_s=least_s, most_s=most_s)
+    user = SimpleNamespace(min_interval_s=min_interval_s, max_interval_s=max_interval_s)
     now = IntervalInputs(cost_s=1.0, durable_s=0.0, step_s=0.0, mtbf_s=10 * 3600.0, user=user)
     return replace(now, **changes)
 
@@ -85,9 +85,9 @@ def test_interval_is_the_longest_within_the_slack(cost_s, mtbf_s, slack):
         ({"step_s": 60.0}, 60.0 * FEWEST_STEPS, "10 steps"),
         ({"cost_s": 0.1, "mtbf_s": 1e6}, LONGEST_S, "30 minutes"),
         ({"cost_s": 100.0, "mtbf_s": 1e6}, young_interval_s(100.0, 1e6), "the best"),
-        ({"least_s": 1000.0}, 1000.0, "the user allows"),
-        ({"most_s": 90.0}, 90.0, "the user allows"),
-        ({"most_s": 90.0, "durable_s": 100.0}, 500.0, "durable"),
+        ({"min_interval_s": 1000.0}, 1000.0, "the user allows"),
+        ({"max_interval_s": 90.0}, 90.0, "the user allows"),
+        ({"max_interval_s": 90.0, "durable_s": 100.0}, 500.0, "durable"),
     ],
 )
 def test_auto_interval_bounds(changes, seconds, bound):
@@ -107,13 +107,13 @@ def test_overhead_interval_matches_checkfreq(cost_s, durable_s, allowed):
 
 
 @given(st.floats(1, 604800), situations)
-def test_lost_work_goal_is_met_or_reported_unreachable(most_s, now):
-    found = choose_interval(Goal(aim="lost-work", amount=most_s), now)
+def test_lost_work_goal_is_met_or_reported_unreachable(max_interval_s, now):
+    found = choose_interval(Goal(aim="lost-work", amount=max_interval_s), now)
     worst_s = found.seconds + now.durable_s
     if found.unreachable:
-        assert worst_s > most_s
+        assert worst_s > max_interval_s
     else:
-        assert worst_s <= most_s * (1 + 1e-6)
+        assert worst_s <= max_interval_s * (1 + 1e-6)
 
 
 def test_pls_interval():
@@ -137,12 +137,12 @@ def test_fixed_interval_is_not_tuned():
 def test_lower_bound_takes_precedence(aim, now):
     found = choose_interval(aim, now)
     auto = aim.aim == "auto" or (aim.aim == "pls" and not now.partial)
-    low_s = max(now.durable_s, now.step_s, 0.001, now.least_s)
-    high_s = now.most_s
+    low_s = max(now.durable_s, now.step_s, 0.001, now.min_interval_s)
+    high_s = now.max_interval_s
     if auto:
         # The user's own bounds replace the minute.
-        taste_s = 0.0 if now.least_s else min(SHORTEST_S, now.most_s)
-        low_s = max(taste_s, now.durable_s / IN_FLIGHT_SHARE, FEWEST_STEPS * now.step_s, now.least_s)
+        taste_s = 0.0 if now.min_interval_s else min(SHORTEST_S, now.max_interval_s)
+        low_s = max(taste_s, now.durable_s / IN_FLIGHT_SHARE, FEWEST_STEPS * now.step_s, now.min_interval_s)
         high_s = min(high_s, max(LONGEST_S, young_interval_s(now.cost_s, now.mtbf_s)))
     elif aim.aim == "pls":
         high_s = min(high_s, PLS_SHARE * now.left_s)

@@ -32,7 +32,7 @@ facts = st.builds(
 tables = st.dictionaries(st.text(min_size=1, max_size=3), facts, min_size=1, max_size=8)
 forecasts = st.builds(
     RestoreForecast, restores=st.integers(0, 5000), expected=st.floats(0, 200), restores_so_far=st.integers(0, 50),
-    near_end=st.booleans(), least_bits=st.integers(0, 8),
+    near_end=st.booleans(), min_bits=st.integers(0, 8),
 )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def test_error_budget_is_met_and_small_tables_use_8_bit(model, forecast):
     for name, encoding in found.encodings.items():
         bits = bits_of(encoding)
         assert bits in BITS
-        assert bits >= min(forecast.least_bits, 8)
+        assert bits >= min(forecast.min_bits, 8)
         if bits < 8:
             assert name in large
             assert not forecast.near_end
@@ -102,7 +102,7 @@ def test_check_n_run_uses_one_width_for_all_tables(model, forecast):
     assert len(found) == 1
     bits = bits_of(found.pop())
     assert bits >= max(
-        check_n_run_bits(forecast.expected, forecast.restores_so_far), min(forecast.least_bits, 8)
+        check_n_run_bits(forecast.expected, forecast.restores_so_far), min(forecast.min_bits, 8)
     )
     assert bits == 8 or not forecast.near_end
 

@@ -177,7 +177,7 @@ def test_mutated_frames_with_valid_hash_decode_or_are_refused() -> None:
 def _index() -> tuple[str, bytes]:
     index = golden_index()
     data = encode_index(index)
-    key = object_key.index_key(attempt=3, cut=2, rank=1, token=TOKEN, xxh3=indexes.digest_hex(data))
+    key = object_key.index_key(attempt=3, snapshot_id=2, rank=1, token=TOKEN, xxh3=indexes.digest_hex(data))
     assert decode_index(data, key=key, run=RUN) == index
     return key, data
 
@@ -203,12 +203,15 @@ def test_mutated_indexes_are_refused_or_round_trip() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "attempt", "cut", "rank"), [("other", 3, 2, 1), (RUN, 4, 2, 1), (RUN, 3, 1, 1), (RUN, 3, 2, 0)]
+    ("run", "attempt", "snapshot_id", "rank"),
+    [("other", 3, 2, 1), (RUN, 4, 2, 1), (RUN, 3, 1, 1), (RUN, 3, 2, 0)],
 )
-def test_index_of_another_snapshot_is_refused(run: str, attempt: int, cut: int, rank: int) -> None:
+def test_index_of_another_snapshot_is_refused(run: str, attempt: int, snapshot_id: int, rank: int) -> None:
     key, data = _index()
     name = object_key.parse_index_key(key)
-    moved = object_key.index_key(attempt=attempt, cut=cut, rank=rank, token=name.token, xxh3=name.xxh3)
+    moved = object_key.index_key(
+        attempt=attempt, snapshot_id=snapshot_id, rank=rank, token=name.token, xxh3=name.xxh3
+    )
     with pytest.raises(FormatError, match="index of"):
         decode_index(data, key=moved, run=run)
 
@@ -240,9 +243,9 @@ def test_mutated_trees_are_refused_or_decode() -> None:
 def test_mutated_log_entries_are_refused() -> None:
     """With a recomputed hash, an entry is accepted only in canonical, bounded form."""
     entry = entries.Checkpoint(
-        seq=5, previous="a" * 64, writer="w", at_s=1.5, attempt=3, cut=2, step=20, tables=(schema(),),
+        seq=5, previous="a" * 64, writer="w", at_s=1.5, attempt=3, snapshot_id=2, step=20, tables=(schema(),),
         parts=(entries.Part(rank=0, index_key=_index()[0], boxes=(whole(schema()),), stored_bytes=9, covers=1),),
-        encodings={"items": ("q8",)}, rows=3, raw_bytes=4, stored_bytes=5, stall_s=0.1, cut_at_s=1.5, metadata={"auc": "0.8"}, pins=("best",),
+        encodings={"items": ("q8",)}, rows=3, raw_bytes=4, stored_bytes=5, stall_s=0.1, snapshot_at_s=1.5, metadata={"auc": "0.8"}, pins=("best",),
     )  # fmt: skip
     sealed = entry_codec.seal(entry)
 

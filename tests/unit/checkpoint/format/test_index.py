@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parents[3] / "golden" / "v1" / "part.index"
 def test_golden_index_round_trips() -> None:
     data = GOLDEN.read_bytes()
     assert encode_index(golden_index()) == data
-    key = object_key.index_key(attempt=3, cut=2, rank=1, token=TOKEN, xxh3=digest_hex(data))
+    key = object_key.index_key(attempt=3, snapshot_id=2, rank=1, token=TOKEN, xxh3=digest_hex(data))
     index = decode_index(data, key=key, run=RUN)
     assert index == golden_index()
     assert index.encodings == {"embeddings.items.weight": ("fp32", "q2", "q3", "q4", "q8"), "half": ("bf16",)}
@@ -53,7 +53,7 @@ def _set(path: str, value: object):
         _set("tables.1.fqn", "embeddings.items.weight"), _set("boxes.0.row_stop", 201), _set("boxes.0.col_start", 8),
         _set("boxes.0.table", "other"), _set("packs.0.bytes", 64), _set("packs.0.bytes", 0), _set("packs.0.key", "../x.pack"),
         _set("frames.12.blob_offset", 401), _set("frames.12.rows", 1), _set("frames.12.name", ""),
-        _set("frames.12.since", 1), _set("frames.0.again", 1 << 20), _set("frames.1.again", 1),
+        _set("frames.12.since", 1), _set("frames.0.duplicated_rows", 1 << 20), _set("frames.1.duplicated_rows", 1),
     ],
 )  # fmt: skip
 def test_invalid_index_contents_are_refused(change) -> None:
@@ -90,27 +90,38 @@ def test_a_newer_index_is_unsupported_and_garbage_is_corrupt(change) -> None:
     st.integers(0, 10**20 - 1), st.integers(0, 10**8 - 1), st.integers(0, 10**5 - 1), st.from_regex(r"\A[0-9a-z]{8,32}\Z"),
     st.integers(0, 10**5 - 1),
 )  # fmt: skip
-def test_names_round_trip(attempt: int, cut: int, rank: int, token: str, n: int) -> None:
+def test_names_round_trip(attempt: int, snapshot_id: int, rank: int, token: str, n: int) -> None:
     pack = object_key.parse_pack_key(
-        object_key.pack_key(attempt=attempt, cut=cut, rank=rank, token=token, n=n)
+        object_key.pack_key(attempt=attempt, snapshot_id=snapshot_id, rank=rank, token=token, n=n)
     )
-    assert (pack.attempt, pack.cut, pack.rank, pack.token, pack.n) == (attempt, cut, rank, token, n)
+    assert (pack.attempt, pack.snapshot_id, pack.rank, pack.token, pack.n) == (
+        attempt,
+        snapshot_id,
+        rank,
+        token,
+        n,
+    )
     digest = digest_hex(token.encode())
-    key = object_key.index_key(attempt=attempt, cut=cut, rank=rank, token=token, xxh3=digest)
+    key = object_key.index_key(attempt=attempt, snapshot_id=snapshot_id, rank=rank, token=token, xxh3=digest)
     assert object_key.is_index_key(key)
     index = object_key.parse_index_key(key)
-    assert (index.attempt, index.cut, index.rank, index.token, index.xxh3) == (
+    assert (index.attempt, index.snapshot_id, index.rank, index.token, index.xxh3) == (
         attempt,
-        cut,
+        snapshot_id,
         rank,
         token,
         digest,
     )
     compact = object_key.parse_pack_key(object_key.compaction_pack_key(token=token, n=n))
     assert (compact.attempt, compact.token, compact.n) == (None, token, n)
-    assert object_key.parse_index_key(object_key.compaction_index_key(token=token, xxh3=digest)).cut is None
-    if cut:
-        assert object_key.snapshot_prefix(attempt, cut - 1) < object_key.snapshot_prefix(attempt, cut)
+    assert (
+        object_key.parse_index_key(object_key.compaction_index_key(token=token, xxh3=digest)).snapshot_id
+        is None
+    )
+    if snapshot_id:
+        assert object_key.snapshot_prefix(attempt, snapshot_id - 1) < object_key.snapshot_prefix(
+            attempt, snapshot_id
+        )
 
 
 @pytest.mark.parametrize(
@@ -134,6 +145,6 @@ def test_invalid_run_names_are_refused(run: str) -> None:
 def test_numbers_too_wide_for_key_padding_are_refused() -> None:
     """A wider number would break the zero padding and the order of listings."""
     with pytest.raises(UserError):
-        object_key.pack_key(attempt=1, cut=10**8, rank=0, token=TOKEN, n=0)
+        object_key.pack_key(attempt=1, snapshot_id=10**8, rank=0, token=TOKEN, n=0)
     with pytest.raises(UserError):
-        object_key.pack_key(attempt=1, cut=1, rank=0, token="bad-token", n=0)
+        object_key.pack_key(attempt=1, snapshot_id=1, rank=0, token="bad-token", n=0)

@@ -35,16 +35,16 @@ def faulty_run() -> tuple[MemoryRun, FaultyStore]:
 
 def test_many_new_entries_are_read_in_parallel_and_in_order():
     run, attempt = started_run()
-    for cut in range(40):
-        run.commit(attempt, cut)
+    for snapshot_id in range(40):
+        run.commit(attempt, snapshot_id)
     assert run.reader(readers=8).refresh() == run.reader(readers=1).refresh() == run.log.state
 
 
-def run_checkpoint(run, attempt, cut, seq, writer):
-    said = run.report(attempt, cut)
+def run_checkpoint(run, attempt, snapshot_id, seq, writer):
+    said = run.report(attempt, snapshot_id)
     return Checkpoint(
-        seq=seq, previous="", writer=writer, at_s=0.0, attempt=attempt, cut=cut, step=cut, parts=(said.part,),
-        tables=said.tables, encodings=said.encodings, rows=8, raw_bytes=64, stored_bytes=100, stall_s=0.5, cut_at_s=0.0,
+        seq=seq, previous="", writer=writer, at_s=0.0, attempt=attempt, snapshot_id=snapshot_id, step=snapshot_id, parts=(said.part,),
+        tables=said.tables, encodings=said.encodings, rows=8, raw_bytes=64, stored_bytes=100, stall_s=0.5, snapshot_at_s=0.0,
     )  # fmt: skip
 
 
@@ -100,8 +100,8 @@ def folds_of(run: MemoryRun) -> list[str]:
 def test_only_the_last_two_folds_are_kept():
     """A fold grows with the run. HINT names the newer of the two."""
     run, attempt = started_run()
-    for cut in range(1, 40):
-        run.commit(attempt, cut)
+    for snapshot_id in range(1, 40):
+        run.commit(attempt, snapshot_id)
     folds = folds_of(run)
     assert len(folds) == 2
     named = json.loads(run.memory.get("job/log/HINT"))["fold"]
@@ -111,8 +111,8 @@ def test_only_the_last_two_folds_are_kept():
 @pytest.mark.parametrize("lost", [b"rotten", None])
 def test_reader_needs_only_the_newest_entry(lost):
     run, attempt = started_run()
-    for cut in range(1, 30):
-        newest = run.commit(attempt, cut)
+    for snapshot_id in range(1, 30):
+        newest = run.commit(attempt, snapshot_id)
         before = {f"job/{entry_key(seq)}": run.memory.get("job/" + entry_key(seq)) for seq in range(newest)}
         for key in before:
             run.memory.delete([key]) if lost is None else run.memory.put(key, lost)
@@ -125,7 +125,7 @@ def test_reader_needs_only_the_newest_entry(lost):
 def test_fold_interval_grows_with_fold_size(monkeypatch):
     monkeypatch.setattr(folded_state, "_BYTES", 1000)
     run, attempt = started_run()
-    named = [run.log.read_slot(run.commit(attempt, cut)).entry for cut in range(1, 60)]
+    named = [run.log.read_slot(run.commit(attempt, snapshot_id)).entry for snapshot_id in range(1, 60)]
     slots = [name.seq for entry in named if (name := named_fold(entry)) is not None]
     gaps = [after - before for before, after in itertools.pairwise(slots)]
     assert gaps == sorted(gaps)

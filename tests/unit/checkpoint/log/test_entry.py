@@ -68,17 +68,17 @@ encodings = st.dictionaries(
 
 @st.composite
 def checkpoints(draw: st.DrawFn) -> Checkpoint:
-    attempt, cut = draw(st.integers(1, 10**9)), draw(st.integers(0, 10**8 - 1))
+    attempt, snapshot_id = draw(st.integers(1, 10**9)), draw(st.integers(0, 10**8 - 1))
     listed = draw(st.none() | listings)
     parts = () if listed else tuple(
-        part(attempt, cut, rank, draw(st.lists(box, max_size=2)), draw(st.none() | numbers))
+        part(attempt, snapshot_id, rank, draw(st.lists(box, max_size=2)), draw(st.none() | numbers))
         for rank in range(draw(st.integers(1, 3)))
     )  # fmt: skip
     text = st.dictionaries(names, names, max_size=2)
     return Checkpoint(
-        seq=draw(st.integers(1, 10**9)), attempt=attempt, cut=cut, step=draw(numbers), parts=parts, tables=draw(tables),
+        seq=draw(st.integers(1, 10**9)), attempt=attempt, snapshot_id=snapshot_id, step=draw(numbers), parts=parts, tables=draw(tables),
         encodings=draw(encodings), rows=draw(numbers), raw_bytes=draw(numbers), stored_bytes=draw(numbers),
-        stall_s=draw(st.floats(0, 1e9)), cut_at_s=draw(st.floats(0, 1e10)), directive=draw(names), fingerprint=draw(text), metadata=draw(text),
+        stall_s=draw(st.floats(0, 1e9)), snapshot_at_s=draw(st.floats(0, 1e10)), directive=draw(names), fingerprint=draw(text), metadata=draw(text),
         pins=tuple(draw(st.lists(names, max_size=2))), listed=listed, **COMMON,
     )  # fmt: skip
 
@@ -94,8 +94,8 @@ def an_example_of_each() -> list:
         AttemptOpened(seq=3, world_size=2, resumes_from=None, owner="me", **COMMON),
         AttemptOpened(seq=9, world_size=2, resumes_from=4, owner="you", takeover=True, voids=5, **COMMON),
         Checkpoint(
-            seq=5, attempt=3, cut=7, step=70, parts=(one,), tables=(), encodings={"items": ("q4", "q8")}, rows=1, raw_bytes=2,
-            stored_bytes=3, stall_s=0.25, cut_at_s=1.8e9, metadata={"loss": "0.5"}, pins=("best",), **COMMON,
+            seq=5, attempt=3, snapshot_id=7, step=70, parts=(one,), tables=(), encodings={"items": ("q4", "q8")}, rows=1, raw_bytes=2,
+            stored_bytes=3, stall_s=0.25, snapshot_at_s=1.8e9, metadata={"loss": "0.5"}, pins=("best",), **COMMON,
         ),
         Compacted(
             seq=6, replaces=5, parts=(compact,), encodings={"items": ("q8",)}, rows=1, stored_bytes=2, **COMMON
@@ -107,8 +107,8 @@ def an_example_of_each() -> list:
         Rewound(seq=22, to=5, **COMMON),
         AttemptOpened(seq=11, world_size=4, resumes_from=5, owner="me", layout=LAYOUT, **COMMON),
         Checkpoint(
-            seq=12, attempt=11, cut=1, step=90, tables=(), encodings={"items": ("q8",)}, rows=1, raw_bytes=2, stored_bytes=3,
-            stall_s=0.5, cut_at_s=0, listed=ManifestRef(layout=LAYOUT, world_size=4, manifest=MANIFEST, covers=(None, 3, 12)), **COMMON,
+            seq=12, attempt=11, snapshot_id=1, step=90, tables=(), encodings={"items": ("q8",)}, rows=1, raw_bytes=2, stored_bytes=3,
+            stall_s=0.5, snapshot_at_s=0, listed=ManifestRef(layout=LAYOUT, world_size=4, manifest=MANIFEST, covers=(None, 3, 12)), **COMMON,
         ),
     ]  # fmt: skip
 
@@ -250,13 +250,13 @@ def test_entry_of_another_slot_or_snapshot_is_foreign():
         parse(seal(genesis).data, 1)
     document = json.loads(seal(checkpoint).data)
     with pytest.raises(ForeignObject):
-        parse(rehashed({**document, "cut": 8}), 5)
+        parse(rehashed({**document, "snapshot_id": 8}), 5)
 
 
 @pytest.mark.parametrize("seq", [5, 12])
 def test_out_of_range_snapshot_is_an_unsupported_version(seq):
     with pytest.raises(UnsupportedVersion, match="does not fit its object name"):
-        parse(rehashed({**many_ranks(seq), "cut": 10**8}), seq)
+        parse(rehashed({**many_ranks(seq), "snapshot_id": 10**8}), seq)
 
 
 def test_unreadable_entry_is_never_written():

@@ -37,11 +37,11 @@ def reader_and_new_commits(commits: int) -> tuple[MemoryRun, RunLog, list[int]]:
     run = MemoryRun(RequestCounter())
     run.memory = run.store
     attempt = run.open().attempt
-    for cut in (1, 2):
-        run.commit(attempt, cut)
+    for snapshot_id in (1, 2):
+        run.commit(attempt, snapshot_id)
     known = run.reader(readers=1)
     known.refresh()
-    return run, known, [run.commit(attempt, cut) for cut in range(3, 3 + commits)]
+    return run, known, [run.commit(attempt, snapshot_id) for snapshot_id in range(3, 3 + commits)]
 
 
 def opened(log: RunLog) -> int | None:

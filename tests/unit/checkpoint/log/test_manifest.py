@@ -18,7 +18,7 @@ from tests.support.checkpoint.faulty_store import Fault, FaultyStore
 from tests.support.checkpoint.run_builder import MemoryRun, layout_of, started_run
 
 EXAMPLE = Manifest(
-    run="job", attempt=1, cut=2, step=3, layout="0f" * 16,
+    run="job", attempt=1, snapshot_id=2, step=3, layout="0f" * 16,
     parts=(
         ListedPart(token="a" * 16, xxh3="1" * 32, covers=None, rows=4, stored_bytes=9, common_blobs=False),
         ListedPart(token="b" * 16, xxh3="2" * 32, covers=7, rows=0, stored_bytes=8, common_blobs=True),
@@ -33,12 +33,12 @@ def saved() -> tuple[MemoryRun, int, Checkpoint]:
 
 def key_of(entry: Checkpoint) -> str:
     assert entry.listed is not None
-    return f"job/{manifest_key(entry.attempt, entry.cut, entry.listed.manifest)}"
+    return f"job/{manifest_key(entry.attempt, entry.snapshot_id, entry.listed.manifest)}"
 
 
 def test_the_bytes_of_a_manifest_are_the_format() -> None:
     assert EXAMPLE.data == (
-        b'{"attempt":1,"blobs":[1],"cut":2,"format":1,"kind":"rows","layout":"' + b"0f" * 16 + b'","parts":[["aaaaaaaaaaaaaaaa","'
+        b'{"attempt":1,"blobs":[1],"snapshot_id":2,"format":1,"kind":"rows","layout":"' + b"0f" * 16 + b'","parts":[["aaaaaaaaaaaaaaaa","'
         + b"1" * 32 + b'",null,4,9],["bbbbbbbbbbbbbbbb","' + b"2" * 32 + b'",7,0,8]],"run":"job","step":3}'
     )  # fmt: skip
     assert EXAMPLE.listed.covers == (None, 7)
@@ -122,7 +122,9 @@ def test_access_to_unread_parts_raises() -> None:
         chain(run.log.state, entry.seq)
 
 
-@pytest.mark.parametrize("change", ["run", "attempt", "cut", "step", "layout", "covers", "ranks", "newer"])
+@pytest.mark.parametrize(
+    "change", ["run", "attempt", "snapshot_id", "step", "layout", "covers", "ranks", "newer"]
+)
 def test_mismatched_manifest_is_refused(change: str) -> None:
     """The manifest is intact, with the right hash and name, but differs from the entry."""
     run, _, entry = saved()
@@ -132,7 +134,7 @@ def test_mismatched_manifest_is_refused(change: str) -> None:
     bad = {
         "run": replace(good, run="jobs"),
         "attempt": replace(good, attempt=good.attempt + 1),
-        "cut": replace(good, cut=good.cut + 1),
+        "snapshot_id": replace(good, snapshot_id=good.snapshot_id + 1),
         "step": replace(good, step=good.step + 1),
         "layout": replace(good, layout="0" * 32),
         "covers": replace(good, parts=(part, replace(part, covers=entry.seq - 1))),

@@ -38,7 +38,7 @@ def _save(
 
 
 def test_snapshot_cannot_cover_another_layout(tmp_path: Path) -> None:
-    """The first cut after a change of layout is a baseline or abandoned, also when the new attempt has no layout."""
+    """The first snapshot after a change of layout is a baseline or abandoned, also when the new attempt has no layout."""
     run, model = SampleRun(tmp_path, world_size=2, layout=HALVES), SampleModel(TABLE)
     first = _save(run, model, HALVES, range(40), 1)
     run.open(2, HALVES)
@@ -73,7 +73,7 @@ def test_missing_or_wrong_manifest_makes_the_checkpoint_invalid(tmp_path: Path) 
     seq = _save(run, model, HALVES, range(40), 1)
     entry = run.log.refresh().checkpoints[seq]
     assert entry.listed is not None
-    key = f"{RUN}/{manifest_key(entry.attempt, entry.cut, entry.listed.manifest)}"
+    key = f"{RUN}/{manifest_key(entry.attempt, entry.snapshot_id, entry.listed.manifest)}"
     layout = f"{RUN}/layout/{run.layout}"
     for each in (key, layout):
         data = run.store.get(each)
@@ -116,7 +116,9 @@ def test_entry_with_another_world_size_is_refused(tmp_path: Path) -> None:
         (None, "0 parts of 2 ranks"),
         (replace(good.listed, covers=(None, 77)), "covers 77"),
     ):
-        entry = replace(good, seq=state.tip + 1, previous=state.tip_hash, cut=good.cut + 1, listed=listed)
+        entry = replace(
+            good, seq=state.tip + 1, previous=state.tip_hash, snapshot_id=good.snapshot_id + 1, listed=listed
+        )
         with pytest.raises(EntryRefused, match=why):
             advance(state, entry_codec.Sealed(entry=entry, data=b"", hash="f" * 64))
     assert closure(state, (seq,)) == {seq}

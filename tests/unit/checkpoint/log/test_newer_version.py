@@ -22,11 +22,11 @@ ACTORS: dict[str, Callable[[MemoryRun], object]] = {
     "a new trainer": lambda run: run.open(),
     "a takeover": lambda run: run.open(takeover=True, owner="other"),
     "the living trainer": lambda run: run.append_checkpoint(
-        [part(1, 9, 0, [WHOLE], None)], attempt=1, cut=9, step=9
+        [part(1, 9, 0, [WHOLE], None)], attempt=1, snapshot_id=9, step=9
     ),
     "gc": lambda run: garbage_collection.collect(run.log, grace_s=0.0, min_reclaim_prefixes=1),
     "gc of debris": lambda run: garbage_collection.collect(
-        run.log, grace_s=0.0, unretired=[f"data/{1:020d}/{cut:08d}/" for cut in range(9)]
+        run.log, grace_s=0.0, unretired=[f"data/{1:020d}/{snapshot_id:08d}/" for snapshot_id in range(9)]
     ),
     "retention": lambda run: append_retirement(run.log, Retention(keep_last=1)),
     "retire": lambda run: retire_selected(run.log, lambda _state: [2]),

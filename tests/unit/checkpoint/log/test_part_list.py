@@ -50,10 +50,12 @@ def listed_part(covers: int | None, common: bool, token: str = "a" * 16, xxh3: s
 
 
 def entry_of(seq: int, parts: PartList) -> Checkpoint:
-    manifest = Manifest(run=RUN, attempt=1, cut=seq, step=seq, layout=parts.layout.digest, parts=parts.listed)
+    manifest = Manifest(
+        run=RUN, attempt=1, snapshot_id=seq, step=seq, layout=parts.layout.digest, parts=parts.listed
+    )
     return Checkpoint(
-        seq=seq, previous="", writer="", at_s=0.0, attempt=1, cut=seq, step=seq, listed=manifest.listed, tables=(),
-        encodings={}, rows=0, raw_bytes=0, stored_bytes=0, stall_s=0.0, cut_at_s=0.0,
+        seq=seq, previous="", writer="", at_s=0.0, attempt=1, snapshot_id=seq, step=seq, listed=manifest.listed, tables=(),
+        encodings={}, rows=0, raw_bytes=0, stored_bytes=0, stall_s=0.0, snapshot_at_s=0.0,
     )  # fmt: skip
 
 
@@ -73,7 +75,7 @@ def states(chance: random.Random) -> tuple[RunState, RunState]:
             )
             for rank in range(layout.world_size)
         )
-        listings[seq] = PartList(attempt=1, cut=seq, layout=layout, listed=listed)
+        listings[seq] = PartList(attempt=1, snapshot_id=seq, layout=layout, listed=listed)
     entries = {seq: entry_of(seq, each) for seq, each in listings.items()}
     inline = {seq: replace(entry, listed=None, parts=tuple(listings[seq])) for seq, entry in entries.items()}
     return (RunState(run=RUN, checkpoints=entries, listings=listings), RunState(run=RUN, checkpoints=inline))
@@ -120,7 +122,7 @@ def test_chain_materializes_only_needed_parts(monkeypatch: pytest.MonkeyPatch) -
     layout = Layout.of(world, {"t": (rows, 8)}, {r: [share(r, each)] for r in range(world)})
     listings = {
         seq: PartList(
-            attempt=1, cut=seq, layout=layout, listed=tuple(listed_part(seq - 1 or None, rank == 0) for rank in range(world))
+            attempt=1, snapshot_id=seq, layout=layout, listed=tuple(listed_part(seq - 1 or None, rank == 0) for rank in range(world))
         )
         for seq in range(1, 7)
     }  # fmt: skip
@@ -167,7 +169,7 @@ def test_rank_reads_its_own_indexes_and_shared_blobs(tmp_path: Path) -> None:
         plan = plan_restore(run.store, state, seq, wants, rank=rank, world_size=world, blobs=names)
         assert ("rank/3/loader" in plan.blobs) is (rank == 3 or (rank == 1 and world == 2))
         assert {"meta", "dense/w"} <= set(plan.blobs) or isinstance(names, list)
-        return sorted((int(cut), int(name[:5])) for cut, name in read)
+        return sorted((int(snapshot_id), int(name[:5])) for snapshot_id, name in read)
 
     assert reads(2, *QUARTERS[2]) == [(1, 2), (2, 2), (3, 0), (3, 2)]
     assert reads(0, *QUARTERS[0]) == [(1, 0), (2, 0), (3, 0)]

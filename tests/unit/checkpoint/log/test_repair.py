@@ -34,8 +34,8 @@ def prepared(tmp_path_factory):
     log = log_of(directory)
     attempt, rows = log.refresh().attempt, np.arange(ROWS)
     base = save(directory, log, attempt, 5, 5, rows, None)
-    for cut in range(6, 14):
-        save(directory, log, attempt, cut, cut, rows[:4], base)
+    for snapshot_id in range(6, 14):
+        save(directory, log, attempt, snapshot_id, snapshot_id, rows[:4], base)
     return directory
 
 
@@ -131,8 +131,8 @@ def test_repair_keeps_checkpoints_independent_of_the_loss(stored, damage):
     expected[:4] = values(opened.resume.step, np.arange(4))
     np.testing.assert_array_equal(weights, expected)
     log = log_of(stored)
-    for cut in range(20):
-        save(stored, log, opened.attempt, cut, 20 + cut, np.arange(ROWS), None)
+    for snapshot_id in range(20):
+        save(stored, log, opened.attempt, snapshot_id, 20 + snapshot_id, np.arange(ROWS), None)
     assert log_of(stored).refresh() == log.state
     code, found = run_cli("verify", url)
     assert (code, found["problems"]) == (0, [])
@@ -209,7 +209,7 @@ def test_multi_rank_run_is_repaired_from_entries_and_manifests():
         run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
         run.memory.delete(["job/" + entry_key(attempt)])
         if gone == "manifest":
-            key = manifest_key(attempt, first.cut, first.listed.manifest)
+            key = manifest_key(attempt, first.snapshot_id, first.listed.manifest)
             run.memory.delete([f"job/{key}"])
         elif gone == "layout":
             run.memory.delete([f"job/{layout.key}"])
@@ -246,7 +246,7 @@ def test_repair_drops_checkpoints_with_missing_objects():
 
 def test_repair_skips_newer_entries_only_on_request():
     run, attempt = started_run()
-    seqs = [run.commit(attempt, cut) for cut in (1, 2, 3)]
+    seqs = [run.commit(attempt, snapshot_id) for snapshot_id in (1, 2, 3)]
     key = "job/" + entry_key(seqs[-1])
     run.memory.put(key, rehashed({**json.loads(run.memory.get(key)), "surprise": 1}))
     with pytest.raises(LogStopped, match="unknown to this version"):
@@ -262,17 +262,17 @@ def test_scan_finds_saves_without_a_log(stored):
     url = stored / "store" / "job"
     code, found = run_cli("scan", url)
     assert code == 1, "the litter of an older process is no whole save"
-    truth = {(one["attempt"], one["cut"]): one for one in found["saves"]}
+    truth = {(one["attempt"], one["snapshot_id"]): one for one in found["saves"]}
     live = sorted(log_of(stored).refresh().checkpoints)
     assert sorted(one["seq"] for one in truth.values() if one["seq"] is not None) == live
-    assert [one["cut"] for one in truth.values() if not one["whole"]] == [0]
+    assert [one["snapshot_id"] for one in truth.values() if not one["whole"]] == [0]
     shutil.rmtree(url / "log")
     pack = next((url / "data").rglob("*00000012/*.pack"))
     pack.write_bytes(pack.read_bytes()[:-1])
     before = everything(stored)
     code, found = run_cli("scan", url)
     assert (code, everything(stored)) == (1, before)
-    bad = {one["cut"]: one["problems"] for one in found["saves"] if not one["whole"]}
+    bad = {one["snapshot_id"]: one["problems"] for one in found["saves"] if not one["whole"]}
     assert sorted(bad) == [0, 12]
     assert "bytes of" in bad[12][0]
     assert {one["step"] for one in found["saves"] if one["whole"]} >= {5, 13}

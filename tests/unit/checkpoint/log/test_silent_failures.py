@@ -26,7 +26,7 @@ from tests.support.checkpoint.run_builder import MemoryRun, started_run
 
 def test_repaired_entry_is_read_again():
     run, attempt = started_run()
-    seqs = [run.commit(attempt, cut) for cut in (1, 2)]
+    seqs = [run.commit(attempt, snapshot_id) for snapshot_id in (1, 2)]
     key = "job/" + entry_key(seqs[-1])
     whole = run.memory.get(key)
     run.memory.put(key, b"rotten")
@@ -93,8 +93,8 @@ def test_run_does_not_delete_objects_of_a_nested_run():
     for key in others:
         run.memory.put(key, b"another's")
     attempt = run.open().attempt
-    for cut in range(40):
-        run.commit(attempt, cut)
+    for snapshot_id in range(40):
+        run.commit(attempt, snapshot_id)
     assert all(run.memory.get(key) == b"another's" for key in others)
 
 
@@ -135,9 +135,9 @@ def test_read_only_commands_write_nothing(tmp_path, monkeypatch, command):
 def test_saves_fail_when_the_store_is_rolled_back_under_a_writer(what):
     """These saves were once reported as durable, but could not be restored."""
     run, attempt = started_run()
-    seqs = [run.commit(attempt, cut) for cut in (1, 2)]
+    seqs = [run.commit(attempt, snapshot_id) for snapshot_id in (1, 2)]
     older = {info.key: run.memory.get(info.key) for info in run.memory.list("")}
-    seqs += [run.commit(attempt, cut) for cut in (3, 4)]
+    seqs += [run.commit(attempt, snapshot_id) for snapshot_id in (3, 4)]
     if what == "emptied":
         run.memory.delete([info.key for info in run.memory.list("")])
     elif what == "tip":
@@ -149,8 +149,8 @@ def test_saves_fail_when_the_store_is_rolled_back_under_a_writer(what):
         if what == "another":  # and another process continued from there
             writer_log, run.log = run.log, run.reader()
             attempt_2 = run.open().attempt
-            for cut in (1, 2, 3):
-                run.commit(attempt_2, cut)
+            for snapshot_id in (1, 2, 3):
+                run.commit(attempt_2, snapshot_id)
             run.log = writer_log
     before = {info.key for info in run.memory.list("job/log/")}
     with pytest.raises(LogRolledBack, match="while this writer was running"):
@@ -171,7 +171,7 @@ def test_stale_handle_of_a_rolled_back_log_voids_nothing():
         run.memory.put(key, data)
     run.log = run.reader()
     other = run.open().attempt
-    seqs = [run.commit(other, cut) for cut in range(1, 6)]
+    seqs = [run.commit(other, snapshot_id) for snapshot_id in range(1, 6)]
     opened = open_attempt(old, owner=run.log.state.owner, closing_wait_s=0.0)
     assert opened.voided is None
     assert opened.resume is not None

@@ -34,7 +34,7 @@ class CompactedRun(SampleRun):
         return ids
 
     def save_rows(self, ids, covers: int | None) -> int:
-        options = {"step": 10 * (self.cut + 1), "encoding": self.encoding, "per_frame": 50}
+        options = {"step": 10 * (self.snapshot_id + 1), "encoding": self.encoding, "per_frame": 50}
         ranks = [(held, self.model.frames(ids, held[0], **options)) for held in HALVES]
         step = options["step"]
         return self.save([TABLE], ranks, step=step, covers=covers, blobs={"meta": b"step %d" % step})

@@ -34,8 +34,12 @@ def test_last_k_are_kept_with_their_chains_and_one_independent_chain():
 def test_every_nth_step_every_hour_and_pins_are_kept():
     run, attempt = started_run()
     seqs = []
-    for cut in range(1, 13):
-        seqs.append(run.commit(attempt, cut, step=cut * 10, pins=("best",) if cut in {3, 5} else ()))
+    for snapshot_id in range(1, 13):
+        seqs.append(
+            run.commit(
+                attempt, snapshot_id, step=snapshot_id * 10, pins=("best",) if snapshot_id in {3, 5} else ()
+            )
+        )
         run.time.now_s += 600
     last_two = set(seqs[-2:])
     assert kept(run.log.state, Retention(keep_last=1, keep_pins=False)) == last_two
@@ -98,8 +102,8 @@ def test_gc_waits_for_the_grace_period_and_is_idempotent():
 
 def test_only_objects_of_dead_snapshots_are_collected():
     run, attempt = started_run()
-    for cut in (1, 2, 3):
-        run.memory.put(f"job/{snapshot_prefix(attempt, cut)}00000-{'a' * 16}-00000.pack", b"x")
+    for snapshot_id in (1, 2, 3):
+        run.memory.put(f"job/{snapshot_prefix(attempt, snapshot_id)}00000-{'a' * 16}-00000.pack", b"x")
     run.commit(attempt, 2)
     assert garbage_collection.orphaned_prefixes(run.log, run.log.state) == (snapshot_prefix(attempt, 1),)
     run.memory.put("job/data/strange", b"not ours")
@@ -149,11 +153,13 @@ def test_state_and_fold_size_are_independent_of_run_length(keep_last, chain, lit
     """With a save a minute and retention of the last few, the state never grows beyond that of the first 160 saves."""
     run, attempt = started_run()
     remembered, sizes, base = [], [], None
-    for cut in range(1, 321):
-        if cut % litter_every == 0:  # an unfinished save, replaced by another one
-            run.memory.put(f"job/{snapshot_prefix(attempt, 2 * cut - 1)}00000-{'a' * 16}-00000.pack", b"x")
-        seq = run.commit(attempt, 2 * cut, None if cut % chain == 0 else base)
-        base = seq if cut % chain == 0 or base is None else base
+    for snapshot_id in range(1, 321):
+        if snapshot_id % litter_every == 0:  # an unfinished save, replaced by another one
+            run.memory.put(
+                f"job/{snapshot_prefix(attempt, 2 * snapshot_id - 1)}00000-{'a' * 16}-00000.pack", b"x"
+            )
+        seq = run.commit(attempt, 2 * snapshot_id, None if snapshot_id % chain == 0 else base)
+        base = seq if snapshot_id % chain == 0 or base is None else base
         run.time.now_s += 60
         maintain(run, keep_last=keep_last, grace_s=grace_s)
         remembered.append(len(run.log.state.retired))
@@ -176,8 +182,8 @@ def test_objects_in_their_grace_period_are_never_forgotten():
     """A forgotten prefix would be retired again at every save. Its grace would restart, and it would never be deleted."""
     run, attempt = started_run()
     first = snapshot_prefix(attempt, 1)
-    for cut in range(1, 200):
-        run.commit(attempt, cut)
+    for snapshot_id in range(1, 200):
+        run.commit(attempt, snapshot_id)
         run.time.now_s += 1
         assert maintain(run, grace_s=1000.0).objects == 0
     named_by = run.log.state.retired[first]

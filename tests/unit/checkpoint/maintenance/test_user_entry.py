@@ -23,7 +23,7 @@ from tests.support.checkpoint.run_builder import MemoryRun, started_run
 
 def three_baselines(run: MemoryRun, **options: object) -> tuple[int, list[int]]:
     attempt = run.open(**options).attempt
-    return attempt, [run.commit(attempt, cut, directive="steps") for cut in (1, 2, 3)]
+    return attempt, [run.commit(attempt, snapshot_id, directive="steps") for snapshot_id in (1, 2, 3)]
 
 
 def test_annotation_is_dropped_with_its_checkpoint():
@@ -90,17 +90,17 @@ def test_excluded_checkpoint_is_no_fallback_and_is_retired_first():
 def runs(draw: st.DrawFn) -> MemoryRun:
     """Draw a run with deltas on any checkpoint, pins, compactions and rewinds."""
     run, attempt = started_run()
-    for cut in range(1, draw(st.integers(2, 15))):
+    for snapshot_id in range(1, draw(st.integers(2, 15))):
         live = sorted(run.log.refresh().checkpoints)
         what = draw(
             st.sampled_from(["full", "delta", "delta", "pinned", "pin", "unpin", "rewind", "open", "compact"])
         )
         one = draw(st.sampled_from(live)) if live else None
         if what in {"full", "pinned"} or one is None:
-            run.commit(attempt, cut, pins=(draw(st.sampled_from("ab")),) if what == "pinned" else ())
+            run.commit(attempt, snapshot_id, pins=(draw(st.sampled_from("ab")),) if what == "pinned" else ())
         elif what == "delta":
             line = run.log.state.attempts[attempt].last_seq or run.log.state.attempts[attempt].resumes_from
-            run.commit(attempt, cut, line if line in run.log.state.checkpoints else None)
+            run.commit(attempt, snapshot_id, line if line in run.log.state.checkpoints else None)
         elif what == "pin":
             user_entry.pin(run.log, draw(st.sampled_from("ab")), f"{one}")
         elif what == "unpin":

@@ -149,7 +149,7 @@ SPLIT = TableSchema(
 @settings(max_examples=150, deadline=None)
 @given(history=_histories(), few=st.booleans(), seed=st.integers(0, 99))
 def test_rowwise_state_of_column_splits_is_summed_or_equal(history, few, seed):
-    """The oracle uses fractions. A frame counts once per row, regardless of earlier or later column cuts."""
+    """The oracle uses fractions. A frame counts once per row, regardless of earlier or later column snapshots."""
     rng = np.random.default_rng(seed)
     values = (np.array([0.1, -0.0]) if few else rng.normal(0, 1, 50)).astype(np.float32)
     target = TableTarget(

@@ -35,14 +35,14 @@ def _part(
         places.append(place)
     boxes = tuple(boxes or (whole(table),))
     index = Index(
-        run=RUN, attempt=1, cut=seq, step=seq, rank=0, token=TOKEN, tables=(table,),
+        run=RUN, attempt=1, snapshot_id=seq, step=seq, rank=0, token=TOKEN, tables=(table,),
         packs=tuple(
-            Pack(key=object_key.pack_key(attempt=1, cut=seq, rank=0, token=TOKEN, n=0, state=state), bytes=end + 1)
+            Pack(key=object_key.pack_key(attempt=1, snapshot_id=seq, rank=0, token=TOKEN, n=0, state=state), bytes=end + 1)
             for state, end in ((False, at), (True, tail_at))
         ),
         places=tuple(places), boxes=boxes, covers=covers, raw_bytes=0,
     )  # fmt: skip
-    key = object_key.index_key(attempt=1, cut=seq, rank=0, token=TOKEN, xxh3=f"{seq:032x}")
+    key = object_key.index_key(attempt=1, snapshot_id=seq, rank=0, token=TOKEN, xxh3=f"{seq:032x}")
     return ChainLink(
         seq=seq, part=Part(rank=0, index_key=key, boxes=boxes, stored_bytes=at, covers=covers), boxes=boxes
     ), index
@@ -194,7 +194,7 @@ def test_a_baseline_with_fewer_rows_than_its_boxes_is_invalid(what):
     if what == "repeated":
         *places, last = index.places
         _plan([(link, index)], [_want(model.table)])
-        index = replace(index, places=(*places, replace(last, since=0, again=10)))
+        index = replace(index, places=(*places, replace(last, since=0, duplicated_rows=10)))
         assert index.rows == 190
     with pytest.raises(InvalidCheckpoint, match="1520 of 1600 weights"):
         _plan([(link, index)], [_want(model.table)])
@@ -205,7 +205,7 @@ def test_resent_copy_of_a_row_takes_precedence():
     frames = [*model.frames(range(200)), *model.frames(range(10))]
     link, index = _part(model.table, frames, seq=1, covers=None)
     *places, last = index.places
-    index = replace(index, places=(*places, replace(last, since=0, again=10)))
+    index = replace(index, places=(*places, replace(last, since=0, duplicated_rows=10)))
     plan = _plan([(link, index)], [_want(model.table)])
     assert (plan.requests[0].frames[0].info.rows, plan.frames) == (10, len(index.places))
 

@@ -30,8 +30,8 @@ def run_in(directory: Path) -> None:
     run = MemoryRun(FileStore(directory))
     run.memory = run.store
     attempt = run.open().attempt
-    for cut in range(1, 4):
-        run.commit(attempt, cut)
+    for snapshot_id in range(1, 4):
+        run.commit(attempt, snapshot_id)
 
 
 def test_objects_written_during_removal_are_removed_too(tmp_path: Path) -> None:

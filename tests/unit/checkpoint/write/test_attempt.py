@@ -28,7 +28,9 @@ def test_a_store_that_overwrites_is_refused():
 
 def test_which_selects_by_seq_step_pin_or_none():
     run, attempt = started_run()
-    a, b, c = (run.commit(attempt, cut, step=step) for cut, step in ((1, 10), (2, 20), (3, 20)))
+    a, b, c = (
+        run.commit(attempt, snapshot_id, step=step) for snapshot_id, step in ((1, 10), (2, 20), (3, 20))
+    )
     state = run.log.state
     assert select(state, "none") is None
     assert [select(state, which).seq for which in ("latest", f"seq:{a}", "step:20")] == [c, a, c]
@@ -94,7 +96,7 @@ def test_attempt_repairs_the_log_before_voiding_slots(kind, damage):
         "compact": lambda: run.compacted(base) or run.log.state.tip, "attempt": lambda: run.open().attempt,
     }[kind]()  # fmt: skip
     attempt = run.log.state.attempt
-    last = [run.commit(attempt, cut) for cut in (3, 4)][-1]
+    last = [run.commit(attempt, snapshot_id) for snapshot_id in (3, 4)][-1]
     without_folds(run)
     key = "job/" + entry_key(bad)
     run.memory.delete([key]) if damage == "loss" else run.memory.put(key, b"rotten")
@@ -136,8 +138,8 @@ def test_voided_checkpoint_keeps_its_data_during_the_attempt(how):
         collect(run.log, grace_s=0.0)
         return {snapshot_prefix(first, 2)} - {prefix for prefix, _ in data_objects(run.log)}
 
-    for cut in (1, 2, 3):
-        run.commit(again, cut)
+    for snapshot_id in (1, 2, 3):
+        run.commit(again, snapshot_id)
         assert not dead()
     assert base not in run.log.state.checkpoints, "retention goes on"
     with pytest.raises(EntryRefused, match="voided or lost"):
@@ -164,8 +166,8 @@ def test_group_pod_may_reopen_after_attempts_it_took_part_in():
     run = MemoryRun()
     run.open(workload="job", pod="one", world_size=2)
     second = run.open(workload="job", pod="two", world_size=2).attempt
-    third = run.open(workload="job", pod="one", world_size=2, took_part=second).attempt
+    third = run.open(workload="job", pod="one", world_size=2, participated_attempt=second).attempt
     assert third > second
     with pytest.raises(FencedError, match="another pod"):  # pod two was not in the third attempt
-        run.open(workload="job", pod="two", world_size=2, took_part=second)
-    run.open(workload="job", pod="two", world_size=2, took_part=third)
+        run.open(workload="job", pod="two", world_size=2, participated_attempt=second)
+    run.open(workload="job", pod="two", world_size=2, participated_attempt=third)

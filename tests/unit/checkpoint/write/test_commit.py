@@ -21,11 +21,19 @@ from tests.support.checkpoint.run_builder import HALVES, TABLE, TOKEN, MemoryRun
 
 
 def commit(
-    run: MemoryRun, attempt: int, rank: int, *, cut: int = 1, step: int = 7, covers=None, log=None, **more
+    run: MemoryRun,
+    attempt: int,
+    rank: int,
+    *,
+    snapshot_id: int = 1,
+    step: int = 7,
+    covers=None,
+    log=None,
+    **more,
 ):
     options = {"deadline_s": more.pop("deadline_s", 30.0), "layout": more.pop("layout", "")}
-    reports = [run.report(attempt, cut, covers, rank=rank, boxes=[HALVES[rank]], **more)]
-    place = {"attempt": attempt, "cut": cut, "step": step, "world_size": 2}
+    reports = [run.report(attempt, snapshot_id, covers, rank=rank, boxes=[HALVES[rank]], **more)]
+    place = {"attempt": attempt, "snapshot_id": snapshot_id, "step": step, "world_size": 2}
     return commit_parts(log or run.reader(), reports=reports, **place, **options)
 
 
@@ -46,7 +54,7 @@ def after(run: MemoryRun, seconds: float, action) -> None:
 
 def _work(log, attempt, **more) -> SnapshotReports:
     options = {"step": 7, "world_size": 2, "layout": "", **more}
-    return SnapshotReports(log, attempt=attempt, cut=1, bodies=ReportBodyCache(), **options)
+    return SnapshotReports(log, attempt=attempt, snapshot_id=1, bodies=ReportBodyCache(), **options)
 
 
 def test_missing_ranks_are_reported_after_the_deadline():
@@ -122,21 +130,21 @@ def rank_options(rank: int) -> dict:
 
 
 def test_unchanged_schemas_are_read_once_across_commits():
-    """Schemas and encodings are equal in all cuts. After the first cut, only names are listed."""
+    """Schemas and encodings are equal in all snapshots. After the first snapshot, only names are listed."""
     run, attempt = run_with_layout()
     bodies = [ReportBodyCache(), ReportBodyCache()]
-    for cut in range(1, 6):
+    for snapshot_id in range(1, 6):
         request_counts(run)
         for rank, wait_s in ((1, 0.0), (0, 30.0)):
             encodings = {"t": ("q8",) if rank == 0 else ("q4",)}
-            report = run.report(attempt, cut, rank=rank, boxes=[HALVES[rank]], encodings=encodings)
+            report = run.report(attempt, snapshot_id, rank=rank, boxes=[HALVES[rank]], encodings=encodings)
             with suppress(PartsMissing):
                 done = commit_parts(
-                    run.reader(), attempt=attempt, cut=cut, step=cut, world_size=2, reports=(report,),
+                    run.reader(), attempt=attempt, snapshot_id=snapshot_id, step=snapshot_id, world_size=2, reports=(report,),
                     layout=LAYOUT.digest, bodies=bodies[rank], deadline_s=wait_s,
                 )  # fmt: skip
-        assert done.entry.cut == cut
-        assert request_counts(run) == (int(cut == 1), 2)
+        assert done.entry.snapshot_id == snapshot_id
+        assert request_counts(run) == (int(snapshot_id == 1), 2)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +217,7 @@ def test_every_report_is_eventually_seen(data):
             for token in data.draw(st.sampled_from([["a" * 8], ["b" * 8], ["c" * 8, "0" * 8]])):
                 put_report(run, work, attempt, rank, token=token)
             if data.draw(st.booleans(), label="it had given up before"):
-                abandon_part(run.log, attempt=attempt, cut=1, rank=rank, token=TOKEN, deadline_s=1.0)
+                abandon_part(run.log, attempt=attempt, snapshot_id=1, rank=rank, token=TOKEN, deadline_s=1.0)
             if data.draw(st.booleans(), label="junk"):
                 name = data.draw(st.text("0123456789-x", min_size=1, max_size=7))
                 run.memory.put(f"job/{snapshot_prefix(attempt, 1)}part/{name}", b"")
@@ -237,7 +245,7 @@ def test_early_snapshot_is_committed_and_observed_promptly():
     def one(rank: int, since_s: float):
         report = run.report(attempt, 1, rank=rank, boxes=[HALVES[rank]])
         done = commit_parts(
-            run.reader(), attempt=attempt, cut=1, step=1, world_size=2, reports=(report,),
+            run.reader(), attempt=attempt, snapshot_id=1, step=1, world_size=2, reports=(report,),
             layout=LAYOUT.digest, latency=latency, since_s=since_s,
         )  # fmt: skip
         ends.append((rank, done.by_us, run.time.now_s - started_run))

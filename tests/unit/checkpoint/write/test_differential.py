@@ -24,10 +24,12 @@ def known(*increments: float) -> History:
 
 
 def saved(
-    run: MemoryRun, attempt: int, cut: int, share: float, covers: int | None = None, **more: object
+    run: MemoryRun, attempt: int, snapshot_id: int, share: float, covers: int | None = None, **more: object
 ) -> int:
     rows = round(TABLE.rows * share)
-    return run.commit(attempt, cut, covers, tables=(TABLE,), rows=rows, raw_bytes=rows * ROW + BLOBS, **more)
+    return run.commit(
+        attempt, snapshot_id, covers, tables=(TABLE,), rows=rows, raw_bytes=rows * ROW + BLOBS, **more
+    )
 
 
 def at(share: float, precision: StoredPrecision) -> float:
@@ -44,8 +46,8 @@ def test_paper_example_takes_a_baseline_after_seven_increments():
 def test_history_restarts_at_a_baseline():
     run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
-    for cut, size in enumerate(PAPER[:7], start=2):
-        saved(run, attempt, cut, size, base)
+    for snapshot_id, size in enumerate(PAPER[:7], start=2):
+        saved(run, attempt, snapshot_id, size, base)
     seen = history(run.log.state, attempt, Q8)
     assert seen.baseline == base
     assert seen.increments == pytest.approx([at(size, Q8) for size in PAPER[:7]])
@@ -100,9 +102,9 @@ def test_retired_increments_are_remembered():
     run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
     found: list[int] = []
-    for cut, size in enumerate(PAPER[:7], start=2):
+    for snapshot_id, size in enumerate(PAPER[:7], start=2):
         text = increments_text(history(run.log.state, attempt, Q8), base)
-        found.append(saved(run, attempt, cut, size, base, metadata={INCREMENTS_KEY: text}))
+        found.append(saved(run, attempt, snapshot_id, size, base, metadata={INCREMENTS_KEY: text}))
         run.retire(found[:-2])
         del found[:-2]
     assert len(run.log.state.checkpoints) == 3
@@ -122,7 +124,7 @@ def test_invalid_increment_history_is_ignored(text: str):
 
 
 def test_history_skips_an_unused_compaction():
-    """The trainer's next cut covered the old baseline: the cut began before the compaction was in the log."""
+    """The trainer's next snapshot covered the old baseline: the snapshot began before the compaction was in the log."""
     run, attempt = started_run()
     base = saved(run, attempt, 1, 1.0)
     first = saved(run, attempt, 2, 0.3, base)

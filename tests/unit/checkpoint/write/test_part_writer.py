@@ -33,7 +33,7 @@ def cache(tmp_path: Path) -> Iterator[PackCache]:
 
 def _target(**changes: object) -> PartTarget:
     made = {
-        "run": RUN, "attempt": 1, "cut": 2, "step": 3, "rank": 0, "token": TOKEN, "tables": (TABLE,),
+        "run": RUN, "attempt": 1, "snapshot_id": 2, "step": 3, "rank": 0, "token": TOKEN, "tables": (TABLE,),
         "boxes": (whole(TABLE),), "covers": None, **changes,
     }  # fmt: skip
     return PartTarget(**made)
@@ -128,7 +128,7 @@ def test_unavailable_store_fills_the_cache_then_fails_the_part(
 def test_abort_from_another_thread_stops_writers_and_leaves_no_files(cache: PackCache) -> None:
     before = open_descriptors()
     for round_ in range(10):
-        writer = PartWriter(MemoryStore(), _target(cut=round_), cache, pack_bytes=20_000)
+        writer = PartWriter(MemoryStore(), _target(snapshot_id=round_), cache, pack_bytes=20_000)
         frames = SampleModel(TABLE).frames(range(4000), per_frame=20)
         started = threading.Barrier(5)
 

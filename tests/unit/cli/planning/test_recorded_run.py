@@ -32,8 +32,8 @@ def saved(
 ) -> Checkpoint:
     listed = ManifestRef(layout="l", world_size=2, manifest="m", covers=(covers,))
     return Checkpoint(
-        seq=seq, at_s=at_s, attempt=attempt, cut=seq, step=10 * seq, tables=(TABLE, HALF), encodings={"items": ("bf16", "q8")},
-        rows=rows, raw_bytes=ROW_BYTES + 500 if covers is None else 1000, stored_bytes=4000, stall_s=0.02, cut_at_s=0.0,
+        seq=seq, at_s=at_s, attempt=attempt, snapshot_id=seq, step=10 * seq, tables=(TABLE, HALF), encodings={"items": ("bf16", "q8")},
+        rows=rows, raw_bytes=ROW_BYTES + 500 if covers is None else 1000, stored_bytes=4000, stall_s=0.02, snapshot_at_s=0.0,
         listed=listed, directive=f"{reason}; full: baseline", **BASE, **more,
     )  # fmt: skip
 

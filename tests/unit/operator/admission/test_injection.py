@@ -206,15 +206,15 @@ def test_startup_probe_timeout_grows_with_the_arena() -> None:
     assert (small * 2 >= 120, (large - small) * 2 >= 4 * 63) == (True, True)
 
 
-GOAL = {"interval": {"goal": {"type": "LostWork", "lostWork": "5m"}, "atLeast": "30s", "atMost": "15m"}}
-TABLES = {"goal": "Budget", "leastBits": 4, "tables": {"emb.user": "q8", "emb.item": "q4"}}
+GOAL = {"interval": {"goal": {"type": "LostWork", "lostWork": "5m"}, "min": "30s", "max": "15m"}}
+TABLES = {"goal": "Budget", "minBits": 4, "tables": {"emb.user": "q8", "emb.item": "q4"}}
 
 
 @pytest.mark.parametrize(
     ("spec", "said", "chosen"),
     [
         ({}, {}, {}),
-        ({"interval": {"atLeast": "30s"}}, {}, {}),
+        ({"interval": {"min": "30s"}}, {}, {}),
         (GOAL, {}, {"GOAL": "lost-work=5m", "LEAST_S": "30", "MOST_S": "900"}),
         ({"precision": TABLES}, {}, {"BITS_GOAL": "budget", "LEAST_BITS": "4", "TABLES": "emb.item=q4,emb.user=q8"}),
         ({"interval": {"every": "60s"}}, {"spec": {"interval": {"goal": "auto"}}}, {"GOAL": "auto"}),

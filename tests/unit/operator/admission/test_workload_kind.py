@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from deltashard_operator.fleet.report import Report, ReportRefused, Who
+from deltashard_operator.fleet.report import Report, ReportRefused, SidecarIdentity
 from deltashard_operator.kube import cluster_name
 from deltashard_operator.run import watched_run
 from deltashard_operator.run.watched_run import WatchedRun
@@ -102,9 +102,9 @@ def test_labels_do_not_change_a_pods_workload(
         await controller.load()
         controller.watches.on_job(job(owner))
         controller.watches.on_pod(pod(None, labels))
-        who = Who(namespace="n", pod="w-0", pod_uid="p-1", workload_uid=uid)
+        identity = SidecarIdentity(namespace="n", pod="w-0", pod_uid="p-1", workload_uid=uid)
         with pytest.raises(ReportRefused, match="of workload p-1, not"):
-            controller.report(Report(who=who, process="p", sequence=1))
+            controller.report(Report(identity=identity, process="p", sequence=1))
         assert all(not each.last_reports for each in controller.runs())
 
     asyncio.run(scenario())

@@ -44,7 +44,7 @@ def test_policy_overrides_defaults_and_annotations_override_policy() -> None:
 
 CHOOSING = {
     **sample.DEFAULTS,
-    "interval": {"goal": {"type": "Auto"}, "atMost": "15m"},
+    "interval": {"goal": {"type": "Auto"}, "max": "15m"},
     "precision": {"goal": "Budget"},
 }
 EVERY = {"interval": {"every": "1m"}}
@@ -56,7 +56,7 @@ EVERY = {"interval": {"every": "1m"}}
         ({}, {}, ("auto", "budget")),
         (EVERY, {}, ("", "budget")),
         ({"interval": {"everySteps": 60}}, {}, ("", "budget")),
-        ({"interval": {"every": "1m", "atMost": "15m"}}, {}, ("", "budget")),
+        ({"interval": {"every": "1m", "max": "15m"}}, {}, ("", "budget")),
         ({"interval": {"every": "1m", "goal": {"type": "Auto"}}}, {}, ("auto", "budget")),
         ({"precision": {"encoding": "q4"}}, {}, ("auto", "")),
         ({"precision": {"encoding": "q4", "goal": "CheckNRun"}}, {}, ("auto", "check-n-run")),
@@ -74,7 +74,7 @@ def test_explicit_value_without_a_goal_disables_the_default_goal(
 ) -> None:
     """Applies to every default goal. The default's bounds stay."""
     saving = read("p", merged(spec, CHOOSING), Annotations(policy="p", spec=said)).saving
-    assert ((saving.goal, saving.bits_goal), saving.most_s) == (goals, 900 if goals[0] else 0)
+    assert ((saving.goal, saving.bits_goal), saving.max_interval_s) == (goals, 900 if goals[0] else 0)
 
 
 def test_cluster_can_disable_deciding_for_all_policies() -> None:
@@ -122,7 +122,7 @@ AT_MNT = {"name": "v", "mountPath": "/mnt/shared/x", "configMap": {"name": "c"}}
     [
         ("p", {"sidecar": {"image": "i"}}, "spec.store.url is missing"),
         ("cluster/p", {"store": {"url": "s3://bkt"}}, "spec.sidecar.image is missing"),
-        ("p", {"interval": {"goal": {"type": "Auto"}, "atLeast": "2h", "atMost": "1h"}}, "is above atMost"),
+        ("p", {"interval": {"goal": {"type": "Auto"}, "min": "2h", "max": "1h"}}, "is above max"),
         ("p", {"interval": {"every": "0s"}}, "every 0s turns the timer off"),
         ("p", {"interval": {"every": "soon"}}, "every is 'soon', and it takes a duration from 0s to 168h"),
         ("p", {"interval": None}, "spec.interval is None, and it takes object"),

@@ -20,8 +20,8 @@ from deltashard_operator.fleet.report import (
     Reply,
     Report,
     RunReport,
+    SidecarIdentity,
     SidecarPhase,
-    Who,
 )
 from deltashard_operator.kube.call import ApiResponse
 from deltashard_operator.kube.object_watch import ObjectKey
@@ -122,11 +122,11 @@ class ControllerBench:
         }
         return self.controller.report(
             Report(
-                who=Who(namespace="n", pod="train-x", pod_uid="p-1", workload_uid=UID),
+                identity=SidecarIdentity(namespace="n", pod="train-x", pod_uid="p-1", workload_uid=UID),
                 process="p",
                 sequence=self._sequence,
                 pod=PodState(**state | more),
-                run=RunReport(openings=attempt, policy=IN_FORCE),
+                run=RunReport(attempts_opened=attempt, policy=IN_FORCE),
                 incidents=incidents,
             )
         )
@@ -152,7 +152,7 @@ async def test_unlisted_policy_is_not_treated_as_missing(tmp_path: Path) -> None
     await bench.advance(1)
     assert bench.nudged == [ADDRESS], "all are nudged when everything was seen"
     reply = bench.report()
-    assert (reply.HasField("directive"), reply.next_s, reply.speaks) == (False, 60.0, True)
+    assert (reply.HasField("directive"), reply.next_s, reply.report_run) == (False, 60.0, True)
     bench.controller.watches.on_policy({**policy, "spec": {"interval": {"every": "60s"}}})
     for _ in range(3):
         await bench.advance(1)
@@ -217,10 +217,10 @@ async def test_pending_events_are_bounded_and_refused_ones_are_not_retried(
     bench.report(*many)
     await bench.advance(1)
     assert bench.metric("controller_events_total", outcome="dropped") == 2
-    assert bench.report(*many).told == 3, "the sidecar brings the others again"
+    assert bench.report(*many).acknowledged_incident == 3, "the sidecar brings the others again"
     bench.store.refuses = True
     await bench.advance(1)
-    assert bench.report(*many).told == 5
+    assert bench.report(*many).acknowledged_incident == 5
     assert bench.metric("controller_events_total", outcome="refused") == 4
     assert len([each for each in bench.store.events.values() if each["reason"] == "SaveFailed"]) == 6
     monkeypatch.setattr(writer, "MAX_PENDING_EVENTS", 1000)
@@ -230,7 +230,7 @@ async def test_pending_events_are_bounded_and_refused_ones_are_not_retried(
     await bench.advance(1)
     limited = 34 - (writer.RUN_EVENT_BURST - 5)
     assert bench.metric("controller_events_total", outcome="rate_limited") == limited
-    assert bench.report(*more).told == 39
+    assert bench.report(*more).acknowledged_incident == 39
     bench.report(Incident(id=40, kind=IncidentKind.SAVE_FAILED, message="a minute later"))
     await bench.advance(60)
     assert bench.metric("controller_events_total", outcome="rate_limited") == limited

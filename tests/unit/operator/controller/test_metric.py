@@ -23,7 +23,7 @@ def test_only_measured_run_values_are_exported() -> None:
     assert counts == [3, 2, 50]
     assert (value("step_seconds"), value("save_cost_seconds")) == (0.25, 0.53)
     decision = {"subject": "interval", "goal": "lost-work=5m", "reachable": "false"}
-    assert value("decision_info", **decision, value="4 min", would="4 min") == 1
+    assert value("decision_info", **decision, value="4 min", proposed="4 min") == 1
     samples = [sample for family in metrics.registry.collect() for sample in family.samples]
     assert not [each for each in samples if {"u-1", "p-1"} & set(each.labels.values())]
     other = replace(runs[0], workload=replace(runs[0].workload, kind="Pod", uid="u-2"))

@@ -79,7 +79,7 @@ class ReclaimerBench:
         self.now_s = BASE_TIME_S
         self.api = JobApi()
         file = folder / "policy.yaml"
-        more = {"reclaiming": {"enabled": True}, "interval": {"atMost": "10m"}}
+        more = {"reclaiming": {"enabled": True}, "interval": {"max": "10m"}}
         file.write_text(yaml.safe_dump({**sample.DEFAULTS, **more}))
         call, defaults = cast(Caller, self.api), Defaults(file, None)
 
@@ -249,7 +249,7 @@ async def test_blocked_namespace_does_not_block_others(bench: ReclaimerBench) ->
         entries.append(bench.add_job(ended_job(at_s=BASE_TIME_S + 1, namespace=namespace, number=number)))
     bench.reclaimer.reconcile(bench.now_s)
     bench.set_policy(
-        "bad", interval={"atLeast": "15m", "goal": {"type": "Auto"}}
+        "bad", interval={"min": "15m", "goal": {"type": "Auto"}}
     )  # refused when merged with the default
     await bench.advance(60)
     assert [sum(f"/{name}/" in each for each in bench.api.made) for name in ("n", "other")] == [4, 1]

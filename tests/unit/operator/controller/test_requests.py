@@ -12,7 +12,7 @@ from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.requests import CheckpointRequests
 from deltashard_operator.controller.run_store import RunStore
 from deltashard_operator.controller.write_queue import WriteQueue
-from deltashard_operator.fleet.report import Outcome, SaveOver
+from deltashard_operator.fleet.report import Outcome, SaveResult
 from deltashard_operator.kube.call import ApiResponse, ApiUnavailable, Caller
 from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run.observed_object import timestamp
@@ -23,7 +23,7 @@ from tests.unit.operator.run.observed import TRAIN, pod
 
 BASE_TIME_S = 1_700_000_000.0
 KEY = TRAIN.key
-COMMITTED_RESULT = SaveOver(id="q-1", outcome=Outcome.COMMITTED, step=12, seq=2)
+COMMITTED_RESULT = SaveResult(id="q-1", outcome=Outcome.COMMITTED, step=12, seq=2)
 Document = dict[str, Any]
 
 

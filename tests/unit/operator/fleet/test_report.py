@@ -53,9 +53,9 @@ def messages(kind: type[Message]) -> st.SearchStrategy[Any]:
 
 
 def report(**changes: Any) -> wire.ReportRequest:
-    who = wire.Who(namespace="team-a", pod="train-0-abcde", **UIDS)
+    identity = wire.SidecarIdentity(namespace="team-a", pod="train-0-abcde", **UIDS)
     return wire.ReportRequest(
-        **({"who": who, "pod": wire.PodState(), "process": "p1", "sequence": 1} | changes)
+        **({"identity": identity, "pod": wire.PodState(), "process": "p1", "sequence": 1} | changes)
     )
 
 
@@ -95,8 +95,8 @@ def test_any_message_is_a_bounded_value_or_a_bad_report(message: wire.ReportRequ
         assert_bounded(value)
         ids = [each.id for each in value.incidents]
         assert ids == sorted(set(ids))
-        assert (value.who.run_key, value.process) == (
-            (sent.who.namespace, sent.who.workload_uid),
+        assert (value.identity.run_key, value.process) == (
+            (sent.identity.namespace, sent.identity.workload_uid),
             sent.process,
         )
         assert (value.run is None) == (not sent.HasField("run"))
@@ -108,9 +108,12 @@ def test_any_message_is_a_bounded_value_or_a_bad_report(message: wire.ReportRequ
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"who": {name: bad}} for name, bad in (("namespace", ""), ("namespace", "Team"), ("pod", "a/b"))),
         *(
-            {"who": {name: bad}}
+            {"identity": {name: bad}}
+            for name, bad in (("namespace", ""), ("namespace", "Team"), ("pod", "a/b"))
+        ),
+        *(
+            {"identity": {name: bad}}
             for name, bad in (("pod", "a\n"), ("pod_uid", ""), ("workload_uid", "x" * 300))
         ),
         {"process": " "},
@@ -120,9 +123,9 @@ def test_any_message_is_a_bounded_value_or_a_bad_report(message: wire.ReportRequ
 )
 def test_impossible_values_are_a_bad_report(changes: dict[str, Any]) -> None:
     """Identities are not truncated: a truncated name can be another pod's."""
-    if "who" in changes:
-        fields = {"namespace": "team-a", "pod": "train-0", **UIDS} | changes["who"]
-        changes = {"who": wire.Who(**fields)}
+    if "identity" in changes:
+        fields = {"namespace": "team-a", "pod": "train-0", **UIDS} | changes["identity"]
+        changes = {"identity": wire.SidecarIdentity(**fields)}
     with pytest.raises(InvalidReport):
         reports.parse_report(report(**changes))
 
@@ -136,8 +139,10 @@ def test_every_enum_value_of_the_contract_has_a_name() -> None:
         (incident,) = reports.parse_report(report(incidents=[wire.Incident(id=1, kind=number)])).incidents
         assert (incident.kind is IncidentKind.UNKNOWN) == (number in {0, 99})
         assert incident.count == 1
-    for number in [*wire.SaveOver.Outcome.values(), 99]:
-        (over,) = reports.parse_report(report(saves_over=[wire.SaveOver(id="r", outcome=number)])).saves_over
+    for number in [*wire.SaveResult.Outcome.values(), 99]:
+        (over,) = reports.parse_report(
+            report(save_results=[wire.SaveResult(id="r", outcome=number)])
+        ).save_results
         assert (over.outcome is Outcome.UNKNOWN) == (number in {0, 99})
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from deltashard_operator.fleet.report import Incident, PodState, Rank, Report, RunReport, Who
+from deltashard_operator.fleet.report import Incident, PodState, Rank, Report, RunReport, SidecarIdentity
 from deltashard_operator.fleet.report import SidecarPhase as At
 from deltashard_operator.run import reconcile, report_change, run_record, watched_run
 from deltashard_operator.run.condition import Condition
@@ -62,12 +62,12 @@ def report(
 ) -> Report:
     """Return a report that is later than any before.
 
-    `more` contains fields of `Who`, `Report`, `PodState` and `RunReport`. By default the pod has the only rank, and its
+    `more` contains fields of `SidecarIdentity`, `Report`, `PodState` and `RunReport`. By default the pod has the only rank, and its
     sidecar reports the run's state; `seq`, `step` and `age_s` describe the newest commit.
     """
     step, seq, attempt = more.pop("step", 10), more.pop("seq", 0), more.setdefault("attempt", 1)
     more.setdefault("ranks", (Rank(rank=0, world_size=1, step=step),))
-    more.setdefault("openings", attempt)
+    more.setdefault("attempts_opened", attempt)
     more.setdefault("policy", EVERY)
     newest = pb.Commit(seq=seq, attempt=min(attempt or 1, 1), step=step - 1) if seq else None
     more = {"newest": newest, "newest_age_s": more.pop("age_s", 0.0), "run": RUN} | more
@@ -75,13 +75,19 @@ def report(
     def of(kind: Any) -> dict[str, Any]:
         return {key: value for key, value in more.items() if key in kind.__dataclass_fields__}
 
-    who = {"namespace": "team", "pod": "train-x", "workload_uid": "u-1", "node": "node-a", "pod_uid": uid}
+    identity = {
+        "namespace": "team",
+        "pod": "train-x",
+        "workload_uid": "u-1",
+        "node": "node-a",
+        "pod_uid": uid,
+    }
     return Report(
-        who=Who(**{**who, **of(Who)}),
+        identity=SidecarIdentity(**{**identity, **of(SidecarIdentity)}),
         process=more.get("process", f"s-{uid}"),
         sequence=more.get("sequence") or next(_sequence),
         pod=PodState(phase=phase, **of(PodState)),
-        run=RunReport(**of(RunReport)) if more.get("speaks", True) else None,
+        run=RunReport(**of(RunReport)) if more.get("report_run", True) else None,
         incidents=tuple(incidents),
     )
 

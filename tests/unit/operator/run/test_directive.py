@@ -32,11 +32,11 @@ BUDGET = pb.Policy(every_s=300.0, encoding="q8", differential="full", bits_goal=
         (pb.Policy(encoding="q8"), PLAIN, True),
         (AUTO, changed(AUTO, every_s=93.0), False),  # the chosen interval
         (changed(AUTO, goal=""), changed(AUTO, every_s=93.0), True),
-        (changed(AUTO, most_s=60.0), changed(AUTO, every_s=93.0), True),
+        (changed(AUTO, max_interval_s=60.0), changed(AUTO, every_s=93.0), True),
         (AUTO, changed(AUTO, every_s=93.0, goal=""), True),
         (BUDGET, changed(BUDGET, encoding="q2"), False),  # the chosen bits
         (changed(BUDGET, bits_goal=""), changed(BUDGET, encoding="q2"), True),
-        (changed(BUDGET, least_bits=4), changed(BUDGET, encoding="q2"), True),
+        (changed(BUDGET, min_bits=4), changed(BUDGET, encoding="q2"), True),
         (changed(BUDGET, tables="a=q8"), changed(BUDGET, encoding="q2"), True),
         (BUDGET, changed(BUDGET, encoding="q2", bits_goal=""), True),
     ],
@@ -50,7 +50,12 @@ def test_directive_is_sent_only_for_expressible_differences(
 def test_directive_overrides_the_pods_startup_settings() -> None:
     """Encodings stay, because the directive does not contain them."""
     started = pb.Policy(
-        goal="auto", least_s=90.0, most_s=100.0, tables="a=q4", bits_goal="budget", encoding="q8"
+        goal="auto",
+        min_interval_s=90.0,
+        max_interval_s=100.0,
+        tables="a=q4",
+        bits_goal="budget",
+        encoding="q8",
     )
     given = Reply(sequence=1, next_s=1, directive=directive_of(pb.Policy(every_s=60.0)))
     received = sidecar_policy.received(given.directive, "w")

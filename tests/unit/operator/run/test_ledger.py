@@ -50,7 +50,7 @@ class LedgerModel:
     """The events, and a controller that observes some of them."""
 
     def __init__(self) -> None:
-        self.at_s, self.openings, self.seq, self.lost_steps, self.pods = NOW_S, 0, 0, 0, 0
+        self.at_s, self.attempts_opened, self.seq, self.lost_steps, self.pods = NOW_S, 0, 0, 0, 0
         self.run = watched_run.with_job(WatchedRun(workload=TRAIN), job(), self.at_s)
         self.written: dict[str, Any] = {}
         self.durable = Ledger()
@@ -73,12 +73,12 @@ class LedgerModel:
 
     def opened(self) -> None:
         """Open training again, with a restore after the first opening; the sidecar of rank 0 reports it."""
-        self.openings += 1
+        self.attempts_opened += 1
         self.seq += 1
-        if self.openings > 1:
-            told = {"attempt": 10 * self.openings, "lost_steps": self.openings}
+        if self.attempts_opened > 1:
+            told = {"attempt": 10 * self.attempts_opened, "lost_steps": self.attempts_opened}
             self.sidecars[0].has(IncidentKind.RESTORED, self.at_s, **told)
-            self.lost_steps += self.openings
+            self.lost_steps += self.attempts_opened
         self.report(0)
         self.reconcile_run()
 
@@ -91,10 +91,10 @@ class LedgerModel:
             sequence=mine.sequence,
             started_at_s=float(mine.uid[2:]),
             ranks=(Rank(rank=n, world_size=PODS, step=10),),
-            attempt=10 * self.openings,
-            openings=self.openings,
+            attempt=10 * self.attempts_opened,
+            attempts_opened=self.attempts_opened,
             seq=self.seq,
-            speaks=n == 0,
+            report_run=n == 0,
             incidents=mine.incidents[:64],
         )
         self.deliver(sent)
@@ -150,7 +150,7 @@ class LedgerModel:
             case "container restarts":
                 mine.restarts, mine.code = (
                     mine.restarts + 1,
-                    self.openings,
+                    self.attempts_opened,
                 )  # a different ending each time: no loop
                 self.observe_pod(mine.pod(self.at_s))
                 self.opened()
@@ -210,7 +210,7 @@ def test_counts_match_events_and_restart_keeps_the_phase(events: list[tuple[str,
         world.report(n)
         assert not world.sidecars[n].incidents, "nothing is told for ever"
     found = world.run.ledger
-    interruptions = world.openings - 1
+    interruptions = world.attempts_opened - 1
     assert found.failures == interruptions
     if not lost_with_its_pod:
         assert (found.restores, found.lost_steps) == (interruptions, world.lost_steps)
@@ -242,7 +242,7 @@ LEDGERS = st.builds(
     lost_steps=COUNT,
     restored=st.dictionaries(TEXT, st.lists(COUNT, max_size=3).map(tuple)),
     failures=COUNT,
-    openings=st.dictionaries(TEXT, st.integers(2, 1 << 40)),
+    attempts_opened=st.dictionaries(TEXT, st.integers(2, 1 << 40)),
     crashes=st.dictionaries(TEXT, CRASHES, max_size=2),
     counted=st.dictionaries(TEXT, TIME, max_size=5),
     counted_until_s=TIME,
@@ -257,9 +257,9 @@ def test_ledger_round_trips(found: Ledger) -> None:
 
 def test_part_opened_once_needs_no_text() -> None:
     """Otherwise the next controller, which does not know the part, would drop the text."""
-    once, again = Ledger().with_openings("1", 1), Ledger().with_openings("2", 2)
-    assert (once.text, decoded(once.text).with_openings("1", 2).failures) == ("", 1)
-    assert again.with_openings("1", 1).text == again.text
+    once, again = Ledger().with_attempts_opened("1", 1), Ledger().with_attempts_opened("2", 2)
+    assert (once.text, decoded(once.text).with_attempts_opened("1", 2).failures) == ("", 1)
+    assert again.with_attempts_opened("1", 1).text == again.text
 
 
 def test_text_is_bounded_and_omitted_failures_stay_in_the_total() -> None:
@@ -268,19 +268,19 @@ def test_text_is_bounded_and_omitted_failures_stay_in_the_total() -> None:
     for n in range(2000):
         loss = Loss(at_s=NOW_S + n, cause="Error", message=noise.randbytes(128).hex())
         found = found.with_loss(str(n), loss, noise.randbytes(8).hex(), 0)
-        found = found.with_restored(str(n), n + 1, 1).with_openings(str(n), 3)
+        found = found.with_restored(str(n), n + 1, 1).with_attempts_opened(str(n), 3)
     text = encoded(found)
     assert len(text) <= ledger.MAX_BYTES
     back = decoded(text)
     assert (back.failures, back.restores, back.clipped) == (4000, 2000, True)
-    assert "1999" in back.openings
+    assert "1999" in back.attempts_opened
     assert back.counted == found.counted
     assert len(encoded(back)) <= ledger.MAX_BYTES
-    # An omitted part starts with the openings that it reports.
+    # An omitted part starts with the attempts_opened that it reports.
     run = watched_run.with_job(WatchedRun(workload=TRAIN, ledger=back), job(), NOW_S)
     run = watched_run.with_pod(run, pod(index="0"), node_ready=True, now_s=NOW_S)
-    for openings, more in ((9, 0), (10, 1)):
-        sent = report(run="team/train-u-1-0", openings=openings)
+    for attempts_opened, more in ((9, 0), (10, 1)):
+        sent = report(run="team/train-u-1-0", attempts_opened=attempts_opened)
         run, _ = report_change.with_report(run, sent, NOW_S)
         assert run.ledger.failures == found.failures + more
 

@@ -46,7 +46,9 @@ def of(n: int, **more: Any) -> PodView:
 
 def rank_report(n: int, *, step: int = 50, size: int = 4, phase: At = At.TRAINING, **more: Any) -> Report:
     ranks = () if phase in {At.WAITING, At.CLOSED} else (Rank(rank=n, world_size=size, step=step),)
-    return report(f"p-{n}", phase, **{"ranks": ranks, "attempt": 7, "openings": 1, "speaks": n == 0} | more)
+    return report(
+        f"p-{n}", phase, **{"ranks": ranks, "attempt": 7, "attempts_opened": 1, "report_run": n == 0} | more
+    )
 
 
 def group(pods: int = 4) -> WatchedRun:
@@ -146,12 +148,12 @@ def test_rank_0_reports_and_one_other_while_it_is_silent() -> None:
     for n in (2, 1, 3):
         run = apply_report(run, rank_report(n), late_s)
     assert reporters(run, late_s) == [2]
-    state = rank_report(2, seq=9, speaks=True)
+    state = rank_report(2, seq=9, report_run=True)
     run = apply_report(run, state, late_s + 60)
     assert (run.progress.last_seq, reporters(run, late_s + 60)) == (9, [2])
     run = apply_report(run, rank_report(0, seq=9), late_s + 70)
     assert 0 in reporters(run, late_s + 70)
-    run = apply_report(run, rank_report(2, seq=7, speaks=True), late_s + 80)
+    run = apply_report(run, rank_report(2, seq=7, report_run=True), late_s + 80)
     assert (run.progress.last_seq, reporters(run, late_s + 80)) == (9, [0])
 
 
@@ -192,6 +194,6 @@ def test_recent_changes_shorten_the_report_interval() -> None:
     late_s, before = NOW_S + schedule.CHANGED_FOR_S, seen(group(), of(4))
     for sent in (rank_report(0, phase=At.WAITING), rank_report(4, started_at_s=NOW_S)):
         run = apply_report(before, sent, NOW_S)
-        uid = sent.who.pod_uid
+        uid = sent.identity.pod_uid
         assert schedule.next_s(run, uid, NOW_S) == schedule.CHANGED_INTERVAL_S
         assert schedule.next_s(run, uid, late_s) > schedule.CHANGED_INTERVAL_S

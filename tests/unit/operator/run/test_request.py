@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from deltashard_operator.fleet.report import Outcome, SaveOver
+from deltashard_operator.fleet.report import Outcome, SaveResult
 from deltashard_operator.run import request as requests
 from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.request import (
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 BASE_TIME_S = 1_700_000_000.0
 RUN_EXISTS = RequestFacts(now_s=BASE_TIME_S, run="train-1")
-COMMITTED = SaveOver(id="q-1", outcome=Outcome.COMMITTED, step=120, seq=7)
+COMMITTED = SaveResult(id="q-1", outcome=Outcome.COMMITTED, step=120, seq=7)
 
 
 def document(status: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def after(*facts: RequestFacts, **spec: Any) -> CheckpointRequest:
 
 
 def save_ended(outcome: Outcome, cause: str = "") -> RequestFacts:
-    return replace(RUN_EXISTS, save_result=SaveOver(id="q-1", outcome=outcome, cause=cause))
+    return replace(RUN_EXISTS, save_result=SaveResult(id="q-1", outcome=outcome, cause=cause))
 
 
 def after_seconds(facts: RequestFacts, seconds: float = 300.0) -> RequestFacts:
@@ -127,7 +127,7 @@ def test_any_event_order_ends_once_with_the_true_outcome(happens: list[str]) -> 
     """Runs may start late, end or vanish. Reports and writes may be lost. The controller may restart at any time."""
     found, written = after(), document()
     facts = NONE
-    made: SaveOver | None = None
+    made: SaveResult | None = None
     for each in happens:
         match each:
             case "begin":

@@ -115,7 +115,7 @@ def test_fencing_of_a_replaced_trainer_is_an_event_but_no_problem() -> None:
 def test_displaced_workload_stays_fenced_until_it_trains_again() -> None:
     """Its trainer has ended (no attempt is open), and its sidecar sees new commits of the other workload."""
     incident = Incident(id=1, kind=K.FENCED, cause="taken_over")
-    theirs: dict[str, Any] = {"attempt": 0, "openings": 1}
+    theirs: dict[str, Any] = {"attempt": 0, "attempts_opened": 1}
     run = apply_report(training(), report(newest=pb.Commit(seq=5, attempt=4), incidents=[incident], **theirs))
     assert is_true(run, "Fenced")
     run = apply_report(run, report(newest=pb.Commit(seq=8, attempt=4), **theirs))
@@ -128,7 +128,7 @@ def test_displaced_workload_stays_fenced_until_it_trains_again() -> None:
 
 def test_exited_trainer_had_trained_up_to_its_commit() -> None:
     """The last save may end between two reports. The sidecar's last report then has the commit and no rank."""
-    left: dict[str, Any] = {"phase": At.CLOSED, "attempt": 0, "ranks": (), "openings": 1}
+    left: dict[str, Any] = {"phase": At.CLOSED, "attempt": 0, "ranks": (), "attempts_opened": 1}
     run = apply_report(training(step=2749), report(newest=pb.Commit(seq=2, attempt=1, step=3000), **left))
     assert (run.progress.step, run.progress.last_step) == (3000, 3000)
     run = apply_report(
@@ -210,7 +210,7 @@ def test_run_name_of_a_sidecar_does_not_change_its_part() -> None:
     [
         ({"credentials_ok": False}, "CredentialsMissing"),
         ({"store_ok": False}, "StoreUnavailable"),
-        ({"saves_failed_in_a_row": 2}, "SavesFailing"),
+        ({"consecutive_save_failures": 2}, "SavesFailing"),
         ({"save_blocked": "ranks differ (rank 3)"}, "Stale"),
     ],
 )
@@ -277,7 +277,7 @@ def test_pod_stuck_on_a_lost_node_is_reported_with_remedies(stuck: bool) -> None
     assert not is_true(reconciled(run, NOW_S + 20), "StuckOnLostNode")
 
 
-DECIDED = Decision(subject="interval", goal="auto", value="3 min", would="3 min", why="a save costs 0.5 s")
+DECIDED = Decision(subject="interval", goal="auto", value="3 min", proposed="3 min", why="a save costs 0.5 s")
 
 
 def decided(**changes: str) -> tuple[Decision, ...]:
@@ -293,10 +293,10 @@ def test_changed_decision_is_shown_and_reported() -> None:
     assert [(each.reason, each.message, each.warning) for each in run_events] == [
         ("IntervalChanged", "interval: 3 min -> 5 min; a save costs 1.5 s", False)
     ]
-    for unchanged in (decided(value="5 min", would="9 min"), ()):  # a new pod has decided nothing yet
+    for unchanged in (decided(value="5 min", proposed="9 min"), ()):  # a new pod has decided nothing yet
         run, events = report_reasons(run, report(decisions=unchanged))
         assert not events
-    assert run.progress.decisions[0].would == "9 min"
+    assert run.progress.decisions[0].proposed == "9 min"
 
 
 def test_unreachable_goal_is_a_condition_and_an_event() -> None:

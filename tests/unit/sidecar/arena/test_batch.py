@@ -44,10 +44,10 @@ def test_batch_layout_matches_the_contract() -> None:
 
 def test_only_changed_rows_are_sent_again() -> None:
     place = {"rows": 1, "col_start": 0, "col_stop": 8}
-    batch = rows_of(pb.RowBatch(fresh=True, again=True, **place), TABLES, WHOLE, BLOCK)
+    batch = rows_of(pb.RowBatch(fresh=True, duplicated=True, **place), TABLES, WHOLE, BLOCK)
     assert (batch.fresh, batch.duplicate) == (True, True)
     with pytest.raises(BadBatch, match="did not change"):
-        rows_of(pb.RowBatch(again=True, **place), TABLES, WHOLE, BLOCK)
+        rows_of(pb.RowBatch(duplicated=True, **place), TABLES, WHOLE, BLOCK)
 
 
 SHARDS = (

@@ -22,7 +22,7 @@ def measured(cost_s: float, *, world_size: int = 1) -> Measurements:
 def test_pls_goal_applies_from_the_first_attempt() -> None:
     known, policy = measured(0.1, world_size=4), pb.Policy(goal="pls=0.0001")
     assert "needs partial recovery" in decide(known, policy).decision.unreachable
-    save = MeasuredSave(cut=1, started=Reading(9, 4.5), timed=True)
+    save = MeasuredSave(snapshot_id=1, started=Reading(9, 4.5), timed=True)
     known = known.save_started(save, planned_steps=0, partial=True)
     assert decide(known, policy).decision.unreachable == ""
 
@@ -32,7 +32,7 @@ def test_new_goal_applies_at_once_and_restarts_measurement() -> None:
     known, causes, found = measured(0.5), [], []
     for policy in (
         pb.Policy(goal="auto"),
-        pb.Policy(goal="auto", most_s=120.0),
+        pb.Policy(goal="auto", max_interval_s=120.0),
         pb.Policy(goal="overhead=2%"),
     ):
         choice = decide(known, policy)

@@ -34,8 +34,8 @@ def log_of(
     metadata: Mapping[str, str], *, attempt: int = 1, step: int = 100, reason: str = "timer"
 ) -> RunState:
     newest = Checkpoint(
-        seq=attempt + 1, previous="", writer="", at_s=0.0, attempt=attempt, cut=1, step=step, tables=(), encodings={},
-        rows=0, raw_bytes=0, stored_bytes=0, stall_s=0.0, cut_at_s=0.0, directive=f"{reason}; x", metadata=metadata,
+        seq=attempt + 1, previous="", writer="", at_s=0.0, attempt=attempt, snapshot_id=1, step=step, tables=(), encodings={},
+        rows=0, raw_bytes=0, stored_bytes=0, stall_s=0.0, snapshot_at_s=0.0, directive=f"{reason}; x", metadata=metadata,
     )  # fmt: skip
     return RunState(run="r", checkpoints={newest.seq: newest})
 
@@ -45,7 +45,7 @@ class DeciderLife:
 
     def __init__(self, *, step_s: float = 0.5, seed: int = 0, **said: object) -> None:
         self.rng = random.Random(seed)
-        self.now_s, self.step, self.step_s, self.cut = 1e9, 0, step_s, 0
+        self.now_s, self.step, self.step_s, self.snapshot_id = 1e9, 0, step_s, 0
         self.metrics, self.policy = Metrics(), changed(pb.Policy(goal="auto"), **said)
         needed = ["--url", "memory://x", "--run", "r", "--dir", "/d", "--cache-dir", "/c", "--goal", "auto"]
         log = configure("error", run="r")
@@ -88,8 +88,8 @@ class DeciderLife:
     def save(
         self, *, stall_s: float, slowdown_s: float = 0.0, durable_s: float = 1.0, timed: bool = True
     ) -> None:
-        self.cut += 1
-        save = MeasuredSave(cut=self.cut, started=Reading(self.step, self.now_s), timed=timed)
+        self.snapshot_id += 1
+        save = MeasuredSave(snapshot_id=self.snapshot_id, started=Reading(self.step, self.now_s), timed=timed)
         self.decider.save_started(save, planned_steps=0, partial=False)
         ended_s = self.now_s + durable_s
         inside = int((durable_s - stall_s - slowdown_s) / self.step_s)
@@ -97,7 +97,7 @@ class DeciderLife:
         self.step += inside
         self.observe()
         at_s, self.now_s = self.now_s, max(ended_s, self.now_s)
-        self.decider.save_ended(self.cut, Cost(stall_s=stall_s, slowdown_s=0.0, durable_s=durable_s))
+        self.decider.save_ended(self.snapshot_id, Cost(stall_s=stall_s, slowdown_s=0.0, durable_s=durable_s))
         self.observe(at_s=at_s)
         self.now_s = at_s + self.step_s
         self.step += 1
@@ -158,10 +158,10 @@ def test_without_a_goal_timers_apply_and_auto_choice_is_shown() -> None:
     life.open()
     life.saves(MIN_SAVES - 1)
     shown = life.decision
-    assert (shown.goal, shown.value, shown.would) == ("fixed", "every 7 s or 9 steps", "")
+    assert (shown.goal, shown.value, shown.proposed) == ("fixed", "every 7 s or 9 steps", "")
     life.saves(MIN_SAVES + 1)
     shown = life.decision
-    assert (shown.value, shown.would) == ("every 7 s or 9 steps", "every 1800 s")
+    assert (shown.value, shown.proposed) == ("every 7 s or 9 steps", "every 1800 s")
     assert shown.why.startswith("as stated; under auto a save costs 96.9 ms")
     assert (life.decider.apply_to(life.policy), life.text(), life.changes) == (life.policy, "", 0)
     assert life.measured.saves == 2 * MIN_SAVES
@@ -196,7 +196,7 @@ def test_only_timer_saves_are_measured() -> None:
     life.open()
     life.train(50.0)
     life.save(stall_s=30.0, durable_s=30.0, timed=False)
-    begins = MeasuredSave(cut=99, started=Reading(life.step, life.now_s), timed=True)
+    begins = MeasuredSave(snapshot_id=99, started=Reading(life.step, life.now_s), timed=True)
     life.decider.save_started(begins, planned_steps=0, partial=False)
     life.now_s += 5.0
     life.decider.save_ended(99, None)
@@ -210,7 +210,7 @@ def test_only_timer_saves_are_measured() -> None:
 @pytest.mark.parametrize("spread", [0.3, 1.0])
 def test_noise_rarely_changes_the_interval(goal: str, spread: float) -> None:
     """Costs are log-normal with a spread of 30 % or 130 %. A day has few changes, all within bounds."""
-    life = DeciderLife(seed=int(10 * spread), least_s=20.0, most_s=900.0, goal=goal)
+    life = DeciderLife(seed=int(10 * spread), min_interval_s=20.0, max_interval_s=900.0, goal=goal)
     life.open()
     begun_s, found = life.now_s, []
     while life.now_s < begun_s + 86400.0:
@@ -223,7 +223,7 @@ def test_noise_rarely_changes_the_interval(goal: str, spread: float) -> None:
 @pytest.mark.parametrize("factor", [4.0, 0.25])
 def test_fourfold_cost_change_is_followed_within_40_saves(factor: float) -> None:
     """After a day at the old cost, in both directions."""
-    life = DeciderLife(seed=3, most_s=3600.0, goal="overhead=1%")
+    life = DeciderLife(seed=3, max_interval_s=3600.0, goal="overhead=1%")
     life.open()
     noise = life.rng
     life.saves(300, lambda: 1.0 * noise.lognormvariate(0, 0.3))
@@ -241,7 +241,7 @@ def test_failures_shorten_the_interval_and_clean_exits_do_not() -> None:
     assert life.every_s == 1800.0
     for reason, lossy in (("close", 0.0), ("timer", 1.0), ("timer", 2.0), ("timer", 3.0)):
         state = log_of({KEY: life.text(closing=reason == "close")}, reason=reason, step=life.step)
-        failure_evidence = life.open(state, attempt=life.cut + 2, resumed=True)
+        failure_evidence = life.open(state, attempt=life.snapshot_id + 2, resumed=True)
         assert round(float(failure_evidence.split()[0])) == lossy, "they fade a little"
         life.saves(MIN_SAVES, lambda: 0.5)
         assert (life.changed("failures") > 0) == (lossy > 1)
@@ -289,24 +289,24 @@ def log_of_attempts(empty: int, metadata: Mapping[str, str]) -> RunState:
 
 def test_attempt_after_failed_ones_saves_early_then_backs_off() -> None:
     """The delay is a minute, halved by each further failure and doubled by each commit. A rewind is not a failure."""
-    text = chosen(most_s=600.0)
+    text = chosen(max_interval_s=600.0)
     for empty, every_s in ((0, 600.0), (1, 60.0), (2, 30.0), (9, 1.0)):
-        life = DeciderLife(most_s=600.0)
+        life = DeciderLife(max_interval_s=600.0)
         life.open(log_of_attempts(empty, {KEY: text}), attempt=2 + empty, resumed=True)
         assert life.every_s == pytest.approx(every_s)
-    state, life, found = log_of_attempts(1, {KEY: text}), DeciderLife(most_s=600.0), []
+    state, life, found = log_of_attempts(1, {KEY: text}), DeciderLife(max_interval_s=600.0), []
     assert LOSSY in life.open(state, attempt=3, resumed=True)
-    assert (life.decision.value, life.decision.would) == ("every 60 s", "every 600 s")
+    assert (life.decision.value, life.decision.proposed) == ("every 60 s", "every 600 s")
     assert "ended without a checkpoint" in life.decision.bound
     for _ in range(5):
         life.saves(1)
         found.append(life.every_s)
     assert found == [120.0, 240.0, 480.0, 600.0, 600.0]
     mine = {3: replace(state.checkpoints[2], attempt=3, seq=3)}
-    again = DeciderLife(most_s=600.0)
+    again = DeciderLife(max_interval_s=600.0)
     again.open(replace(state, checkpoints=state.checkpoints | mine), attempt=3, resumed=True)
     assert again.every_s == pytest.approx(120.0)
-    rewound = DeciderLife(most_s=600.0)
+    rewound = DeciderLife(max_interval_s=600.0)
     attempts = state.attempts | {2: replace(state.attempts[2], world_size=0)}
     assert ONCE in rewound.open(replace(state, attempts=attempts), attempt=3, resumed=True)
     assert rewound.every_s == pytest.approx(600.0)
@@ -314,19 +314,19 @@ def test_attempt_after_failed_ones_saves_early_then_backs_off() -> None:
 
 def test_restarted_sidecar_counts_uncommitted_restores() -> None:
     """The restore of the open attempt counts once. An earlier attempt counts if its commits did not."""
-    state = log_of_attempts(2, {KEY: chosen(most_s=600.0)})
-    life = DeciderLife(most_s=600.0)
+    state = log_of_attempts(2, {KEY: chosen(max_interval_s=600.0)})
+    life = DeciderLife(max_interval_s=600.0)
     assert LOSSY in life.open(state, attempt=4)
     life.saves(2)
     assert LOSSY in life.decision.evidence, "once"
     mine = replace(state.attempts[4], last_snapshot=1, last_seq=5, last_step=100)
     later = replace(log_of({KEY: life.text()}, attempt=4), attempts={**state.attempts, 4: mine}, attempt=4)
-    assert LOSSY in DeciderLife(most_s=600.0).open(later, attempt=4), "its commit says it"
-    state = log_of_attempts(0, {KEY: chosen(most_s=600.0)})
+    assert LOSSY in DeciderLife(max_interval_s=600.0).open(later, attempt=4), "its commit says it"
+    state = log_of_attempts(0, {KEY: chosen(max_interval_s=600.0)})
     unsaid = replace(state.checkpoints[2], seq=7, attempt=2, step=200, metadata={})
     mine = replace(state.attempts[2], last_snapshot=1, last_seq=7, last_step=200)
     blind = replace(state, checkpoints={**state.checkpoints, 7: unsaid}, attempts={**state.attempts, 2: mine})
-    life = DeciderLife(most_s=600.0)
+    life = DeciderLife(max_interval_s=600.0)
     life.open(blind, attempt=2)
     assert life.every_s == 600.0
     assert parse_metadata(life.text()).profile.save.n == MIN_SAVES

@@ -1,11 +1,11 @@
-"""Urgent changes of a report, and openings of a run by the attempts in the log."""
+"""Urgent changes of a report, and attempts_opened of a run by the attempts in the log."""
 
 from __future__ import annotations
 
 import pytest
 from deltashard_checkpoint.log.run_state import Attempt, RunState
 from deltashard_proto.v1 import fleet_pb2 as fleet
-from deltashard_sidecar.fleet.report import needs_report, openings
+from deltashard_sidecar.fleet.report import attempts_opened, needs_report
 
 
 def state(*attempts: tuple[int, str, int | None, int | None, int]) -> RunState:
@@ -38,8 +38,8 @@ FIRST = (1, "w", None, 5, 1)
 )
 def test_opening_count(more: list[tuple[int, str, int | None, int | None, int]], count: int) -> None:
     attempts = [FIRST, *more]
-    assert openings(state(*attempts), attempts[-1][0]) == count
-    assert openings(state(*attempts), 99) == 0, "it is not in the log yet"
+    assert attempts_opened(state(*attempts), attempts[-1][0]) == count
+    assert attempts_opened(state(*attempts), 99) == 0, "it is not in the log yet"
 
 
 def test_urgent_report_changes() -> None:
@@ -48,13 +48,13 @@ def test_urgent_report_changes() -> None:
         incidents=[fleet.Incident(id=7)],
     )
     for change, report_due in (
-        ({"pod": fleet.PodState(ranks=[fleet.Rank(step=9)], saves_failed_in_a_row=2)}, False),
+        ({"pod": fleet.PodState(ranks=[fleet.Rank(step=9)], consecutive_save_failures=2)}, False),
         ({"pod": fleet.PodState(phase=fleet.PHASE_CLOSED)}, True),
         ({"pod": fleet.PodState(attempt=4)}, True),
         ({"pod": fleet.PodState(credentials_ok=True)}, True),
         ({"pod": fleet.PodState(directive=2)}, True),
         ({"incidents": [fleet.Incident(id=8)]}, True),
-        ({"saves_over": [fleet.SaveOver(id="u")]}, True),
+        ({"save_results": [fleet.SaveResult(id="u")]}, True),
     ):
         now = fleet.ReportRequest()
         now.CopyFrom(acknowledged)

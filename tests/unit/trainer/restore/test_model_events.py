@@ -41,7 +41,7 @@ class Script:
 def trained(steps: int) -> dict[str, memoryview]:
     script = Script()
     script.begin()
-    return script.train(steps).cut()
+    return script.train(steps).take_snapshot()
 
 
 @pytest.mark.parametrize("script", [False, True])

@@ -49,7 +49,7 @@ def test_snapshot_serves_all_requests_with_compatible_metadata() -> None:
     pins = [handle("best"), handle("best"), handle("epoch")]
     taken, rest = split_compatible([first, plain, other, same, *pins])
     assert (taken, rest) == ([first, plain, same, *pins], [other])
-    flight = InFlightSave(cut=1, step=1, reason="test", handles=taken)
+    flight = InFlightSave(snapshot_id=1, step=1, reason="test", handles=taken)
     assert flight.metadata == {"loss": "1", "epoch": "2"}
     assert [each.exact for each in (plain, pins[0], first)] == [False, True, True]
 
@@ -61,7 +61,7 @@ def test_wait_for_a_running_comparison_is_bounded() -> None:
     """
     job: Future[None] = Future()
     comparison = Comparison(lambda _work: job, on_found=lambda: pytest.fail("it was not over"))
-    comparison.begin(InFlightSave(cut=1, step=1, reason="timer"), [(None, None)])  # type: ignore[list-item]
+    comparison.begin(InFlightSave(snapshot_id=1, step=1, reason="timer"), [(None, None)])  # type: ignore[list-item]
     found = comparison.result(time.monotonic())
     assert found is not None
     assert "did not finish in time" in found.failed

@@ -27,7 +27,7 @@ MODES = ["all", "since_baseline", "since_commit"]
 def stored(arena):
     """Return row -> (weights, state) of the delivered blocks, and the fresh rows.
 
-    Check that no block repeats, and that only batches marked `again` repeat a row.
+    Check that no block repeats, and that only batches marked `duplicated_rows` repeat a row.
     """
     found, order, fresh = {}, [], set()
     for batch in arena.sent:
@@ -38,7 +38,7 @@ def stored(arena):
         for row, held in zip(
             (ids - FIRST).tolist(), zip(weights.tolist(), state.tolist(), strict=True), strict=True
         ):
-            assert (row in found) == batch.again, "a row twice"
+            assert (row in found) == batch.duplicated, "a row twice"
             assert found.setdefault(row, held) == held, "two values of a row"
             assert row not in fresh, "a fresh row twice"
             if batch.fresh:
@@ -69,7 +69,7 @@ class TrainedTable:
         self.changed["since_commit"] |= rows
         self.changed["since_baseline"] |= rows
 
-    def cut(self, **selection):
+    def take_snapshot(self, **selection):
         box = Box(table="t", row_start=FIRST, row_stop=FIRST + ROWS, col_start=0, col_stop=COLUMNS)
         return table_snapshot(self.weights, [self.state], box=box, **selection)
 
@@ -110,7 +110,7 @@ def play(script):
         arena = FakeArena(1 << 10)
         writer = arena.writer(threads=1)
         table.watch()
-        ahead = TablePrecopy(table, table.cut())
+        ahead = TablePrecopy(table, table.take_snapshot())
         written = []
         batches = ahead.copy(writer, mode, fresh_first=apart)
         for what, how in between:
@@ -130,14 +130,16 @@ def play(script):
                 table.schema_version += 1
                 table.marks.mark_all()
         now = "all" if end == "other mode" else mode
-        refreshed = None if end == "discard" or now != mode else ahead.refresh_copy(table.cut(), now)
+        refreshed = (
+            None if end == "discard" or now != mode else ahead.refresh_copy(table.take_snapshot(), now)
+        )
         assert not ahead.has_unmarked_writes, "every write was marked"
         writer.redirect(block=arena.take, send=arena.send)
         copies = SimpleNamespace(writer=writer, stream=arena, _written=written)
         rows = Precopy.hand_over(copies, [] if refreshed is None else [ahead])
         if refreshed is None:
             assert rows == 0
-            writer.table(table.cut(selection=table.marks.select(now)))
+            writer.table(table.take_snapshot(selection=table.marks.select(now)))
         else:
             assert rows == ahead.rows
             refreshed.write(writer, fresh_first=apart)
@@ -214,7 +216,7 @@ def test_checker_detects_changed_rows_that_are_not_resent(monkeypatch):
         precopy.RefreshedCopy,
         "write",
         lambda refreshed, writer, fresh_first: write(
-            replace(refreshed, rest=tuple(each for each in refreshed.rest if not each.again)),
+            replace(refreshed, rest=tuple(each for each in refreshed.rest if not each.duplicated)),
             writer,
             fresh_first=fresh_first,
         ),

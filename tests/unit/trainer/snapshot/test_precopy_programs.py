@@ -40,20 +40,20 @@ class TrackedProgram:
         self.split_batches, self.mode = split_batches, "all" if split_batches else "since_commit"
         self.training, self.cutter = begin(*case, seed, how)
         self.table, self.tracking = self.cutter.table, self.cutter.tracking
-        self.store = [part.clone() for part in section_tensors(self.cut())]
+        self.store = [part.clone() for part in section_tensors(self.take_snapshot())]
         self.ahead = None
         self.written = []
 
-    def cut(self, **selection):
+    def take_snapshot(self, **selection):
         fields = self.table.state_tensors().values()
         return table_snapshot(self.table.param, fields, box=self.table.box, **selection)
 
     def watch(self):
         """Start a precopy, as before a snapshot."""
-        if self.ahead is None and can_precopy(self.table, self.cut()):
+        if self.ahead is None and can_precopy(self.table, self.take_snapshot()):
             self.arena, self.written = FakeArena(2 << 10), []
             self.writer = self.arena.writer(threads=1)
-            self.ahead = TablePrecopy(self.table, self.cut())
+            self.ahead = TablePrecopy(self.table, self.take_snapshot())
             self.table.marks.watch()
             self.batches = self.ahead.copy(self.writer, self.mode, fresh_first=self.split_batches)
             self.copy()
@@ -71,10 +71,10 @@ class TrackedProgram:
 
     def take(self):
         cutter = self.cutter
-        cutter.cut += 1
+        cutter.snapshot_id += 1
         self.tracking.audit_before_commit()
         self.tracking.refresh()
-        refreshed = None if self.ahead is None else self.ahead.refresh_copy(self.cut(), self.mode)
+        refreshed = None if self.ahead is None else self.ahead.refresh_copy(self.take_snapshot(), self.mode)
         SEEN["renewed" if refreshed else "discarded" if self.ahead else "plain"] += 1
         if self.ahead is None:
             self.arena = FakeArena(2 << 10)
@@ -85,31 +85,37 @@ class TrackedProgram:
             Precopy.hand_over(copies, [self.ahead] if refreshed else [])
         if refreshed:
             SEEN["ahead"] += self.ahead.rows
-            SEEN["again"] += refreshed.again
-            SEEN["repeated"] += sum(len(each.snapshot.selection.ids) for each in refreshed.rest if each.again)
+            SEEN["again"] += refreshed.recopied
+            SEEN["repeated"] += sum(
+                len(each.snapshot.selection.ids) for each in refreshed.rest if each.duplicated
+            )
             refreshed.write(self.writer, fresh_first=self.split_batches)
         elif self.split_batches:
-            self.writer.table(self.cut(selection=self.table.marks.select("since_commit")), fresh=True)
-            self.writer.table(self.cut(selection=self.table.marks.select_older("all")))
+            self.writer.table(
+                self.take_snapshot(selection=self.table.marks.select("since_commit")), fresh=True
+            )
+            self.writer.table(self.take_snapshot(selection=self.table.marks.select_older("all")))
         else:
-            self.writer.table(self.cut(selection=self.table.select_rows("since_commit")))
+            self.writer.table(self.take_snapshot(selection=self.table.select_rows("since_commit")))
         self.writer.flush()
         self.ahead = None
         self.apply()
-        self.tracking.snapshot_taken(cutter.cut, self.mode)
-        self.tracking.committed(cutter.cut, baseline=self.split_batches)
+        self.tracking.snapshot_taken(cutter.snapshot_id, self.mode)
+        self.tracking.committed(cutter.snapshot_id, baseline=self.split_batches)
         self.tracking.audit_sample()
 
     def apply(self):
         """Write the delivered rows into the store."""
-        parts = section_tensors(self.cut())
+        parts = section_tensors(self.take_snapshot())
         if len(parts) != len(self.store):  # a field was added or removed: all rows are sent
             self.store = [torch.full_like(part, 77) for part in parts]
         before = [part.clone() for part in self.store]
         said, sent = (torch.zeros(ROWS, dtype=torch.int64, device="cpu") for _ in range(2))
         for batch in self.arena.sent:
             rows, values = self.arena.rows(batch, parts)
-            assert bool((sent[rows] > 0).all() if batch.again else (sent[rows] == 0).all()), "a row twice"
+            assert bool((sent[rows] > 0).all() if batch.duplicated else (sent[rows] == 0).all()), (
+                "a row twice"
+            )
             sent[rows] += 1
             said[rows] += int(batch.fresh)
             for stored, found in zip(self.store, values, strict=True):

@@ -159,7 +159,7 @@ def test_resumed_module_equals_the_uninterrupted_one(
 
     first, optimizer = program(0)
     train(first.model, optimizer, range(3))
-    raw = first.cut()
+    raw = first.take_snapshot()
     train(first.model, optimizer, range(3, 6))
 
     second, optimizer = program(1)
@@ -177,7 +177,7 @@ def test_dropped_buffer_is_not_saved_and_rebuilt(
     with caplog.at_level(logging.INFO, "deltashard"):
         first = BlobProgram(Dropping())
     assert "leaves cache out of its state_dict" in caplog.text
-    raw = first.cut()
+    raw = first.take_snapshot()
     assert "dense/cache" not in raw
     second = BlobProgram(Dropping())
     second.restore(raw)
@@ -187,7 +187,7 @@ def test_dropped_buffer_is_not_saved_and_rebuilt(
 
 
 def test_checkpoint_without_module_contracts_is_accepted_with_a_note() -> None:
-    raw = BlobProgram(nn.Sequential(nn.BatchNorm1d(4))).cut()
+    raw = BlobProgram(nn.Sequential(nn.BatchNorm1d(4))).take_snapshot()
     older = {name: data for name, data in raw.items() if name != "meta"}
     older["meta"] = memoryview(_tree({"step": 1}))
     (note,) = BlobProgram(nn.Sequential(Ema())).restore(older)
@@ -220,7 +220,7 @@ def test_whole_model_contract_does_not_copy_tables(
     model = _table()
     model.register_load_state_dict_post_hook(lambda module, keys: None)
     program = BlobProgram(model)
-    raw = program.cut()
+    raw = program.take_snapshot()
     assert sum(map(len, raw.values())) < 100_000
     before = model.items.weight.detach().clone()
     program.restore(raw)
@@ -232,7 +232,7 @@ def test_loading_that_writes_a_table_is_refused() -> None:
     model.register_load_state_dict_post_hook(lambda module, keys: module.items.weight.data.mul_(2))
     program = BlobProgram(model)
     with pytest.raises(CheckpointMismatch, match="changes rows of a table"):
-        program.restore(program.cut())
+        program.restore(program.take_snapshot())
 
 
 @pytest.mark.parametrize("held", ["model", "list", "mapping", "getter"])
@@ -308,12 +308,12 @@ def test_expanded_buffers_are_restored() -> None:
         return model
 
     again = build(2.0)
-    BlobProgram(again).restore(BlobProgram(build(1.0)).cut())
+    BlobProgram(again).restore(BlobProgram(build(1.0)).take_snapshot())
     assert torch.equal(again.mask, torch.ones(4, 3))
     differing = build(1.0)
     differing.mask = torch.arange(12.0).view(4, 3)
     with pytest.raises(CheckpointMismatch, match="share memory"):
-        BlobProgram(again).restore(BlobProgram(differing).cut())
+        BlobProgram(again).restore(BlobProgram(differing).take_snapshot())
 
 
 class Observer(nn.Module):
@@ -337,14 +337,14 @@ def test_buffers_that_grew_in_training_are_restored() -> None:
     model = nn.Sequential(Observer())
     program = BlobProgram(model)
     model(torch.randn(3, 5))
-    raw = program.cut()
+    raw = program.take_snapshot()
     again = nn.Sequential(Observer())
     resumed = BlobProgram(again)
     assert resumed.restore(raw) == []
     assert torch.equal(again[0].low, model[0].low)
     assert torch.equal(again[0].high, model[0].high)
     third = nn.Sequential(Observer())
-    BlobProgram(third).restore(resumed.cut())
+    BlobProgram(third).restore(resumed.take_snapshot())
     assert torch.equal(third[0].high, model[0].high)
     other = nn.Sequential(Observer())
     other[0].low = torch.zeros(7)
@@ -357,8 +357,8 @@ def test_cast_after_construction_is_reported_and_saved(caplog: pytest.LogCapture
     program = BlobProgram(model)
     model.half()
     with caplog.at_level(logging.WARNING, "deltashard"):
-        raw = program.cut()
-        program.cut()
+        raw = program.take_snapshot()
+        program.take_snapshot()
     (said,) = [
         r.getMessage() for r in caplog.records if "changed after the Checkpointer was built" in r.message
     ]
@@ -379,7 +379,7 @@ def test_strict_false_restores_what_fits() -> None:
     first = BlobProgram(model, optimizer, mine=mine, tensor=torch.zeros(3), gone={"y": 1})
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
-    raw = first.cut()
+    raw = first.take_snapshot()
     again = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.Linear(4, 3), c=nn.Linear(3, 1)))
     optimizer = torch.optim.Adam(again.parameters(), lr=0.5)
     theirs: dict[str, Any] = {}
@@ -407,7 +407,7 @@ def test_another_default_device_changes_nothing() -> None:
     try:
         program = BlobProgram(model, optimizer, extra=extra)
         program.tracking.audit_sample()
-        raw = program.cut()
+        raw = program.take_snapshot()
         program.restore(raw)
     finally:
         torch.set_default_device(None)
@@ -432,7 +432,7 @@ def test_wrapper_without_base_init_is_unwrapped_or_refused() -> None:
     model = _table()
     program = BlobProgram(model, InnerWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
     assert program.tracking.tables[0].tracker == "hashes"
-    assert "optim/0" in program.cut()
+    assert "optim/0" in program.take_snapshot()
     order = StepOrderCheck(program.tracking, {}, StepClock(program.tracking))
     order.arm()
     order.close()

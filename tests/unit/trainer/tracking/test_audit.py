@@ -43,14 +43,14 @@ def audited(rows: int = 512) -> tuple[nn.Embedding, Tracking]:
     table = nn.Embedding(ROWS, 8, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
     tracking = Tracking(table, optimizer, settings=TrackingSettings(audit_rows=rows, audit_rows_in_all=ROWS))
-    commit_cut(tracking, 1)
+    commit_snapshot(tracking, 1)
     return table, tracking
 
 
-def commit_cut(tracking: Tracking, cut: int) -> None:
+def commit_snapshot(tracking: Tracking, snapshot_id: int) -> None:
     tracking.refresh()
-    tracking.snapshot_taken(cut, "all")
-    tracking.committed(cut, baseline=True)
+    tracking.snapshot_taken(snapshot_id, "all")
+    tracking.committed(snapshot_id, baseline=True)
     tracking.audit_sample()
 
 
@@ -88,7 +88,7 @@ def test_comparison_before_a_snapshot_counts_for_the_snapshot():
     table, tracking = audited()
     compare_ahead(tracking)
     assert tracking.audit_before_commit(ahead=True) == []
-    commit_cut(tracking, 2)
+    commit_snapshot(tracking, 2)
     sampled = tracking.tables[0]._audit._ids
     table.weight.data[sampled[:2]] += 1
     compare_ahead(tracking)
@@ -101,13 +101,13 @@ def test_write_between_check_and_snapshot_is_found_by_rotation():
     """Every table is compared at the snapshot itself once in SYNC_CHECK_INTERVAL snapshots."""
     table, tracking = audited()
     found = []
-    for cut in range(2, 2 + SYNC_CHECK_INTERVAL):
+    for snapshot_id in range(2, 2 + SYNC_CHECK_INTERVAL):
         compare_ahead(tracking)
         table.weight.data += 1
         found.append(bool(tracking.audit_before_commit(ahead=True)))
         if found[-1]:
             break
-        commit_cut(tracking, cut)
+        commit_snapshot(tracking, snapshot_id)
     assert found[-1]
     assert tracking.tables[0].tracker == "hashes"
 
@@ -115,7 +115,7 @@ def test_write_between_check_and_snapshot_is_found_by_rotation():
 def test_full_sample_is_compared_only_at_snapshots():
     """The copying thread would miss writes before its first comparison or after its last."""
     table, tracking = audited(ROWS)
-    commit_cut(tracking, 2)
+    commit_snapshot(tracking, 2)
     tracking.audit_sample(lambda _: pytest.fail("looked at on another thread"))
     assert tracking.audit_ahead() == []
     table.weight.data[17] += 1

@@ -52,7 +52,7 @@ class TwoTowerLoop:
         self.first.step()
         self.second.step()
 
-    def cut(self) -> None:
+    def take_snapshot(self) -> None:
         self.snapshots += 1
         self.tracking.refresh()
         self.tracking.snapshot_taken(self.snapshots, "all")
@@ -66,7 +66,7 @@ def ordinary(loop: TwoTowerLoop, _: int) -> None:
     loop.zero()
     loop.backward()
     loop.step()
-    loop.cut()
+    loop.take_snapshot()
 
 
 def with_closure(loop: TwoTowerLoop, _: int) -> None:
@@ -77,14 +77,14 @@ def with_closure(loop: TwoTowerLoop, _: int) -> None:
 
     loop.first.step(evaluate)
     loop.second.step()
-    loop.cut()
+    loop.take_snapshot()
 
 
 def zeroed_after(loop: TwoTowerLoop, _: int) -> None:
     loop.backward()
     loop.step()
     loop.zero()
-    loop.cut()
+    loop.take_snapshot()
 
 
 def accumulated(loop: TwoTowerLoop, i: int) -> None:
@@ -92,7 +92,7 @@ def accumulated(loop: TwoTowerLoop, i: int) -> None:
     if i % 3 == 2:
         loop.step()
         loop.zero()
-        loop.cut()
+        loop.take_snapshot()
 
 
 def one_after_the_other(loop: TwoTowerLoop, _: int, *, to_none: bool = True) -> None:
@@ -100,7 +100,7 @@ def one_after_the_other(loop: TwoTowerLoop, _: int, *, to_none: bool = True) -> 
     loop.second.zero_grad(set_to_none=to_none)
     loop.loss(detached=True).backward()
     loop.second.step()
-    loop.cut()
+    loop.take_snapshot()
 
 
 def zeroed_in_place(loop: TwoTowerLoop, i: int) -> None:
@@ -112,7 +112,7 @@ def two_rates(loop: TwoTowerLoop, i: int) -> None:
     if i % 3 == 2:
         loop.second.step()
         loop.second.zero_grad()
-    loop.cut()
+    loop.take_snapshot()
 
 
 def applied_late(loop: TwoTowerLoop, i: int) -> None:
@@ -120,14 +120,14 @@ def applied_late(loop: TwoTowerLoop, i: int) -> None:
         loop.step()
     loop.zero()
     loop.backward()
-    loop.cut()
+    loop.take_snapshot()
 
 
 def never_zeroed(loop: TwoTowerLoop, _: int) -> None:
     loop.generate()
     loop.loss(detached=True).backward()
     loop.second.step()
-    loop.cut()
+    loop.take_snapshot()
 
 
 ZEROED: list[Body] = [

@@ -35,10 +35,10 @@ class MarksModel:
     baseline: int = 0
     full: dict[int, bool] = field(default_factory=dict)
 
-    def since(self, cut: int) -> set[int]:
-        if cut == 0:
+    def since(self, snapshot_id: int) -> set[int]:
+        if snapshot_id == 0:
             return set(range(ROWS))
-        return set().union(*self.changed[cut:])
+        return set().union(*self.changed[snapshot_id:])
 
 
 def selected(marks: Marks, mode: str) -> set[int]:
@@ -53,9 +53,9 @@ def play(script: list[tuple[str, object]], device: str = "cpu") -> tuple[Marks, 
             marks.mark(torch.tensor(what, dtype=torch.int64, device=device))
             model.changed[-1].update(what)
         elif kind == "cut":
-            cut = len(model.changed)
-            marks.snapshot_taken(cut, full=what == "all")
-            model.full[cut] = what == "all"
+            snapshot_id = len(model.changed)
+            marks.snapshot_taken(snapshot_id, full=what == "all")
+            model.full[snapshot_id] = what == "all"
             model.changed.append(set())
         elif kind == "rebase":
             if model.commit:
@@ -109,19 +109,19 @@ def test_selection_is_exact_with_prompt_notifications(script):
             marks.rebase()
             model.baseline = model.commit
             assert selected(marks, "since_baseline") == model.since(model.commit)
-        cut = len(model.changed)
-        marks.snapshot_taken(cut, full=mode == "all")
+        snapshot_id = len(model.changed)
+        marks.snapshot_taken(snapshot_id, full=mode == "all")
         model.changed.append(set())
-        marks.committed(cut, baseline=mode == "all")
-        model.commit = cut
-        model.baseline = cut if mode == "all" else model.baseline
+        marks.committed(snapshot_id, baseline=mode == "all")
+        model.commit = snapshot_id
+        model.baseline = snapshot_id if mode == "all" else model.baseline
 
 
 def test_checker_detects_marks_dropped_too_early(monkeypatch):
     """The property is not vacuous: clearing pending flags at any commit misses rows of a newer failed snapshot."""
 
-    def hasty(self, cut, *, baseline):
-        if self._in_flight.pop(cut, None) is not None:
+    def hasty(self, snapshot_id, *, baseline):
+        if self._in_flight.pop(snapshot_id, None) is not None:
             self.flags.bitwise_and_(0xFF ^ 2)
 
     monkeypatch.setattr(Marks, "committed", hasty)

@@ -24,7 +24,7 @@ class VersionsCase:
         self.tracking = Tracking(self.model, self.optimizer, settings=SETTINGS)
         for _ in range(3):
             self.train()
-        self.cut(1)
+        self.take_snapshot(1)
         self.train()
 
     def train(self, ids=(1, 2), tables=range(TABLES)):
@@ -33,7 +33,7 @@ class VersionsCase:
             torch.stack([self.model[i](torch.tensor(ids)).sum() for i in tables]).sum().backward()
             self.optimizer.step()
 
-    def cut(self, number):
+    def take_snapshot(self, number):
         self.tracking.refresh()
         self.tracking.snapshot_taken(number, "all")
         self.tracking.committed(number, baseline=True)

@@ -92,10 +92,10 @@ def test_checker_detects_a_missed_row(monkeypatch):
             cutter.take()
 
 
-def commit_all(tracking, cut=1):
+def commit_all(tracking, snapshot_id=1):
     tracking.refresh()
-    tracking.snapshot_taken(cut, "all", full=True)
-    tracking.committed(cut, baseline=True)
+    tracking.snapshot_taken(snapshot_id, "all", full=True)
+    tracking.committed(snapshot_id, baseline=True)
 
 
 def pair(share):

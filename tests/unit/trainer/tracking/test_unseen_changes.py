@@ -40,7 +40,7 @@ class AuditlessProgram:
         """Track the tables and optimizers with a new Tracking."""
         self.tracking, self.number = Tracking(self.model, self.optimizers, settings=self.settings), 0
         self.trackers = {each.fqn.removesuffix(".weight"): each for each in self.tracking.tables}
-        self.cut("all")
+        self.take_snapshot("all")
         return self
 
     def fields(self, weight):
@@ -51,7 +51,7 @@ class AuditlessProgram:
             found |= {f"{k}@{nth}": v for k, v in state if isinstance(v, Tensor) and v.shape[:1] == (ROWS,)}
         return {name: tensor.detach().clone() for name, tensor in found.items()}
 
-    def cut(self, mode="since_commit"):
+    def take_snapshot(self, mode="since_commit"):
         """Take a snapshot and return the selected rows by table."""
         self.number += 1
         self.faults = self.tracking.audit_before_commit()
@@ -84,7 +84,7 @@ class AuditlessProgram:
             self.flow(loss(i) if loss else sum(lookup(e, 10 + i + 50 * n, 20) for n, e in enumerate(tables)))
             between()
             self.step()
-            self.cut()
+            self.take_snapshot()
 
     def expect(self, **hashed):
         """Check that the named tables are on hashes with this reason, and that the others select rows by gradients."""
@@ -155,14 +155,14 @@ class UnseenChangeCase(AuditlessProgram):
 
     def accumulated_over_snapshots(self):
         self.flow(lookup(self.e, 1, 2))
-        self.cut()
+        self.take_snapshot()
         for _ in range(2):
             self.step()
-            assert self.cut() == {"e": {1, 2}}
+            assert self.take_snapshot() == {"e": {1, 2}}
         self.flow(lookup(self.e, 7))
-        self.cut()
+        self.take_snapshot()
         self.step()
-        assert self.cut() == {"e": {1, 2, 7}}
+        assert self.take_snapshot() == {"e": {1, 2, 7}}
 
     def tiedgrad(self):
         self.train_three_steps(
@@ -187,7 +187,7 @@ class UnseenChangeCase(AuditlessProgram):
     def torn(self):
         """Fail a step after one group, which has a gradient from before a snapshot. The program continues."""
         self.flow(lookup(self.a, 50), lookup(self.b, 50))
-        self.cut()
+        self.take_snapshot()
         state = self.optimizers[0].state[self.b.weight]
         kept = state.pop("sum")
         with pytest.raises(KeyError):
@@ -212,12 +212,12 @@ class UnseenChangeCase(AuditlessProgram):
     def moved(self, at=1, back=()):
         """Move a table, with a gradient from before a snapshot, to another optimizer. The first one steps no more."""
         self.flow(lookup(self.a, 50), lookup(self.b, 50))
-        self.cut()
+        self.take_snapshot()
         first, other = (each.param_groups[0]["params"] for each in self.optimizers)
         other.insert(at, first.pop())
         self.optimizers[1].step()
         first.extend(other.pop(at) for _ in back)
-        self.cut()
+        self.take_snapshot()
         self.optimizers = self.optimizers[1:]
         self.train_three_steps()
 
@@ -297,11 +297,11 @@ def test_write_visible_in_versions_is_no_fault():
         program.train_three_steps()
     with torch.no_grad():
         program.e.weight.mul_(0.999)
-    assert program.cut() == {"e": set(range(ROWS))}
+    assert program.take_snapshot() == {"e": set(range(ROWS))}
     assert not program.faults
     assert program.trackers["e"].tracker == "gradients"
     program.e.weight.data[50] += 1
-    program.cut()
+    program.take_snapshot()
     assert program.faults
 
 
@@ -312,4 +312,4 @@ def test_checker_detects_a_missed_write(what):
     written = program.e.weight if what == "weight" else program.optimizers[0].state[program.e.weight]["sum"]
     written.data[5] += 1
     with pytest.raises(AssertionError, match=r"missed \[5\] of e under gradients"):
-        program.cut()
+        program.take_snapshot()
