@@ -81,7 +81,7 @@ def test_every_live_checkpoint_restores_bit_for_bit(store: Store, run: str, seq:
 
 BAD = {
     *(f"{run}/{entry_key(seq)}" for run, seq in ((RUN, 12), (RUN_2, 3), (RUN_2, 6), (RUN_2, 9))),
-    f"{RUN}/{fold_key(FoldName(19, 'c6087aae931eae3b72fa4416c8b847e0'))}",
+    f"{RUN}/{fold_key(FoldName(19, 'cf10efbafcdb99e08057c32705970a72'))}",
 }
 """Corrupt entries, an entry of an unknown kind, an entry of a newer version, and a folded state that no entry names."""
 
