@@ -96,7 +96,7 @@ class Place:
     def application_order(self) -> tuple[object, ...]:
         """Sort key: a part's frames are applied newest step first (a compaction has many), rows before tombstones.
 
-        Of two copies of a row, the one in a frame with `duplicated_rows` wins: a follower reads it, too. Then by pack and offset.
+        Of two copies of a row, the one in a frame with `duplicated_rows` wins, as in a follower.
         """
         return -self.info.step, self.info.kind, not self.duplicated_rows, self.pack, self.offset
 
@@ -223,15 +223,11 @@ def decode_index(data: bytes, *, key: str, run: str) -> Index:
     index = parse_index(data, where=key)
     if index.run != run:
         raise ForeignObject(f"index of run {index.run!r}, not {run!r}", where=key)
-    here = (
-        (index.token,)
-        if name.attempt is None
-        else (index.token, index.attempt, index.snapshot_id, index.rank)
-    )
-    named = (name.token,) if name.attempt is None else (name.token, name.attempt, name.snapshot_id, name.rank)
+    compact = name.attempt is None  # a compaction's index has only a token
+    here = (index.token, *(() if compact else (index.attempt, index.snapshot_id, index.rank)))
+    named = (name.token, *(() if compact else (name.attempt, name.snapshot_id, name.rank)))
     if here != named:
         raise ForeignObject(f"index of (token, attempt, snapshot_id, rank) {here}", where=key)
-    compact = name.attempt is None
     state = []
     for pack in index.packs:
         parsed = object_key.parse_pack_key(pack.key)
@@ -476,9 +472,7 @@ def _check_hint(message: index_pb2.Frame) -> None:
     if message.HasField("since") and message.kind != index_pb2.FRAME_KIND_ROWS:
         raise CorruptObject("a frame without rows has `since`")
     if message.duplicated_rows > (message.rows if message.HasField("since") else 0):
-        raise CorruptObject(
-            f"`duplicated_rows` of a frame is {message.duplicated_rows}, it has {message.rows} rows"
-        )
+        raise CorruptObject(f"{message.duplicated_rows} duplicated rows in a frame of {message.rows}")
 
 
 def _check_places(places: list[Place], stored: tuple[Pack, ...]) -> None:

@@ -31,7 +31,7 @@ FORMAT = 1
 T = TypeVar("T")
 _TOKEN = re.compile(TOKEN_PATTERN, re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_CUT = {"run": TEXT, "attempt": INTEGER, "snapshot_id": INTEGER, "step": INTEGER, "layout": text(_DIGEST)}
+_HEADER = {"run": TEXT, "attempt": INTEGER, "snapshot_id": INTEGER, "step": INTEGER, "layout": text(_DIGEST)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Manifest:
             {
                 "format": FORMAT,
                 "kind": ROWS_AND_BLOBS,
-                **document(self, _CUT),
+                **document(self, _HEADER),
                 "parts": [[p.token, p.xxh3, p.covers, p.rows, p.stored_bytes] for p in self.parts],
                 "blobs": blobs,
             }
@@ -85,7 +85,7 @@ class Manifest:
             raise CorruptObject("ranks with blobs are out of order, or out of range", where=where)
         common = frozenset(blobs)
         found = cls(
-            **values(r, _CUT),
+            **values(r, _HEADER),
             parts=tuple(_part(r, item, rank in common) for rank, item in enumerate(parts)),
         )
         r.end()

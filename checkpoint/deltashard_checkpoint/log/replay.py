@@ -1,7 +1,7 @@
 """The state of a run: a pure fold over the entries of its log.
 
 `fold` takes slots in order and returns an immutable `RunState`. `validate_entry` checks each entry against the state
-before it: older attempts are fenced, cut numbers increase, covered checkpoints are live and in the lineage, no entry
+before it: older attempts are fenced, snapshot ids increase, covered checkpoints are live and in the lineage, no entry
 references a retired prefix, and a retire entry keeps every remaining chain intact. Writers validate their own entry
 against the state at its slot before the put, and a slot is created only on top of the entry that `previous` names. So
 writers and readers always agree, and a healthy log breaks no rule.

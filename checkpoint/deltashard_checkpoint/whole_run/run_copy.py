@@ -58,7 +58,7 @@ WORKERS = 8
 LOG_WORKERS = 16
 IN_FLIGHT_BYTES = 256 << 20
 """Bytes of packs in memory at once (a larger pack is alone)."""
-FIRST_ATTEMPT, FIRST_CUT = 1, 1
+FIRST_ATTEMPT, FIRST_SNAPSHOT = 1, 1
 """First attempt and snapshot of a run started from a checkpoint."""
 
 
@@ -333,7 +333,7 @@ def _start(
         PartTarget(
             run=target.run,
             attempt=FIRST_ATTEMPT,
-            snapshot_id=FIRST_CUT,
+            snapshot_id=FIRST_SNAPSHOT,
             step=entry.step,
             rank=0,
             token=new_token(),
@@ -349,7 +349,7 @@ def _start(
     genesis = Genesis(seq=0, run=target.run, owner=owner, **common)
     opened = AttemptOpened(seq=FIRST_ATTEMPT, world_size=1, resumes_from=None, owner=owner, **common)
     first = replace(
-        entry, seq=2, attempt=FIRST_ATTEMPT, snapshot_id=FIRST_CUT, parts=(part,), listed=None, writer=token,
+        entry, seq=2, attempt=FIRST_ATTEMPT, snapshot_id=FIRST_SNAPSHOT, parts=(part,), listed=None, writer=token,
         encodings=index.encodings, rows=index.rows, raw_bytes=index.raw_bytes, stored_bytes=part.stored_bytes,
         directive="close", pins=state.pins_of(seq),
     )  # fmt: skip

@@ -125,8 +125,8 @@ def open_attempt(  # noqa: PLR0913
     """Open the next attempt of the run; create the run if it does not exist.
 
     `layout` is the encoded layout (`format.layout`) of the `world_size` ranks; None if one rank holds every table
-    whole. `workload` and `pod` are cluster UIDs of this trainer, if any. `participated_attempt` is the newest attempt in which the
-    pod is known to have taken part. `basis` describes what the trainer has loaded already.
+    whole. `workload` and `pod` are cluster UIDs of this trainer, if any. `participated_attempt` is the newest attempt
+    that the pod is known to have taken part in. `basis` describes what the trainer has loaded already.
 
     Raises `OwnerMismatch`, `FencedError` (`StaleRestore`), the errors of `select`, `LogStopped` for an entry of a newer
     version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline, and `UserError` for a new run with a
@@ -134,8 +134,8 @@ def open_attempt(  # noqa: PLR0913
     """
     kept = None if layout is None else _layout_of(layout, world_size)
     opener = _Opener(
-        owner=owner, workload=workload, pod=pod, participated_attempt=participated_attempt, world_size=world_size, which=which,
-        excluded=tuple(exclude), takeover=takeover, layout="" if kept is None else kept.digest,
+        owner=owner, workload=workload, pod=pod, participated_attempt=participated_attempt, world_size=world_size,
+        which=which, excluded=tuple(exclude), takeover=takeover, layout="" if kept is None else kept.digest,
     )  # fmt: skip
     state, marked, repaired = _load_state(log, opener, closing_wait_s, deadline_s)
     if basis is not None and (ours := _opened_before(log, state, basis)) is not None:

@@ -2,7 +2,7 @@
 
 Every rank's sidecar uploads its packs and its index. With more than one rank it then puts a *report* under `part/` of
 the snapshot (`write.report`) and lists all reports (`write.snapshot_reports`). The process that sees a report of every
-rank puts the manifest and creates the log entry. Losing that race to a peer with the same (attempt, snapshot_id) is success. A
+rank puts the manifest and creates the log entry. Losing that race to a peer with the same snapshot is success. A
 process with missing reports polls the log and, after growing delays, lists again: the last rank may have died between
 its report and the entry, and any other process must then commit. The pod of rank 0 lists at once, the others a moment
 later. So normally the pod that finishes last commits, or rank 0's if several finish together. A process remembers how

@@ -58,7 +58,7 @@ def displacement(
 ) -> FencedError | None:
     """Return the error for a workload or pod that held this run once and was superseded, or None.
 
-    Pods that open attempts in which a pod of the same group takes part (up to `participated_attempt`) do not supersede it.
+    Attempts up to `participated_attempt`, in which a pod of the same group takes part, do not supersede it.
     """
     if lost := _superseded_by({n: opened.workload for n, opened in state.attempts.items()}, workload):
         return TakenOver(*lost, state.run, workload=state.attempts[lost[1]].workload)

@@ -172,8 +172,8 @@ def import_draft(
     if attempt != 1:  # another writer has started the run meanwhile
         raise _already_exists(target)
     where = PartTarget(
-        run=target.run, attempt=attempt, snapshot_id=1, step=request.step, rank=0, token=new_token(), tables=made.tables,
-        boxes=tuple(
+        run=target.run, attempt=attempt, snapshot_id=1, step=request.step, rank=0, token=new_token(),
+        tables=made.tables, boxes=tuple(
             Box(table=t.fqn, row_start=0, row_stop=t.rows, col_start=0, col_stop=t.columns) for t in made.tables
         ),
         covers=None,

@@ -79,7 +79,7 @@ def lost_s(since: Reading, until: Reading, *, step_s: float, in_flight_s: float)
     """Return the excess seconds of the steps between two readings over quiet ones; None: not the save's alone.
 
     The readings are the step of the save, and the first step that ended after its commit. The result may be negative:
-    noise cut off at 0 would add up to a cost. A save cannot cost more than its time in flight, and noise hardly exceeds
+    noise clipped at 0 would add up to a cost. A save cannot cost more than its time in flight, and noise hardly exceeds
     the steps themselves. An excess beyond both has another reason: other work blocked training, or the clock changed.
     """
     quiet_s = (until.step - since.step) * step_s

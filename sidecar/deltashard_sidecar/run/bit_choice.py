@@ -67,7 +67,7 @@ class BitChoice:
         self._error_ledger = ErrorLedger()
         self._tables: Sequence[TableSchema] = ()
         self._snapshot_encodings: tuple[tuple[int, int, bool], Mapping[str, str]] | None = None
-        """Encodings chosen last, with (attempt, snapshot_id, whether it is the closing one); None: nothing chosen yet."""
+        """Encodings chosen last, with (attempt, snapshot_id, whether it is the closing one); None: not chosen yet."""
         self._reported_tables = ""
         """Value of the `tables` setting whose unknown names have been logged."""
         self._lock = threading.Lock()

@@ -403,13 +403,9 @@ def test_controller_restart_keeps_time_shares() -> None:
     def of_pod(name: str, key: str) -> str:
         return key.replace("{", f'{{pod="{name}",')
 
-    snapshot_id = 0.6 * DAY
-    split = {
-        of_pod("a", key): [each for each in points if each[0] < snapshot_id] for key, points in whole.items()
-    }
-    split |= {
-        of_pod("b", key): [each for each in points if each[0] >= snapshot_id] for key, points in whole.items()
-    }
+    cut = 0.6 * DAY
+    split = {of_pod("a", key): [each for each in points if each[0] < cut] for key, points in whole.items()}
+    split |= {of_pod("b", key): [each for each in points if each[0] >= cut] for key, points in whole.items()}
     name = "deltashard:run_lost_to_failures:ratio1d"
     upto = [name for name, _ in records()].index(name) + 1
     shares = []

@@ -78,11 +78,11 @@ class Rendezvous:
         return f"{_COMMON}{self.name}/"
 
     def broadcast(self, what: str, payload: bytes) -> None:
-        self._store.put(f"{self.name}/told/{what}", payload)
+        self._store.put(f"{self.name}/broadcast/{what}", payload)
 
     def await_broadcast(self, what: str, within_s: float) -> bytes:
         """Return rank 0's broadcast; raises `RanksDiffer` if there is none within `within_s` seconds."""
-        found = _wait(lambda: self._store.get(f"{self.name}/told/{what}"), time.monotonic() + within_s)
+        found = _wait(lambda: self._store.get(f"{self.name}/broadcast/{what}"), time.monotonic() + within_s)
         if found is None:
             raise RanksDiffer(
                 f"rank 0 sent nothing for {within_s:.0f} s",
@@ -92,11 +92,11 @@ class Rendezvous:
         return found
 
     def submit(self, what: str, payload: bytes) -> None:
-        self._store.put(f"{self.name}/said/{what}/{self.rank}", payload)
+        self._store.put(f"{self.name}/submitted/{what}/{self.rank}", payload)
 
     def gather(self, what: str, within_s: float) -> list[bytes]:
         """Return the submissions of all ranks, on rank 0; raises `RanksDiffer` naming the missing ranks."""
-        keys = [f"{self.name}/said/{what}/{rank}" for rank in range(self.world_size)]
+        keys = [f"{self.name}/submitted/{what}/{rank}" for rank in range(self.world_size)]
         found = _wait(lambda: self._store.get_all(keys), time.monotonic() + within_s)
         if found is None:
             raise self._missing(keys, within_s)
@@ -165,7 +165,7 @@ class Rendezvous:
                 self.name = name
                 self._store.put(f"here/{name}/{self.rank}", b"")
                 crash_point("rendezvous.here")
-            return None if self._store.get(f"{name}/told/begun") is None else True
+            return None if self._store.get(f"{name}/broadcast/begun") is None else True
 
         if _wait(begun, self._until_s) is None:
             raise RanksDiffer(

@@ -145,7 +145,7 @@ class SnapshotRounds:
         self.limit: int | None = None
         """Limit promised in the current round, until its verdict is known."""
         self.due: tuple[int, int] | None = None
-        """(snapshot_id, step) of the newest ordered snapshot until it is taken, at the first boundary from that step on."""
+        """(snapshot_id, step) of the newest ordered snapshot until it is taken, at the first boundary from it on."""
         self.missed: int | None = None
         """An ordered snapshot that was never taken because a newer one became due."""
 

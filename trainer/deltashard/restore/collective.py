@@ -39,11 +39,11 @@ class CollectiveRestore:
     """One rank's part in one `restore()`; on the training thread only."""
 
     def __init__(
-        self, rank: Rank, program: Program, facts: Mapping[str, Any], said: pb.AttachReply | None = None
+        self, rank: Rank, program: Program, facts: Mapping[str, Any], attached: pb.AttachReply | None = None
     ) -> None:
         """Join the rendezvous; `facts` must be equal on all ranks. Raises `RanksDiffer`, `GroupLost`.
 
-        `said`: the Attach reply of this rank's sidecar, if it is attached.
+        `attached`: the Attach reply of this rank's sidecar, if it is attached.
         """
         self._rank = rank
         self._program = program
@@ -53,7 +53,7 @@ class CollectiveRestore:
             tables=program.shapes,
             dense={name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in dense.items()},
             boxes=program.boxes,
-            participated_attempt=0 if said is None else said.participated_attempt,
+            participated_attempt=0 if attached is None else attached.participated_attempt,
         )
         self._rendezvous = Rendezvous(rank.number, rank.world_size, manifest.text())
         self._round = 0
@@ -199,9 +199,9 @@ class CollectiveRestore:
         return {"kind": "complete"}
 
 
-def check_replicas_equal(program: Program, said: Mapping[int, str]) -> None:
+def check_replicas_equal(program: Program, sums_by_rank: Mapping[int, str]) -> None:
     """Raises `RanksDiffer` when replicated data differs between ranks, according to each rank's sums."""
-    differ = differing_replicas(program.tracking.replicas, said)
+    differ = differing_replicas(program.tracking.replicas, sums_by_rank)
     if differ:
         shown = "; ".join(differ[:4]) + (f" and {len(differ) - 4} more" if len(differ) > 4 else "")
         raise RanksDiffer(

@@ -48,13 +48,16 @@ def sums(replicas: Mapping[str, Tensor], seed: int) -> str:
     return "".join(found)
 
 
-def differing_replicas(names: Collection[str], said: Mapping[int, str]) -> list[str]:
+def differing_replicas(names: Collection[str], sums_by_rank: Mapping[int, str]) -> list[str]:
     """Replicas that differ from rank 0's, with their ranks, from the sums by rank."""
-    zero = said[0]
+    zero = sums_by_rank[0]
     found: dict[str, list[int]] = {}
-    for rank in sorted(said):
+    for rank in sorted(sums_by_rank):
         for i, name in enumerate(sorted(names)):
-            if said[rank][i * SUM_WIDTH : (i + 1) * SUM_WIDTH] != zero[i * SUM_WIDTH : (i + 1) * SUM_WIDTH]:
+            if (
+                sums_by_rank[rank][i * SUM_WIDTH : (i + 1) * SUM_WIDTH]
+                != zero[i * SUM_WIDTH : (i + 1) * SUM_WIDTH]
+            ):
                 found.setdefault(name, []).append(rank)
     return [
         f"{name} on rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks, _MAX_SHOWN)}"

@@ -174,7 +174,7 @@ class Marks:
         self._shift(moving, left=1)
 
     def committed(self, snapshot_id: int, *, baseline: bool) -> None:
-        """Record the commit of `snapshot_id`; `baseline`: its part covers null. Late or repeated reports have no effect."""
+        """Record the commit of `snapshot_id`; `baseline`: its part covers null. Repeated reports have no effect."""
         full = self._in_flight.pop(snapshot_id, None)
         if full is None:
             return

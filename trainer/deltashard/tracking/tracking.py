@@ -228,7 +228,7 @@ class Tracking:  # noqa: PLR0904
                 looks, jobs = [], 0
 
     def snapshot_taken(self, snapshot_id: int, mode: Mode, *, full: bool = False) -> None:
-        """Record that `snapshot_id` copied every table's selection; `full`: all rows of all tables (implied by "all")."""
+        """Record that `snapshot_id` copied every table's selection; `full`: all rows of all tables (also by "all")."""
         for table in self.tables:
             table.marks.snapshot_taken(snapshot_id, full=full or mode == "all")
         self.regrown = False

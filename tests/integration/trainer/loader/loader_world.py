@@ -165,10 +165,8 @@ def resumed(
     with CapturedWarnings() as heard:
         lost = SimulatedTrainer(4, snapshot_at=at, end=end)
         run(program, lost)
-        assert lost.snapshot_id is not None
-        again = SimulatedTrainer(
-            99, snapshot_at=at, end=end, snapshot_id=lost.snapshot_id, on_change=on_change
-        )
+        assert lost.snapshot is not None
+        again = SimulatedTrainer(99, snapshot_at=at, end=end, snapshot=lost.snapshot, on_change=on_change)
         run(after or program, again)
     for world in (lost, again):
         world.registry.close()  # otherwise the collector ends their workers, and torch waits 5 s for each

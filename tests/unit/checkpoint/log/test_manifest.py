@@ -38,8 +38,8 @@ def key_of(entry: Checkpoint) -> str:
 
 def test_the_bytes_of_a_manifest_are_the_format() -> None:
     assert EXAMPLE.data == (
-        b'{"attempt":1,"blobs":[1],"snapshot_id":2,"format":1,"kind":"rows","layout":"' + b"0f" * 16 + b'","parts":[["aaaaaaaaaaaaaaaa","'
-        + b"1" * 32 + b'",null,4,9],["bbbbbbbbbbbbbbbb","' + b"2" * 32 + b'",7,0,8]],"run":"job","step":3}'
+        b'{"attempt":1,"blobs":[1],"format":1,"kind":"rows","layout":"' + b"0f" * 16 + b'","parts":[["aaaaaaaaaaaaaaaa","'
+        + b"1" * 32 + b'",null,4,9],["bbbbbbbbbbbbbbbb","' + b"2" * 32 + b'",7,0,8]],"run":"job","snapshot_id":2,"step":3}'
     )  # fmt: skip
     assert EXAMPLE.listed.covers == (None, 7)
 

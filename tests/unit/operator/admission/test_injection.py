@@ -215,8 +215,8 @@ TABLES = {"goal": "Budget", "minBits": 4, "tables": {"emb.user": "q8", "emb.item
     [
         ({}, {}, {}),
         ({"interval": {"min": "30s"}}, {}, {}),
-        (GOAL, {}, {"GOAL": "lost-work=5m", "LEAST_S": "30", "MOST_S": "900"}),
-        ({"precision": TABLES}, {}, {"BITS_GOAL": "budget", "LEAST_BITS": "4", "TABLES": "emb.item=q4,emb.user=q8"}),
+        (GOAL, {}, {"GOAL": "lost-work=5m", "MIN_INTERVAL_S": "30", "MAX_INTERVAL_S": "900"}),
+        ({"precision": TABLES}, {}, {"BITS_GOAL": "budget", "MIN_BITS": "4", "TABLES": "emb.item=q4,emb.user=q8"}),
         ({"interval": {"every": "60s"}}, {"spec": {"interval": {"goal": "auto"}}}, {"GOAL": "auto"}),
     ],
 )  # fmt: skip
@@ -226,7 +226,7 @@ def test_goal_and_bounds_are_passed_to_the_sidecar(
     values = variables(sample.template(), spec, **said)
     paths = {"DELTASHARD_RUN": "team/train", "DELTASHARD_DIR": "/tmp/d", "DELTASHARD_CACHE_DIR": "/tmp/c"}
     settings.load([], values | paths)
-    names = ("GOAL", "LEAST_S", "MOST_S", "BITS_GOAL", "LEAST_BITS", "TABLES")
+    names = ("GOAL", "MIN_INTERVAL_S", "MAX_INTERVAL_S", "BITS_GOAL", "MIN_BITS", "TABLES")
     found = {name: values[f"DELTASHARD_{name}"] for name in names if f"DELTASHARD_{name}" in values}
     assert (found, "DELTASHARD_PROFILE_KEY" in values) == (chosen, "GOAL" in chosen)
 
