@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 from deltashard_operator.api.duration import PATTERN
-from deltashard_operator.api.schema import Schema, takes
+from deltashard_operator.api.schema import Schema, accepted_values
 
 ROOT = Path(__file__).parent.parent
 API = ROOT / "operator" / "deltashard_operator" / "api"
@@ -67,26 +67,26 @@ def _rules(schema: Schema) -> Iterator[dict[str, str]]:
     if kind == "quantity":
         bounds = [
             f"quantity(string(self)).compareTo(quantity('{schema[word]}')) {sign} 0"
-            for word, sign in (("least", ">="), ("most", "<="))
+            for word, sign in (("min", ">="), ("max", "<="))
             if word in schema
         ]
         yield {
             "rule": " && ".join(["isQuantity(string(self))", *bounds]),
-            "message": f"it takes {takes(schema)}",
+            "message": f"it must be {accepted_values(schema)}",
         }
     if kind == "duration":
-        least, most = schema["least"], schema["most"]
-        bounds = [f"duration(self) >= duration('{least}')", f"duration(self) <= duration('{most}')"]
+        low, high = schema["min"], schema["max"]
+        bounds = [f"duration(self) >= duration('{low}')", f"duration(self) <= duration('{high}')"]
         rule = " && ".join([f"self.matches('^{PATTERN}$')", *bounds])
-        yield {"rule": rule, "message": f"it takes {takes(schema)}"}
-    if "pattern" in schema and "takes" in schema:
-        yield {"rule": f"self.matches(r'{schema['pattern']}')", "message": f"it takes {schema['takes']}"}
+        yield {"rule": rule, "message": f"it must be {accepted_values(schema)}"}
+    if "pattern" in schema and "accepts" in schema:
+        yield {"rule": f"self.matches(r'{schema['pattern']}')", "message": f"it must be {schema['accepts']}"}
     if "names" in schema:
         rule = f"self.all(name, name.matches(r'{schema['names']}'))"
-        yield {"rule": rule, "message": f"it takes {schema['takes']}"}
+        yield {"rule": rule, "message": f"it must be {schema['accepts']}"}
     if "characters" in schema:
         rule = f"self.map(name, name.size() + self[name].size() + 2).sum() <= {schema['characters']}"
-        yield {"rule": rule, "message": f"it takes at most {schema['characters']} characters in all"}
+        yield {"rule": rule, "message": f"it must have at most {schema['characters']} characters in all"}
     for rule in schema.get("rules", ()):
         said = rule.get("cel") or (f"!({cel(rule['if'])}) || " if "if" in rule else "") + cel(rule["then"])
         yield {"rule": said, "message": rule["message"]}
@@ -95,7 +95,7 @@ def _rules(schema: Schema) -> Iterator[dict[str, str]]:
 def resource(schema: Schema) -> dict[str, Any]:
     """Return a schema in the form of a custom resource."""
     found = {key: schema[key] for key in _SAME if key in schema}
-    if "takes" in schema:
+    if "accepts" in schema:
         found.pop("pattern", None)
     match schema.get("format", schema.get("type")):
         case "quantity":

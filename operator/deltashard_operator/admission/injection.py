@@ -320,7 +320,7 @@ def _trainer(spec: Mapping[str, Any], name: str) -> Document:
         "BadAnnotation",
         f"the pod has no container {name!r}",
         where="deltashard.io/container",
-        remedy=f"it takes one of {', '.join(str(each.get('name')) for each in containers)}",
+        remedy=f"it must be one of {', '.join(str(each.get('name')) for each in containers)}",
     )
 
 

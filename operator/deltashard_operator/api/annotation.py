@@ -62,9 +62,9 @@ def _matching(pattern: str) -> Callable[[str], str]:
     return read
 
 
-def _within(parse: Callable[[str], float], least: str, most: str) -> Callable[[str], str]:
+def _within(parse: Callable[[str], float], low: str, high: str) -> Callable[[str], str]:
     def read(text: str) -> str:
-        if not parse(least) <= parse(text) <= parse(most):
+        if not parse(low) <= parse(text) <= parse(high):
             raise ValueError
         return text
 
@@ -150,9 +150,9 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
             what = f"it is {found[key]!r} on the workload and {value!r} on its pod template"
             raise _bad_annotation(key, what, "set it once")
     if POLICY not in found:
-        raise _bad_annotation(POLICY, "it is missing", f"it takes {KEYS[POLICY][2]}")
+        raise _bad_annotation(POLICY, "it is missing", f"it must be {KEYS[POLICY][2]}")
     annotations: dict[str, Any] = {"spec": {}}
-    for key, (name, reader, takes) in KEYS.items():
+    for key, (name, reader, accepted) in KEYS.items():
         if key not in found:
             continue
         *path, last = name.split(".")
@@ -165,7 +165,7 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
             place[last] = ""
         own = key == RESTORE_FROM and found[key].partition("@")[0] == found.get(RUN_ID)
         if not place[last] or own:
-            raise _bad_annotation(key, f"{found[key][:80]!r} is not valid", f"it takes {takes}")
+            raise _bad_annotation(key, f"{found[key][:80]!r} is not valid", f"it must be {accepted}")
     return Annotations(**annotations)
 
 

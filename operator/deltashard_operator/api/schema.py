@@ -52,15 +52,15 @@ _KEYWORDS: Mapping[str, Callable[[Any, Any], bool]] = {
 }
 
 
-def takes(schema: Schema) -> str:
+def accepted_values(schema: Schema) -> str:
     """Describe the accepted values, for error messages."""
-    if "takes" in schema:
-        return str(schema["takes"])
+    if "accepts" in schema:
+        return str(schema["accepts"])
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
-    if "least" in schema:
-        least, most = schema["least"], schema.get("most")
-        bounds = f"from {least} to {most}" if most else f"of at least {least}"
+    if "min" in schema:
+        low, high = schema["min"], schema.get("max")
+        bounds = f"from {low} to {high}" if high else f"of at least {low}"
         such = ", such as 90s, 5m or 1h30m" if schema["format"] == "duration" else ""
         return f"a {schema['format']} {bounds}{such}"
     bounds = ", ".join(f"{word} {schema[word]}" for word in _KEYWORDS if word in schema)
@@ -72,7 +72,7 @@ def violations(schema: Schema, value: Any, path: str = "spec") -> Iterator[str]:
     kind = schema.get("format", schema.get("type"))
     if value is None and schema.get("nullable"):
         return
-    bad = f"{path} is {value!r:.80}, and it takes {takes(schema)}"
+    bad = f"{path} is {value!r:.80}; it must be {accepted_values(schema)}"
     if (
         kind in _TYPES
         and (not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean"))
@@ -106,4 +106,4 @@ def _within(schema: Schema, value: Any, read: Callable[[Any], Any]) -> bool:
         amount = read(value)
     except ValueError:
         return False
-    return bool(read(schema["least"]) <= amount and ("most" not in schema or amount <= read(schema["most"])))
+    return bool(read(schema["min"]) <= amount and ("max" not in schema or amount <= read(schema["max"])))

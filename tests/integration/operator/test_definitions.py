@@ -93,11 +93,11 @@ def azure(**identity: str) -> dict[str, Any]:
 A_DURATION = "such as 90s, 5m or 1h30m"
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"precision": {"encoding": "q7"}}, "supported values"),
-    ({"store": {"url": "s3://bucket/x?endpoint=evil"}}, "it takes s3://bucket/prefix"),
-    ({"store": {"url": "s3://b/$(NODE_NAME)"}}, "it takes s3://bucket/prefix"),
+    ({"store": {"url": "s3://bucket/x?endpoint=evil"}}, "it must be s3://bucket/prefix"),
+    ({"store": {"url": "s3://b/$(NODE_NAME)"}}, "it must be s3://bucket/prefix"),
     ({"store": {"url": "s3://bucket/../x"}}, "contains '..'"),
     ({"store": {"secretRef": {"name": "store"}}}, "Required value"),
-    (s3(endpoint="minio:9000"), "it takes http(s)://host:port"),
+    (s3(endpoint="minio:9000"), "it must be http(s)://host:port"),
     (mounted(url="file:///var/cache/x"), "or file:///mnt/NAME/prefix"),
     (mounted(url="file:///mnt/"), "or file:///mnt/NAME/prefix"),
     ({"store": {"url": "file:///mnt/shared"}}, "file:///mnt/NAME needs claim, the PersistentVolumeClaim"),

@@ -105,7 +105,7 @@ def test_only_the_named_container_gets_the_socket() -> None:
     ]
     with pytest.raises(Refusal, match="no container 'c'") as caught:
         injected(template, container="c")
-    assert "it takes one of a, b" in caught.value.sentence
+    assert "it must be one of a, b" in caught.value.sentence
 
 
 @pytest.mark.parametrize(

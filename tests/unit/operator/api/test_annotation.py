@@ -59,7 +59,7 @@ def test_invalid_value_is_refused_with_an_explanation(key: str, values: list[str
     for value in values:
         with pytest.raises(Refusal) as caught:
             annotation.read(OPT_IN | {PREFIX + "run-id": "own"} | {PREFIX + key: value})
-        sentence = f"deltashard.io/{key}: {value[:80]!r} is not valid; it takes {KEYS[PREFIX + key][2]}"
+        sentence = f"deltashard.io/{key}: {value[:80]!r} is not valid; it must be {KEYS[PREFIX + key][2]}"
         assert caught.value.sentence == f"{sentence} (BadAnnotation)"
 
 

@@ -124,8 +124,8 @@ AT_MNT = {"name": "v", "mountPath": "/mnt/shared/x", "configMap": {"name": "c"}}
         ("cluster/p", {"store": {"url": "s3://bkt"}}, "spec.sidecar.image is missing"),
         ("p", {"interval": {"goal": {"type": "Auto"}, "min": "2h", "max": "1h"}}, "is above max"),
         ("p", {"interval": {"every": "0s"}}, "every 0s turns the timer off"),
-        ("p", {"interval": {"every": "soon"}}, "every is 'soon', and it takes a duration from 0s to 168h"),
-        ("p", {"interval": None}, "spec.interval is None, and it takes object"),
+        ("p", {"interval": {"every": "soon"}}, "every is 'soon'; it must be a duration from 0s to 168h"),
+        ("p", {"interval": None}, "spec.interval is None; it must be object"),
         ("p", {"arenaSize": True}, "spec.arenaSize is True"),
         ("p", {"cacheSize": 0}, "a quantity of at least 64Mi"),
         ("p", {"keepLast": 0}, "integer with minimum 1"),
@@ -138,7 +138,7 @@ AT_MNT = {"name": "v", "mountPath": "/mnt/shared/x", "configMap": {"name": "c"}}
             {"store": CLAIM, "sidecar": {"volumes": [AT_MNT]}},
             "sidecar.volumes must not be mounted in /mnt",
         ),
-        ("p", {"store": {"url": "s3://bkt\n"}}, "it takes s3://bucket/prefix"),
+        ("p", {"store": {"url": "s3://bkt\n"}}, "it must be s3://bucket/prefix"),
     ],
 )
 def test_invalid_policy_is_refused_with_its_name(name: str, spec: dict[str, Any], says: str) -> None:
