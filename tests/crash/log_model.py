@@ -591,7 +591,12 @@ class LogWorld:
         world_size = len(gang.ranks)
 
         def names(what: str, n: int) -> str:
-            place = {"attempt": gang.attempt, "cut": job.snapshot_id, "rank": rank.rank, "token": token}
+            place = {
+                "attempt": gang.attempt,
+                "snapshot_id": job.snapshot_id,
+                "rank": rank.rank,
+                "token": token,
+            }
             return index_key(**place, xxh3=what) if n < 0 else pack_key(**place, n=n)
 
         def work() -> None:
@@ -991,7 +996,7 @@ class LogWorld:
 # Schedules
 
 MOVES = {
-    "step": 60, "train": 6, "cut": 9, "acknowledge": 8, "open": 2, "kill_task": 2, "kill_gang": 1, "reupload": 1,
+    "step": 60, "train": 6, "snapshot": 9, "acknowledge": 8, "open": 2, "kill_task": 2, "kill_gang": 1, "reupload": 1,
     "retire": 4, "gc": 3, "compact": 3, "pin": 1, "rewind": 0.4, "janitor": 3, "stall": 0.5, "hint": 1, "hide": 0.3,
     "unhide": 1, "break": 1, "late": 1,
 }  # fmt: skip
@@ -1008,7 +1013,7 @@ def act(world: LogWorld, move: str) -> None:
                 world.advance(rnd.choice(world.tasks), rnd.choice([1, 3, 8, 16, 32, 64]))
         case "train" if gangs:
             world.move_train(rnd.choice(gangs), rnd.choice([1, 1, 2]))
-        case "cut" if gangs:
+        case "snapshot" if gangs:
             gang = rnd.choice(gangs)
             # Usually only one save is in flight; the exceptions (urgent, aborted by the trainer) are under test.
             if not gang.busy or rnd.random() < 0.3:

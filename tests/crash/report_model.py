@@ -44,7 +44,7 @@ NAMES = ("train-0", "train-1")
 RUNS, REQUESTS = "/apis/deltashard.io/v1alpha1/namespaces/n/checkpointruns", "checkpointrequests"
 RUN = f"{RUNS}/train-0b4f3c1e"
 MOVES = {
-    "report": 30, "tick": 30, "answer": 15, "restore": 6, "incident": 6, "cut": 4, "commit": 4, "policy": 2,
+    "report": 30, "tick": 30, "answer": 15, "restore": 6, "incident": 6, "snapshot": 4, "commit": 4, "policy": 2,
     "request": 1, "late": 6, "restart_sidecar": 2, "restart_controller": 2, "second_controller": 3, "one_controller": 1,
 }  # fmt: skip
 
@@ -248,7 +248,7 @@ class ReportWorld:
                 side.incidents.add(
                     fleet.INCIDENT_KIND_SAVE_FAILED, cause=self.said[-1], message=self.said[-1]
                 )
-            case "cut":  # all ranks together; it replaces a save in flight
+            case "snapshot":  # all ranks together; it replaces a save in flight
                 orders = {order.id: order for each in self.sidecars for order in each.orders.open()}
                 snapshot = SimpleNamespace(orders=[*orders.values()])
                 for each in self.sidecars:
@@ -320,7 +320,7 @@ class ReportWorld:
             for answer in self.api.late:
                 answer.set()
             self.seen(self.controllers[0])
-            for name in ("tick", "report", "report", "report", "cut", "commit"):
+            for name in ("tick", "report", "report", "report", "snapshot", "commit"):
                 await self.move(name)
             self.look()
         raise ReportViolation(f"{mismatches}")

@@ -23,7 +23,7 @@ from tests.support.sidecar_process import SidecarProcess, sidecar
 # Streams and messages of a save.
 
 
-@pytest.mark.parametrize("inner", ["abort", "several"])
+@pytest.mark.parametrize("inner", ["abort", "batch"])
 def test_invalid_message_mix_fails_its_save_only(trainer: Trainer, inner: str) -> None:
     """A message that is neither descriptor nor seal invalidates its save. The next save commits."""
     snapshot = trainer.begin(defer_descriptors=True)
