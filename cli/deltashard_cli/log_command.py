@@ -62,7 +62,7 @@ _COLUMNS = (
 def log(url: str, run: str | None, count: int, since: int | None, *, as_json: bool) -> None:
     """Show the entries of a run's log, newest last: attempts, checkpoints, pins, retirements, rewinds.
 
-    Of a damaged log, all readable entries are shown.
+    If the log is damaged, all readable entries are shown.
     """
     target = find_run(url, run)
     lines, every = read_lines(target, count=count, since=since or 0)

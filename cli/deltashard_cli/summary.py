@@ -182,7 +182,7 @@ class Inspection:
 
 
 def inspection_of(state: RunState, entry: Checkpoint, indexes: Mapping[str, Index]) -> Inspection:
-    """Describe `entry` by the indexes of its own parts, or of its compaction's if it has one."""
+    """Describe `entry` by the indexes of its parts, or of its compaction if it has one."""
     parts = parts_of(state, entry.seq)
     own = [indexes[part.index_key] for part in parts]
     tables = []

@@ -58,7 +58,7 @@ def ranks_read_by(rank: int, world_size: int | None, saved: int) -> range:
 def is_read_by(rank: int | None, world_size: int | None, stored: str) -> bool:
     """Whether a restore by `rank` of `world_size` (None: as saved) reads the blob; rank None: common blobs only.
 
-    Of ranks that no longer exist it reads loader positions, so that all ranks together restore all positions.
+    A restore also reads the loader positions of removed ranks, so that all ranks together restore all positions.
     """
     owner, name = parse_blob_name(stored)
     if owner is None or rank is None or owner == rank:

@@ -96,7 +96,7 @@ class Place:
     def application_order(self) -> tuple[object, ...]:
         """Sort key: a part's frames are applied newest step first (a compaction has many), rows before tombstones.
 
-        Of two copies of a row, the one in a frame with `duplicated_rows` wins, as in a follower.
+        If a row has two copies, the one in a frame with `duplicated_rows` wins, as in a follower.
         """
         return -self.info.step, self.info.kind, not self.duplicated_rows, self.pack, self.offset
 

@@ -42,8 +42,8 @@ class SharedReads:
     def read(self, key: Hashable, fetch: Callable[[], Bytes]) -> Bytes:
         """Return the result of `fetch`, or of another reader's for the same key; it must not be modified.
 
-        A caller that arrives during another's read waits for that, by its own deadline (`StoreUnavailable`), and calls
-        its own `fetch` if that read failed. Raises the errors of its own `fetch`.
+        A caller that arrives during another caller's read waits for it, up to this caller's deadline
+        (`StoreUnavailable`), and calls `fetch` if that read failed. Raises the errors of `fetch`.
         """
         while True:
             with self._lock:
