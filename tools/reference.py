@@ -11,11 +11,14 @@ from deltashard.restore import lifecycle as restore
 from deltashard.save import lifecycle as snapshot
 from deltashard_sidecar.save import lifecycle as save
 
-from tools.reference_pages import metrics, settings
+from tools.reference_pages import errors, events, metrics, resources, settings
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 PAGES: Mapping[str, Callable[[], str]] = {
+    "errors": errors.page,
+    "events": events.page,
     "metrics": metrics.page,
+    "resources": resources.page,
     "restore-lifecycle": restore.reference,
     "save-lifecycle": save.reference,
     "sidecar-settings": settings.page,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 
@@ -33,8 +34,8 @@ def document(lines: Iterable[str]) -> str:
 
 
 def sentence(text: str) -> str:
-    """Return the text on one line, with a period at its end."""
-    text = " ".join(text.split())
+    """Return the text on one line, with a capital letter and a period, unless it begins or ends with code."""
+    text = re.sub(r"^[a-z](?=[a-z]* )", lambda first: first[0].upper(), " ".join(text.split()))
     return text if not text or text.endswith((".", ":", "*")) else f"{text}."
 
 

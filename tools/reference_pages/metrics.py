@@ -46,13 +46,13 @@ def _lines() -> Iterator[str]:
     yield from section(
         "## Sidecar",
         """
-        Served at `/metrics` of the port `metrics_port`. These metrics also describe the trainer, which has no endpoint.
-        A counter's name ends in `_total`; a histogram has the series `_bucket`, `_sum` and `_count`; times are in
-        seconds.
+        Served at `/metrics` of the port `metrics_port`. These metrics also describe the trainer, which has no
+        endpoint. A counter's name ends in `_total`; a histogram has the series `_bucket`, `_sum` and `_count`;
+        times are in seconds.
 
-        A series with labels appears with its first event: an absent counter is 0. In a run of several pods, the sidecar
-        of rank 0 serves all metrics, and the other sidecars serve only those marked *Every pod*. `cause` is one of the
-        [causes](errors.md#causes), unless its row lists other values.
+        A series with labels appears with its first event: an absent counter is 0. In a run of several pods, the
+        sidecar of rank 0 serves all metrics, and the other sidecars serve only those marked *Every pod*. `cause` is
+        one of the [causes](errors.md#causes), unless its row lists other values.
         """,
     )
     yield from _table(sidecar, marked={family.name for family in metric.Metrics().collect()})
@@ -61,16 +61,16 @@ def _lines() -> Iterator[str]:
         """
         Served at `/metrics` of the controller's metrics port. `deltashard_controller_*` describes its own work,
         `deltashard_fleet_*` the service that receives the sidecars' reports, and `deltashard_authority_*` its
-        certificate authority. The process metrics of the Python client are served in addition (`process_cpu_seconds_total`,
-        `process_resident_memory_bytes`, ...).
+        certificate authority. The process metrics of the Python client are served in addition
+        (`process_cpu_seconds_total`, `process_resident_memory_bytes`, ...).
         """,
     )
     yield from _table(_controller())
     yield from section(
         "## Runs",
         """
-        Served by the controller for every run that has not ended. The label `run` is the workload's name, or the name of
-        the CheckpointRun if two workloads have the same name. A value that is not known yet is absent.
+        Served by the controller for every run that has not ended. The label `run` is the workload's name, or the
+        name of the CheckpointRun if two workloads have the same name. A value that is not known yet is absent.
         """,
     )
     yield from _table(_runs())

@@ -13,7 +13,7 @@ from deltashard_sidecar import settings
 
 from tools.reference_pages.markdown import document, head, table
 
-NO_BOUND = 1 << 53
+NO_BOUND = {1 << 53, 366 * 86400}
 """A range that ends here has no upper bound for users."""
 
 
@@ -36,6 +36,7 @@ def entries() -> list[tuple[str, str, str, str]]:
                 *words, last = CHOICES[name]
                 text = text.replace("{choices}", f"{', '.join(words)} or {last}")
             rows.append((name, ast.unparse(field.annotation), default, text))
+    assert [name for name, *_ in rows] == list(defaults), "a setting has no docstring"
     return rows
 
 
@@ -58,9 +59,9 @@ def _lines() -> Iterator[str]:
     for name, kind, default, doc in entries():
         flag, variable = settings.flag_of(name), settings.variable_of(name)
         value = f"{kind.replace('|', 'or')}, {_default(name, default)}"
-        if name in settings.RANGES:
-            low, high = settings.RANGES[name]
-            bound = f" to {_amount(name, high)}" if high < NO_BOUND else " or more"
+        low, high = settings.RANGES.get(name, (None, None))
+        if low is not None and -low not in NO_BOUND:
+            bound = f" to {_amount(name, high)}" if high not in NO_BOUND else " or more"
             value += f"\n{_amount(name, low)}{bound}"
         rows.append((f"`{flag}`\n`{variable}`", value, " ".join(doc.split())))
     yield from table(("flag and variable", "type, default, range", "meaning"), rows)
@@ -72,6 +73,8 @@ def _default(name: str, default: str) -> str:
     value = next(each.default for each in fields(settings.Settings) if each.name == name)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return f"`{_amount(name, value)}`"
+    if isinstance(value, str):
+        return f"`{value}`" if value else "empty"
     return f"`{default}`"
 
 
