@@ -19,7 +19,7 @@ TORCH_TESTS = tests/unit/trainer/loader tests/unit/trainer/optimizer tests/unit/
 	$(RESUME)::test_restored_state_is_decode_encode_of_snapshot $(RESUME)::test_pins_seqs_and_steps_can_be_restored \
 	$(RESUME)::test_trainer_on_synthetic_baselines_resumes_exactly
 
-.PHONY: venv servers charts demo docs coverage test test-fast test-torch test-cluster test-cluster-full test-troubles lint types contracts proto bench bench-cuda bench-fleet bench-group bench-ranks papers clean
+.PHONY: venv servers charts demo docs reference coverage test test-fast test-torch test-cluster test-cluster-full test-troubles lint types contracts proto bench bench-cuda bench-fleet bench-group bench-ranks papers clean
 venv: .venv/.synced
 
 $(UV):
@@ -81,6 +81,10 @@ test-cluster-full: venv servers
 # An hour of lives among the troubles of networks and object stores, before a real MinIO; `test` has a minute of it.
 test-troubles: venv servers
 	DELTASHARD_TEST_FAULTS_S=3600 $(RUN) -m pytest tests/crash/test_s3_faults.py -s
+
+# The pages in docs/reference that are generated from the code. A unit test fails if one is stale.
+reference: venv
+	$(RUN) -m tools.reference
 
 # The documentation site, out/site. A warning is an error: a dead link, a page that the navigation does not list.
 docs: venv

@@ -36,7 +36,7 @@ def page(title: str, source: str, table: Mapping[S, Mapping[E, S]], meaning: Map
     lines = [
         f"# {title}",
         "",
-        f"Generated from `{source}`; do not edit.",
+        f"For developers who read or change this code. Generated from `{source}` by `make reference`; do not edit.",
         "",
         "```mermaid",
         "stateDiagram-v2",

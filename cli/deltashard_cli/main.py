@@ -37,10 +37,11 @@ _EXIT_CODES = """
 \b
 Exit codes:
   0  success
-  1  problems in the stored data; `diff`: differences
-  2  caller error: usage, URL, credentials, no such run
-  3  environment failure (store, disk); a retry may help
+  1  problems in the stored data, even if the command worked around them; `diff`: differences
+  2  caller error: usage, URL, credentials, output path, no such run or checkpoint
+  3  environment failure (store, disk, network); a retry may help
   4  a bug in deltashard
+  130  interrupted, or a question answered with no
 """
 
 

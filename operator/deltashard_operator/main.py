@@ -39,7 +39,10 @@ PROGRAM = "deltashard-webhook"
 AGENT = f"{PROGRAM}/{VERSION}"
 CONNECTIONS = 32
 """Maximum number of concurrent API connections for admissions."""
-EXIT_FAILED, EXIT_USAGE = 1, 2
+EXIT_FAILED = 1
+"""The webhook or the controller failed, for example because the API stayed unavailable."""
+EXIT_USAGE = 2
+"""Options, permissions or files are wrong."""
 SHUTDOWN_TIMEOUT_S = 2.0
 """Time for requests to finish when their server closes."""
 T = TypeVar("T")

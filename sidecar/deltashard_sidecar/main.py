@@ -39,8 +39,11 @@ if TYPE_CHECKING:
     from deltashard_sidecar.telemetry.structured_logging import Logger
 
 EXIT_USAGE = 2
+"""Settings or permissions are wrong. A restart does not help."""
 EXIT_ALREADY_RUNNING = 3
+"""Another sidecar owns this runtime directory."""
 EXIT_ENVIRONMENT = 4
+"""The environment failed: the runtime directory was removed, or the arena was truncated."""
 TICK_S = 0.1
 HEALTH_DEADLINE_S = 2.0
 NOTIFY_DEADLINE_S = 5.0

@@ -2,7 +2,7 @@
 
 The field `every_s` has the variable `DELTASHARD_EVERY_S` and the flag `--every-s`. Fields filled by the downward API
 have Kubernetes' usual variable names (`POD_NAME`). The docstring under each field is its reference entry, from which
-tools/settings_page.py generates docs/reference/sidecar-settings.md. Sizes are bytes, or take a suffix (`KiB MiB GiB`).
+`make reference` generates docs/reference/sidecar-settings.md. Sizes are bytes, or take a suffix (`KiB MiB GiB`).
 All validation happens here; the rest of the sidecar trusts the values.
 """
 

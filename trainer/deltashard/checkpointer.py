@@ -105,17 +105,17 @@ class Checkpointer:
             url: Store of the run: `s3://bucket/prefix`, `gs://...`, `az://...`, `file:///dir` or a path. Default: the
                 variable DELTASHARD_URL. Unused in a pod, where the sidecar knows the store.
             run: Name of the logical training job. Default: the variable DELTASHARD_RUN.
-            every_s: Save interval in seconds.
-            every_steps: Save interval in steps.
+            every_s: Save interval in seconds. Sidecar default: off.
+            every_steps: Save interval in steps. Sidecar default: off.
             goal: Objective from which the interval is chosen, given the measured cost of saves and the failure rate of
                 the run: "auto", "overhead=1%", "lost-work=5m" or "pls=0.02"; "fixed" or None use `every_s` and
                 `every_steps`. See docs/deciding.md. `doctor()` reports the interval in force.
             encoding: Encoding of embedding weights: fp32, fp16, bf16, q8, q4, q3 or q2. The sidecar's default is q8.
             differential: Rows of a save: full, one-shot, consecutive or intermittent (sidecar default).
-            state_encoding: Encoding of point-wise optimizer state: fp32 (sidecar default) or bf16.
-            keep_last: Number of retained checkpoints.
-            arena_bytes: Size in bytes of the memory shared by trainer and sidecar.
-            metrics_port: Prometheus port of a sidecar started here; 0 picks a free port.
+            state_encoding: Encoding of point-wise optimizer state: fp32 or bf16. Sidecar default: fp32.
+            keep_last: Number of retained checkpoints. Sidecar default: 3.
+            arena_bytes: Size in bytes of the memory shared by trainer and sidecar. Sidecar default: 256 MiB.
+            metrics_port: Prometheus port of a sidecar started here; 0 picks a free port. Sidecar default: off.
             sidecar: Further settings of a sidecar started here, by name. Settings that are arguments here are rejected.
             fresh: Start from initial values although the run has checkpoints. With False (default) the first `step()`
                 raises `NotRestored` in that case.
@@ -139,9 +139,8 @@ class Checkpointer:
                 denominator of PLS. With `bits`, restores are expected until then, and the last tenth is stored with at
                 least 8 bits.
             tracking: Settings that select the tables and their trackers.
-            on_event: Called as `on_event(name, facts)` on the training thread for the events snapshot, committed,
-                save_failed, skipped, sidecar_lost, attached, restored, fell_back, log_damaged, optimizer_state_reset,
-                nothing_saved, snapshot_inconsistent and save_blocked.
+            on_event: Called as `on_event(name, facts)` on the training thread for each event of
+                docs/reference/events.md, for example `snapshot`, `committed` and `save_failed`.
 
         Raises:
             StateError: An entry of `state` or an optimizer cannot be saved.
@@ -204,6 +203,9 @@ class Checkpointer:
             FencedError: A newer attempt trains this run; end this process. `TakenOver` if it belongs to another
                 workload.
             NotRestored: The run has checkpoints, and neither `restore()` was called nor `fresh=True` given.
+            SidecarUnavailable: No sidecar is available at the first step without `restore()`.
+            RanksDiffer: At that step, the ranks differ, or a rank is missing.
+            GroupLost: At that step, the process group does not answer.
             UserError: This Checkpointer is closed, or a CUDA graph is being captured.
         """
         if self._program.tracking.on_cuda and torch.cuda.is_current_stream_capturing():
@@ -336,6 +338,8 @@ class Checkpointer:
         Raises:
             CheckpointMismatch: The checkpoint and the program differ.
             RestoreFailed: The checkpoint could not be read. `restore()` may be called again.
+            RanksDiffer: The ranks differ in the run, the model or this call, or a rank is missing.
+            GroupLost: The process group does not answer.
             FencedError: A newer attempt trains this run.
             UserError: An argument is invalid, or this Checkpointer is closed.
         """

@@ -1,4 +1,4 @@
-"""Errors of the trainer, with `what`, `where` and `remedy`; the family tells whether user or environment must act."""
+"""Errors of the trainer, with `what`, `where` and `remedy`. docs/reference/errors.md lists them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class WaitError(UserError):
 
 
 class AnotherTrainer(UserError):
-    """A live process already trains this run on this machine."""
+    """A live process already trains this run on this machine: end that process, or choose another run."""
 
 
 class RanksDiffer(UserError):
@@ -57,7 +57,7 @@ class GroupLost(EnvironmentFault):
 
 
 class SidecarUnavailable(EnvironmentFault):
-    """The sidecar cannot be started or reached, or rejects this trainer."""
+    """The sidecar cannot be started or reached, or rejects this trainer. Its log has details."""
 
 
 class SidecarGone(SidecarUnavailable):
@@ -65,7 +65,7 @@ class SidecarGone(SidecarUnavailable):
 
 
 class SaveFailed(EnvironmentFault):
-    """A save did not become durable."""
+    """A save did not become durable. Training may continue: the rows stay marked, and the next save covers them."""
 
 
 class RestoreFailed(EnvironmentFault):
@@ -83,5 +83,5 @@ class FencedError(EnvironmentFault):
 class TakenOver(FencedError):
     """Another workload (Job, JobSet, ...) trains this run; restarts of this workload are rejected.
 
-    If uncaught, the process ends with exit code 79 (`exit_code.EXIT_TAKEN_OVER`).
+    End the workload, or take the run back with `restore(takeover=True)`. Uncaught: exit code 79.
     """

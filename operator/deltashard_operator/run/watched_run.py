@@ -104,9 +104,34 @@ class Progress:
     decisions: tuple[Decision, ...] = ()
 
 
+EVENTS: Mapping[str, str] = {
+    "Restored": "A trainer continued from a checkpoint. The message has step, source, seconds and lost steps.",
+    "RunReplaced": "A recreated workload began a new run. The message has the older run's id and how to continue it.",
+    "UnsupportedKind": "The pods belong to an unsupported kind of workload. The message has the risks.",
+    "CheckpointStale": "Training continues, and the newest checkpoint is too old.",
+    "SaveFailed": "A save failed. Training continues, and the next save covers its rows.",
+    "StoreUnavailable": "The store does not answer, or rejects requests.",
+    "CredentialsMissing": "The store's credentials are absent or empty.",
+    "Fenced": "This trainer was ended because another one trains the run.",
+    "TrackingFault": "Rows changed without being tracked.",
+    "FellBack": "A restore skipped damaged checkpoints.",
+    "IntervalChanged": "The chosen save interval changed. The message has the old value, new value and reason.",
+    "BitsChanged": "The chosen bits of weights changed. The message has the old value, new value and reason.",
+    "GoalUnreachable": "A goal cannot be reached, such as lost work shorter than a save. The message has a substitute.",
+    "CrashLooping": "The training container ends repeatedly in the same way, with no commit in between.",
+    "StuckOnLostNode": "A pod on a lost node blocks its replacement. The message has both remedies.",
+    "Reclaimed": "The bytes of the run were removed from the store by its policy. The message has their number.",
+    "ReclaimKept": "The bytes of the run are due for removal and are kept. The message has the reason.",
+    "ReclaimFailed": "The removal of the bytes of the run failed. The message has the reason.",
+    "RunIdTaken": "Another live workload holds the run id.",
+}
+"""Kubernetes events by reason, for docs/reference/events.md."""
+NORMAL_EVENTS = frozenset({"Restored", "RunReplaced", "IntervalChanged", "BitsChanged", "Reclaimed"})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
-    """Kubernetes event to emit."""
+    """Kubernetes event to emit; `EVENTS` has its reason."""
 
     reason: str
     message: str

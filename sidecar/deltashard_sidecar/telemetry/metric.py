@@ -69,17 +69,21 @@ class Metrics(Collector):
         )
         self.last_step = gauge("last_committed_step", "Training step of the newest commit")
         self.lost_samples = gauge(
-            "lost_samples_share", "Portion of lost samples (PLS) of the run, from its newest commit"
+            "lost_samples_share",
+            "Portion of lost samples (PLS) of the run in its newest commit; above 0 after a partial recovery",
         )
         self.stall = histogram(
             "save_stall_seconds", "Time that a save blocked the trainer", buckets=STALL_BUCKETS
         )
-        self.durable = histogram("save_durable_seconds", "From begin to the log entry")
-        self.commits = counter("commits", "Checkpoints committed", "kind")
+        self.durable = histogram("save_durable_seconds", "Time from the start of a save to its log entry")
+        self.commits = counter("commits", "Checkpoints committed, by kind (baseline, delta)", "kind")
         self.failures = counter("save_failures", "Saves that failed, by cause", "cause")
-        self.skipped = counter("saves_skipped", "Due saves skipped during another save")
+        self.skipped = counter(
+            "saves_skipped", "Due saves skipped during another save: the interval is too short"
+        )
         self.blocked = gauge(
-            "save_blocked_seconds", "Time that a save has been due and blocked, as the trainer reports"
+            "save_blocked_seconds",
+            "Time for which a due save has been blocked, as the trainer reports; 0: none",
         )
         self.tracking_faults = counter(
             "tracking_faults", "Tables in which trainers found rows that changed without a mark"
@@ -92,38 +96,60 @@ class Metrics(Collector):
             "direction",
             "encoding",
         )
-        self.blocks = gauge("arena_blocks", "Blocks of the arena by use", "use")
+        self.blocks = gauge("arena_blocks", "Blocks of the arena, by use", "use")
         self.spooled = gauge("cache_bytes", "Bytes in the cache directory")
-        self.restores = counter("restores", "Restores served, by outcome", "outcome")
+        self.restores = counter(
+            "restores", "Restores served, by outcome: done, or the cause of the failure", "outcome"
+        )
         self.restore_seconds = histogram(
-            "restore_seconds", "Seconds a restore took, by where most of its bytes came from", "source"
+            "restore_seconds", "Duration of a restore, by the source of most bytes (cache, store)", "source"
         )
         self.retries = counter("store_retries", "Failed store requests that may be retried")
         self.log_damaged = counter(
-            "log_damaged", "Attempts opened on a commit log that could not be read to its end"
+            "log_damaged",
+            "Attempts opened on a commit log that could not be read to its end: newer commits may be lost",
         )
         self.chain_broken = counter(
             "chain_broken", "Checks of the newest checkpoint's objects that found some missing"
         )
-        self.maintenance = counter("maintenance", "Rounds of retention, gc and compaction", "task", "outcome")
-        self.compactions = counter("compactions", "Chains compacted, by why", "why")
+        self.maintenance = counter(
+            "maintenance",
+            "Maintenance tasks (compact, chain_check, retire, gc, sweep), by outcome (done, nothing, failed)",
+            "task",
+            "outcome",
+        )
+        self.compactions = counter(
+            "compactions",
+            "Chains compacted, by why (deferred: a snapshot built on a synthetic baseline; length: too many deltas)",
+            "why",
+        )
         self.fleet_connected = gauge(
-            "fleet_connected", "Whether the controller accepted this sidecar's last report"
+            "fleet_connected",
+            "1 while the controller accepts this sidecar's reports; saves and restores do not depend on it",
         )
         self.fleet_report_failures = counter(
-            "fleet_report_failures", "Reports that the controller did not accept, by cause", "cause"
+            "fleet_report_failures",
+            "Reports that the controller did not accept, by cause (token, verification, unreachable, unauthenticated, "
+            "denied, unknown_pod, not_leading, busy, protocol, other)",
+            "cause",
         )
         self.incidents_dropped = counter(
             "incidents_dropped", "Incidents dropped before the controller acknowledged them"
         )
         self.interval = gauge(
-            "interval_seconds", "Save interval in force, and as chosen by the decider", "which"
+            "interval_seconds",
+            "Save interval: effective (in force), and chosen (for the goal; without a goal for auto)",
+            "which",
         )
         self.cost = gauge("save_cost_seconds", "Mean measured cost of a save in trainer seconds")
         self.mtbf = gauge(
             "lossy_failure_mtbf_seconds", "Estimated training seconds between failures that lose steps"
         )
-        self.decided = counter("intervals_decided", "Intervals chosen, by reason", "cause")
+        self.decided = counter(
+            "intervals_decided",
+            "Changes of the chosen interval, by cause (measured, cost, failures, durable, policy)",
+            "cause",
+        )
 
     def watch_blocks(self, counts: Callable[[], dict[str, int]], uses: Iterable[str]) -> None:
         for use in uses:

@@ -1,4 +1,4 @@
-"""Settings: environment, command line, refusals with a remedy, and generated pages."""
+"""Settings: environment, command line, refusals with a remedy."""
 
 from pathlib import Path
 
@@ -6,11 +6,10 @@ import pytest
 from deltashard_checkpoint.codecs import kernel_choice, numpy_kernel
 from deltashard_checkpoint.errors import UserError
 from deltashard_sidecar.main import EXIT_USAGE, _check_kernels, main
-from deltashard_sidecar.save import lifecycle
-from deltashard_sidecar.settings import RANGES, SettingError, Settings, load, variable_of
+from deltashard_sidecar.settings import RANGES, SettingError, load, variable_of
 from deltashard_sidecar.telemetry.structured_logging import configure
 
-from tools.settings_page import PAGE, entries, reference
+from tools.reference_pages.settings import entries
 
 NEEDED = ["--url", "file:///s", "--run", "r", "--dir", "/d", "--cache-dir", "/c"]
 
@@ -78,13 +77,6 @@ def test_numbers_outside_their_range_are_refused() -> None:
 def test_hook_deadline_is_validated(text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["notify", "--deadline-s", text]) == EXIT_USAGE
     assert says in capsys.readouterr().err
-
-
-def test_every_setting_is_documented_and_pages_are_up_to_date() -> None:
-    """Regenerate with `python -m tools.settings_page`, and from the text of `lifecycle.reference()`."""
-    assert [row[0] for row in entries()] == list(Settings.__dataclass_fields__)
-    assert PAGE.read_text() == reference()
-    assert PAGE.with_name("save-lifecycle.md").read_text() == lifecycle.reference()
 
 
 def test_numpy_kernels_are_refused_only_in_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,8 +61,54 @@ class SidecarAttachment:
         self.policy = policy
 
 
+EVENTS: Mapping[str, str] = {
+    "snapshot": "The rows of a save are handed over to the sidecar. The save is not durable yet.",
+    "committed": "A checkpoint is durable.",
+    "save_failed": "A save failed. Training continues, and the next save covers its rows.",
+    "skipped": "A due save was not taken.",
+    "save_blocked": "A save has been due for three intervals and at least a minute, and does not happen.",
+    "attached": "The trainer is attached to a sidecar: at the start, and after a restart of the sidecar.",
+    "sidecar_lost": "The sidecar is disconnected. Saves are skipped until one is attached.",
+    "restored": "`restore()` has restored a checkpoint.",
+    "fell_back": "A restore skips a damaged checkpoint, or uses one before the damaged part of the log.",
+    "log_damaged": "A part of the commit log cannot be read, and no newer checkpoint is known to be lost.",
+    "snapshot_inconsistent": "A checkpoint may not be restored exactly: rows changed without a mark. The next is full.",
+    "optimizer_state_reset": "An optimizer discarded restored row-wise state at its first step.",
+    "gradient_alive": "A gradient that existed at a snapshot is used after it. Checkpoints do not contain gradients.",
+    "replicas_differ": "Tensors of which every rank has a copy differ between the ranks.",
+    "nothing_saved": "The optimizer stepped and `step()` was never called, so that `close()` saves nothing.",
+}
+"""Events of `on_event` and their meaning, for docs/reference/events.md."""
+FIELDS: Mapping[str, str] = {
+    "age_s": "float or None: Seconds since the newest checkpoint; None without one.",
+    "commit": "Commit: The [checkpoint](api.md#deltashard.Commit).",
+    "error": "str: Message for users.",
+    "field": "str: Name of the state in the optimizer, such as `sum`.",
+    "for_s": "float: Seconds for which the save has been due.",
+    "message": "str: Message for users, with the remedy.",
+    "mode": "str: Rows in the snapshot: `all`, or those changed `since_baseline` or `since_commit`.",
+    "optimizer": "str: Class of the optimizer.",
+    "parameter": "str: Name of the parameter.",
+    "rank": "int or None: Rank that blocks the save, in a group.",
+    "restored": "Restored: Result of [`restore()`](api.md#deltashard.Restored).",
+    "save_blocked.reason": "str: A [reason](errors.md#reasons-that-block-a-save) that blocks a save.",
+    "save_failed.cause": "str: A [cause](errors.md#causes), or a cause of the trainer, below.",
+    "seq": "int or None: Checkpoint that is skipped; after damage of the log, the one that is restored.",
+    "session": "str: Identifier of the attachment.",
+    "skipped.cause": "str: A [reason](errors.md#reasons-that-block-a-save) that blocks a save, or of a group, below.",
+    "snapshot.reason": "str: Why the save was requested: `timer`, `close`, the reason given to `save()`, and others.",
+    "snapshot_id": "int: Number of the snapshot in this attempt.",
+    "stall_s": "float: Seconds for which the snapshot blocked training.",
+    "step": "int: Training step.",
+    "table": "str: Name of the table.",
+    "tables": "dict: Up to 16 wrong rows of each table, by name.",
+    "why": "str: Message for users.",
+}
+"""Fields of the events: type and meaning. `event.field` is a field with another meaning in other events."""
+
+
 class Listener:
-    """Calls the user's `on_event`; its exceptions never interrupt training. Used on the training thread only."""
+    """Calls the user's `on_event` on the training thread; its exceptions never interrupt training."""
 
     def __init__(
         self, on_event: Callable[[str, Mapping[str, Any]], None] | None, failed: Callable[[], int]

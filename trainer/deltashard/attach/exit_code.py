@@ -15,7 +15,7 @@ from types import TracebackType
 from deltashard.errors import TakenOver
 
 EXIT_TAKEN_OVER = 79
-"""Exit code after an uncaught `TakenOver`: the first number after those of sysexits.h, unused by signals."""
+"""Uncaught `TakenOver`: another workload trains this run. A Job's podFailurePolicy can match it (FailJob)."""
 
 
 def caused_by_takeover(error: BaseException | None) -> bool:

@@ -32,7 +32,7 @@ from typing import Any
 log = logging.getLogger("deltashard")
 
 EXIT_SIGTERM = 128 + signal.SIGTERM
-"""Exit code of a container's first process after SIGTERM: 143."""
+"""SIGTERM ended a container's first process, after an urgent save. The next start continues."""
 
 
 class TermHandler:
