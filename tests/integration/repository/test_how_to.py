@@ -1,8 +1,23 @@
-"""Every Python snippet of docs/how-to runs, in the page's order."""
+"""The snippets of docs/how-to run, in each page's order and against one store for each page.
+
+The info string of a fence decides what happens to its snippet:
+
+    python                      runs here, with a new model and optimizer, as in a new process
+    python title="NAME.py"      is written to the file NAME.py, for the commands that follow
+    bash                        runs in bash, and must exit with 0
+    ... title="needs ..."       does not run: the title names what the test lacks, and NEEDS counts these snippets
+    text, yaml                  is output, or configuration: nothing to run
+
+s3://bucket/prefix is a directory here. A page whose first snippet is a command starts with a trained run, `dlrm`.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +31,10 @@ from tests.support.tool import ROOT
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 PAGES = sorted((ROOT / "docs/how-to").glob("*.md"))
+FENCE = re.compile(r"^```(\w*) *([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+URL = "s3://bucket/prefix"
+NEEDS: dict[str, int] = {}
+"""Number of snippets that do not run, by page."""
 
 
 class SnippetModel(torch.nn.Module):
@@ -30,23 +49,111 @@ class SnippetModel(torch.nn.Module):
         return self.top(self.items(ids))
 
 
+@dataclass(frozen=True, slots=True)
+class Snippet:
+    """A fenced block of a page."""
+
+    language: str
+    title: str
+    text: str
+
+    @property
+    def needs(self) -> bool:
+        return self.title.startswith("needs ")
+
+
+def snippets(page: Path) -> list[Snippet]:
+    """Return the fenced blocks of a page; an info string must be one that this module's docstring lists."""
+    found = []
+    for language, info, text in FENCE.findall(page.read_text()):
+        title = re.fullmatch(r'title="(.+)"', info)
+        assert language in ("python", "bash", "text", "yaml"), f"{page.name}: ```{language}"
+        assert bool(title) == bool(info), f"{page.name}: ```{language} {info}"
+        found.append(Snippet(language, title.group(1) if title else "", text))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """Directory of a page's store and files."""
+
+    directory: Path
+
+    def run(self, snippet: Snippet) -> None:
+        """Run one snippet, or write it to its file."""
+        text = snippet.text.replace(URL, f"file://{self.directory}/store")
+        if snippet.needs or snippet.language in ("text", "yaml"):
+            return
+        if snippet.language == "bash":
+            self._run_bash(text)
+        elif snippet.title:
+            (self.directory / snippet.title).write_text(text)
+        else:
+            exec(text, names())
+
+    def _run_bash(self, text: str) -> None:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", text],
+            cwd=self.directory,
+            env=os.environ
+            | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+
+
+def names() -> dict[str, Any]:
+    """Return the names that Python snippets use without defining them."""
+    model = SnippetModel()
+    return {
+        "deltashard": deltashard,
+        "torch": torch,
+        "DataLoader": DataLoader,
+        "model": model,
+        "optimizer": torch.optim.Adagrad(model.parameters()),
+        "data": torch.arange(32),
+        "loss": lambda scores: scores.square().mean(),
+    }
+
+
+TRAINED = Snippet(
+    "python",
+    "",
+    """
+with deltashard.Checkpointer(model, optimizer, url="s3://bucket/prefix", run="dlrm") as ckpt:
+    ckpt.restore()
+    for batch in DataLoader(data, batch_size=4):
+        optimizer.zero_grad()
+        loss(model(batch)).backward()
+        optimizer.step()
+        ckpt.step()
+        ckpt.save().wait()
+""",
+)
+"""A run with eight checkpoints, at the steps 1 to 8."""
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block runs with a new model and optimizer, as in a new process, on the store of the blocks before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        model = SnippetModel()
-        names: dict[str, Any] = {
-            "deltashard": deltashard,
-            "torch": torch,
-            "DataLoader": DataLoader,
-            "model": model,
-            "optimizer": torch.optim.Adagrad(model.parameters()),
-            "data": torch.arange(32),
-            "loss": lambda scores: scores.square().mean(),
-        }
-        exec(block.replace("s3://bucket/prefix", f"file://{tmp_path}/store"), names)
+    found, workplace = snippets(page), Workplace(tmp_path)
+    if any("torchrec" in snippet.text for snippet in found):
+        pytest.importorskip("torchrec")
+    if found and found[0].language == "bash":
+        workplace.run(TRAINED)
+    for snippet in found:
+        workplace.run(snippet)
+
+
+def test_snippets_that_do_not_run_are_counted() -> None:
+    """A page gains a snippet that no test runs only together with a change of NEEDS."""
+    needs = {page.stem: sum(snippet.needs for snippet in snippets(page)) for page in PAGES}
+    assert {page: count for page, count in needs.items() if count} == NEEDS
 
 
 def test_pages_are_short() -> None:
