@@ -5,7 +5,7 @@ The info string of a fence decides what happens to its snippet:
     python                      runs here, with a new model and optimizer, as in a new process
     python title="NAME.py"      is written to the file NAME.py, for the commands that follow
     bash                        runs in bash, and must exit with 0
-    ... title="needs ..."       does not run: the title names what the test lacks, and NEEDS counts these snippets
+    ... title="needs ..."       runs after the step of PREPARATIONS that the title names
     text, yaml                  is output, or configuration: nothing to run
 
 s3://bucket/prefix is a directory here. A page whose first snippet is a command starts with a trained run, `dlrm`.
@@ -33,8 +33,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarn
 PAGES = sorted((ROOT / "docs/how-to").glob("*.md"))
 FENCE = re.compile(r"^```(\w*) *([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 URL = "s3://bucket/prefix"
-NEEDS = {"verify-and-copy": 1}
-"""Number of snippets that do not run, by page."""
 
 
 class SnippetModel(torch.nn.Module):
@@ -58,8 +56,9 @@ class Snippet:
     text: str
 
     @property
-    def needs(self) -> bool:
-        return self.title.startswith("needs ")
+    def preparation(self) -> str:
+        """Name of the step of PREPARATIONS before this snippet; empty: none."""
+        return self.title.removeprefix("needs ") if self.title.startswith("needs ") else ""
 
 
 def snippets(page: Path) -> list[Snippet]:
@@ -82,11 +81,13 @@ class Workplace:
     def run(self, snippet: Snippet) -> None:
         """Run one snippet, or write it to its file."""
         text = snippet.text.replace(URL, f"file://{self.directory}/store")
-        if snippet.needs or snippet.language in ("text", "yaml"):
+        if snippet.language in ("text", "yaml"):
             return
+        if snippet.preparation:
+            PREPARATIONS[snippet.preparation](self.directory / "store")
         if snippet.language == "bash":
             self._run_bash(text)
-        elif snippet.title:
+        elif snippet.title and not snippet.preparation:
             (self.directory / snippet.title).write_text(text)
         else:
             exec(text, names())
@@ -104,6 +105,14 @@ class Workplace:
             check=False,
         )
         assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+
+
+def empty_newest_log_entry(store: Path) -> None:
+    """Damage the log of the run `dlrm`."""
+    max((store / "dlrm/log").glob("0*.json")).write_bytes(b"")
+
+
+PREPARATIONS = {"a damaged log": empty_newest_log_entry}
 
 
 def names() -> dict[str, Any]:
@@ -149,12 +158,6 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         workplace.run(TRAINED)
     for snippet in found:
         workplace.run(snippet)
-
-
-def test_snippets_that_do_not_run_are_counted() -> None:
-    """A page gains a snippet that no test runs only together with a change of NEEDS."""
-    needs = {page.stem: sum(snippet.needs for snippet in snippets(page)) for page in PAGES}
-    assert {page: count for page, count in needs.items() if count} == NEEDS
 
 
 def test_pages_are_short() -> None:
