@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import deltashard
 import pytest
 import torch
+from deltashard_cli.main import cli
 from torch.utils.data import DataLoader
 
 from tests.support.tool import ROOT
@@ -158,6 +160,19 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         workplace.run(TRAINED)
     for snippet in found:
         workplace.run(snippet)
+
+
+GUIDES = [ROOT / "docs" / f"{name}.md" for name in ("stores", "distributed", "operations", "deciding")]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *GUIDES], ids=lambda page: page.stem)
+def test_commands_in_sentences_exist(page: Path) -> None:
+    """A command that a sentence or table names exists and has the options that follow it."""
+    for name, rest in re.findall(r"`deltashard (\w+)([^`]*)`", page.read_text()):
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None, name
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert set(re.findall(r"(?<=\s)--?\w[\w-]*", rest)) <= options, f"deltashard {name}{rest}"
 
 
 def test_pages_are_short() -> None:
