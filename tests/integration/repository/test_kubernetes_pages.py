@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -31,7 +32,7 @@ FOLDER = ROOT / "docs" / "kubernetes"
 PAGES = sorted(FOLDER.rglob("*.md"))
 PROGRAMS = {"deltashard", "helm", "kubectl"}
 SHELL_WORDS = {"until", "while", "do", "then", "if", "!"}
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 API = "deltashard.io/v1alpha1"
 OUR_RESOURCE = re.compile(r"(cluster)?checkpoint[a-z]+|ck[a-z]+")
 FOREIGN_FIELDS = {
@@ -78,9 +79,8 @@ def blocks() -> Iterator[Snippet]:
     for page in PAGES:
         text = page.read_text()
         for match in FENCE.finditer(text):
-            yield Snippet(
-                str(page.relative_to(FOLDER)), text[: match.start()].count("\n") + 1, match[1], match[2]
-            )
+            line = text[: match.start()].count("\n") + 1
+            yield Snippet(str(page.relative_to(FOLDER)), line, match[2], textwrap.dedent(match[3]))
 
 
 def spans() -> Iterator[Snippet]:
@@ -228,7 +228,7 @@ def check_kubectl(words: tuple[str, ...], *, whole: bool) -> None:
     if rest[0] == "deltashard":
         parse_with_click(plugin, tuple(rest[1:]), whole=whole)
         return
-    depth = {"create": 2, "rollout": 2, "config": 2}.get(rest[0], 1) + (rest[1:2] == ["secret"])
+    depth = {"auth": 2, "create": 2, "rollout": 2, "config": 2}.get(rest[0], 1) + (rest[1:2] == ["secret"])
     check_flags("kubectl", words[1:], tuple(rest[:depth]) if whole or len(rest) >= depth else (rest[0],))
     ours = False
     for word in rest[1:]:
@@ -315,7 +315,7 @@ def test_yaml_is_valid(http: Rest) -> None:
             checked += 1
             try:
                 check_yaml(part, http)
-            except Exception as error:  # noqa: BLE001 - all wrong snippets are reported at once
+            except Exception as error:  # all wrong snippets are reported at once
                 wrong.append(f"{block}: {error}")
     assert wrong == []
     assert checked > 10
