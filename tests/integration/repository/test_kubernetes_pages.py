@@ -1,13 +1,14 @@
-"""Every YAML, kubectl, helm and deltashard snippet of docs/kubernetes is valid for this version."""
+"""Every YAML, kubectl, helm and deltashard snippet of docs/kubernetes is valid, and quoted errors are the code's."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
 import subprocess
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,10 +19,16 @@ import pytest
 import yaml
 from deltashard_cli import main as command_line
 from deltashard_cli.kubectl.plugin import plugin
-from deltashard_operator.api import annotation, workload_policy
-from deltashard_operator.kube import cluster_name
+from deltashard_operator.admission.injection import check_marked, inject
+from deltashard_operator.admission.run_holder import RunClaim, RunHolders
+from deltashard_operator.admission.webhook import not_watched
+from deltashard_operator.api import annotation, policy_cache, workload_policy
+from deltashard_operator.api.refusal import CODES, Refusal
+from deltashard_operator.kube import cluster_name, run_identity
+from deltashard_operator.run.observed_object import Workload
 
 from tests.support import helm
+from tests.support.operator import sample
 from tests.support.operator.definition import DEFINITIONS, serving
 from tests.support.operator.example import DEFAULTS
 from tests.support.server.apiserver import Rest
@@ -347,3 +354,71 @@ def test_field_names_exist(http: Rest) -> None:
         elif re.search(r"[a-z][A-Z]", name) and not set(name.split(".")) <= words | ours | {"*"}:
             wrong.append(str(span))
     assert wrong == []
+
+
+class StoredRuns:
+    """An API that has one CheckpointRun and no Job."""
+
+    def __init__(self, run: Document) -> None:
+        self._run = run
+
+    async def list_all(self, path: str, **_selector: str) -> list[Document]:
+        return [self._run] if path.endswith("checkpointruns") else []
+
+
+def moved_run() -> Refusal | None:
+    run = {
+        "metadata": {"name": "nightly-0b4f3c1e"},
+        "spec": {"runId": "nightly", "workload": {"kind": "Job", "name": "nightly", "uid": "u"}},
+        "status": {"store": "s3://checkpoints/x", "phase": "Finished"},
+    }
+    holders = RunHolders(StoredRuns(run))  # type: ignore[arg-type]
+    return asyncio.run(holders.refusal(RunClaim(namespace="team-a", run_id="nightly"), "s3://new/x"))
+
+
+def injected(policy: Document | None = None, metadata: Document | None = None, **spec: Any) -> Document:
+    template = {**sample.template(**spec), "metadata": metadata or {}}
+    return inject(template, sample.policy(policy, run_id="nightly"), run_identity.JOB)
+
+
+def trainer(**fields: Any) -> Document:
+    return injected(containers=[{"name": "trainer", **fields}])
+
+
+REFUSED: Mapping[str, Callable[[], object]] = {
+    "BadAnnotation": lambda: annotation.read({cluster_name.POLICY: "default", cluster_name.ENCODING: "q5"}),
+    "BadPolicy": lambda: injected({"interval": {"goal": {"type": "Auto"}, "min": "2h", "max": "1h"}}),
+    "BadTemplate": lambda: injected(containers=[{"image": "trainer"}]),
+    "ContainerNameTaken": lambda: injected(containers=[{"name": "deltashard-sidecar"}]),
+    "CopiedManifest": lambda: check_marked(
+        injected(), annotation.Annotations(policy="default", run_id="weekly"), run_identity.JOB
+    ),
+    "MarkerWithoutSidecar": lambda: injected(metadata={"annotations": {cluster_name.INJECTED: "0.1.0"}}),
+    "MountTaken": lambda: trainer(volumeMounts=[{"name": "scratch", "mountPath": "/run/deltashard"}]),
+    "NamespaceNotWatched": lambda: not_watched("team-c"),
+    "PodResourcesTooSmall": lambda: injected(
+        containers=[{"name": "trainer", "resources": {"requests": {"memory": "3Gi"}}}],
+        resources={"limits": {"memory": "4Gi"}},
+    ),
+    "PolicyNotFound": lambda: workload_policy.not_found("nightly", default=False),
+    "PolicyUnavailable": lambda: policy_cache.unavailable("nightly", "503"),
+    "RunIdTaken": lambda: RunClaim(namespace="team-a", run_id="nightly").held_by(
+        Workload(namespace="team-a", kind="Job", name="nightly-29012345", uid="u", api_version="batch/v1")
+    ),
+    "StoreMoved": moved_run,
+    "VariableTaken": lambda: trainer(env=[{"name": "DELTASHARD_SOCKET", "value": "/tmp/socket"}]),
+    "VolumeUnsupported": lambda: injected(volumes=[{"name": "deltashard-shm", "emptyDir": {}}]),
+    "Unsupported": lambda: injected(os={"name": "windows"}),
+}
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_quoted_errors_are_those_of_the_code(code: str) -> None:
+    page = (FOLDER / "troubleshooting.md").read_text()
+    (quoted,) = re.findall(rf"```console\n(.* \({code}\))\n```", page)
+    try:
+        found = REFUSED[code]()
+    except Refusal as refusal:
+        found = refusal
+    assert isinstance(found, Refusal)
+    assert found.sentence == quoted
