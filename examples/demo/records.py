@@ -125,7 +125,7 @@ class LogWatcher:
     def uploading(self) -> tuple[int, int] | None:
         """Return the (attempt, snapshot) whose objects are in the store but which is not in the log, if any."""
         newest = self.newest()
-        after = f"{self.run}/data/{newest.attempt:020d}/{newest.cut:08d}/~" if newest else ""
+        after = f"{self.run}/data/{newest.attempt:020d}/{newest.snapshot_id:08d}/~" if newest else ""
         for item in self.store.list(f"{self.run}/data/", start_after=after):
             parts = item.key.removeprefix(f"{self.run}/data/").split("/")
             if parts[0].isdigit():
