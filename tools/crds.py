@@ -88,7 +88,9 @@ def _rules(schema: Schema) -> Iterator[dict[str, str]]:
         rule = f"self.map(name, name.size() + self[name].size() + 2).sum() <= {schema['characters']}"
         yield {"rule": rule, "message": f"it must have at most {schema['characters']} characters in all"}
     for rule in schema.get("rules", ()):
-        expression = rule.get("cel") or (f"!({cel(rule['if'])}) || " if "if" in rule else "") + cel(rule["then"])
+        expression = rule.get("cel") or (f"!({cel(rule['if'])}) || " if "if" in rule else "") + cel(
+            rule["then"]
+        )
         yield {"rule": expression, "message": rule["message"]}
 
 

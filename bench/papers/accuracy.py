@@ -46,7 +46,7 @@ from deltashard_checkpoint.deciding.precision import (
     large_tables,
 )
 from deltashard_checkpoint.vocabulary import BITS_CHOICES, ENCODINGS
-from report import BASKETS, picture, table
+from report import picture, table
 
 PAIR_ROWS = 1 << 17
 """With these rows the two small tables are 5.8 % of all rows."""
@@ -319,7 +319,7 @@ def page(found: Mapping[str, Any]) -> str:
                 "The paper reports an accuracy loss below .01 % over the life of a job with 2, 3, 4 and 8 bit for at "
                 "most",
                 f"1, 3, 20 and 100 restores. The bench trains {SHALLOW}, in one pass of {found['steps']:,} steps over",
-                f"{BASKETS}: {found['pair_rows']:,} rows of pairs, and 4,070 rows each of items and candidates (5.8 % "
+                f"the baskets: {found['pair_rows']:,} rows of pairs, and 4,070 rows each of items and candidates (5.8 % "
                 "of",
                 f"the bytes), with {found['seeds']} seeds. A restore replaces the table rows with their decoded "
                 "values;",
@@ -354,6 +354,7 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 _EXPLANATIONS = {
+    True: "with the budget",
     False: "the budget bounds the squared error of rows, not the loss",
     None: "the bound is within two standard errors",
 }
@@ -369,14 +370,16 @@ def headlines(found: Mapping[str, Any]) -> list[dict[str, Any]]:
             _loss_change(found, f"{bits} bit", restores),
             _loss_change(found, "budget", restores),
         )
-        met = _is_reached(*budget_change)
+        met, at_bits = _is_reached(*budget_change), _is_reached(*uniform_change)
         lines.append(
             {
                 "what": f"Check-N-Run: increase of the loss by {restores} restore{'s' * (restores > 1)}",
                 "paper": f"< .01 % at {bits} bit",
                 "ours": f'{budget_change[0]:.4f} % with `bits="budget"`, {uniform_change[0]:.4f} % at {bits} bit',
                 "met": met,
-                "why": "" if met else _EXPLANATIONS[met],
+                "partly": bool(met) and not at_bits,
+                "why": _EXPLANATIONS[met]
+                + ("" if at_bits else f"; not reached at {bits} bit for all tables"),
             }
         )
     return lines

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import data_order
-from report import BASKETS, picture, table
+from report import picture, table
 
 Found = dict[str, Any]
 BUDGETS = {"1 %": 0.01, "3.5 %": 0.035}
@@ -128,7 +128,7 @@ def page(found: Found) -> str:
 
 def _method(model: Found, machine: Found) -> str:
     return (
-        f"The demo's model trains on {BASKETS} in batches of {model['batch']}, with {model['bytes'] / 1e6:.0f} MB of "
+        f"The demo's model trains on the baskets in batches of {model['batch']}, with {model['bytes'] / 1e6:.0f} MB of "
         "tables and optimizer state, one torch thread, and a sidecar that saves at 8 bit to a directory. The steps of "
         "a save are those from 0.3 s before its snapshot, when rows may be copied ahead, until the trainer knows it "
         "durable. The cost of a save is the extra time of these steps over as many ordinary steps right before and "

@@ -233,9 +233,7 @@ def headlines(found: dict[str, Any]) -> list[dict[str, Any]]:
     base, reached = found["corners"][0], found["renewal"]
     portions_met = all(_near(each["drawn"], each["exact"], each["error"]) for each in found["pls"])
     last = found["pls"][-1]
-    inferred = (
-        "true by construction, because the costs of a save and a recovery are derived from the two claims"
-    )
+    inferred = "the costs of a save and of a recovery are derived from the two claims"
     return [
         {
             "what": "CPR: overhead of full recovery",

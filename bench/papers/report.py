@@ -16,10 +16,9 @@ HEAD = """# The papers, measured
 deltashard builds on four papers: Check-N-Run (Eisenman et al., NSDI 2022), CheckFreq (Mohan et al., FAST 2021), CPR
 (Maeng et al., MLSys 2021) and Neo (Mudigere et al., ISCA 2022). This page compares their claims with measurements of
 deltashard. `make papers` repeats all measurements and writes this page. [papers.json](measured/papers.json) contains
-all figures, including the ones that this page leaves out.
+all figures, including the ones that this page leaves out. *The baskets* are the real shopping baskets of the demo (the
+Online Retail data set). D is the number of columns of a row.
 """
-
-BASKETS = "real shopping baskets (the Online Retail data set)"
 
 LINE = 150
 VERBATIM_PREFIXES = ("|", "#", "!", "    ")
@@ -79,7 +78,7 @@ def headlines(found: Mapping[str, Any], parts: Mapping[str, ModuleType]) -> str:
         for row in part.headlines(record["found"]) if "found" in record else ():
             result = {True: "reached", False: "**not reached**", None: "not decided"}[row["met"]]
             result = "**partly reached**" if row.get("partly") else result
-            result += "" if row["met"] else f": {row['why']}"
+            result += "" if result == "reached" else f": {row['why']}"
             lines.append(f"| {row['what']} | {row['paper']} | {row['ours']} | {result} |")
     return "\n".join(lines)
 
