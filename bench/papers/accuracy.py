@@ -303,11 +303,9 @@ def page(found: Mapping[str, Any]) -> str:
 
     def changes() -> str:
         rows = [
-            [
-                arm,
-                *("{:+.4f} ± {:.4f}".format(*_loss_change(found, arm, n)) for n in counts),
-            ]
+            [arm, *("{:+.4f} ± {:.4f}".format(*_loss_change(found, arm, n)) for n in counts)]
             for arm in arms
+            if arm != "placebo"
         ]
         return table(["restores", *map(str, counts)], rows)
 
@@ -316,23 +314,16 @@ def page(found: Mapping[str, Any]) -> str:
             "### Accuracy after restores from quantized checkpoints",
             "",
             paragraph(
-                "The paper reports an accuracy loss below .01 % over the life of a job with 2, 3, 4 and 8 bit for at "
-                "most",
-                f"1, 3, 20 and 100 restores. The bench trains {SHALLOW}, in one pass of {found['steps']:,} steps over",
-                f"the baskets: {found['pair_rows']:,} rows of pairs, and 4,070 rows each of items and candidates (5.8 % "
-                "of",
-                f"the bytes), with {found['seeds']} seeds. A restore replaces the table rows with their decoded "
-                "values;",
-                "accumulators and dense parameters stay float32. Each run is compared with the uninterrupted run of "
-                "the",
-                "same seed, which has the same samples, negatives and initial weights. A single restore happens after "
-                "10,",
-                "50 or 90 % of the pass (the tables show the mean of the three); several are spread evenly. The "
-                "*placebo*",
-                f"changes every weight by {PLACEBO:g} of its value at each restore. Uninterrupted runs have a "
-                "progressive",
-                f"log loss of {twin('progressive')}, a held-out loss of {twin('held_out')} and an AUC of "
-                f"{twin('auc')}.",
+                "The paper reports an accuracy loss below .01 % over the life of a job with 2, 3, 4 and 8 bit for at",
+                f"most 1, 3, 20 and 100 restores. The bench trains {SHALLOW}, in one pass of {found['steps']:,} steps",
+                f"over the baskets: {found['pair_rows']:,} rows of pairs, and 4,070 rows each of items and candidates",
+                f"(5.8 % of the bytes), with {found['seeds']} seeds. A restore replaces the table rows with their",
+                "decoded values; accumulators and dense parameters stay float32. Each run is compared with the",
+                "uninterrupted run of the same seed, which has the same samples, negatives and initial weights. A",
+                "single restore happens after 10, 50 or 90 % of the pass (the tables show the mean of the three);",
+                f"several are spread evenly. The *placebo* changes every weight by {PLACEBO:g} of its value at each",
+                f"restore. Uninterrupted runs have a progressive log loss of {twin('progressive')}, a held-out loss of",
+                f"{twin('held_out')} and an AUC of {twin('auc')}.",
             ),
             "",
             "**Progressive log loss** (each batch before its update), change in %, ± standard error over seeds:",
@@ -378,8 +369,7 @@ def headlines(found: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "ours": f'{budget_change[0]:.4f} % with `bits="budget"`, {uniform_change[0]:.4f} % at {bits} bit',
                 "met": met,
                 "partly": bool(met) and not at_bits,
-                "why": _EXPLANATIONS[met]
-                + ("" if at_bits else f"; not reached at {bits} bit for all tables"),
+                "why": _EXPLANATIONS[met] + ("" if at_bits else f"; not at {bits} bit for all tables"),
             }
         )
     return lines
@@ -421,12 +411,10 @@ def _explanation(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
     shares = [100 * _loss_change(found, arm, n)[0] / _loss_change(found, "2 bit", n)[0] for n in counts]
     return [
         paragraph(
-            '`bits="budget"` gives each table the fewest bits with which the sum of the squared relative errors of '
-            "past",
-            f"and expected restores stays within {BUDGET}. Only the largest tables, with {LARGE_SHARE:.0%} of the "
-            "bytes, go",
-            "below 8 bit, and no table does in the last tenth of the pass. Small tables are sensitive, because every",
-            "sample reads them: with only these at 8 bit, 2 bit elsewhere has",
+            '`bits="budget"` gives each table the fewest bits with which the sum of the squared relative errors of',
+            f"past and expected restores stays within {BUDGET}. Only the largest tables, with {LARGE_SHARE:.0%} of the",
+            "bytes, go below 8 bit, and no table does in the last tenth of the pass. Small tables are sensitive,",
+            "because every sample reads them: with only these at 8 bit, 2 bit elsewhere has",
             f"{', '.join(f'{s:.0f}' for s in shares)} % of the uniform increase at",
             f"{', '.join(map(str, counts))} restores.",
         )
@@ -445,11 +433,9 @@ def _resolution(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
     blurred = sum(error > MAX_LOSS_PERCENT for error in errors)
     return [
         paragraph(
-            f"Resolution: the placebo moves losses and AUC by at most {floor:.5f} % (mean plus two standard errors). "
-            "In",
-            f"{blurred} of {len(errors)} cells, two standard errors of the held-out change exceed .01 %, so the "
-            "held-out",
-            "loss alone cannot decide the paper's bound there. It is in papers.json, as is the AUC.",
+            f"Resolution: the placebo moves losses and AUC by at most {floor:.5f} % (mean plus two standard errors).",
+            f"In {blurred} of {len(errors)} cells, two standard errors of the held-out change exceed .01 %, so the",
+            "held-out loss alone cannot decide the paper's bound there. It is in papers.json, as is the AUC.",
         )
     ]
 

@@ -61,7 +61,7 @@ def headlines(found: Found) -> list[Found]:
                 "met": not missed,
                 "partly": 0 < len(missed) < len(ours),
                 "why": "; ".join(
-                    f"not {'on' if name == 'the baskets' else 'at'} {name}, because {_explanation(name)}"
+                    f"not {'on' if name == 'the baskets' else 'at'} {name}: {_explanation(name)}"
                     for name in missed
                 ),
             }
@@ -83,7 +83,7 @@ def headlines(found: Found) -> list[Found]:
 
 def _explanation(source: str) -> str:
     return {
-        "D = 16": "scale, bias and optimizer state take 12 of a row's 28 bytes (8 bit) or 8 of 12 (2 bit)",
+        "D = 16": "scale, bias and state take 12 of a row's 28 bytes (8 bit) or 8 of 12 (2 bit)",
         "D = 32": "they take 12 of 44 or 8 of 16",
         "the baskets": "item pairs repeat less often than production ids, so increments are larger",
     }.get(source, "an increment is larger than expected")
@@ -164,11 +164,7 @@ def page(found: Found) -> str:
     return "\n\n".join(
         [
             "## Check-N-Run",
-            (
-                "Check-N-Run writes differential checkpoints of quantized rows. The paper reports 6 to 17 times fewer "
-                "bytes written and 2.5 to 8 times less capacity than full fp32 checkpoints. The first figure of each "
-                "range is for 8 bit, the second for 2 bit."
-            ),
+            "Check-N-Run writes differential checkpoints of quantized rows.",
             "### Bytes written and stored",
             _method(found),
             "#### The trace, by row width",
@@ -226,7 +222,7 @@ def _method(found: Found) -> str:
 - *Held*: bytes of one full fp32 checkpoint divided by the mean bytes in the store with `keep_last=1`. Retention keeps a
   second chain of checkpoints, because a single corrupt baseline must not invalidate every checkpoint.
 - *The trace* touches {reuse.HOT + reuse.DRAWN:.0%} of the rows in each interval, as in the paper; {reuse.HOT:.0%} are
-  the same rows in every interval. After 1, 2, ... intervals the share of rows touched since the baseline is {growth}
+  the same in every interval. After 1, 2, ... intervals the share of rows touched since the baseline is {growth}
   (target: {wanted}). After eleven intervals it is {trace["growth"][10]:.2f} (paper: .52). Lookups per row follow the
   histograms that Meta published (facebookresearch/dlrm_datasets). At {trace["rows"]:,} rows,
   at most {by_rows:.5f} of the rows and {by_lookups:.3f} of the lookups are in another bin.
@@ -315,10 +311,10 @@ def _of_baskets(of: Found) -> str:
     stored = of["checkpointer"]
     s = ", ".join(f"{x:.2f}" for x in _s(of["cells"]["one-shot"]["32"])[1:6])
     return (
-        f"The demo's model trains on the baskets, with row-wise AdaGrad and tables of {_listed_rows(of['rows'])} rows of "
-        f"{of['columns']} columns. The bench saves {of['checkpoints']} checkpoints, {of['steps']} steps of 128 samples "
-        "apart, and finds the changed rows by comparing the tables. Increments grow fast "
-        f"({s}, ... of a baseline), so `intermittent` takes baselines at checkpoints "
+        "The demo's model trains on the baskets, with row-wise AdaGrad and tables of "
+        f"{_listed_rows(of['rows'])} rows of {of['columns']} columns. The bench saves {of['checkpoints']} checkpoints, "
+        f"{of['steps']} steps of 128 samples apart, and finds the changed rows by comparing the tables. Increments "
+        f"grow fast ({s}, ... of a baseline), so `intermittent` takes baselines at checkpoints "
         f"{_joined(of['cells']['intermittent']['8']['baselines'])}. `deltashard.Checkpointer` and its sidecar also "
         f"saved this training (8 bit, `intermittent`). They stored {stored['row_bytes']:,} bytes of rows (counted "
         f"here: {stored['our_bytes']:,}, a difference of {abs(stored['our_bytes'] / stored['row_bytes'] - 1):.2%}), of "

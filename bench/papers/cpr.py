@@ -311,18 +311,17 @@ def page(found: dict[str, Any]) -> str:
     base = found["corners"][0]
     sections = [
         "## CPR",
-        f"""After a failure, full recovery rolls all shards back to the last checkpoint. Partial recovery rolls back
+        """After a failure, full recovery rolls all shards back to the last checkpoint. Partial recovery rolls back
 only the lost shard and repeats no training. The portion of lost samples (PLS) that it accepts determines how rarely
-it saves. The paper reports an overhead of {PAPER_FULL[0]} to {PAPER_FULL[1]} % of training time for full recovery and
-{PAPER_PARTIAL[0]} to {PAPER_PARTIAL[1]} % for partial recovery.""",
+it saves. Overhead is a share of training time.""",
         "### Overhead",
         f"""The bench evaluates the paper's formulas (`bench/papers/recovery.py`) with one failure in 20 h, PLS {PLS}
 and {SHARDS} shards. The paper does not publish the cost of a save (O_save) or of loading and rescheduling (O_load +
-O_res). Each pair of its figures determines one pair of costs: {min(saves):.1f} to {max(saves):.1f} min and
-{min(recovers):.1f} to {max(recovers):.1f} min. These are close together, so the two claims are consistent. **The
-figures agree by construction** and do not show how a real system performs. With {SAVE_MIN} and {RECOVER_MIN} min,
-full recovery saves every {base["full_every_h"]:.1f} h and costs {base["full"]:.2f} %; partial recovery saves every
-{base["partial_every_h"]:.0f} h and costs {base["partial"]:.3f} %.""",
+O_res). Each pair of overheads in the paper's two ranges determines one pair of costs: {min(saves):.1f} to
+{max(saves):.1f} min and {min(recovers):.1f} to {max(recovers):.1f} min. These are close together, so the two claims
+are consistent. **The figures agree by construction** and do not show how a real system performs. With {SAVE_MIN} and
+{RECOVER_MIN} min, full recovery saves every {base["full_every_h"]:.1f} h and costs {base["full"]:.2f} %; partial
+recovery saves every {base["partial_every_h"]:.0f} h and costs {base["partial"]:.3f} %.""",
         f"""These saves stop training for minutes. A save of deltashard costs 0.2 s for 4 GB
 ([how fast it is](speed.md)). With that cost and the same failures, full recovery costs {quick:.2f} %. Loading and
 rescheduling, which partial recovery needs too, take all but {quick - recovering:.2f} points of it, so partial recovery

@@ -356,12 +356,11 @@ def check(found: Found) -> list[str]:
 def page(found: Found) -> str:
     stored = found["bytes"]["stored"]
     sizes = ", ".join(
-        f"{_terabytes(stored[encoding]['fp32'][optimizer]):.1f} TB at {encoding} under {optimizer}"
-        for encoding, optimizer in (
-            ("fp32", "AdaGrad"), ("fp16", "row-wise AdaGrad"), ("q8", "row-wise AdaGrad"), ("q2", "row-wise AdaGrad"),
-        )
+        f"{_terabytes(stored[encoding]['fp32']['row-wise AdaGrad']):.1f} TB at {encoding}"
+        for encoding in ("fp16", "q8", "q2")
         if encoding in stored
-    )  # fmt: skip
+    )
+    naive = f"{_terabytes(stored['fp32']['fp32']['AdaGrad']):.1f} TB at fp32 under AdaGrad"
     return "\n\n".join(
         [
             "## Neo",
@@ -378,7 +377,10 @@ def page(found: Found) -> str:
             ),
             _bytes_table(stored),
             "![stored bytes per row](papers/neo_bytes.svg)",
-            f"Extrapolated to 12 T weights in rows of {ROW_COLUMNS}, with fp32 state: {sizes}.",
+            (
+                f"Extrapolated to 12 T weights in rows of {ROW_COLUMNS}, with fp32 state: {naive}; under row-wise "
+                f"AdaGrad {sizes}."
+            ),
             "### Bit-identical resumption",
             _of_resume(found["resume"]),
             "### Other shardings",
@@ -438,7 +440,7 @@ def _pairs_table(pairs: list[Found]) -> str:
         [saved, *("equal" if state[saved, to] == 0 else f"within {state[saved, to]:.1e}" for to in restored)]
         for saved in dict.fromkeys(pair["saved"] for pair in pairs)
     ]
-    return table(["saved as", *(f"restored as {to}" for to in restored)], rows)
+    return table(["saved as; restored as", *restored], rows)
 
 
 def plot(found: Found, folder: Path) -> None:
