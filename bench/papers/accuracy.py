@@ -102,7 +102,7 @@ def small_at_8(bits: int) -> Rule:
 
 
 def budgeted(history: RestoreHistory) -> list[int]:
-    """Choose bits by the product's rule, which knows the number of restores."""
+    """Choose bits by the product's rule, from the number of restores."""
     facts = {
         name: TableStats(raw_bytes=table.nbytes, errors=sampled_errors(rows), spent=spent)
         for name, table, rows, spent in zip(
@@ -255,7 +255,7 @@ def check(found: Mapping[str, Any]) -> list[str]:
     most = max(cell["restores"] for cell in found["cells"])
     loss_changes = {bits: _loss_change(found, f"{bits} bit", most)[0] for bits in BITS}
     wrong = [
-        f"{most} restores at {fewer} bit harm the progressive loss by {loss_changes[fewer]:.4f} %, "
+        f"{most} restores at {fewer} bit increase the progressive loss by {loss_changes[fewer]:.4f} %, "
         f"not more than at {more} bit, {loss_changes[more]:.4f} %"
         for fewer, more in pairwise(BITS)
         if not loss_changes[fewer] > loss_changes[more]
@@ -263,12 +263,14 @@ def check(found: Mapping[str, Any]) -> list[str]:
     one = _loss_change(found, "2 bit", 1)[0]
     if not loss_changes[2] > one:
         wrong.append(
-            f"{most} restores at 2 bit harm by {loss_changes[2]:.4f} %, not more than one, {one:.4f} %"
+            f"{most} restores at 2 bit increase the progressive loss by {loss_changes[2]:.4f} %, "
+            f"not more than one, {one:.4f} %"
         )
     budget = _loss_change(found, "budget", most)[0]
     if not budget < loss_changes[2]:
         wrong.append(
-            f"{most} restores within the budget harm by {budget:.4f} %, not less than at 2 bit, {loss_changes[2]:.4f} %"
+            f"{most} restores within the budget increase the progressive loss by {budget:.4f} %, "
+            f"not less than at 2 bit, {loss_changes[2]:.4f} %"
         )
     return wrong
 

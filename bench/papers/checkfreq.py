@@ -133,7 +133,7 @@ class Arm:
         return True
 
     def share(self, begin: int, end: int) -> Found:
-        """Return the cost of saves between two steps, what a death there would lose, and how long the saves took."""
+        """Return cost and durations of the saves between two steps, and the steps that a failure there would lose."""
         trace = self.trace
         lost = lost_steps(len(trace.seconds), trace.saves)
         inside = lost[-(len(trace.seconds) - begin) :][: end - begin] if lost else []
@@ -301,7 +301,7 @@ def _phases(arm: Arm, lasting_s: tuple[float, float, float]) -> Found:
 
 
 def _kills(folder: Path, size: Size) -> Found:
-    """Kill several lives of one run by SIGKILL at an instant; the next life reports what was lost."""
+    """Kill several trainers of one run by SIGKILL at an instant; the next one reports what it restored."""
     from ours import SidecarServer
     from peers import StoreLocation
 

@@ -1,7 +1,7 @@
 """Part 4's real training: the quality cost of partial recovery, and the gain of priority saves (CPR).
 
 One pass over shopping baskets (`basket_training`), its tables sharded by rows into 8 shards. At random steps a shard
-dies, each shard once: its rows and accumulators return to their last saved values; everything else continues. Plain
+is lost, each shard once: its rows and accumulators return to their last saved values; everything else continues. Plain
 partial recovery saves all rows every T. At the same bytes the priority variants save r N rows every r T: the two small
 tables whole, the rest from the table of pairs, chosen by SCAR, MFU or SSU as `priority` scores them. Differential
 saves, at the same bytes, save all changed rows as often as these bytes allow. Differential and MFU are also measured
@@ -297,13 +297,13 @@ def check_quality(found: Mapping[str, Any]) -> list[str]:
     wrong = []
     if not plain[-1] > plain[0]:
         wrong.append(
-            f"saving every {found['cells'][0]['every']} steps harms no less than the longest interval"
+            f"a save every {found['cells'][0]['every']} steps increases the loss no less than the longest interval"
         )
     for arm in ARMS[1:]:
         # Saves of changed rows can give the same result: where many rows change, the saves are no more frequent.
         if not loss_changes(arm)[-1] <= plain[-1]:
             wrong.append(
-                f"at the longest interval {arm} harms the progressive loss by {loss_changes(arm)[-1]:.4f} %,"
+                f"at the longest interval {arm} increases the progressive loss by {loss_changes(arm)[-1]:.4f} %,"
                 f" more than saves of all rows, {plain[-1]:.4f} %"
             )
     return wrong

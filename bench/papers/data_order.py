@@ -1,7 +1,7 @@
 """Part 3, CheckFreq: one pass over real data with restarts, and which samples it trains on.
 
 - *whole*: uninterrupted;
-- *resumed*: ended several times, and resumed by a Checkpointer that knows the loader's position: the same pass;
+- *resumed*: ended several times, and resumed by a Checkpointer with the loader's position: the same pass;
 - *shuffled*: restored at the same steps, into a loader that restarts under another shuffle: an epoch that loses its
   position, as CheckFreq's authors found it in the loaders of their time.
 """
@@ -23,7 +23,7 @@ Found = dict[str, Any]
 BATCH = 256
 PAIR_ROWS = 1 << 16
 STEPS_AFTER_SAVE = 10
-"""Steps between the last save and the death of a life: they are trained again."""
+"""Steps between a save and the end of the process: they are trained again."""
 
 
 class _TrainingKilled(Exception):

@@ -130,7 +130,7 @@ def costs(seconds: Sequence[float], saves: Sequence[TimedSave]) -> list[float | 
 
 
 def lost_steps(steps: int, saves: Sequence[TimedSave]) -> list[int]:
-    """Return the steps lost by a death after each of `steps` steps, from the first durable save on."""
+    """Return the steps lost by a failure after each of `steps` steps, from the first durable save on."""
     found = []
     known = sorted((save.durable, save.snapshot) for save in saves if save.durable is not None)
     newest, at = -1, 0

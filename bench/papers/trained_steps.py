@@ -1,6 +1,6 @@
 """The demo's training on real data with timed steps and recorded saves; a neighbour; and a training to be killed.
 
-The killed training is forked off a process that has imported torch: its lives start at once. It trains forever and
+The killed training is forked off a process that has imported torch: each start takes little time. It trains forever and
 writes its progress into a file in memory, which survives a SIGKILL.
 """
 
@@ -216,7 +216,7 @@ class TrainerRecord:
         self.set("restored", restored)  # written last: it marks the other words as valid
 
     def set(self, name: str, value: int) -> None:
-        """Write one word, atomically even if this process dies."""
+        """Write one word, atomically even if this process is killed."""
         self._values[FIELDS.index(name)] = value
 
     def get(self, name: str) -> int:

@@ -70,7 +70,7 @@ class ShardRecorder:
     def mean(self, loss: Tensor) -> float:
         """Return the mean of all ranks' losses; all ranks call this before the backward pass.
 
-        A later collective, after `optimizer.step()`, would leave every survivor of a death with half a step, from which
+        A later collective, after `optimizer.step()`, would leave every survivor of a kill with half a step, from which
         training cannot continue.
         """
         if not self._folder:
