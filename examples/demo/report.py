@@ -198,7 +198,7 @@ def _kill_card(kill: Kill) -> str:
     recovery = (
         "Training continued. The next checkpoint in the store is complete."
         if survived
-        else f"Training restored from {html.escape(_source_name(kill.source))}"
+        else f"Training resumed from {html.escape(_source_name(kill.source))}"
     )
     facts = facts_of(
         kill,
