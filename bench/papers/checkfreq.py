@@ -8,7 +8,7 @@ The demo's training on real data under a real sidecar and a file store; every fi
     kills       SIGKILL at several instants of an interval: steps lost, against the interval and the time to durable
     order       one pass with restarts, resumed at its position and restarted under a new shuffle (`data_order`)
 
-A figure that needs the sidecar to choose an interval is reported as "not run" where it chose none.
+A figure that requires an interval of the sidecar is "not measured" where the sidecar chose none.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ A part is a module of this folder, named in `PARTS`:
     check(found) -> list       sentences about violated orders that hold on every machine; never timings
     plot(found, folder)        optional: writes pictures into `folder` as SVG
 
-A headline is a dict: `what`, `paper` and `ours` (text), `met` (True, False, or None if the figures do not decide) and
-`why` (text, for False and None). The result records the error of a part that fails, and the other parts still run.
-The exit status is 1 if a part failed or an order is violated.
+A headline is a dict: `what`, `paper` and `ours` (text), `met` (True, False, or None if the figures do not decide),
+optionally `partly` (True if only some of the figures reach the claim) and `why` (text, unless the claim is reached).
+The result records the error of a part that fails, and the other parts still run. The exit status is 1 if a part failed
+or an order is violated.
 
     bench/papers/run.py                        all parts in full: 15 minutes on two idle cores; writes docs/papers.md
     bench/papers/run.py --quick                small, for CI: runs every part, checks the orders, writes no page

@@ -1,9 +1,9 @@
 """What saves cost a training, computed from the duration of its steps and the times of saves. Pure.
 
 A save's *window* is from shortly before its snapshot (`LEAD_S`: rows may be copied ahead) to the step at whose end the
-trainer knew it durable. All other steps are *quiet*. Its cost is what the window took beyond as many quiet steps, by
-the mean of as many right before it as right after it: a drift of the machine's speed cancels out. It may be negative:
-noise that is clipped at zero would add up to a cost.
+trainer had received the commit. All other steps are *quiet*. The cost is the extra time of the window over as many
+quiet steps, by the mean of as many right before it as right after it: a drift of the machine's speed cancels out. The
+cost may be negative: noise that is clipped at zero would add up to a cost.
 
     overhead = costs of all saves / seconds of all steps without them
 """
