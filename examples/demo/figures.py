@@ -191,10 +191,10 @@ def _bytes(history: RunHistory) -> Figure:
         [full] * len(x),
         color="#eef1f4",
         width=0.72,
-        label="an ordinary full checkpoint (torch.save, fp32)",
+        label="full checkpoint (torch.save, fp32)",
     )
     for baseline, color, label in (
-        (True, PROCESS_COLOURS[0], "deltashard: all rows (a baseline)"),
+        (True, PROCESS_COLOURS[0], "deltashard: all rows (baseline)"),
         (False, PROCESS_COLOURS[2], "deltashard: changed rows"),
     ):
         of_kind = [i for i in x if checkpoints[i].baseline is baseline]
