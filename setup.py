@@ -1,6 +1,6 @@
-"""What pyproject.toml cannot say: an optional native kernel (numpy serves where no C compiler is).
+"""Builds the optional native kernel, which pyproject.toml cannot declare; without a C compiler numpy is used.
 
-It knows nothing of Python, being loaded by ctypes; so one wheel serves every Python from 3.11 on (`abi3`).
+ctypes loads the kernel, which does not use Python's C API, so one wheel serves Python 3.11 and later (`abi3`).
 """
 
 from setuptools import Extension, setup

@@ -1,17 +1,17 @@
 """`make bench-fleet`: 5,000 annotated pods on a real control plane, measured; out/fleet.json and a table.
 
-Half of them are runs of one pod, the others runs of 64.
+Half of the pods are runs of one pod, the others belong to runs of 64.
 
-No kubelets: kwok plays them. Everything else is real: API server, Job controller, webhook over TLS, the controller with
-the rights of the chart, and reports over TLS with a token of its own from each of 5,000 simulated sidecars. All of it
-shares the machine, so the times are those of a control plane that is short of CPU.
+kwok simulates the kubelets. API server, Job controller, webhook over TLS and the controller with the rights of the
+chart are real. Each of 5,000 simulated sidecars sends its reports over TLS with a separate token. All processes share
+the machine, so the times are those of a control plane that is short of CPU.
 
-It measures and reports; only the audit log is a verdict: one write to an object of the users' fails the run. About ten
-minutes on two cores.
+Times do not fail the run. One write to an object of a user in the audit log does. The run takes about ten minutes on
+two cores.
     bench/fleet.py                        5,000 pods
     bench/fleet.py --pods 500             a tenth as many, for trying it out
     bench/fleet.py --sizes 5              1,000 runs of five pods
-    bench/fleet.py --metadata-only ...    pods without a spec, of Jobs that nobody controls
+    bench/fleet.py --metadata-only ...    pods without a spec, of Jobs without a controller
 """
 
 from __future__ import annotations

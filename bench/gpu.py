@@ -2,7 +2,7 @@
 
 Tables, their state and the dense parameters are on the device; stores and caches are in memory (/dev/shm), so that
 no disk is measured. All checkpointers save the same live state, in one run and in turns. A stall is the time the
-training thread waits with none of its own work queued on the device. For a save that is due by time, the queue is
+training thread waits with no work of this process queued on the device. For a save that is due by time, the queue is
 drained first, and the stall includes that drain.
 
     by hand      `save()` right after a step, when the device has finished it

@@ -336,7 +336,7 @@ class CommittedSnapshot:
     """The PUTs of indexes among them."""
     committed_by: str = ""
     waited_s: float = 0.0
-    """From the last part until every pod knows of the commit."""
+    """From the last part until every pod has received the commit."""
     first_s: float = 0.0
     """Real seconds of work of rank 0's pod, when it finishes last."""
     packs: int = 0

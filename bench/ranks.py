@@ -218,7 +218,7 @@ def run(*, quick: bool = False, scale: RankScale | None = None) -> dict[str, Any
         "layout_made_s": made_s,
         "attempt_opened_s": opened_s,
         "opening": opening,
-        "snapshots": [asdict(snapshot_id) for snapshot_id in snapshots],
+        "snapshots": [asdict(each) for each in snapshots],
         "reading": reading,
         "ranks_met_by_another_world": len(met),
         "month": month,

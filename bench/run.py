@@ -1,10 +1,10 @@
-"""`make bench`: every bench module in turn, one table, and out/bench.json. It measures and reports; it never asserts.
+"""`make bench`: every bench module in turn, one table, and out/bench.json. A missed bar does not fail it.
 
 A bench module has `run(quick=...) -> dict`; what it returns goes into bench.json under the module's name. Under
 "rows" it may list rows for the table: dicts with `what`, `ours`, `unit`, `peer`, `theirs`, `ratio`, `bar` (of the
-design) and `met` (None: no bar). A module that fails stands in the result with its error, and the others still run.
+design) and `met` (None: no bar). The result has the error of a module that fails, and the other modules still run.
 
-Torch computes on one thread, for everybody: a second core is the sidecar's or the peers' own threads'.
+Torch computes on one thread for all checkpointers. A second core is for the sidecar or for threads of the peers.
 
     bench/run.py                        everything that measures this machine, in full
     bench/run.py --quick                a smoke test, for CI

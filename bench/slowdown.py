@@ -226,14 +226,14 @@ def _our_round(
     snapshots, commits = ckpt.stats.snapshots, ckpt.stats.commits
     loop.step(ckpt.step)
     steps = RoundSteps(loop, lambda: time.process_time() + others(), ckpt.step)
-    begun, cut = time.perf_counter(), 0
+    begun, snapshot_at = time.perf_counter(), 0
     while ckpt.stats.commits == commits:
         steps.step()
-        if not cut and ckpt.stats.snapshots > snapshots:
-            cut = len(steps.seconds)
+        if not snapshot_at and ckpt.stats.snapshots > snapshots:
+            snapshot_at = len(steps.seconds)
         if time.perf_counter() - begun > LONGEST_S:
             raise TimeoutError(f"not durable within {LONGEST_S} s")
-    ordinary, ahead_s = cut - 1, 0.0
+    ordinary, ahead_s = snapshot_at - 1, 0.0
     while ordinary > 1 and ahead_s < lead_s:
         ordinary -= 1
         ahead_s += steps.seconds[ordinary]

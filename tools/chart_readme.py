@@ -26,11 +26,11 @@ class ReadmeError(Exception):
 
 def comment_above(lines: list[str], line: int) -> str:
     """Return the comment right above a line (counted from 0), as one line."""
-    said: list[str] = []
+    texts: list[str] = []
     while line > 0 and lines[line - 1].lstrip().startswith("#"):
         line -= 1
-        said.insert(0, lines[line].lstrip().removeprefix("#").strip())
-    return " ".join(said)
+        texts.insert(0, lines[line].lstrip().removeprefix("#").strip())
+    return " ".join(texts)
 
 
 def rows(node: yaml.MappingNode, lines: list[str], prefix: str = "") -> Iterator[str]:

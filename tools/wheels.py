@@ -1,9 +1,9 @@
-"""Builds what PyPI gets: a wheel for each architecture, for every Python from 3.11 on, and the source.
+"""Builds the files for PyPI: a wheel per architecture for Python 3.11 and later, and the source distribution.
 
-The native kernels are C for GCC. This machine's compiler makes its own wheel, `ARCH-linux-gnu-gcc` those of others;
-auditwheel looks at what came of it and gives the manylinux name that it has earned: for the oldest glibc, run this in
-a manylinux image, as .github/workflows/release.yml does. A wheel without the kernels is refused: setuptools takes them
-for optional.
+The native kernels are C for GCC. This machine's compiler builds the wheel of this architecture, `ARCH-linux-gnu-gcc`
+those of others. auditwheel checks each wheel and gives it the manylinux name of its glibc. To support the oldest glibc,
+run this script in a manylinux image, as .github/workflows/release.yml does. The kernels are optional for setuptools, so
+the script rejects a wheel without them.
 
     .venv/bin/python tools/wheels.py [--out dist] [--arch x86_64 aarch64]
 """

@@ -1,6 +1,6 @@
 """Rejects the words of words.toml: `make lint` runs it over every text file that git tracks.
 
-A word counts in prose, in strings and as a part of an identifier (`said_of`, `lastSaid`). `[left]` is how many each
+A word counts in prose, in strings and as a part of an identifier (`word_of`, `lastWord`). `[left]` is how many each
 top-level folder still has; the numbers may only shrink. `--list FOLDER` prints each place in the folder.
 """
 

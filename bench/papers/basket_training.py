@@ -44,7 +44,7 @@ TABLE_RATE, DENSE_RATE = 0.1, 0.02
 EPS = 1e-10
 TABLES = ("items", "candidates", "pairs")
 WORKERS = 2
-SHALLOW = "a shallow model of three tables of 32 columns, row-wise AdaGrad"
+SHALLOW = "a shallow model with three tables of 32 columns under row-wise AdaGrad"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

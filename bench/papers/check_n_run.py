@@ -26,7 +26,7 @@ from measuring import log_progress
 from quantizers import LOW_BITS, errors, latencies, tuned
 from store_run import BITS, POLICIES, LiveTable, SavedCheckpoint, StoreRun, cost
 
-__all__ = ["check", "measure", "page", "plot"]
+__all__ = ["check", "headlines", "measure", "page", "plot"]
 Found = dict[str, Any]
 WIDTHS = (16, 32, 64, 128)
 CHECKPOINTS = 16
@@ -59,7 +59,6 @@ def measure(quick: bool) -> Found:
         found["baskets"], trained = _baskets(Path(folder), quick=quick)
     log_progress("quantizers")
     found["quantizers"] = _quantizers(trained, quick=quick)
-    found["headlines"] = headlines(found)
     return found
 
 

@@ -8,7 +8,7 @@ The demo's training on real data under a real sidecar and a file store; every fi
     kills       SIGKILL at several instants of an interval: steps lost, against the interval and the time to durable
     order       one pass with restarts, resumed at its position and restarted under a new shuffle (`data_order`)
 
-A figure that needs the sidecar to choose an interval is reported as "not run" where it chose none.
+A figure that requires an interval of the sidecar is "not measured" where the sidecar chose none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from measuring import log_progress
 from save_costs import SaveOverhead, lost_steps, paired, timeline
 from trained_steps import CpuUsage, DecisionLog, EndlessTraining, KilledTrainer, StepTrace, neighbour
 
-__all__ = ["check", "measure", "page", "plot"]
+__all__ = ["check", "headlines", "measure", "page", "plot"]
 Found = dict[str, Any]
 GOALS = {"1 %": "overhead=1%", "3.5 %": "overhead=3.5%"}
 TIMELINE = "3.5 %"
@@ -66,11 +66,11 @@ class Size:
 FULL = Size(
     pair_rows=1 << 19, measuring_s=30, steady_s=40, blocks=5, block_s=2.0, quiet_s=25, busy_s=40, second_quiet_s=60,
     static_s=(12, 20), every_steps=80, synchronous_s=10,
-    instants=("at a cut", "just durable", "in between", "before the next"),
+    instants=("at a snapshot", "just durable", "halfway", "before the next"),
 )  # fmt: skip
 QUICK = Size(
     pair_rows=1 << 14, measuring_s=4, steady_s=1, blocks=1, block_s=0.3, quiet_s=1, busy_s=1, second_quiet_s=1,
-    static_s=(0.5, 0.5), every_steps=20, synchronous_s=0.5, instants=("at a cut", "before the next"),
+    static_s=(0.5, 0.5), every_steps=20, synchronous_s=0.5, instants=("at a snapshot", "before the next"),
 )  # fmt: skip
 
 
@@ -102,7 +102,6 @@ def measure(quick: bool) -> Found:
         log_progress("the order of the data")
         found["order"] = data_order.measure(folder, quick=quick)
     found["machine"] = machine.found()
-    found["headlines"] = headlines(found)
     return found
 
 
@@ -134,7 +133,7 @@ class Arm:
         return True
 
     def share(self, begin: int, end: int) -> Found:
-        """Return the cost of saves between two steps, what a death there would lose, and how long the saves took."""
+        """Return cost and durations of the saves between two steps, and the steps that a failure there would lose."""
         trace = self.trace
         lost = lost_steps(len(trace.seconds), trace.saves)
         inside = lost[-(len(trace.seconds) - begin) :][: end - begin] if lost else []
@@ -286,13 +285,13 @@ def _phases(arm: Arm, lasting_s: tuple[float, float, float]) -> Found:
             | arm.share(first, end)
             | {"later": arm.share(half, end)}
         )
-    cuts = [save.cut for save in trace.saves if save.cut >= begin]
+    snapshots = [save.snapshot for save in trace.saves if save.snapshot >= begin]
     return {
         "phases": phases,
         "windows": timeline(trace.seconds, trace.saves, max(lasting_s) / 8, begin=begin),
         "gaps": [
             {"at_s": trace.ended_s[then] - began_s, "seconds": trace.ended_s[then] - trace.ended_s[now]}
-            for now, then in pairwise(cuts)
+            for now, then in pairwise(snapshots)
         ],
         "decisions": [each | {"at_s": each["at_s"] - began_s} for each in arm.decisions.read()],
     }
@@ -302,7 +301,7 @@ def _phases(arm: Arm, lasting_s: tuple[float, float, float]) -> Found:
 
 
 def _kills(folder: Path, size: Size) -> Found:
-    """Kill several lives of one run by SIGKILL at an instant; the next life reports what was lost."""
+    """Kill several trainers of one run by SIGKILL at an instant; the next one reports what it restored."""
     from ours import SidecarServer
     from peers import StoreLocation
 
@@ -326,16 +325,18 @@ def _kills(folder: Path, size: Size) -> Found:
 
 
 def _steps_since_snapshot(record: Any) -> int:
-    steps: int = record.get("step") - record.get("cut")
+    steps: int = record.get("step") - record.get("snapshot_step")
     return steps
 
 
 INSTANTS: dict[str, Callable[[int], Callable[[Any], bool]]] = {
-    "at a cut": lambda _: lambda record: record.get("cuts") > record.get("commits"),
+    "at a snapshot": lambda _: lambda record: record.get("snapshots") > record.get("commits"),
     "just durable": lambda every: (
-        lambda record: record.get("cuts") == record.get("commits") and _steps_since_snapshot(record) < every
+        lambda record: (
+            record.get("snapshots") == record.get("commits") and _steps_since_snapshot(record) < every
+        )
     ),
-    "in between": lambda every: lambda record: _steps_since_snapshot(record) >= every // 2,
+    "halfway": lambda every: lambda record: _steps_since_snapshot(record) >= every // 2,
     "before the next": lambda every: lambda record: _steps_since_snapshot(record) >= every - 3,
 }
 """By position in an interval of `n` steps: whether a record is at that instant."""
@@ -346,11 +347,11 @@ def summarize_kill(record: dict[str, int]) -> Found:
 
     A save in flight and the current interval count with their length at the kill.
     """
-    last, cut = record["step"], record["cut"]
-    flight = last - cut if record["cuts"] > record["commits"] else 0
+    last, snapshot_step = record["step"], record["snapshot_step"]
+    flight = last - snapshot_step if record["snapshots"] > record["commits"] else 0
     longest_flight = max(record["longest_flight"], flight)
-    longest_gap = max(record["longest_gap"], last - cut)
+    longest_gap = max(record["longest_gap"], last - snapshot_step)
     return {
-        "last": last, "durable": record["committed"], "cuts": record["cuts"], "commits": record["commits"],
+        "last": last, "durable": record["committed"], "snapshots": record["snapshots"], "commits": record["commits"],
         "interval": longest_gap, "flight": longest_flight, "promise": longest_gap + longest_flight,
     }  # fmt: skip

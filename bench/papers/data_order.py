@@ -1,7 +1,7 @@
 """Part 3, CheckFreq: one pass over real data with restarts, and which samples it trains on.
 
 - *whole*: uninterrupted;
-- *resumed*: ended several times, and resumed by a Checkpointer that knows the loader's position: the same pass;
+- *resumed*: ended several times, and resumed by a Checkpointer with the loader's position: the same pass;
 - *shuffled*: restored at the same steps, into a loader that restarts under another shuffle: an epoch that loses its
   position, as CheckFreq's authors found it in the loaders of their time.
 """
@@ -23,11 +23,11 @@ Found = dict[str, Any]
 BATCH = 256
 PAIR_ROWS = 1 << 16
 STEPS_AFTER_SAVE = 10
-"""Steps between the last save and the death of a life: they are trained again."""
+"""Steps between a save and the end of the process: they are trained again."""
 
 
 class _TrainingKilled(Exception):
-    """Ends a life."""
+    """Ends a training process."""
 
 
 def measure(folder: Path, *, quick: bool) -> Found:
@@ -191,12 +191,12 @@ def headlines(found: Found) -> list[Found]:
     equal = resumed["losses_equal"] and resumed["samples_equal"]
     return [
         {
-            "what": f"CheckFreq, one pass with {found['restarts']} restarts: every sample once",
-            "paper": "its iterator keeps it so",
-            "ours": f"{resumed['twice']} twice, {resumed['never']} never"
-            + (", losses equal to the bit" if equal else ", other losses"),
+            "what": f"CheckFreq: one pass with {found['restarts']} restarts trains on every sample once",
+            "paper": "yes, by its iterator",
+            "ours": f"{resumed['twice']} samples twice, {resumed['never']} never"
+            + (", losses bit-identical" if equal else ", other losses"),
             "met": equal and not resumed["twice"] and not resumed["never"],
-            "why": "the pass is another one than the uninterrupted one",
+            "why": "the resumed pass differs from the uninterrupted one",
         }
     ]
 
@@ -214,7 +214,7 @@ def check(found: Found) -> list[str]:
             wrong.append(f"{name} pass: {run['twice']} samples twice, {run['never']} never")
     for run in [resumed, *found["shuffled"]]:
         if run["restored"] != found["saved_at"]:
-            wrong.append(f"restarts came back to steps {run['restored']}, saved were {found['saved_at']}")
+            wrong.append(f"restarts restored steps {run['restored']}, saved were {found['saved_at']}")
     wrong += [
         f"seed {run['seed']}: a pass with another shuffle at each restart saw every sample once"
         for run in found["shuffled"]
@@ -227,28 +227,26 @@ def page(found: Found) -> str:
     mean, error = change(found)
     rows = [
         _row("uninterrupted", found["whole"][0], found),
-        _row("resumed where it was", found["resumed"], found),
+        _row("resumed at its position", found["resumed"], found),
         *(_row(f"a new shuffle, seed {run['seed']}", run, found) for run in found["shuffled"]),
     ]
     resumed = found["resumed"]
     equal = resumed["losses_equal"] and resumed["samples_equal"]
-    said = (
-        f"One pass over {found['samples']:,} samples of real baskets in {found['steps']:,} steps of "
-        f"{found['batch']} (order: {found['sampler']}), ended {STEPS_AFTER_SAVE} steps after each of "
-        f"{found['restarts']} saves. "
-        f"Resumed with the loader's position the pass {'is' if equal else '**is not**'} the uninterrupted "
-        f"one: the same samples, and losses {'equal' if equal else 'unequal'} to the bit. Restored at the same "
-        "steps into a loader that begins anew, as with a loader that knows no position, it trains on some "
-        f"samples twice and on others never, and its held-out loss changes by {mean:+.2%}"
-        f"{'' if error is None else f' +- {error:.2%}'} over {len(found['shuffled'])} paired seeds of the same "
-        f"initial values ({found['held_out']:,} held-out samples). The paper reports lost accuracy "
-        "for image models that restart so within an epoch; here one pass is all the training there is."
+    text = (
+        f"One pass over {found['samples']:,} samples of the baskets has {found['steps']:,} steps of {found['batch']} "
+        f"(order: {found['sampler']}). An exception ends it {STEPS_AFTER_SAVE} steps after each of "
+        f"{found['restarts']} saves. Resumed at the loader's position, it {'equals' if equal else '**differs from**'} "
+        "the uninterrupted pass: "
+        f"{'the same samples and bit-identical losses' if equal else 'other samples or losses'}. With a loader that "
+        "starts a new shuffle at each restart, it trains on some samples twice and on others never. Its held-out "
+        f"loss then changes by {mean:+.2%}{'' if error is None else f' ± {error:.2%}'} over {len(found['shuffled'])} "
+        f"paired seeds ({found['held_out']:,} held-out samples)."
     )
     return "\n\n".join(
         [
-            "## CheckFreq: the order of the data",
-            said,
-            table(["", "samples twice", "never", "held-out loss", "against uninterrupted"], rows),
+            "### The order of the data",
+            text,
+            table(["", "samples twice", "never", "held-out loss", "change"], rows),
         ]
     )
 

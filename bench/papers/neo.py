@@ -44,7 +44,6 @@ def measure(quick: bool) -> Found:
         found["resume"] = _resume(Path(folder), quick=quick)
         log_progress("other shardings")
         found["shardings"] = _shardings(Path(folder), quick=quick)
-    found["headlines"] = _headlines(found)
     return found
 
 
@@ -195,14 +194,14 @@ def _trained(
 def _hash(model: Any, optimizers: list[Any]) -> str:
     import torch
 
-    said = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
     for name, value in model.state_dict().items():
-        said.update(name.encode() + value.numpy().tobytes())
+        digest.update(name.encode() + value.numpy().tobytes())
     for optimizer in optimizers:
         for number, state in optimizer.state_dict()["state"].items():
             for key, value in sorted(state.items()):
-                said.update(f"{number} {key}".encode() + value.numpy().tobytes())
-    return said.hexdigest()
+                digest.update(f"{number} {key}".encode() + value.numpy().tobytes())
+    return digest.hexdigest()
 
 
 # Shardings
@@ -233,11 +232,11 @@ def _shardings(folder: Path, *, quick: bool) -> Found:
     if done.returncode:
         raise RuntimeError(f"ranks ended with {done.returncode}: {done.stderr[-3000:]}")
     pairs = []
-    said = {name: f"{sharding}, {world}" for what, name, sharding, world, _ in stages if what == "save"}
+    plans = {name: f"{sharding}, {world}" for what, name, sharding, world, _ in stages if what == "save"}
     for what, name, sharding, world, source in stages:
         if what == "restore":
             was, now = gathered(work, source), gathered(work, name)
-            pairs.append({"saved": said[source], "restored": f"{sharding}, {world}"} | compared(was, now))
+            pairs.append({"saved": plans[source], "restored": f"{sharding}, {world}"} | compared(was, now))
     return {"tables": BAGS, "columns": COLUMNS, "pairs": pairs}
 
 
@@ -285,7 +284,7 @@ def compared(was: dict[str, np.ndarray], now: dict[str, np.ndarray]) -> Found:
 # Claims
 
 
-def _headlines(found: Found) -> list[Found]:
+def headlines(found: Found) -> list[Found]:
     stored = found["bytes"]["stored"]
     naive = _terabytes(stored["fp32"]["fp32"]["AdaGrad"])
     encoding = "fp16" if "fp16" in stored else "q4"
@@ -295,26 +294,25 @@ def _headlines(found: Found) -> list[Found]:
     equal = [pair for pair in pairs if pair["weights_equal"]]
     return [
         {
-            "what": f"Neo, state of 12 T weights, row-wise AdaGrad and {encoding} weights against AdaGrad "
-            "and fp32",
-            "paper": f"{PAPER_TB[0]:.0f} to about {PAPER_TB[1]:.0f} TB",
-            "ours": f"{naive:.0f} to {lean:.1f} TB in the store; "
-            f"{_terabytes(stored[fewest]['fp32']['row-wise AdaGrad']):.1f} TB at {fewest}",
+            "what": f"Neo: state of 12 T weights, fp32 with AdaGrad against {encoding} with row-wise AdaGrad",
+            "paper": f"{PAPER_TB[0]:.0f} TB, about {PAPER_TB[1]:.0f} TB",
+            "ours": f"{naive:.0f} TB, {lean:.1f} TB in the store "
+            f"({_terabytes(stored[fewest]['fp32']['row-wise AdaGrad']):.1f} TB at {fewest})",
             "met": lean <= PAPER_TB[1] * 1.1,
             "why": "scales of quantized rows, and 4 bytes of state",
         },
         {
-            "what": "Neo, exact row-wise AdaGrad: updates are deterministic, a resumed training is the same",
-            "paper": "bit for bit",
-            "ours": f"resumed at step {resume['resumed_at']}, equal to the bit at step {resume['steps']}"
+            "what": "Neo: a training resumed with exact row-wise AdaGrad is deterministic",
+            "paper": "bit-identical",
+            "ours": f"bit-identical at step {resume['steps']}, resumed at step {resume['resumed_at']}"
             if resume["uninterrupted"] == resume["resumed"]
             else "another state",
             "met": resume["uninterrupted"] == resume["resumed"],
             "why": "the state at the end differs",
         },
         {
-            "what": "Neo, tables by row, by column and whole, on other numbers of ranks",
-            "paper": "sharding is planned anew",
+            "what": "Neo: tables sharded by row, by column or whole restore on other numbers of ranks",
+            "paper": "a new sharding plan per job",
             "ours": f"{len(equal)} of {len(pairs)} pairs of plans restore equal rows",
             "met": len(equal) == len(pairs),
             "why": "rows differ",
@@ -356,24 +354,36 @@ def check(found: Found) -> list[str]:
 
 
 def page(found: Found) -> str:
+    stored = found["bytes"]["stored"]
+    sizes = ", ".join(
+        f"{_terabytes(stored[encoding]['fp32']['row-wise AdaGrad']):.1f} TB at {encoding}"
+        for encoding in ("fp16", "q8", "q2")
+        if encoding in stored
+    )
+    naive = f"{_terabytes(stored['fp32']['fp32']['AdaGrad']):.1f} TB at fp32 under AdaGrad"
     return "\n\n".join(
         [
-            "## Neo: optimizer state",
+            "## Neo",
             (
-                f"Stored bytes of a row of {ROW_COLUMNS} columns, row ids and headers of frames included, in a "
-                "checkpoint of one model that a `deltashard.Checkpointer` saved: "
-                f"a table of {found['bytes']['rows']:,} rows under each optimizer, every row trained once. "
-                "Measured from the index of that checkpoint, and "
-                "held by CI to what the format says. Row-wise state is always exact; bf16 narrows state by "
-                "weight."
+                "Neo trains models of up to 12 T weights. For checkpoints this requires little optimizer state, "
+                "deterministic resumption and restores under another sharding."
             ),
-            _bytes_table(found["bytes"]["stored"]),
-            f"A model of 12 T weights in rows of {ROW_COLUMNS} (extrapolated: these bytes, times its rows):",
-            _terabytes_table(found["bytes"]["stored"]),
-            "![stored bytes of a row](papers/neo_bytes.svg)",
-            "## Neo: bit-exact resume",
+            "### Bytes of optimizer state",
+            (
+                f"One model has a table of {found['bytes']['rows']:,} rows of {ROW_COLUMNS} columns under each "
+                "optimizer and trains every row once. The table shows the stored bytes per row, with row ids and "
+                "frame headers, from the index of its checkpoint. CI compares them with the format. Row-wise state is "
+                "always exact; bf16 applies to state per weight."
+            ),
+            _bytes_table(stored),
+            "![stored bytes per row](papers/neo_bytes.svg)",
+            (
+                f"Extrapolated to 12 T weights in rows of {ROW_COLUMNS}, with fp32 state: {naive}; under row-wise "
+                f"AdaGrad {sizes}."
+            ),
+            "### Bit-identical resumption",
             _of_resume(found["resume"]),
-            "## Neo: other shardings",
+            "### Other shardings",
             _of_shardings(found["shardings"]),
             _pairs_table(found["shardings"]["pairs"]),
         ]
@@ -389,59 +399,48 @@ def _bytes_table(stored: Found) -> str:
     return table(["bytes a row", *STATE_VALUES], rows)
 
 
-def _terabytes_table(stored: Found) -> str:
-    rows = [
-        [
-            f"weights {encoding}, state {state}",
-            *(f"{_terabytes(by_optimizer[name]):.1f} TB" for name in STATE_VALUES),
-        ]
-        for encoding, by_state in stored.items()
-        for state, by_optimizer in by_state.items()
-    ]
-    return table(["", *STATE_VALUES], rows)
-
-
 def _of_resume(of: Found) -> str:
     equal = of["uninterrupted"] == of["resumed"]
     return (
-        f"The demo's model (pairs: {of['pairs'][0]:,} rows of {of['pairs'][1]}) under exact row-wise "
-        "AdaGrad, duplicates of a row summed before its accumulator sees them, "
-        "and Adam for the dense half, with dropout and random negatives. It was saved in fp32 at step "
-        f"{of['saved_at']} and ended by an exception at step {of['died_at']}; a new "
-        f"model of other initial values and another seed restored step {of['resumed_at']} through a new "
-        f"`Checkpointer` and trained on to step {of['steps']}. "
-        f"SHA-256 of all parameters, all optimizer state and torch's generator: `{of['resumed'][:16]}`, "
-        f"{'that of' if equal else 'not that of'} the training that was never interrupted "
-        f"(`{of['uninterrupted'][:16]}`); losses of the steps between "
-        f"{'are equal, too' if of['losses_equal'] else 'differ'}. Trainings killed by SIGKILL, under "
-        "each optimizer: `tests/programs/test_cases.py`."
+        f"The demo's model (pairs: {of['pairs'][0]:,} rows of {of['pairs'][1]} columns) trains with dropout and random "
+        "negatives, its tables under exact row-wise AdaGrad and its dense parameters under Adam. It is saved in fp32 "
+        f"at step {of['saved_at']} and interrupted at step {of['died_at']}. A new model with other initial values and "
+        f"another seed restores step {of['resumed_at']} and trains to step {of['steps']}. The SHA-256 over all "
+        f"parameters, optimizer state and torch's generator is then `{of['resumed'][:16]}`, which "
+        f"{'equals' if equal else 'differs from'} the uninterrupted training (`{of['uninterrupted'][:16]}`). The "
+        f"losses of the steps in between are {'equal' if of['losses_equal'] else 'different'} too. "
+        "`tests/programs/test_cases.py` covers kills by SIGKILL under each optimizer."
     )
 
 
 def _of_shardings(of: Found) -> str:
     tables = ", ".join(f"{rows:,}" for rows in of["tables"].values())
     return (
-        f"Real TorchRec on CPUs, one process a rank over gloo: tables of {tables} rows of {of['columns']} "
-        "columns with fused exact row-wise AdaGrad, trained for three steps and "
-        "saved after two of them (a baseline and an increment) in one sharding, restored in another into "
-        "a model of other values, and compared cell by cell. "
-        "Where a table is split by columns each shard has an accumulator of its own: from there on the "
-        "whole one is their mean, weighted by columns, and its difference is "
-        "that of rounding such a mean. All shardings at two and four ranks, host-wise ones too: "
-        "`tests/integration/trainer/ranks/test_sharded_group.py`."
+        f"TorchRec on CPUs, with one process per rank over gloo, trains tables of {tables} rows of {of['columns']} "
+        "columns with fused exact row-wise AdaGrad. It saves after two of three steps (a baseline and an increment) "
+        "in one sharding, restores in another into a model with other values, and compares every cell. A table split "
+        "by columns has one accumulator per shard; a restore in another sharding uses their mean, weighted by "
+        "columns, which is rounded. `tests/integration/trainer/ranks/test_sharded_group.py` covers all shardings on "
+        f"two and four ranks. {_restored_rows(of['pairs'])} The table shows the accumulators; the number after a "
+        "sharding is its ranks:"
     )
 
 
+def _restored_rows(pairs: list[Found]) -> str:
+    wrong = [f"{pair['saved']} restored as {pair['restored']}" for pair in pairs if not pair["weights_equal"]]
+    if wrong:
+        return f"**Rows differ** for {'; '.join(wrong)}."
+    return f"All {pairs[0]['rows']:,} rows are equal for every pair."
+
+
 def _pairs_table(pairs: list[Found]) -> str:
+    restored = list(dict.fromkeys(pair["restored"] for pair in pairs))
+    state = {(pair["saved"], pair["restored"]): pair["state"] for pair in pairs}
     rows = [
-        [
-            f"{pair['saved']} -> {pair['restored']}",
-            f"{pair['rows']:,} {'equal' if pair['weights_equal'] else '**not equal**'}",
-            "equal" if pair["state"] == 0 else f"within {pair['state']:.1e}",
-        ]
-        for pair in pairs
+        [saved, *("equal" if state[saved, to] == 0 else f"within {state[saved, to]:.1e}" for to in restored)]
+        for saved in dict.fromkeys(pair["saved"] for pair in pairs)
     ]
-    return table(["sharding, ranks", "rows", "accumulators"], rows)
+    return table(["saved as; restored as", *restored], rows)
 
 
 def plot(found: Found, folder: Path) -> None:
@@ -459,5 +458,5 @@ def plot(found: Found, folder: Path) -> None:
             )  # fmt: skip
         ax.set_xticks(range(len(STATE_VALUES)), list(STATE_VALUES))
         ax.grid(axis="x", visible=False)
-        ax.set_ylabel(f"stored bytes of a row, D = {ROW_COLUMNS}")
+        ax.set_ylabel(f"stored bytes per row, D = {ROW_COLUMNS}")
         ax.legend(frameon=False, fontsize=7, ncols=2)

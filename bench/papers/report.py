@@ -13,12 +13,12 @@ from typing import Any
 
 HEAD = """# The papers, measured
 
-Four systems claim what this project sets out to do, and this page holds their claims against it: Check-N-Run (Eisenman
-et al., NSDI 2022), CheckFreq (Mohan et al., FAST 2021), CPR (Maeng et al., MLSys 2021) and Neo (Mudigere et al., ISCA
-2022). `make papers` computes every figure here anew and writes this page; each section says how its figures were
-measured. All of them are in [measured/papers.json](measured/papers.json).
+deltashard builds on four papers: Check-N-Run (Eisenman et al., NSDI 2022), CheckFreq (Mohan et al., FAST 2021), CPR
+(Maeng et al., MLSys 2021) and Neo (Mudigere et al., ISCA 2022). This page compares their claims with measurements of
+deltashard. `make papers` repeats all measurements and writes this page. [papers.json](measured/papers.json) contains
+all figures, including the ones that this page leaves out. *The baskets* are the real shopping baskets of the demo (the
+Online Retail data set). D is the number of columns of a row.
 """
-
 
 LINE = 150
 VERBATIM_PREFIXES = ("|", "#", "!", "    ")
@@ -33,7 +33,7 @@ def write(found: Mapping[str, Any], parts: Mapping[str, ModuleType], docs: Path)
     for name, part in parts.items():
         record = found["parts"][name]
         if "found" not in record:
-            sections.append(f"## {name}\n\nIt could not be measured: `{record['error']}`")
+            sections.append(f"## {name}\n\nThe measurement failed: `{record['error']}`")
             continue
         if hasattr(part, "plot"):
             with _style():
@@ -41,7 +41,7 @@ def write(found: Mapping[str, Any], parts: Mapping[str, ModuleType], docs: Path)
         sections.append(wrapped(part.page(record["found"]).strip()))
     page = docs / "papers.md"
     page.write_text(
-        "\n".join([HEAD, wrapped(measured(found)), "", headlines(found, parts), "", *spaced(sections)])
+        "\n".join([HEAD, headlines(found, parts), "", wrapped(measured(found)), "", *spaced(sections)])
     )
     (docs / "measured" / "papers.json").write_text(rows(found) + "\n")
     return page
@@ -62,28 +62,30 @@ def rows(value: Any, indent: str = "") -> str:
 def measured(found: Mapping[str, Any]) -> str:
     on = found["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in on["versions"].items())
-    took = "; ".join(
-        f"{name} {record['date']}, {record['took_s']:.0f} s" for name, record in found["parts"].items()
+    took = ", ".join(
+        f"{name} {record['date']} ({record['took_s']:.0f} s)" for name, record in found["parts"].items()
     )
     return (
-        f"Measured by `{found['command']}` on {on['cores']} cores of {on['cpu']} (load {on['load']} when "
-        "it began), "
-        f"Python {on['python']}, {versions}. Parts: {took}."
+        f"Machine: {on['cores']} cores of {on['cpu']}, load average {on['load']} at the start, Python {on['python']}, "
+        f"{versions}. Parts of the bench: {took}."
     )
 
 
 def headlines(found: Mapping[str, Any], parts: Mapping[str, ModuleType]) -> str:
-    lines = ["| | the paper | ours | |", "|---|---|---|---|"]
-    for name in parts:
-        for row in found["parts"][name].get("found", {}).get("headlines", ()):
-            said = {True: "met", False: f"**missed**: {row.get('why', '')}", None: row.get("why", "")}
-            lines.append(f"| {row['what']} | {row['paper']} | {row['ours']} | {said[row['met']]} |")
+    lines = ["| Claim | Paper | deltashard | Result |", "|---|---|---|---|"]
+    for name, part in parts.items():
+        record = found["parts"][name]
+        for row in part.headlines(record["found"]) if "found" in record else ():
+            result = {True: "reached", False: "**not reached**", None: "not decided"}[row["met"]]
+            result = "**partly reached**" if row.get("partly") else result
+            result += "" if result == "reached" else f": {row['why']}"
+            lines.append(f"| {row['what']} | {row['paper']} | {row['ours']} | {result} |")
     return "\n".join(lines)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
+    first, *lines = ["| " + " | ".join(row) + " |" for row in [head, *rows]]
+    return "\n".join([first, "|---" + "|---:" * (len(head) - 1) + "|", *lines])
 
 
 def wrapped(text: str) -> str:

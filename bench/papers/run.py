@@ -1,22 +1,23 @@
-"""`make papers`: what the four papers claim, measured on what this project made of them; docs/papers.md comes of it.
+"""`make papers`: measures the claims of four papers with deltashard and writes docs/papers.md.
 
 A part is a module of this folder, named in `PARTS`:
 
-    measure(quick) -> dict     all its figures, JSON-able, computed in this run
-    page(found) -> str         its section of the page, Markdown that begins with "## "
-    check(found) -> list       what must hold whatever the machine and does not, as sentences; never timings
-    plot(found, folder)        optional: pictures, SVG files of its own names in `folder`
+    measure(quick) -> dict     measures all figures of the part, as JSON values
+    headlines(found) -> list   rows for the verdict table at the top of the page
+    page(found) -> str         the part's section of the page, Markdown that begins with "##"
+    check(found) -> list       sentences about violated orders that hold on every machine; never timings
+    plot(found, folder)        optional: writes pictures into `folder` as SVG
 
-Under "headlines" a part's figures may list rows for the table at the top of the page: dicts with `what`, `paper` and
-`ours` (text), `met` (True, False, or None where nothing can be said) and `why` (text, when it is not met). A part that
-fails stands in the result with its error, and the others still run. 1 is returned if one failed or an order does not
-hold.
+A headline is a dict: `what`, `paper` and `ours` (text), `met` (True, False, or None if the figures do not decide),
+optionally `partly` (True if only some of the figures reach the claim) and `why` (text, unless the claim is reached).
+The result records the error of a part that fails, and the other parts still run. The exit status is 1 if a part failed
+or an order is violated.
 
     bench/papers/run.py                        all parts in full: 15 minutes on two idle cores; writes docs/papers.md
-    bench/papers/run.py --quick                small, for CI: does it run, and do the orders hold; writes no page
+    bench/papers/run.py --quick                small, for CI: runs every part, checks the orders, writes no page
     bench/papers/run.py --only check_n_run,neo
-                                               only these; what --out has of the others stays, and the page has it
-    bench/papers/run.py --page                 measures nothing: the page anew, of what --out has
+                                               only these parts; the others keep their figures from --out
+    bench/papers/run.py --page                 writes the page from the figures in --out, without measuring
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main() -> int:
     parser.add_argument("--only", help=f"some of {','.join(PARTS)}")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "papers.json")
     parser.add_argument(
-        "--page", action="store_true", help="measure nothing, write the page of what --out has"
+        "--page", action="store_true", help="write the page from the figures in --out, without measuring"
     )
     args = parser.parse_args()
     if args.page:
@@ -96,8 +97,8 @@ def main() -> int:
         record["took_s"] = time.monotonic() - begun
         parts[name] = record
         print(f"{name}: {record['took_s']:.0f} s", flush=True)
-        for row in record.get("found", {}).get("headlines", ()):
-            print(f"  {row['what']}: {row['ours']} ({row['paper']} in the paper){_format_met(row['met'])}")
+        for row in part.headlines(record["found"]) if "found" in record else ():
+            print(f"  {row['what']}: {row['ours']} (paper: {row['paper']}){_format_met(row['met'])}")
     del os.environ["XDG_CACHE_HOME"]
     os.environ |= {} if before is None else {"XDG_CACHE_HOME": before}
     caches.cleanup()
@@ -146,7 +147,7 @@ def _command() -> str:
 
 
 def _format_met(met: bool | None) -> str:
-    return {True: ": met", False: ": MISSED", None: ""}[met]
+    return {True: ": reached", False: ": NOT REACHED", None: ""}[met]
 
 
 if __name__ == "__main__":

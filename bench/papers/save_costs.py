@@ -1,9 +1,9 @@
 """What saves cost a training, computed from the duration of its steps and the times of saves. Pure.
 
 A save's *window* is from shortly before its snapshot (`LEAD_S`: rows may be copied ahead) to the step at whose end the
-trainer knew it durable. All other steps are *quiet*. Its cost is what the window took beyond as many quiet steps, by
-the mean of as many right before it as right after it: a drift of the machine's speed cancels out. It may be negative:
-noise that is clipped at zero would add up to a cost.
+trainer had received the commit. All other steps are *quiet*. The cost is the extra time of the window over as many
+quiet steps, by the mean of as many right before it as right after it: a drift of the machine's speed cancels out. The
+cost may be negative: noise that is clipped at zero would add up to a cost.
 
     overhead = costs of all saves / seconds of all steps without them
 """
@@ -27,7 +27,8 @@ MIN_QUIET_STEPS = 4
 class TimedSave:
     """A save by indices of steps, from 0."""
 
-    cut: int
+    snapshot: int
+    """The step in which the snapshot is taken."""
     durable: int | None = None
     """The step at whose end the save was known durable; None: never."""
 
@@ -54,10 +55,10 @@ class SaveOverhead:
         cls, seconds: Sequence[float], saves: Sequence[TimedSave], begin: int, end: int
     ) -> SaveOverhead:
         """Summarize the saves whose snapshot is in steps `begin` to `end` (exclusive)."""
-        told = costs(seconds, saves)
-        inside = [number for number, save in enumerate(saves) if begin <= save.cut < end]
-        known = [cost for number in inside if (cost := told[number]) is not None]
-        snapshots = [saves[number].cut for number in inside]
+        cost_of = costs(seconds, saves)
+        inside = [number for number, save in enumerate(saves) if begin <= save.snapshot < end]
+        known = [cost for number in inside if (cost := cost_of[number]) is not None]
+        snapshots = [saves[number].snapshot for number in inside]
         total_s = sum(seconds[begin:end])
         overhead = error = None
         if known:
@@ -88,16 +89,16 @@ def windows(seconds: Sequence[float], saves: Sequence[TimedSave]) -> list[tuple[
     found = []
     free = 0
     for number, save in enumerate(saves):
-        following = saves[number + 1].cut if number + 1 < len(saves) else len(seconds)
+        following = saves[number + 1].snapshot if number + 1 < len(saves) else len(seconds)
         # The next snapshot may be at the boundary where this save is known durable.
         end = following if save.durable is None else min(save.durable + 1, following)
-        first, lead_s = save.cut, 0.0
-        least = save.cut - int((save.cut - free) * LEAD_SHARE)
+        first, lead_s = save.snapshot, 0.0
+        least = save.snapshot - int((save.snapshot - free) * LEAD_SHARE)
         while first > least and lead_s < LEAD_S:
             first -= 1
             lead_s += seconds[first]
-        found.append((first, max(end, save.cut + 1)))
-        free = max(end, save.cut + 1)
+        found.append((first, max(end, save.snapshot + 1)))
+        free = max(end, save.snapshot + 1)
     return found
 
 
@@ -129,9 +130,9 @@ def costs(seconds: Sequence[float], saves: Sequence[TimedSave]) -> list[float | 
 
 
 def lost_steps(steps: int, saves: Sequence[TimedSave]) -> list[int]:
-    """Return the steps lost by a death after each of `steps` steps, from the first durable save on."""
+    """Return the steps lost by a failure after each of `steps` steps, from the first durable save on."""
     found = []
-    known = sorted((save.durable, save.cut) for save in saves if save.durable is not None)
+    known = sorted((save.durable, save.snapshot) for save in saves if save.durable is not None)
     newest, at = -1, 0
     for step in range(steps):
         while at < len(known) and known[at][0] <= step:

@@ -124,10 +124,10 @@ class StoreRun:
         else:
             covers, rows = known.newest, [np.flatnonzero(marks) for marks in self._since_commit]
         before = self.store.put_bytes
-        said = {}
+        metadata = {}
         if covers is not None and self.policy != "consecutive":
-            said[INCREMENTS_KEY] = increments_text(known, covers)
-        entry = self._commit(rows, covers, said)
+            metadata[INCREMENTS_KEY] = increments_text(known, covers)
+        entry = self._commit(rows, covers, metadata)
         for marks in (*self._since_commit, *(self._since_baseline if covers is None else ())):
             marks[:] = False
         append_retirement(self.log, Retention(keep_last=self.keep_last))
@@ -154,13 +154,13 @@ class StoreRun:
     def _commit(
         self, rows: Sequence[np.ndarray | range], covers: int | None, metadata: Mapping[str, str]
     ) -> Checkpoint:
-        cut = len(self.saved) + 1
+        number = len(self.saved) + 1
         schemas = tuple(table.schema for table in self.tables)
         boxes = tuple(
             Box(table=s.fqn, row_start=0, row_stop=s.rows, col_start=0, col_stop=s.columns) for s in schemas
         )
         target = PartTarget(
-            run=RUN, attempt=self.attempt, cut=cut, step=cut, rank=0, token=new_token(), tables=schemas,
+            run=RUN, attempt=self.attempt, snapshot_id=number, step=number, rank=0, token=new_token(), tables=schemas,
             boxes=boxes, covers=covers,
         )  # fmt: skip
         options = EncodeOptions(encoding=ENCODINGS[BITS_CHOICES[self.bits]], search=self.search)
@@ -176,7 +176,7 @@ class StoreRun:
                         table.weights[where],
                         {name: values[where] for name, values in table.fields.items()},
                     )
-                    for frame in encode_row_frames(block, options, step=cut):
+                    for frame in encode_row_frames(block, options, step=number):
                         writer.add(frame)
             part = writer.finish()
         index = writer.index
@@ -186,7 +186,7 @@ class StoreRun:
             raw_bytes=index.raw_bytes, stall_s=0.0, metadata=metadata,
         )  # fmt: skip
         return commit_parts(
-            self.log, attempt=self.attempt, cut=cut, step=cut, world_size=1, reports=[report]
+            self.log, attempt=self.attempt, snapshot_id=number, step=number, world_size=1, reports=[report]
         ).entry
 
     def _chain_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """The demo's training on real data with timed steps and recorded saves; a neighbour; and a training to be killed.
 
-The killed training is forked off a process that has imported torch: its lives start at once. It trains forever and
+The killed training is forked off a process that has imported torch: each start takes little time. It trains forever and
 writes its progress into a file in memory, which survives a SIGKILL.
 """
 
@@ -23,7 +23,9 @@ import numpy as np
 from demo_training import BATCH, DemoTraining, pair_table_rows
 from save_costs import TimedSave
 
-FIELDS = ("restored", "step", "cut", "committed", "cuts", "commits", "longest_gap", "longest_flight")
+FIELDS = (
+    "restored", "step", "snapshot_step", "committed", "snapshots", "commits", "longest_gap", "longest_flight",
+)  # fmt: skip
 """Fields of a killed trainer's record, int64 each: steps, and counts of this life."""
 NEVER = -1
 _forkserver = multiprocessing.get_context("forkserver")
@@ -81,7 +83,7 @@ class StepTrace:
         """Record an event of `Checkpointer(on_event=)`, which is called within the timed step."""
         at = len(self.seconds)
         if name == "snapshot":
-            self._by_step[facts["step"]] = save = TimedSave(cut=at)
+            self._by_step[facts["step"]] = save = TimedSave(snapshot=at)
             self.saves.append(save)
             self.stalls_s.append(facts["stall_s"])
         elif name == "committed" and (found := self._by_step.get(facts["commit"].step)) is not None:
@@ -93,7 +95,7 @@ class StepTrace:
     def saved(self, seconds: float) -> None:
         """Record a save that blocked training until it was durable, in the timed step."""
         at = len(self.seconds)
-        self.saves.append(TimedSave(cut=at, durable=at))
+        self.saves.append(TimedSave(snapshot=at, durable=at))
         self.stalls_s.append(seconds)
         self.durable_s.append(seconds)
 
@@ -210,11 +212,11 @@ class TrainerRecord:
     def begin(self, restored: int) -> None:
         """Start a life after step `restored`; 0: at the beginning."""
         for name in FIELDS[1:]:
-            self.set(name, restored if name in ("step", "cut", "committed") else 0)
+            self.set(name, restored if name in ("step", "snapshot_step", "committed") else 0)
         self.set("restored", restored)  # written last: it marks the other words as valid
 
     def set(self, name: str, value: int) -> None:
-        """Write one word, atomically even if this process dies."""
+        """Write one word, atomically even if this process is killed."""
         self._values[FIELDS.index(name)] = value
 
     def get(self, name: str) -> int:
@@ -227,9 +229,9 @@ class TrainerRecord:
 
     def on_event(self, name: str, facts: Any) -> None:
         if name == "snapshot":
-            self.set("longest_gap", max(self.get("longest_gap"), facts["step"] - self.get("cut")))
-            self.set("cut", facts["step"])
-            self.set("cuts", self.get("cuts") + 1)
+            self.set("longest_gap", max(self.get("longest_gap"), facts["step"] - self.get("snapshot_step")))
+            self.set("snapshot_step", facts["step"])
+            self.set("snapshots", self.get("snapshots") + 1)
         elif name == "committed":
             flight = self.get("step") - facts["commit"].step
             self.set("longest_flight", max(self.get("longest_flight"), flight))

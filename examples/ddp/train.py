@@ -3,8 +3,8 @@
     export DELTASHARD_URL=file:///tmp/store DELTASHARD_RUN=baskets
     torchrun --standalone --nproc_per_node 2 --max-restarts 3 examples/ddp/train.py
 
-Kill a rank: torchrun starts all of them again, and they go on from the newest checkpoint. The lines that deltashard
-asks for end in "# <-".
+Kill a rank: torchrun starts all of them again, and they continue from the newest checkpoint. The lines that deltashard
+needs end in "# <-".
 """
 
 from __future__ import annotations

@@ -77,10 +77,10 @@ def load(path: Path = PATH) -> Retail:
         for line in lines:
             items = [numbers.setdefault(code, len(numbers)) for code in line.strip().split(",")]
             invoices.append(tuple(dict.fromkeys(items)))
-    cut = ORDERS * 9 // 10
+    split = ORDERS * 9 // 10
     train, held_out = (
         [invoice for invoice in part if 2 <= len(invoice) <= LARGEST_BASKET]
-        for part in (invoices[:cut], invoices[cut:ORDERS])
+        for part in (invoices[:split], invoices[split:ORDERS])
     )
     return Retail(item_count=len(numbers), train=_ragged(train), held_out=_ragged(held_out))
 

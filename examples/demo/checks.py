@@ -42,15 +42,15 @@ class CopyComparison:
 
 
 def compare(
-    cut: Path, restored: dict[str, np.ndarray], *, encoding: str, search: Search | None = None
+    snapshot: Path, restored: dict[str, np.ndarray], *, encoding: str, search: Search | None = None
 ) -> CopyComparison:
-    """Compare `restored` (by the names of the copies) with the copy in folder `cut`."""
-    names = sorted(path.name.removesuffix(".npy") for path in cut.glob("*.npy"))
+    """Compare `restored` (by the names of the copies) with the copy in folder `snapshot`."""
+    names = sorted(path.name.removesuffix(".npy") for path in snapshot.glob("*.npy"))
     wrong = [name for name in restored if name not in names]
     rows = wrong_rows = 0
     worst = 0.0
     for name in names:
-        was = np.load(cut / f"{name}.npy", mmap_mode="r")
+        was = np.load(snapshot / f"{name}.npy", mmap_mode="r")
         now = restored.get(name)
         if now is None or now.shape != was.shape or now.dtype != was.dtype:
             wrong.append(name)

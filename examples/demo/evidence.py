@@ -4,7 +4,7 @@
 whether this call took a snapshot. The checksum shows that a resumed run has the same batches (order, position and
 random draws) as the uninterrupted one.
 
-`cut-<step>/` and `restored-<pid>/`: every table's weights and optimizer state, the dense parameters and theirs, as
+`snapshot-<step>/` and `restored-<pid>/`: every table's weights and optimizer state, the dense parameters and theirs, as
 plain .npy files written directly from the live tensors, without deltashard. `checks` compares restored states with
 them. Your own training script needs none of this.
 """
@@ -36,10 +36,12 @@ class StepLog:
         folder.mkdir(parents=True, exist_ok=True)
         self._lines = (folder / f"steps-{time.time_ns()}-{os.getpid()}.jsonl").open("w", buffering=1)
 
-    def write(self, step: int, loss: float, *, stall_s: float, candidates: torch.Tensor, cut: bool) -> None:
+    def write(
+        self, step: int, loss: float, *, stall_s: float, candidates: torch.Tensor, snapshot: bool
+    ) -> None:
         """Add a step; `candidates` are those of its batch, int64 [B, K]."""
         crc = zlib.crc32(candidates.numpy().tobytes())
-        self._lines.write(json.dumps([time.time(), step, loss, stall_s, crc, cut]) + "\n")
+        self._lines.write(json.dumps([time.time(), step, loss, stall_s, crc, snapshot]) + "\n")
 
 
 class DemoRecorder:
@@ -78,12 +80,12 @@ class DemoRecorder:
         before = time.perf_counter()
         yield
         stall_s = time.perf_counter() - before
-        cut = ckpt is not None and ckpt.stats.snapshots != self._snapshots
-        self._log.write(step, loss, stall_s=stall_s, candidates=batch.candidates, cut=cut)
-        if cut:
+        snapshot = ckpt is not None and ckpt.stats.snapshots != self._snapshots
+        self._log.write(step, loss, stall_s=stall_s, candidates=batch.candidates, snapshot=snapshot)
+        if snapshot:
             self._snapshots = ckpt.stats.snapshots
-            self._dump(f"cut-{step}")
-            for old in self._dumps("cut-*")[:-KEPT_DUMPS]:
+            self._dump(f"snapshot-{step}")
+            for old in self._dumps("snapshot-*")[:-KEPT_DUMPS]:
                 shutil.rmtree(old)
 
     def finished(self, step: int, auc: float) -> None:

@@ -52,7 +52,7 @@ class RunHistory:
     """Of the uninterrupted run."""
     seen: list[SeenCheckpoint]
     marks: list[EventMark]
-    lives: list[str]
+    processes: list[str]
     """Names of the training processes, or groups of processes, that have steps."""
     full_bytes: int
     """One ordinary checkpoint."""
@@ -98,16 +98,16 @@ def _mark(axes: Axes, text: str, at: float, *, top: float) -> None:
 
 def _progress(history: RunHistory) -> Figure:
     figure, axes = canvas(3.6)
-    lives = _processes(history.steps)
-    for number, life in enumerate(lives):
+    processes = _processes(history.steps)
+    for number, steps_of in enumerate(processes):
         color = PROCESS_COLOURS[number % len(PROCESS_COLOURS)]
-        t = [s.at_s - history.started_s for s in life]
-        axes.plot(t, [s.step for s in life], color=color, linewidth=2.2, label=history.lives[number])
+        t = [s.at_s - history.started_s for s in steps_of]
+        axes.plot(t, [s.step for s in steps_of], color=color, linewidth=2.2, label=history.processes[number])
         if number:
-            last = lives[number - 1][-1]
+            last = processes[number - 1][-1]
             axes.plot(
                 [last.at_s - history.started_s, t[0]],
-                [last.step, life[0].step - 1],
+                [last.step, steps_of[0].step - 1],
                 color=FAINT,
                 linewidth=1.2,
                 linestyle=(0, (1, 1.5)),
@@ -147,24 +147,24 @@ def _loss(history: RunHistory) -> Figure:
         _smooth([s.loss for s in history.reference]),
         color="#b7c0c9",
         linewidth=5,
-        label="never interrupted",
+        label="uninterrupted",
         zorder=2,
     )
     # Draw only each process's steps that led to the final model: up to where the next process took over.
-    lives = _processes(history.steps)
+    processes = _processes(history.steps)
     final: dict[int, float] = {}
-    for life in lives:
-        final.update({s.step: s.loss for s in life})
+    for steps_of in processes:
+        final.update({s.step: s.loss for s in steps_of})
     smooth = dict(zip(sorted(final), _smooth([final[s] for s in sorted(final)]), strict=True))
-    for number, life in enumerate(lives):
-        stop = lives[number + 1][0].step if number + 1 < len(lives) else life[-1].step + 1
-        kept = [s.step for s in life if s.step < stop]
+    for number, steps_of in enumerate(processes):
+        stop = processes[number + 1][0].step if number + 1 < len(processes) else steps_of[-1].step + 1
+        kept = [s.step for s in steps_of if s.step < stop]
         axes.plot(
             kept,
             [smooth[s] for s in kept],
             color=PROCESS_COLOURS[number % len(PROCESS_COLOURS)],
             linewidth=1.6,
-            label=history.lives[number],
+            label=history.processes[number],
             zorder=3,
         )
     values = np.array(list(smooth.values()))[20:]
@@ -191,11 +191,11 @@ def _bytes(history: RunHistory) -> Figure:
         [full] * len(x),
         color="#eef1f4",
         width=0.72,
-        label="an ordinary full checkpoint (torch.save, fp32)",
+        label="full checkpoint (torch.save, fp32)",
     )
     for baseline, color, label in (
-        (True, PROCESS_COLOURS[0], "ours: all rows (a baseline)"),
-        (False, PROCESS_COLOURS[2], "ours: the rows that changed"),
+        (True, PROCESS_COLOURS[0], "deltashard: all rows (baseline)"),
+        (False, PROCESS_COLOURS[2], "deltashard: changed rows"),
     ):
         of_kind = [i for i in x if checkpoints[i].baseline is baseline]
         sizes = [checkpoints[i].stored_bytes / 1e6 for i in of_kind]
@@ -213,7 +213,7 @@ def _bytes(history: RunHistory) -> Figure:
 
 def _stall(history: RunHistory) -> Figure:
     figure, axes = canvas(2.8, 4.5)
-    snapshots = [s for s in history.steps if s.cut]
+    snapshots = [s for s in history.steps if s.snapshot]
     times = np.array([s.stall_s for s in snapshots]) * 1e3
     axes.bar(np.arange(len(snapshots)), times, color=PROCESS_COLOURS[0], width=0.72)
     p50 = float(np.median(times))
@@ -234,7 +234,7 @@ def _stall(history: RunHistory) -> Figure:
 
 
 def _snapshot_times(history: RunHistory) -> dict[int, float]:
-    return {s.step: s.at_s for s in history.steps if s.cut}
+    return {s.step: s.at_s for s in history.steps if s.snapshot}
 
 
 def _age(history: RunHistory) -> Figure:
@@ -243,16 +243,16 @@ def _age(history: RunHistory) -> Figure:
     t, age = [], []
     newest: float | None = None
     for seen in history.seen:
-        cut = snapshot_times.get(seen.checkpoint.step)
-        if cut is None:  # snapshot by close(), after the last step line
+        snapshot_s = snapshot_times.get(seen.checkpoint.step)
+        if snapshot_s is None:  # snapshot by close(), after the last step line
             continue
         at = seen.at_s - history.started_s
         if newest is not None:
             t.append(at)
             age.append(seen.at_s - newest)
         t.append(at)
-        age.append(seen.at_s - cut)
-        newest = cut
+        age.append(seen.at_s - snapshot_s)
+        newest = snapshot_s
     axes.plot(t, age, color=PROCESS_COLOURS[0], linewidth=1.6)
     axes.fill_between(t, age, color=PROCESS_COLOURS[0], alpha=0.1)
     for mark in history.marks:

@@ -61,7 +61,7 @@ def until(
         if now_at != at:
             at, deadline = now_at, time.monotonic() + deadline_s
         if ended or time.monotonic() > deadline:
-            raise DemoFailed(f"waited in vain for {what}\n{logs()}")
+            raise DemoFailed(f"did not happen in time: {what}\n{logs()}")
         time.sleep(poll_s)
 
 

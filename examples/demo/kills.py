@@ -99,11 +99,11 @@ class KillContext:
         return kept
 
     def compare(self, snapshot_step: int, restored: dict[str, np.ndarray]) -> checks.CopyComparison:
-        cut = self.keep(f"cut-{snapshot_step}")
+        snapshot = self.keep(f"snapshot-{snapshot_step}")
         try:
-            return checks.compare(cut, restored, encoding=self.encoding)
+            return checks.compare(snapshot, restored, encoding=self.encoding)
         finally:
-            shutil.rmtree(cut)
+            shutil.rmtree(snapshot)
 
 
 def kill_trainer(context: KillContext, *, steps_after_commit: int) -> Kill:
@@ -134,21 +134,21 @@ def kill_sidecar(context: KillContext) -> Kill:
             at_s = context.pod.kill("sidecar")
         break
     following = context.until(
-        "the next checkpoint after the sidecar's death",
+        "the next checkpoint after the kill of the sidecar",
         lambda: next((s.checkpoint for s in context.watch.seen if s.checkpoint.seq > before.seq), None),
     )
-    cut = context.keep(f"cut-{following.step}")
+    snapshot = context.keep(f"snapshot-{following.step}")
     begun = time.perf_counter()
     restored = _read_from_store(context, following.seq)
     restore_s = time.perf_counter() - begun
     if context.pod.pid("trainer") != trainer:
         raise DemoFailed(f"the trainer did not survive its sidecar\n{context.pod.log_tail('trainer')}")
-    comparison = checks.compare(cut, restored, encoding=context.encoding)
-    shutil.rmtree(cut)
+    comparison = checks.compare(snapshot, restored, encoding=context.encoding)
+    shutil.rmtree(snapshot)
     next_step = next(s for s in context.lines.read() if s.at_s > at_s and s.process == process)
     return Kill(
         what="sidecar mid-upload",
-        source="none: training went on",
+        source="none: training continued",
         at_s=at_s,
         last_step=last_step,
         last_committed_step=before.step,

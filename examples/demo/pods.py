@@ -43,7 +43,7 @@ class _Container:
     environment: dict[str, str]
     process: subprocess.Popen[bytes] | None = None
     started_s: float = 0.0
-    lives: list[ContainerRun] = field(default_factory=list)
+    ended: list[ContainerRun] = field(default_factory=list)
 
 
 class LocalPod:
@@ -109,7 +109,7 @@ class LocalPod:
     def _restart_if_exited(self, container: _Container) -> None:
         process = container.process
         if process is None:
-            due = container.lives[-1].ended_s + RESTART_S
+            due = container.ended[-1].ended_s + RESTART_S
             if time.time() >= due and not self.finished.is_set():
                 self._start(container)
         elif (code := process.poll()) is not None:
@@ -119,7 +119,7 @@ class LocalPod:
 
     def _record_end(self, container: _Container, code: int) -> None:
         assert container.process is not None
-        container.lives.append(
+        container.ended.append(
             ContainerRun(
                 container=container.name,
                 pid=container.process.pid,
@@ -150,10 +150,10 @@ class LocalPod:
     # Inspection and kills
 
     @property
-    def lives(self) -> list[ContainerRun]:
+    def ended(self) -> list[ContainerRun]:
         """Return the processes that have ended, oldest first."""
         with self._lock:
-            return sorted((*self._sidecar.lives, *self._trainer.lives), key=lambda life: life.ended_s)
+            return sorted((*self._sidecar.ended, *self._trainer.ended), key=lambda run: run.ended_s)
 
     def pid(self, name: str) -> int:
         """Return the process id of "sidecar" or "trainer", waiting while it is being restarted."""

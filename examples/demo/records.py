@@ -32,7 +32,8 @@ class StepRecord:
     """Inside `ckpt.step()`."""
     crc: int
     """Checksum of the batch's candidates, which identifies samples and random draws."""
-    cut: bool
+    snapshot: bool
+    """Whether this step took a snapshot."""
     process: int
     """0 for the first trainer process, 1 for the one after it, ..."""
 
@@ -55,10 +56,16 @@ class StepLines:
             whole = data[: data.rfind(b"\n") + 1]  # a killed process can leave half a line
             self._offsets[path] = offset + len(whole)
             for line in whole.splitlines():
-                at_s, step, loss, stall_s, crc, cut = json.loads(line)
+                at_s, step, loss, stall_s, crc, snapshot = json.loads(line)
                 self.steps.append(
                     StepRecord(
-                        at_s=at_s, step=step, loss=loss, stall_s=stall_s, crc=crc, cut=cut, process=process
+                        at_s=at_s,
+                        step=step,
+                        loss=loss,
+                        stall_s=stall_s,
+                        crc=crc,
+                        snapshot=snapshot,
+                        process=process,
                     )
                 )
         return self.steps
@@ -125,7 +132,7 @@ class LogWatcher:
     def uploading(self) -> tuple[int, int] | None:
         """Return the (attempt, snapshot) whose objects are in the store but which is not in the log, if any."""
         newest = self.newest()
-        after = f"{self.run}/data/{newest.attempt:020d}/{newest.cut:08d}/~" if newest else ""
+        after = f"{self.run}/data/{newest.attempt:020d}/{newest.snapshot_id:08d}/~" if newest else ""
         for item in self.store.list(f"{self.run}/data/", start_after=after):
             parts = item.key.removeprefix(f"{self.run}/data/").split("/")
             if parts[0].isdigit():

@@ -85,59 +85,59 @@ def _page(demo_report: DemoReport, figures: dict[str, str]) -> str:
     lost = sum(kill.lost_steps for kill in demo_report.kills)
     exact = all(kill.exact for kill in demo_report.kills)
     headline = (
-        f"Killed {count(len(demo_report.kills))} times, {lost} of {summary['steps']:,} steps done twice, nothing lost"
+        f"{count(len(demo_report.kills)).capitalize()} kills, {lost} of {summary['steps']:,} steps repeated, no saved state lost"
         if exact
-        else "Something did not come back as it was saved"
+        else "A restored state differs from the saved state"
     )
     tiles = [
         (
             f"{len(demo_report.history.seen)}",
-            f"checkpoints in {summary['steps']:,} steps, every one committed whole",
+            f"committed checkpoints in {summary['steps']:,} steps",
         ),
-        (f"{summary['reduction']:.1f} &times;", "fewer bytes than the same checkpoints written in full"),
+        (f"{summary['reduction']:.1f} &times;", "fewer bytes than full checkpoints of the same steps"),
         (
             f"{stall['p50']:.0f} ms",
-            f"training stood still per checkpoint (median; longest {stall['max']:.0f} ms)",
+            f"training stall per checkpoint (median; longest {stall['max']:.0f} ms)",
         ),
         (
             f"{quality['with_kills']:.4f}",
-            f"AUC on held-out baskets; {quality['uninterrupted']:.4f} when nothing is saved or killed",
+            f"AUC on held-out baskets; {quality['uninterrupted']:.4f} without checkpoints and kills",
         ),
     ]
     rows = sum(rows for rows, _ in demo_report.tables.values())
     columns = max(columns for _, columns in demo_report.tables.values())
     body = f"""
 <h1>{headline}</h1>
-<p class="lead">A recommendation model learns from {demo_report.item_count:,} articles in real shopping baskets which one belongs
-into a basket: {rows:,} embedding rows of {columns} numbers, {summary["steps"]:,} steps. While it trains, its processes are
-killed with <code>SIGKILL</code>, and a small supervisor restarts them, as Kubernetes would. Nobody tells the training script.</p>
+<p class="lead">A recommendation model trains on real shopping baskets with {demo_report.item_count:,} articles: {rows:,} embedding rows
+of {columns} numbers, {summary["steps"]:,} steps. During training its processes are killed with <code>SIGKILL</code>. A small
+supervisor restarts them, as Kubernetes would. The training script is not notified.</p>
 {render_tiles(tiles)}
 {cards([_kill_card(kill) for kill in demo_report.kills])}
-<section><h2>The run, second by second</h2>
-<p>A line falls back where a process died and its successor took over from the newest committed checkpoint; the steps in
-between are trained once more. The sidecar's death leaves no trace in the line: the trainer goes on, and the next checkpoint
-covers the one that was lost.</p>{figures["progress"]}</section>
-<section><h2>Loss across the kills</h2>
-<p>In grey the same training without checkpoints and without kills. After each restart the model sees the very same batches,
-in the same order, with the same random draws; what remains between the curves is the rounding of rows that came back
-from {html.escape(_encoding_name(demo_report.encoding))}.</p>{figures["loss"]}</section>
+<section><h2>Training steps over time</h2>
+<p>After a kill of the trainer, the line falls back to the newest committed checkpoint: the next process restores it and
+repeats the steps since. A kill of the sidecar does not interrupt training, and the next checkpoint has the rows of the
+lost one.</p>{figures["progress"]}</section>
+<section><h2>Training loss</h2>
+<p>Grey: the same training without checkpoints and kills. After each restart the model gets the same batches in the same
+order with the same random draws. The curves differ only by the rounding of rows restored from
+{html.escape(_encoding_name(demo_report.encoding))}.</p>{figures["loss"]}</section>
 <section><h2>Bytes per checkpoint</h2>
-<p>A full checkpoint of this state is {demo_report.history.full_bytes / 1e6:.0f} MB. Here rows are stored in
-{html.escape(_encoding_name(demo_report.encoding))}, their optimizer state and everything else exactly, and most checkpoints hold only the
-rows that changed since the last baseline (policy: {html.escape(demo_report.policy)}).</p>{figures["bytes"]}</section>
+<p>A full checkpoint of this state has {demo_report.history.full_bytes / 1e6:.0f} MB. deltashard stores rows in
+{html.escape(_encoding_name(demo_report.encoding))} and all other state exactly. Most checkpoints contain only the rows that changed since
+the last baseline (policy: {html.escape(demo_report.policy)}).</p>{figures["bytes"]}</section>
 <div class="pair">
-<section><h2>How long training stood still</h2><p>Changed rows are copied into shared memory; encoding and upload happen beside
-the training.</p>{figures["stall"]}</section>
-<section><h2>How much could be lost</h2><p>Age of the newest committed checkpoint, measured at the store. Dotted: the
-kills.</p>{figures["age"]}</section></div>
+<section><h2>Training stall per checkpoint</h2><p>The trainer copies changed rows into shared memory. The sidecar encodes and
+uploads them during training.</p>{figures["stall"]}</section>
+<section><h2>Age of the newest checkpoint</h2><p>Time since the snapshot of the newest checkpoint that the store has. Dotted:
+the kills.</p>{figures["age"]}</section></div>
 <footer>
-<p><b>How &ldquo;exact&rdquo; is measured.</b> When a checkpoint is cut, and again right after a restore, the training script writes its live
-tensors to plain files, past deltashard. Optimizer state and dense parameters must have the same bits; every table row must
-be, bit for bit, what the encoding makes of the row that was cut; and every step after a restart must see the batch that the
-uninterrupted run saw. &ldquo;Last committed&rdquo; is read from the log in the store, not asked of the processes. After the sidecar's
-death the next checkpoint is read back from the store alone, by a third process.</p>
-<p>Store: {html.escape(demo_report.store)}. The whole demo took {demo_report.took_s:.0f} s. Numbers: <code>out/demo.json</code>. Again:
-<code>make demo</code>, or <code>make demo STORE=minio</code> with a real MinIO server.</p>
+<p><b>Definition of &ldquo;exact&rdquo;.</b> At each snapshot and after each restore, the training script writes its live tensors to plain
+files, without deltashard. Optimizer state and dense parameters must have the same bits. Every table row must equal, bit for bit,
+the encoded and decoded row of the snapshot. Every step after a restart must get the batch of the uninterrupted run. The
+last committed step is read from the log in the store. After the kill of the sidecar, a third process reads the next checkpoint from
+the store alone.</p>
+<p>Store: {html.escape(demo_report.store)}. The demo took {demo_report.took_s:.0f} s. Figures: <code>out/demo.json</code>. Repeat with
+<code>make demo</code>, or with a MinIO server: <code>make demo STORE=minio</code>.</p>
 {DATA}
 </footer>"""
     return document("deltashard demo", body)
@@ -158,10 +158,10 @@ def cards(found: list[str]) -> str:
     return f'<div class="kills">{"".join(found)}</div>'
 
 
-def card(title: str, came_back: str, facts: list[tuple[str, str]], *, exact: bool, verdict: str) -> str:
+def card(title: str, recovery: str, facts: list[tuple[str, str]], *, exact: bool, verdict: str) -> str:
     items = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts)
-    said = f'<div class="verdict {"good" if exact else "bad"}">{html.escape(verdict)}</div>'
-    return f'<div class="kill"><h3>{html.escape(title)}</h3><p class="from">{came_back}</p><dl>{items}</dl>{said}</div>'
+    result = f'<div class="verdict {"good" if exact else "bad"}">{html.escape(verdict)}</div>'
+    return f'<div class="kill"><h3>{html.escape(title)}</h3><p class="from">{recovery}</p><dl>{items}</dl>{result}</div>'
 
 
 class ReportedEvent(Protocol):
@@ -195,17 +195,17 @@ def facts_of(
 
 def _kill_card(kill: Kill) -> str:
     survived = kill.what.startswith("sidecar")
-    came_back = (
-        "Training did not notice. The next checkpoint, read back from the store, holds everything."
+    recovery = (
+        "Training continued. The next checkpoint in the store is complete."
         if survived
-        else f"Training came back from {html.escape(_source_name(kill.source))}"
+        else f"Training resumed from {html.escape(_source_name(kill.source))}"
     )
     facts = facts_of(
         kill,
         committed=kill.last_committed_step,
         restored="next committed step" if survived else "restored step",
-        seconds="read back in" if survived else "state restored in",
-        back="next step after" if survived else "training again after",
+        seconds="read from the store in" if survived else "state restored in",
+        back="next step after" if survived else "training resumed after",
     )
     compared = f"{kill.comparison.rows:,} rows and all other state compared"
     if kill.exact:
@@ -213,9 +213,9 @@ def _kill_card(kill: Kill) -> str:
     else:
         why = f"{kill.comparison.wrong_rows} rows differ; " if kill.comparison.wrong_rows else ""
         why += f"differs: {', '.join(kill.comparison.wrong_names)}; " if kill.comparison.wrong_names else ""
-        why += "" if kill.same_batches else "other batches than the uninterrupted run; "
+        why += "" if kill.same_batches else "batches differ from the uninterrupted run; "
         verdict = f"Not exact: {why}{compared}"
-    return card(_title(kill), came_back, facts, exact=kill.exact, verdict=verdict)
+    return card(_title(kill), recovery, facts, exact=kill.exact, verdict=verdict)
 
 
 def _title(kill: Kill) -> str:
@@ -228,8 +228,8 @@ def _title(kill: Kill) -> str:
 
 def _source_name(source: str) -> str:
     return {
-        "cache": "the local cache; the sidecar had outlived it.",
-        "store": "the store: nothing was left on the machine.",
+        "cache": "the local cache of the surviving sidecar.",
+        "store": "the store: memory and cache were wiped.",
     }.get(source, source)
 
 
@@ -242,4 +242,4 @@ def span(seconds: float) -> str:
 
 
 def count(n: int) -> str:
-    return {1: "once", 2: "two", 3: "three", 4: "four"}.get(n, str(n))
+    return {1: "one", 2: "two", 3: "three", 4: "four"}.get(n, str(n))

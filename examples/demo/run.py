@@ -1,7 +1,7 @@
-"""`make demo`: train on real baskets, kill everything in turn, come back, and show it.
+"""`make demo`: trains on real baskets, kills the processes, compares the restored states and draws the result.
 
-Two trainings of the same script (`train.py`): one that nothing happens to, without deltashard, for comparison; and
-one in a pod (`pods.py`) in which the trainer, the sidecar, and then both with their memory and cache are killed
+The same script (`train.py`) trains twice: once uninterrupted without deltashard, for comparison, and once in a pod
+(`pods.py`). There the trainer is killed, then the sidecar, then both together with their memory and cache
 (`kills.py`). Writes out/demo.json and out/demo.html and prints a table. The exit status is 0 only if every restored
 state was exact.
 """
@@ -75,7 +75,7 @@ def main() -> int:
         with contextlib.ExitStack() as stack:
             url, store = empty_store(args.store, folder, stack)
             console.print(f"[bold]deltashard demo[/] on {store}; working in {folder}")
-            console.print(f"1/2 training {args.steps:,} steps, nothing saved, nothing killed ...")
+            console.print(f"1/2 training {args.steps:,} steps, without checkpoints and kills ...")
             with ProgressLine(console, folder / "uninterrupted", args.steps):
                 reference, uninterrupted = _reference(folder, args.steps)
             console.print(f"    AUC {uninterrupted['auc']:.4f}")
@@ -139,7 +139,7 @@ def _train_with_kills(
         context.ready(step=round(steps * share), commits=2)
         kill = action()
         console.print(
-            f"    {what}: committed {kill.last_committed_step}, back at {kill.restored_step}; source: {kill.source}"
+            f"    {what}: committed {kill.last_committed_step}, restored {kill.restored_step}; source: {kill.source}"
         )
         happened.append(kill)
     context.until("the end of training", pod.finished.is_set)
@@ -166,7 +166,7 @@ def _summary(outcome: KillDemoResult, uninterrupted: dict[str, float], steps: in
     seen = outcome.watch.seen
     full = int(uninterrupted["full_bytes"])
     stored = sum(s.checkpoint.stored_bytes for s in seen)
-    stalls_ms = [s.stall_s * 1e3 for s in outcome.lines.read() if s.cut]
+    stalls_ms = [s.stall_s * 1e3 for s in outcome.lines.read() if s.snapshot]
     newest = seen[-1].checkpoint
     return {
         "dataset": baskets.NAME,
@@ -215,7 +215,7 @@ def _demo_report(
             reference=reference.read(),
             seen=outcome.watch.seen,
             marks=report.marks_of(outcome.kills),
-            lives=[f"training process {number + 1}" for number in sorted({s.process for s in steps})],
+            processes=[f"training process {number + 1}" for number in sorted({s.process for s in steps})],
             full_bytes=int(uninterrupted["full_bytes"]),
         ),
         kills=outcome.kills,
@@ -225,10 +225,10 @@ def _demo_report(
 
 def _print(console: Console, summary: dict[str, object], out: Path, took_s: float) -> None:
     table = make_table(
-        "What was killed, and what came back",
+        "Kills and restored states",
         {
             "killed": False,
-            "came back from": False,
+            "restored from": False,
             "committed step": True,
             "restored step": True,
             "lost steps": True,
@@ -253,7 +253,7 @@ def _print(console: Console, summary: dict[str, object], out: Path, took_s: floa
     console.print(
         f"{summary['checkpoints']} checkpoints of {summary['rows']:,} rows in {summary['steps']:,} steps: "
         f"{summary['stored_bytes'] / 1e6:.0f} MB stored, {summary['full_bytes'] / 1e6:.0f} MB in full "  # type: ignore[operator]
-        f"({summary['reduction']:.1f} x less)\n"
+        f"({summary['reduction']:.1f} times as much)\n"
         f"stall per checkpoint: median {stall['p50']:.0f} ms, longest {stall['max']:.0f} ms\n"  # type: ignore[index]
         f"AUC on held-out baskets: {quality['uninterrupted']:.4f} uninterrupted, "  # type: ignore[index]
         f"{quality['with_kills']:.4f} with kills\n"  # type: ignore[index]

@@ -1,10 +1,10 @@
-"""The demo's training script, as a user would write it: run it alone, and kill it as often as you like.
+"""The demo's training script, as a user would write it: run it alone, and kill it at any time.
 
     python examples/demo/train.py --url file:///tmp/store --run baskets      checkpoints; resumes when run again
     python examples/demo/train.py --plain                                    the same training without deltashard
 
-The lines that deltashard asks for end in "# <-". In a pod (DELTASHARD_SOCKET is set) --url and --run are left out:
-they belong to the sidecar. Everything about `DemoRecorder` serves the demo's report and its checks, not the training.
+The lines that deltashard needs end in "# <-". In a pod (DELTASHARD_SOCKET is set) --url and --run are omitted:
+the sidecar has them. `DemoRecorder` is for the demo's report and its checks, not for the training.
 """
 
 from __future__ import annotations

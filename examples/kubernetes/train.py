@@ -1,13 +1,12 @@
 """The trainer of the Kubernetes examples: a small recommendation model on real shopping baskets, run as a container.
 
-What it knows of Kubernetes is nothing. `DELTASHARD_SOCKET`, which injection sets, leads to the pod's sidecar; store,
-run and interval are the sidecar's. Without that variable `--url` and `--run` say them, as on a laptop. Whatever ends
-the process, the next one goes on from the newest checkpoint and says which that is. The lines that deltashard asks
-for end in "# <-".
+The script contains nothing about Kubernetes. Injection sets `DELTASHARD_SOCKET`, the socket of the pod's sidecar, which
+has the store, the run and the interval. Without that variable, for example on a laptop, pass `--url` and `--run`. After
+any end of the process, the next one continues from the newest checkpoint and logs its step. The lines that deltashard
+needs end in "# <-".
 
-How it ends is what the Job sees: 0 when it is done; 143 after a SIGTERM, whose save is durable by then (never 0: the
-Job would count as complete); 79 when another workload trains this run now, so that trying again is of no use; 1 for
-all other errors.
+The exit code is for the Job: 0 at the end of training; 143 after a SIGTERM, when the last save is durable (0 would
+complete the Job); 79 when another workload trains this run, so that a retry cannot help; 1 for all other errors.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     export DELTASHARD_URL=file:///tmp/store DELTASHARD_RUN=clicks
     torchrun --standalone --nproc_per_node 1 examples/torchrec/train.py
 
-Run it again after it was killed, and it goes on where its newest checkpoint was made. The lines that deltashard asks
-for end in "# <-". Fused optimizers need no line: their state is found in the model.
+Run it again after a kill: training continues from the newest checkpoint. The lines that deltashard needs end in
+"# <-". Fused optimizers need no line: deltashard finds their state in the model.
 """
 
 from __future__ import annotations

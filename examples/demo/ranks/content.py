@@ -16,7 +16,7 @@ Kept = dict[str, Any]
 """A rank's last recorded content (`held.py`): a `Content` with the last "step" that it finished, and each shard
 with the "step" that updated it last: for a survivor this can be the next, unfinished step."""
 _AT_ONCE = 4 << 20
-"""Bytes per chunk: the hash blocks Python, and a process that waits must not take a long pause for a death."""
+"""Bytes per chunk: the hash blocks Python, and a waiting process must not take a long pause for a failure."""
 
 
 def sha256(values: Tensor) -> str:

@@ -50,7 +50,7 @@ class Event:
     world_before: int
     world_after: int
     committed_step: int
-    """By the store's log, when the next ranks took over; for a sidecar's death, when it died."""
+    """By the store's log, when the next ranks took over; for the kill of the sidecar, at that time."""
     restored_step: int
     """The step from which all ranks continued; without a restore, the step of the next checkpoint."""
     pls: float
@@ -94,7 +94,7 @@ class EventContext:
     """The attempt that the current ranks reported; None: they started without a checkpoint."""
 
     def until(self, what: str, found: Callable[[], T | None], *, poll_s: float = 0.02) -> T:
-        """Wait for `found()` to be true; raises `DemoFailed` with what the ranks printed last."""
+        """Wait for `found()` to be true; raises `DemoFailed` with the last output of the ranks."""
         return until(
             what,
             found,
@@ -147,8 +147,11 @@ def _kill_between_snapshots(context: EventContext, rank: int) -> float:
     lines = StepLines(context.evidence / f"rank-{rank}")
 
     def between_snapshots() -> bool:
-        cut = next((step for step in reversed(lines.read()) if step.cut), None)
-        return cut is not None and context.steps_to_lose <= lines.last - cut.step < 2 * context.steps_to_lose
+        newest = next((step for step in reversed(lines.read()) if step.snapshot), None)
+        return (
+            newest is not None
+            and context.steps_to_lose <= lines.last - newest.step < 2 * context.steps_to_lose
+        )
 
     while True:
         context.until("steps that no checkpoint has", between_snapshots)
@@ -161,7 +164,7 @@ def resize(
     context: EventContext, world: int, *, graceful: bool, extra_arguments: Sequence[str] = ()
 ) -> Event:
     """End all ranks, and start `world` ranks with these additional arguments."""
-    how = "told to end" if graceful else "killed"
+    how = "ended by SIGTERM" if graceful else "killed"
     if not graceful:
         context.wait_past_commit()
     return _full_recovery(
@@ -178,10 +181,10 @@ def ranks(count: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recovery:
-    """The restore by the ranks of the next life."""
+    """The restore by the restarted ranks."""
 
     at_s: float
-    """The time at which the previous ranks were struck."""
+    """The time of the event."""
     last: StepRecord
     world_before: int
     world_after: int
@@ -189,7 +192,7 @@ class _Recovery:
     committed: Checkpoint
     """The newest checkpoint at takeover, by the store's log."""
     first: StepRecord
-    """Of the new life."""
+    """Of the restarted ranks."""
 
     def event(
         self,
@@ -200,15 +203,15 @@ class _Recovery:
         violations: list[str],
         kept: Mapping[int, Kept] | None = None,
     ) -> Event:
-        """Return the recovery as an event; `violations`: further broken promises."""
+        """Return the recovery as an event; `violations`: further violations."""
         restored, after = self.reports[0]["step"], self.first.step
         violations = violations + [
-            f"rank {rank} is one of {each['world']}"
+            f"rank {rank} reports a world of {each['world']}, not {self.world_after}"
             for rank, each in self.reports.items()
             if each["world"] != self.world_after
         ]
         if after != restored + 1:
-            violations.append(f"training went on with step {after} after step {restored}")
+            violations.append(f"training continued with step {after} after step {restored}")
         return Event(
             what=what,
             mark=mark,
@@ -231,7 +234,7 @@ class _Recovery:
 
     def differing(self, wanted: Mapping[str, Any]) -> list[str]:
         return [
-            f"rank {rank} came back with {name} {each[name]!r}, not {value!r}"
+            f"rank {rank} reports {name} {each[name]!r}, not {value!r}"
             for rank, each in self.reports.items()
             for name, value in wanted.items()
             if each[name] != value
@@ -247,7 +250,7 @@ def _recover_after(context: EventContext, action: Callable[[], float]) -> _Recov
         newer = [attempt for attempt in context.watch.attempts if attempt not in known]
         return context.reports(f"restored-{newer[-1]}") if newer else None
 
-    reports = context.until("what all ranks restored", restored)
+    reports = context.until("the restore reports of all ranks", restored)
     context.attempt = reports[0]["attempt"]
     committed = context.watch.newest(before_seq=context.attempt)
     assert committed is not None
@@ -276,7 +279,7 @@ def lose_rank(context: EventContext, *, planned_steps: int) -> Event:
     """SIGKILL the last rank of a job whose recovery is partial: the others keep their rows."""
     attempt, lost = context.attempt, context.job.world - 1
     back = _recover_after(context, lambda: _kill_between_snapshots(context, lost))
-    last = context.until("what the ranks held last", lambda: context.reports(f"last-{attempt}"))
+    last = context.until("the last content of the ranks", lambda: context.reports(f"last-{attempt}"))
     kept = {rank: own for rank, own in last.items() if rank != lost}
     furthest = max(own["step"] for own in kept.values())
     steps = [kept[rank]["step"] if rank in kept else back.committed.step for rank in sorted(last)]
@@ -291,12 +294,12 @@ def lose_rank(context: EventContext, *, planned_steps: int) -> Event:
     held = {rank: each["content"] for rank, each in back.reports.items()}
     pls = shard_checks.lost_samples(held, kept, back.committed.step, planned_steps)
     violations += [
-        f"rank {rank} says that the run's PLS is {each['pls']}, and it is {pls}"
+        f"rank {rank} reports PLS {each['pls']}, but it is {pls}"
         for rank, each in back.reports.items()
         if not math.isclose(each["pls"], pls, rel_tol=1e-9)
     ]
     if pls <= 0:
-        violations.append("no samples were lost, so that nothing is shown")
+        violations.append("no samples were lost, so the event tests nothing")
     if back.reports[0]["mode"] != PARTIAL:
         violations.append(context.job.last_line("recovery is full"))
     return back.event(
@@ -324,11 +327,12 @@ def kill_sidecar(context: EventContext) -> Event:
             os.kill(sidecar, signal.SIGKILL)
         break
     following = context.until(
-        "the next checkpoint after the sidecar's death",
+        "the next checkpoint after the kill of the sidecar",
         lambda: next((s.checkpoint for s in context.watch.seen if s.checkpoint.seq > before.seq), None),
     )
     reports = context.until(
-        "what was cut for it", lambda: context.reports(f"cut-{context.attempt}-{following.step}")
+        "the snapshot reports of all ranks",
+        lambda: context.reports(f"snapshot-{context.attempt}-{following.step}"),
     )
     violations = []
     if context.lines.read()[-1].process != last.process or (
@@ -336,7 +340,7 @@ def kill_sidecar(context: EventContext) -> Event:
     ):
         violations.append("a rank did not survive its sidecar")
     next_step = context.until(
-        "a step after the sidecar's death",
+        "a step after the kill of the sidecar",
         lambda: next((s for s in context.lines.read() if s.at_s > at_s), None),
     )
     return Event(
@@ -352,7 +356,7 @@ def kill_sidecar(context: EventContext) -> Event:
         pls=0.0,
         restore_s=0.0,
         back_s=next_step.at_s - at_s,
-        source="none: training went on",
+        source="none: training continued",
         seq=following.seq,
         reports=reports,
         violations=tuple(violations),

@@ -1,6 +1,6 @@
 """SHA-256 sums of a rank's content from TorchRec's own view of its live tensors, and a file with the last content.
 
-A rank whose peer dies may hang in a collective that Python cannot interrupt, so its rows must be recorded earlier. Rows
+A rank whose peer ends may hang in a collective that Python cannot interrupt, so its rows must be recorded earlier. Rows
 change only in the fused updates within the backward pass. `LastShardState` records them after each update, before the
 next collective. The last record is the rank's content when it ended, including updates of an unfinished step.
 """

@@ -1,6 +1,6 @@
 """A local Job: one torchrun with its ranks on this machine, restarted when it exits with a code other than 0.
 
-torchrun itself restarts all ranks when one dies (`--max-restarts`). A Job controller answers the end of torchrun, or a
+torchrun itself restarts all ranks when one ends (`--max-restarts`). A Job controller answers the end of torchrun, or a
 resize, with a new start. The ranks themselves start and restart the sidecar.
 """
 

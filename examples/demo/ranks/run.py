@@ -1,11 +1,10 @@
-"""`make demo RANKS=4`: train real baskets on several ranks, let ranks and sidecar die, resize the world, and show it.
+"""`make demo RANKS=4`: trains on several ranks, kills ranks and the sidecar, resizes the world and draws the result.
 
-Two trainings of the same script (`train.py`) under torchrun: one that nothing happens to, without deltashard, for
-comparison; and one as a Job (`job.py`) to which the events of `event_schedule` happen, one after the other. Writes
+The same script (`train.py`) trains real baskets twice under torchrun: once uninterrupted without deltashard, for
+comparison, and once as a Job (`job.py`) with the events of `event_schedule`, one after the other. Writes
 out/demo-ranks.json and out/demo-ranks.html and prints a table. The exit status is 0 only if after every event all ranks
-held, bit for bit, the newest checkpoint of the store, and continued from it as promised (`RankDemoResult.broken`).
-The last event is met by partial recovery: only the lost rank's rows are that checkpoint's, the survivors' are what they
-held.
+held, bit for bit, the newest checkpoint of the store, and continued from it (`RankDemoResult.violations`). Recovery
+from the last event is partial: the lost rank's rows are those of that checkpoint, and the survivors keep theirs.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def event_schedule(ranks: int, steps: int) -> tuple[ScheduledEvent, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDemoResult:
-    """The run with events, and the broken promises."""
+    """The run with events, and the violations of guarantees."""
 
     events: list[Event]
     history: RunHistory
@@ -101,7 +100,7 @@ def main() -> int:
         with contextlib.ExitStack() as stack:
             url, store = empty_store(args.store, folder, stack)
             console.print(f"[bold]deltashard demo, {args.ranks} ranks[/] on {store}; working in {folder}")
-            console.print(f"1/2 training {args.steps:,} steps, nothing saved, nothing happens ...")
+            console.print(f"1/2 training {args.steps:,} steps, without checkpoints and events ...")
             with ProgressLine(console, folder / "uninterrupted" / "rank-0", args.steps):
                 reference, uninterrupted = _reference(folder, args.ranks, args.steps)
             console.print(f"    AUC {uninterrupted:.4f}")
@@ -201,7 +200,7 @@ def _train_with_events(
     for scheduled in event_schedule(args.ranks, args.steps):
         context.ready(round(args.steps * scheduled.share))
         event = scheduled.action(context)
-        console.print(f"    {event.what}: committed {event.committed_step}, back at {event.restored_step}")
+        console.print(f"    {event.what}: committed {event.committed_step}, restored {event.restored_step}")
         happened.append(event)
     context.until("the end of training", job.finished.is_set)
     watch.poll()
@@ -211,10 +210,12 @@ def _train_with_events(
     violations = _violations(happened, steps, reference) + _late_first_snapshots(steps, every)
     message, pls = float(newest.metadata.get(PLS_KEY, 0)), max(event.pls for event in happened)
     if not math.isclose(message, pls, rel_tol=1e-6):
-        violations.append(f"the newest checkpoint says that the run's PLS is {message}, and it is {pls}")
+        violations.append(
+            f"the newest checkpoint has PLS {message} in its metadata, but the run's PLS is {pls}"
+        )
     if newest.step != args.steps:
         violations.append(
-            f"training ended at step {args.steps}, and the newest checkpoint is of step {newest.step}"
+            f"training ended at step {args.steps}, but the newest checkpoint is of step {newest.step}"
         )
     with deltashard.open_checkpoint(url, RUN) as checkpoint:
         dense = sum(each.nbytes for each in checkpoint.dense.values())
@@ -226,7 +227,7 @@ def _train_with_events(
         reference=reference.read(),
         seen=watch.seen,
         marks=[EventMark(text=e.mark, at_s=e.at_s, last_step=e.last_step) for e in happened],
-        lives=_lives(happened, steps, args.ranks),
+        processes=_process_names(happened, steps, args.ranks),
         full_bytes=full,
     )
     return RankDemoResult(
@@ -238,7 +239,7 @@ def _world_at(happened: list[Event], at_s: float, first: int) -> int:
     return next((event.world_after for event in reversed(happened) if event.at_s < at_s), first)
 
 
-def _lives(happened: list[Event], steps: list[StepRecord], ranks: int) -> list[str]:
+def _process_names(happened: list[Event], steps: list[StepRecord], ranks: int) -> list[str]:
     begun = {step.process: step.at_s for step in reversed(steps)}
     worlds = [_world_at(happened, begun[process], ranks) for process in sorted(begun)]
     return [
@@ -262,7 +263,7 @@ def _violations(happened: list[Event], steps: list[StepRecord], reference: StepL
     differ = sorted({s.step for s in steps if s.at_s < resized_s and expected[s.step].loss != s.loss})
     if differ:
         violations.append(
-            f"the losses of steps {differ[:10]} on {events.ranks(world)} are not those of the uninterrupted run"
+            f"the losses of steps {differ[:10]} on {events.ranks(world)} differ from those of the uninterrupted run"
         )
     # Ranks that get SIGTERM exit within the call that saves their last step, and write no line of it.
     missing = expected.keys() - {s.step for s in steps} - {event.committed_step for event in happened}
@@ -274,23 +275,23 @@ def _violations(happened: list[Event], steps: list[StepRecord], reference: StepL
 
 
 def _late_first_snapshots(steps: list[StepRecord], every: int) -> list[str]:
-    """Return the lives whose first save was late: a restore must not delay the first snapshot."""
-    lives: dict[int, list[StepRecord]] = {}
+    """Return the processes whose first snapshot was late: a restore must not delay the first snapshot."""
+    processes: dict[int, list[StepRecord]] = {}
     for step in steps:
-        lives.setdefault(step.process, []).append(step)
+        processes.setdefault(step.process, []).append(step)
     late = []
-    for life in lives.values():
-        until = next((step for step in life if step.cut), life[-1]).step
-        if until - life[0].step >= 2 * every:
+    for lines in processes.values():
+        until = next((step for step in lines if step.snapshot), lines[-1]).step
+        if until - lines[0].step >= 2 * every:
             late.append(
-                f"no cut between step {life[0].step} and {until}, where one is due every {every} steps"
+                f"no snapshot between step {lines[0].step} and {until}, where one is due every {every} steps"
             )
     return late
 
 
 def _summary(outcome: RankDemoResult, uninterrupted: float, args: argparse.Namespace) -> dict[str, object]:
     seen = outcome.history.seen
-    stalls_ms = [s.stall_s * 1e3 for s in outcome.history.steps if s.cut]
+    stalls_ms = [s.stall_s * 1e3 for s in outcome.history.steps if s.snapshot]
     return {
         "dataset": baskets.NAME,
         "ranks": args.ranks,
@@ -326,14 +327,14 @@ def _print(
     console: Console, outcome: RankDemoResult, summary: dict[str, object], out: Path, took_s: float
 ) -> None:
     table = make_table(
-        "What happened, and what came back",
+        "Events and restored states",
         {
             "event": False,
             "ranks": True,
             "recovery": False,
             "committed step": True,
             "restored step": True,
-            "done twice": True,
+            "repeated steps": True,
             "PLS": True,
             "restore s": True,
             "exact": False,
@@ -363,7 +364,7 @@ def _print(
         f"{out / 'demo-ranks.html'}   {out / 'demo-ranks.json'}   ({took_s:.0f} s)"
     )
     for message in outcome.violations:
-        console.print(f"[bold red]not as promised:[/] {message}")
+        console.print(f"[bold red]violated:[/] {message}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Records each rank for the report of the demo of several ranks: a line per step, and hashes of its content.
 
 `rank-<r>/steps-*.jsonl`: as in the demo of one process; the loss is the mean over all ranks, the checksum that of the
-whole batch. `rank-<r>/cut-*.json` and `restored-*.json`: SHA-256 sums of every shard of a table, of its optimizer
+whole batch. `rank-<r>/snapshot-*.json` and `restored-*.json`: SHA-256 sums of every shard of a table, of its optimizer
 state, and of each dense parameter and its state, taken from TorchRec's own view of the live tensors, not by
 deltashard. `rank-<r>/last-*.json`, where recovery may be partial: the same of the rank's last content (`held.py`).
 """
@@ -70,7 +70,7 @@ class ShardRecorder:
     def mean(self, loss: Tensor) -> float:
         """Return the mean of all ranks' losses; all ranks call this before the backward pass.
 
-        A later collective, after `optimizer.step()`, would leave every survivor of a death with half a step, from which
+        A later collective, after `optimizer.step()`, would leave every survivor of a kill with half a step, from which
         training cannot continue.
         """
         if not self._folder:
@@ -93,8 +93,8 @@ class ShardRecorder:
         stall_s = time.perf_counter() - before
         if self._last is not None:
             self._last.finished(step)
-        cut = self._snapshot_taken(step, ckpt)
-        self._log.write(step, loss, stall_s=stall_s, candidates=batch.candidates, cut=cut)
+        snapshot = self._snapshot_taken(step, ckpt)
+        self._log.write(step, loss, stall_s=stall_s, candidates=batch.candidates, snapshot=snapshot)
 
     def finished(self, step: int, auc: float, ckpt: Any) -> None:
         """Write the result, which is the same on every rank; `ckpt` is closed and may have taken a snapshot."""
@@ -107,7 +107,7 @@ class ShardRecorder:
         if ckpt is None or ckpt.stats.snapshots == self._snapshots:
             return False
         self._snapshots = ckpt.stats.snapshots
-        self._write_report(f"cut-{self._attempt}-{step}", {"step": step})
+        self._write_report(f"snapshot-{self._attempt}-{step}", {"step": step})
         return True
 
     def _write_report(self, name: str, facts: dict[str, Any]) -> None:

@@ -3,8 +3,8 @@
     export DELTASHARD_URL=file:///tmp/store DELTASHARD_RUN=baskets
     torchrun --standalone --nproc_per_node 4 --max-restarts 3 examples/demo/ranks/train.py
 
-Kill a rank, and torchrun starts all of them again; end it, start it with another number of ranks, and it goes on. The
-lines that deltashard asks for end in "# <-". `DemoRecorder` serves the demo's report and its checks.
+Kill a rank, and torchrun starts all of them again; end it, start it with another number of ranks, and training
+continues. The lines that deltashard needs end in "# <-". `ShardRecorder` is for the demo's report and its checks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--pls-target",
         type=float,
-        help="survivors of a lost rank keep their rows, up to this portion of lost samples; without: all ranks go back",
+        help="survivors of a lost rank keep their rows, up to this portion of lost samples; without: all ranks restore",
     )
     parser.add_argument("--evidence", help="folder for the demo's records")
     return parser.parse_args()
