@@ -194,7 +194,7 @@ class Rest:
         path = collection(document, namespace if document["kind"].lower() in NAMESPACED else "")
         return self("POST", path + ("?fieldValidation=Strict" if strict else ""), document, dry_run=dry_run)
 
-    def may(self, user: str, *groups: str, **attributes: str) -> bool:
+    def is_allowed(self, user: str, *groups: str, **attributes: str) -> bool:
         """Return whether the API server permits a user what these attributes describe."""
         spec = {"user": user, "groups": groups, "resourceAttributes": attributes}
         reply = self("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", {"spec": spec})

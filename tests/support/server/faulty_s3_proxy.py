@@ -7,7 +7,7 @@ key, its number within the kind). A client may observe each fault with a correct
 - `LOST`: the request took effect, and the connection broke before the answer.
 - `DOUBLED`: the network delivered the request twice; the client gets the second answer.
 - `LATE`: the connection broke, and the request arrives after later ones (`flush_delayed` delivers the rest).
-- `CUT`: the body broke off in the middle, that of a PUT to the server, that of any other request to the client.
+- `TRUNCATED`: the body broke off in the middle, that of a PUT to the server, that of any other request to the client.
 - `FLIPPED`: one bit of the body was wrong: that of a PUT to the server, that of an object to the client.
 - `HUNG`: no answer arrives until other requests have passed, or `release()`.
 """
@@ -36,7 +36,7 @@ class S3Fault(StrEnum):
     LOST = "lost"
     DOUBLED = "doubled"
     LATE = "late"
-    CUT = "cut"
+    TRUNCATED = "truncated"
     FLIPPED = "flipped"
     HUNG = "hung"
 
@@ -44,8 +44,8 @@ class S3Fault(StrEnum):
 APPLIES: Mapping[str, tuple[S3Fault, ...]] = {
     "put": tuple(S3Fault),
     "create": tuple(S3Fault),
-    "get": (S3Fault.REFUSED, S3Fault.EXPIRED, S3Fault.LOST, S3Fault.CUT, S3Fault.FLIPPED, S3Fault.HUNG),
-    "list": (S3Fault.REFUSED, S3Fault.EXPIRED, S3Fault.LOST, S3Fault.CUT, S3Fault.HUNG),
+    "get": (S3Fault.REFUSED, S3Fault.EXPIRED, S3Fault.LOST, S3Fault.TRUNCATED, S3Fault.FLIPPED, S3Fault.HUNG),
+    "list": (S3Fault.REFUSED, S3Fault.EXPIRED, S3Fault.LOST, S3Fault.TRUNCATED, S3Fault.HUNG),
     "head": (S3Fault.REFUSED, S3Fault.LOST, S3Fault.HUNG),
     "delete": (S3Fault.REFUSED, S3Fault.EXPIRED, S3Fault.LOST, S3Fault.DOUBLED),
 }
@@ -213,12 +213,12 @@ class _ProxyHandler(BaseHTTPRequestHandler):
                 late = (self.command, self.path, body, dict(self.headers.items()))
                 proxy.delay(lambda: _send(proxy.upstream_port, *late))
                 self._break()
-            case S3Fault.CUT if writes:
+            case S3Fault.TRUNCATED if writes:
                 _send_half(proxy.upstream_port, self.command, self.path, body, dict(self.headers.items()))
                 self._break()
-            case S3Fault.CUT:
+            case S3Fault.TRUNCATED:
                 status, headers, data = self._forward(body)
-                self._answer(status, headers, data, cut=True)
+                self._answer(status, headers, data, truncated=True)
             case S3Fault.FLIPPED if writes:
                 self._answer(*self._forward(_flipped(body)))
             case S3Fault.FLIPPED:
@@ -238,7 +238,9 @@ class _ProxyHandler(BaseHTTPRequestHandler):
         port = self.server.proxy.upstream_port
         return _send(port, self.command, self.path, body, dict(self.headers.items()))
 
-    def _answer(self, status: int, headers: Mapping[str, str], data: bytes, *, cut: bool = False) -> None:
+    def _answer(
+        self, status: int, headers: Mapping[str, str], data: bytes, *, truncated: bool = False
+    ) -> None:
         if status == 0:  # the server itself stopped
             self._break()
             return
@@ -251,9 +253,9 @@ class _ProxyHandler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", length or "0")
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data[: len(data) // 2] if cut else data)
+            self.wfile.write(data[: len(data) // 2] if truncated else data)
         self.wfile.flush()
-        if cut:
+        if truncated:
             self._break()
 
     def _break(self) -> None:
