@@ -32,16 +32,16 @@ def _work() -> int:
 @functools.cache
 def timeout_scale() -> float:
     """Return the factor of every limit; it is measured once, and processes started from here inherit it."""
-    said = os.environ.get(_VARIABLE)
-    if said is None:
+    scale = os.environ.get(_VARIABLE)
+    if scale is None:
         took_s = []
         for _ in range(_ROUNDS):
             began_s = time.perf_counter()
             _work()
             took_s.append(time.perf_counter() - began_s)
         waiting = os.getloadavg()[0] / (os.cpu_count() or 1)
-        said = os.environ[_VARIABLE] = f"{LEAST * max(1.0, max(took_s) / _IDLE_S, waiting):.1f}"
-    return min(max(float(said), LEAST), MOST)
+        scale = os.environ[_VARIABLE] = f"{LEAST * max(1.0, max(took_s) / _IDLE_S, waiting):.1f}"
+    return min(max(float(scale), LEAST), MOST)
 
 
 def limit_s(seconds: float) -> float:

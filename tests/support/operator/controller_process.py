@@ -274,7 +274,7 @@ class ReportingSidecar:
         save_results: Sequence[wire.SaveResult] = (),
         **fields: Any,
     ) -> ReportResponse:
-        """Report once; `fields` are those of `states`, of the workload's own run unless `run` names another."""
+        """Report once; `fields` are those of `states`; `run` defaults to the workload's run."""
         fields.setdefault("run", self._run)
         self._sequence += 1
         report = self._pod.report(
@@ -291,13 +291,13 @@ class ReportingSidecar:
 
     def report(self, **fields: Any) -> wire.ReportReply:
         """Repeat the report until the controller accepts it: it may not know the pod yet."""
-        taken: list[wire.ReportReply] = []
+        replies: list[wire.ReportReply] = []
 
-        def told() -> bool:
+        def accepted() -> bool:
             found = self.post(**fields)
             assert found.status in {200, 404, 421, 429, 503}, found
-            taken.extend([found.reply] if found.status == 200 else [])
-            return bool(taken)
+            replies.extend([found.reply] if found.status == 200 else [])
+            return bool(replies)
 
-        eventually(told, "the report is taken", timeout_s=CONTROLLER_TIMEOUT_S, every_s=0.2)
-        return taken[0]
+        eventually(accepted, "the report is accepted", timeout_s=CONTROLLER_TIMEOUT_S, every_s=0.2)
+        return replies[0]

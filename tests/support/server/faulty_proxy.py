@@ -163,8 +163,8 @@ class FixedResponses:
             def handle_any(self) -> None:
                 outer.requests += 1
                 body = outer.body
-                said = self.rfile.read(int(self.headers.get("Content-Length", "0")))
-                outer.received.append((self.path, dict(self.headers.items()), said))
+                request_body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+                outer.received.append((self.path, dict(self.headers.items()), request_body))
                 self.send_response(status)
                 usual = {"Content-Type": "application/xml", "Content-Length": str(len(body))}
                 for name, value in (usual | (headers or {})).items():

@@ -1,4 +1,4 @@
-"""Optimizers, tables and training events that the tracking tests put together at random."""
+"""Optimizers, tables and training events that the tracking tests combine at random."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class TableTraining:
         return self.model["dense"](self.look_up(self.ids())).square().mean()
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return weights and every piece of optimizer state that has rows, found without deltashard's help."""
+        """Return the weights and all optimizer state with rows, found independently of deltashard."""
         found = {"weight": self.weight.detach().clone()}
         seen = []
         for owner in (
@@ -232,7 +232,7 @@ class TableTraining:
             self.optimizer.step()
 
     def forward_early(self) -> None:
-        """Do a lookup before another step and its backward pass after it (a pipeline)."""
+        """Do a lookup before another step and its backward pass after it (as a pipeline does)."""
         early = self.look_up(self.ids()).sum()
         self.train()
         with warnings.catch_warnings():
