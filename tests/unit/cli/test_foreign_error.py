@@ -18,7 +18,7 @@ from deltashard_cli.main import ENVIRONMENT, INTERNAL, LocalFault, exit_code, wr
             "No space left on device",
             "/out/t.npy",
         ),
-        (OSError("nothing to say"), "OSError: nothing to say", "this machine"),
+        (OSError("no errno"), "OSError: no errno", "this machine"),
         (MemoryError(), "out of memory", "this process"),
     ],
 )

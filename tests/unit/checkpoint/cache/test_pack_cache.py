@@ -32,7 +32,7 @@ def test_evicts_least_recently_used_pack_first(tmp_path: Path) -> None:
         assert [name for name in "abcd" if name in cache] == ["a", "c", "d"]
         assert cache.used_bytes == 3 * 640
         assert _get(cache, "b", 1) is None
-        assert _get(cache, "a", 10, 635) is None, "reads beyond the end are not served"
+        assert _get(cache, "a", 10, 635) is None, "a read beyond the end must fail"
 
 
 def test_pinned_packs_are_kept_and_create_waits_for_an_unpin(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ def _encoded(k, x, bits, mode, unit):
             k.greedy(x, bits, 25, 15, lo, hi)
         elif mode.startswith("refit"):
             k.refit(x, bits, STARTS[bits][: int(mode[-1])], 3, lo, hi)
-    word = np.float32 if bits == 8 else np.uint16
-    scales, biases = np.zeros(n, word), np.zeros(n, word)
+    scale_dtype = np.float32 if bits == 8 else np.uint16
+    scales, biases = np.zeros(n, scale_dtype), np.zeros(n, scale_dtype)
     codes = np.full((n, -(-d * bits // 8)), 0xAA, np.uint8)
     special = k.encode(x, bits, unit, mode != "plain", lo, hi, scales, biases, codes)
     return lo, hi, scales, biases, codes, special

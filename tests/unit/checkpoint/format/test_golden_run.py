@@ -53,7 +53,7 @@ EACH = [
     for run, living in ((RUN, LIVE_SEQS), (RUN_2, LIVE_SEQS_2), (RUN_3, LIVE_SEQS_3), (RUN_4, LIVE_SEQS_4))
     for seq in living
 ]
-"""All live checkpoints as (run, seq)."""
+"""Every live checkpoint as (run, seq)."""
 
 
 @pytest.fixture
@@ -170,12 +170,12 @@ def test_repaired_run_reads_up_to_the_newer_version(store: Store) -> None:
     assert (state.stopped.seq, state.stopped.voidable) == (9, False)
     assert isinstance(state.stopped.error, UnsupportedVersion)
     assert read_checkpoint(store, RUN_2).entry.seq == LIVE_SEQS_2[-1]
-    rotten, mended, passed = (log.read_slot(seq) for seq in (3, 5, 6))
-    assert isinstance(rotten, Unreadable)
-    assert isinstance(mended.entry, Repaired)
-    assert mended.entry.lost == (3,)
-    assert named_fold(mended.entry).seq == 4
-    assert isinstance(passed.entry, Ignored)
+    corrupt, repaired, skipped = (log.read_slot(seq) for seq in (3, 5, 6))
+    assert isinstance(corrupt, Unreadable)
+    assert isinstance(repaired.entry, Repaired)
+    assert repaired.entry.lost == (3,)
+    assert named_fold(repaired.entry).seq == 4
+    assert isinstance(skipped.entry, Ignored)
     # Without the repair's folded state, no entry from the corrupt slot on would count.
     slots = [log.read_slot(seq) for seq in range(10)]
     assert tuple(fold(RunState(run=RUN_2), slots).checkpoints) == LIVE_SEQS_2[:1]

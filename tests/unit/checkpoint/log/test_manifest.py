@@ -1,4 +1,4 @@
-"""Manifests are read once, strictly, and must match the entry that names them; the law does not depend on them."""
+"""Manifests are read once, strictly, and must match the entry that names them; the fold does not depend on them."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -88,7 +88,7 @@ def test_manifest_and_layout_are_cached_and_reread_if_corrupt():
         assert manifests.listing(listed, state.checkpoints) is listed
     assert len(store.calls) == 4  # two manifests, one of them twice, and a layout
     assert [len(parts_of(listed, seq)) for seq in listed.checkpoints] == [2, 2]
-    assert listed == state  # what was read beside the log is not part of the state
+    assert listed == state  # cached manifests are not part of the state
     assert folded_state.dump(listed) == folded_state.dump(state)
 
 

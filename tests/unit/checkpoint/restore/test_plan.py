@@ -79,7 +79,7 @@ def test_plan_is_newest_first_and_merges_adjacent_frames() -> None:
     assert plan.frames == 15
     assert [(len(each.frames), len(each.tails)) for each in plan.requests] == [
         (4, 0), (0, 4), (1, 0), (10, 0), (0, 10)
-    ], "rows and their tails, the tombstone that lies before them, the baseline and its tails"  # fmt: skip
+    ], "rows and their tails, the tombstone stored before them, the baseline and its tails"  # fmt: skip
     assert sum(request.length for request in plan.requests) == plan.bytes
 
 

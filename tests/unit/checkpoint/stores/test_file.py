@@ -44,15 +44,15 @@ def test_data_is_fsynced_before_rename(tmp_path, monkeypatch):
 def test_stale_temporary_files_are_removed_with_their_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deleting the last object removes old debris and the directory. A young temporary file may have a live writer."""
+    """Deleting the last object removes old temporary files and the directory. A recent one may have a live writer."""
     store = FileStore(tmp_path)
     store.put("data/1/a", b"x")
-    debris = tmp_path / "data" / "1" / f"{file.TEMPORARY}dead"
-    debris.write_bytes(b"half")
+    leftover = tmp_path / "data" / "1" / f"{file.TEMPORARY}dead"
+    leftover.write_bytes(b"half")
     store.delete(["data/1/a"])
-    assert debris.exists()
+    assert leftover.exists()
     store.put("data/1/a", b"x")
-    os.utime(debris, (1, 1))
+    os.utime(leftover, (1, 1))
     store.delete(["data/1/a"])
     assert list(tmp_path.iterdir()) == []
 
@@ -134,7 +134,7 @@ def test_missing_root_is_reported_until_created(tmp_path):
 def test_foreign_file_names_and_directories_are_ignored(tmp_path):
     store = FileStore(tmp_path)
     store.put("log/1", b"x")
-    (tmp_path / "log" / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "log" / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "log" / "caf\u00e9").write_bytes(b"x")
     for key in ("log", "log/1/c"):
         with pytest.raises(BadKey, match="prefix of others"):

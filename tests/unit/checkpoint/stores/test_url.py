@@ -70,19 +70,19 @@ def test_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "fromenv")
     for url, endpoint in (
         ("az://ctr/x", "https://fromenv.blob.core.windows.net"),
-        ("az://ctr/x?account=said", "https://said.blob.core.windows.net"),
+        ("az://ctr/x?account=one", "https://one.blob.core.windows.net"),
         ("az://ctr/x?endpoint=http://127.0.0.1:1/dev", "http://127.0.0.1:1/dev"),
     ):
         with open_store(url) as store:
             assert store.inner._account.endpoint == endpoint  # type: ignore[attr-defined]
             assert store.url == "az://ctr/x"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=other;AccountKey=eA==")
-    with pytest.raises(UserError, match="the URL names the account said, the connection string other"):
-        open_store("az://ctr/x?account=said")
-    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "nonsense-secret")
+    with pytest.raises(UserError, match="the URL names the account one, the connection string other"):
+        open_store("az://ctr/x?account=one")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "malformed-secret")
     with pytest.raises(UserError, match="needs AccountName") as caught:
         open_store("az://ctr/x")
-    assert "nonsense-secret" not in str(caught.value)
+    assert "malformed-secret" not in str(caught.value)
     monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING")
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
     with pytest.raises(UserError, match=r"add \?account=NAME"):
@@ -106,4 +106,4 @@ def test_invalid_prefix_port_and_home_are_refused():
         with pytest.raises(UserError, match="no|not an http"):
             open_store(f"s3://bucket?endpoint=http://host:{port}")
     with pytest.raises(BadStoreUrl, match="cannot be resolved"):
-        local_path("~nobody-has-this-name/store")
+        local_path("~no-such-user/store")

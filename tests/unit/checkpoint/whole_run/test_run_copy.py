@@ -152,20 +152,20 @@ class InterruptedStore(FileStore):
 
 
 def test_copy_restarts_when_the_source_deletes_objects(store, there, tmp_path):
-    def let_go() -> None:
+    def delete_checkpoints() -> None:
         tool = RunLog(store, "run-4")
         user_entry.pin(tool, "paper", None)
         user_entry.rewind(tool, "2", ended=True)
         retention.retire_selected(tool, lambda _state: [3, 6, 13])
         garbage_collection.collect(tool, grace_s=0.0)
 
-    source = RunLog(InterruptedStore(tmp_path / "store", ".pack", let_go), "run-4")
+    source = RunLog(InterruptedStore(tmp_path / "store", ".pack", delete_checkpoints), "run-4")
     done = copy_run(source, RunLog(there, "run-4"))
     assert (done.checkpoints, done.seq, done.through) == (1, 2, 17)
     assert_restores(there, "run-4", {2: 2}, "run-4")
     # An absent object that was not retired is reported as damage.
-    gone = next(info.key for info in store.list("run-3/data/") if info.key.endswith(".pack"))
-    store.delete([gone])
+    deleted = next(info.key for info in store.list("run-3/data/") if info.key.endswith(".pack"))
+    store.delete([deleted])
     with pytest.raises(InvalidCheckpoint, match=r"\.pack does not exist"):
         copy_run(RunLog(store, "run-3"), RunLog(there, "run-3"))
     assert RunLog(there, "run-3").refresh().tip == -1
@@ -180,14 +180,15 @@ def test_run_created_concurrently_at_the_target_is_not_closed(
     late = RunLog(there, "run-4")
 
     def begin() -> None:
-        open_attempt(late, owner="somebody", closing_wait_s=0.0)
+        open_attempt(late, owner="another", closing_wait_s=0.0)
 
-    def take_the_slot() -> None:
-        entry = seal(Genesis(seq=0, run="run-4", owner="somebody", previous="", writer="0" * 16, at_s=1.0))
+    def take_first_slot() -> None:
+        entry = seal(Genesis(seq=0, run="run-4", owner="another", previous="", writer="0" * 16, at_s=1.0))
         there.put(f"run-4/{entry_key(0)}", entry.data)
 
     target = RunLog(
-        InterruptedStore(tmp_path / "there", before, begin if before == "00.pack" else take_the_slot), "run-4"
+        InterruptedStore(tmp_path / "there", before, begin if before == "00.pack" else take_first_slot),
+        "run-4",
     )
     source = RunLog(store, "run-4")
     copy = (lambda: start_run(source, target, "13", cache)) if one else (lambda: copy_run(source, target))
@@ -197,9 +198,9 @@ def test_run_created_concurrently_at_the_target_is_not_closed(
     with pytest.raises(TargetTaken, match="not a copy of this run"):
         copy()
     if before == "00.pack":
-        assert all(hint.whole for hint in hints), "the run was there, and was not shut for a moment"
+        assert all(hint.whole for hint in hints), "the existing run was never marked incomplete"
     assert incomplete_state(there, "run-4/") is None
-    assert RunLog(there, "run-4").refresh(deadline_s=0.0).owner == "somebody"
+    assert RunLog(there, "run-4").refresh(deadline_s=0.0).owner == "another"
 
 
 def test_copy_into_a_run_being_removed_is_refused(store, there, cache):

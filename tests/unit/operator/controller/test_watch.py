@@ -112,14 +112,14 @@ async def test_only_live_orphan_pods_are_kept() -> None:
 
 @async_test
 async def test_late_job_adopts_its_pods() -> None:
-    young = make_job("young", ended_s_ago=60.0)
-    api = JobListing(young)
+    late = make_job("late", ended_s_ago=60.0)
+    api = JobListing(late)
     controller, _ = controller_and_clock(api)
-    controller.watches.on_pod(make_pod("young"))
+    controller.watches.on_pod(make_pod("late"))
     await controller.watches.resolve_waiting()
-    assert (api.requests, list(controller.runs())) == (["young"], [])
-    controller.watches.on_job(young)
-    assert [list(each.pods) for each in controller.runs()] == [["pod-young"]]
+    assert (api.requests, list(controller.runs())) == (["late"], [])
+    controller.watches.on_job(late)
+    assert [list(each.pods) for each in controller.runs()] == [["pod-late"]]
 
 
 @async_test
@@ -133,7 +133,7 @@ async def test_run_without_pods_ends_at_start_and_later_after_a_delay() -> None:
     await controller.watches.resolve_waiting()
     metadata = document["metadata"]
     controller.watches.on_pod_deleted(ObjectKey("n", metadata["name"], metadata["uid"]), document)
-    for seconds, over in ((RESOLVE_INTERVAL_S, ""), (ABSENT_S, "Deleted")):
+    for seconds, reason in ((RESOLVE_INTERVAL_S, ""), (ABSENT_S, "Deleted")):
         clock.now_s += seconds
         await controller.watches.resolve_waiting()
-        assert [each.finished for each in controller.runs()] == [over]
+        assert [each.finished for each in controller.runs()] == [reason]

@@ -89,7 +89,7 @@ def test_old_jobset_without_uid_label_is_known_by_the_jobs_owner() -> None:
         runs.append((values["DELTASHARD_RUN"], values["DELTASHARD_REPLICA"], values["DELTASHARD_INDEX"]))
     assert runs == [(f"team-a/online-{OWNER_UID}", "workers-1", "3")] * 2
     own = {"metadata": {"name": "online-1", "ownerReferences": [owner("CronJob", api="batch/v1")]}}
-    assert run_identity.of_job(template, own) == run_identity.JOB, "each Job of a CronJob is a run of its own"
+    assert run_identity.of_job(template, own) == run_identity.JOB, "each Job of a CronJob is a separate run"
 
 
 @pytest.mark.parametrize("run_id", [None, "nightly"])

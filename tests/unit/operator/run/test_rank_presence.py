@@ -73,7 +73,7 @@ def test_pending_replacement_is_not_present() -> None:
     run = reconciled(seen(reconciled(without(group(), 3)), fresh))
     assert run.phase is Phase.RECOVERING
     run = reconciled(seen(run, replace(fresh, started=True)))
-    assert run.phase is Phase.RECOVERING, "it runs, and nobody trains in it yet"
+    assert run.phase is Phase.RECOVERING, "its container runs, but no rank trains in it yet"
 
 
 def test_pod_on_a_lost_node_has_no_rank() -> None:
@@ -132,7 +132,7 @@ def test_independent_pods_have_no_expected_ranks() -> None:
     assert "ranks" not in run_record.status(run, NOW_S)
     run = apply_report(run, rank_report(1, phase=At.WAITING, run=f"{RUN}-1"))
     for each in (run, apply_report(restarted(run), rank_report(0, size=1, run=f"{RUN}-0"))):
-        assert each.phase is Phase.RECOVERING, "who has not been heard yet may still be away"
+        assert each.phase is Phase.RECOVERING, "a pod without a report may still be missing"
 
 
 def reporters(run: WatchedRun, at_s: float) -> list[int]:

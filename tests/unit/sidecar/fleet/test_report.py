@@ -39,7 +39,7 @@ FIRST = (1, "w", None, 5, 1)
 def test_opening_count(more: list[tuple[int, str, int | None, int | None, int]], count: int) -> None:
     attempts = [FIRST, *more]
     assert attempts_opened(state(*attempts), attempts[-1][0]) == count
-    assert attempts_opened(state(*attempts), 99) == 0, "it is not in the log yet"
+    assert attempts_opened(state(*attempts), 99) == 0, "the attempt is not in the log yet"
 
 
 def test_urgent_report_changes() -> None:

@@ -64,7 +64,7 @@ def test_session_is_fenced_until_a_new_attempt_is_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         ({"protocol_min": 2, "protocol_max": 4}, "speaks 2-4"),
         ({"local_rank": 64}, "local rank 64"),
@@ -75,9 +75,9 @@ def test_session_is_fenced_until_a_new_attempt_is_open() -> None:
         ({"boxes": [box(101)]}, "is not within a listed table"),
     ],
 )
-def test_bad_requests_are_refused(more: dict[str, object], says: str) -> None:
+def test_bad_requests_are_refused(more: dict[str, object], message: str) -> None:
     assert check_attach(request(), 64) == 1
-    with pytest.raises(BadAttach, match=says):
+    with pytest.raises(BadAttach, match=message):
         check_attach(request(**more), 64)
 
 

@@ -23,8 +23,8 @@ def because(error: Exception, cause: Exception) -> Exception:
 @pytest.mark.parametrize(
     ("error", "ours"),
     [
-        (TakenOver("over"), True),
-        (because(RuntimeError("the loop broke"), TakenOver("over")), True),
+        (TakenOver("taken over"), True),
+        (because(RuntimeError("the loop broke"), TakenOver("taken over")), True),
         (FencedError("fenced"), False),
         (because(ValueError("any"), KeyError("x")), False),
     ],

@@ -36,7 +36,7 @@ from tests.support.trainer.step_count import StepCount
 def test_shares_cover_the_remaining_order(
     samples: int, used: int, world: int, shuffle: bool, drop_last: bool
 ) -> None:
-    """All ranks get equally many samples. The last samples are dropped, or the first ones of the epoch are repeated."""
+    """All ranks get the same number of samples. The last samples are dropped, or the first ones of the epoch are repeated."""
     shares = [
         list(
             ResumableSampler(
@@ -83,7 +83,7 @@ def test_every_sample_is_trained_on_once_an_epoch(data: Data, attempts: list[Sam
 
     No sample is read twice.
     """
-    if data.distributed:  # as many ranks with other batches count as another loader
+    if data.distributed:  # the same number of ranks with another batch size counts as another loader
         attempts = [replace(each, batch_size=attempts[0].batch_size) for each in attempts]
     check_each_once(data, attempts, trained_samples(data, attempts))
 
@@ -96,7 +96,7 @@ def test_every_sample_is_trained_on_once_an_epoch(data: Data, attempts: list[Sam
     lost=st.integers(0, 2),
 )
 def test_resumed_run_sees_the_same_batches(snapshots: list[int], world: int, samples: int, lost: int) -> None:
-    """With as many ranks and one batch size, the padded batches at the end are the same, too."""
+    """With the same number of ranks and batch size, the padded batches at the end are also the same."""
     data = Data(samples=samples)
     whole = resume(data, SamplerAttempt(saved=0, world=world, batch_size=3), [])
     for rank in whole:

@@ -58,7 +58,7 @@ def state_of(training: TableTraining) -> dict[str, object]:
 @pytest.mark.slow
 def test_a_restored_optimizer_continues_bit_for_bit(name, sparse):
     if not OPTIMIZERS[name][1 if sparse else 2]:
-        pytest.skip("torch has no such gradients for it")
+        pytest.skip("this optimizer takes no such gradients")
     with quiet():
         original, resumed = (
             TableTraining(name, "embedding", sparse, 1),
@@ -388,7 +388,7 @@ def test_a_wrapper_around_an_optimizer_keeps_its_own_counter():
 def test_discarded_restored_state_is_reported(kind, sparse, caplog):
     """An optimizer that makes its state again at the first step is reported; one that decays or keeps it is not."""
     if sparse and kind in (torch.optim.Adam, torch.optim.RMSprop):
-        pytest.skip("torch has no such gradients for it")
+        pytest.skip("this optimizer takes no such gradients")
     model, optimizer, source = built(kind, sparse)
     stepped(model, optimizer, torch.arange(30))
     source.refresh()

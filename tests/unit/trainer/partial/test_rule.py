@@ -1,4 +1,4 @@
-"""Partial or full recovery: unclear cases are full, all ranks decide alike, and PLS is the actual loss."""
+"""Partial or full recovery: unclear cases are full, all ranks decide the same, and PLS is the actual loss."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ UNCLEAR = {
         [dataclasses.replace(vote(1, lost=True), unusable="its bytes do not have its hash"), *OTHERS[1:]],
         "rank 0's staged part: its bytes",
     ),
-    "nobody": ([vote(r, lost=True) for r in range(4)], "no rank has staged"),
-    "nobody clean": ([vote(r, clean=False) for r in range(4)], "every survivor"),
+    "no part": ([vote(r, lost=True) for r in range(4)], "no rank has staged"),
+    "no clean part": ([vote(r, clean=False) for r in range(4)], "every survivor"),
     "the first is torn": ([vote(0, step=41, clean=False), *OTHERS], "was ahead"),
-    "another's": (
+    "misplaced": (
         [dataclasses.replace(vote(r, lost=True), misplaced_ranks=(3,) if r == 1 else ()) for r in range(4)],
         "rank 1 finds the part of rank 3",
     ),

@@ -76,13 +76,13 @@ def test_changed_requires_grad_is_reported() -> None:
 
 
 def test_replaced_optimizer_of_a_module_is_adopted() -> None:
-    """The script keeps the optimizer beside the model."""
+    """The script keeps the optimizer as an attribute of the model."""
     model: Any = nn.Linear(2, 1)
     model.optimizer = torch.optim.Adam(model.parameters())
-    handed = UserOptimizers(model.optimizer, model)
-    assert not handed.refresh()
+    optimizers = UserOptimizers(model.optimizer, model)
+    assert not optimizers.refresh()
     model.optimizer = torch.optim.SGD(model.parameters())
-    assert handed.refresh()
-    assert handed.now == [model.optimizer]
+    assert optimizers.refresh()
+    assert optimizers.now == [model.optimizer]
     model.optimizer = None
-    assert not handed.refresh()
+    assert not optimizers.refresh()

@@ -47,9 +47,9 @@ def test_snapshot_serves_all_requests_with_compatible_metadata() -> None:
 
     first, plain, same, other = handle(loss="1"), handle(), handle(loss="1", epoch="2"), handle(loss="3")
     pins = [handle("best"), handle("best"), handle("epoch")]
-    taken, rest = split_compatible([first, plain, other, same, *pins])
-    assert (taken, rest) == ([first, plain, same, *pins], [other])
-    flight = InFlightSave(snapshot_id=1, step=1, reason="test", handles=taken)
+    compatible, rest = split_compatible([first, plain, other, same, *pins])
+    assert (compatible, rest) == ([first, plain, same, *pins], [other])
+    flight = InFlightSave(snapshot_id=1, step=1, reason="test", handles=compatible)
     assert flight.metadata == {"loss": "1", "epoch": "2"}
     assert [each.exact for each in (plain, pins[0], first)] == [False, True, True]
 
@@ -60,7 +60,9 @@ def test_wait_for_a_running_comparison_is_bounded() -> None:
     Comparisons not yet begun are dropped.
     """
     job: Future[None] = Future()
-    comparison = Comparison(lambda _work: job, on_found=lambda: pytest.fail("it was not over"))
+    comparison = Comparison(
+        lambda _work: job, on_found=lambda: pytest.fail("a cancelled comparison reports nothing")
+    )
     comparison.begin(InFlightSave(snapshot_id=1, step=1, reason="timer"), [(None, None)])  # type: ignore[list-item]
     found = comparison.result(time.monotonic())
     assert found is not None

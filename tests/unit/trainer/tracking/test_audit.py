@@ -116,7 +116,7 @@ def test_full_sample_is_compared_only_at_snapshots():
     """The copying thread would miss writes before its first comparison or after its last."""
     table, tracking = audited(ROWS)
     commit_snapshot(tracking, 2)
-    tracking.audit_sample(lambda _: pytest.fail("looked at on another thread"))
+    tracking.audit_sample(lambda _: pytest.fail("compared on another thread"))
     assert tracking.audit_ahead() == []
     table.weight.data[17] += 1
     [fault] = tracking.audit_before_commit(ahead=True)

@@ -16,7 +16,7 @@ ROWS = 10
 rows_of = st.lists(st.integers(0, ROWS - 1), max_size=4)
 moves = st.one_of(
     st.tuples(st.just("change"), rows_of),
-    st.tuples(st.just("cut"), st.sampled_from(["all", "since_baseline", "since_commit"])),
+    st.tuples(st.just("snapshot"), st.sampled_from(["all", "since_baseline", "since_commit"])),
     # A notification about any earlier snapshot, also repeated, late, out of order, or after an assumed failure.
     st.tuples(st.just("committed"), st.integers(0, 30)),
     st.tuples(st.just("failed"), st.integers(0, 30)),
@@ -52,7 +52,7 @@ def play(script: list[tuple[str, object]], device: str = "cpu") -> tuple[Marks, 
         if kind == "change":
             marks.mark(torch.tensor(what, dtype=torch.int64, device=device))
             model.changed[-1].update(what)
-        elif kind == "cut":
+        elif kind == "snapshot":
             snapshot_id = len(model.changed)
             marks.snapshot_taken(snapshot_id, full=what == "all")
             model.full[snapshot_id] = what == "all"
@@ -127,9 +127,9 @@ def test_checker_detects_marks_dropped_too_early(monkeypatch):
     monkeypatch.setattr(Marks, "committed", hasty)
     script = [
         ("change", [1]),
-        ("cut", "all"),
+        ("snapshot", "all"),
         ("change", [2]),
-        ("cut", "since_commit"),
+        ("snapshot", "since_commit"),
         ("committed", 1),
         ("failed", 2),
     ]

@@ -237,7 +237,7 @@ class UnseenChangeCase(AuditlessProgram):
 
     def denormal(self):
         if not torch.set_flush_denormal(True):
-            pytest.skip("this processor flushes nothing")
+            pytest.skip("this processor does not flush subnormals")
         try:
             self.train_three_steps()
         finally:
