@@ -258,7 +258,7 @@ class ReportingSidecar:
         self._pod = ApiPod(
             namespace=cluster.namespace, name=pod["metadata"]["name"], uid=pod["metadata"]["uid"]
         )
-        self._who = {
+        self._identity = {
             "workload_kind": owner.get("kind", "Pod"),
             "workload_name": owner["metadata"]["name"],
             "workload_uid": owner["metadata"]["uid"],
@@ -278,7 +278,7 @@ class ReportingSidecar:
         fields.setdefault("run", self._run)
         self._sequence += 1
         report = self._pod.report(
-            identity=self._who,
+            identity=self._identity,
             process=self._process,
             sequence=self._sequence,
             now_s=time.time(),

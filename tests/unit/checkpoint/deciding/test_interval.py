@@ -134,19 +134,21 @@ def test_fixed_interval_is_not_tuned():
 
 
 @given(goals, situations)
-def test_lower_bound_takes_precedence(aim, now):
-    found = choose_interval(aim, now)
-    auto = aim.aim == "auto" or (aim.aim == "pls" and not now.partial)
+def test_lower_bound_takes_precedence(goal, now):
+    found = choose_interval(goal, now)
+    auto = goal.aim == "auto" or (goal.aim == "pls" and not now.partial)
     low_s = max(now.durable_s, now.step_s, 0.001, now.min_interval_s)
     high_s = now.max_interval_s
     if auto:
         # The user's own bounds replace the minute.
-        taste_s = 0.0 if now.min_interval_s else min(SHORTEST_S, now.max_interval_s)
-        low_s = max(taste_s, now.durable_s / IN_FLIGHT_SHARE, FEWEST_STEPS * now.step_s, now.min_interval_s)
+        shortest_s = 0.0 if now.min_interval_s else min(SHORTEST_S, now.max_interval_s)
+        low_s = max(
+            shortest_s, now.durable_s / IN_FLIGHT_SHARE, FEWEST_STEPS * now.step_s, now.min_interval_s
+        )
         high_s = min(high_s, max(LONGEST_S, young_interval_s(now.cost_s, now.mtbf_s)))
-    elif aim.aim == "pls":
+    elif goal.aim == "pls":
         high_s = min(high_s, PLS_SHARE * now.left_s)
-    elif aim.aim == "overhead" and now.step_s:
+    elif goal.aim == "overhead" and now.step_s:
         low_s = max(low_s, now.step_s * math.ceil(now.durable_s / now.step_s))  # whole steps
     assert math.isfinite(found.seconds)
     assert found.seconds >= low_s * (1 - 1e-12)

@@ -1,4 +1,4 @@
-"""Golden runs: today's reader reads them as before, and today's writer writes the same bytes."""
+"""Golden runs: the current reader reads them as before, and the current writer writes the same bytes."""
 
 import hashlib
 import json
@@ -50,8 +50,8 @@ LIVE_SEQS_3 = (4, 5, 7, 9, 10, 13)
 LIVE_SEQS_4 = (2, 3, 6, 13)
 EACH = [
     (run, seq)
-    for run, living in ((RUN, LIVE_SEQS), (RUN_2, LIVE_SEQS_2), (RUN_3, LIVE_SEQS_3), (RUN_4, LIVE_SEQS_4))
-    for seq in living
+    for run, live in ((RUN, LIVE_SEQS), (RUN_2, LIVE_SEQS_2), (RUN_3, LIVE_SEQS_3), (RUN_4, LIVE_SEQS_4))
+    for seq in live
 ]
 """Every live checkpoint as (run, seq)."""
 
@@ -87,7 +87,7 @@ BAD = {
 
 
 def rewritten(run: str, key: str, data: bytes) -> bytes:
-    """Return what today's writer makes of what today's reader finds in an object."""
+    """Read an object with the current reader and return what the current writer writes for it."""
     name = key.rpartition("/")[2]
     if name == "HINT":
         return Hint.of(data).data
@@ -109,7 +109,7 @@ def rewritten(run: str, key: str, data: bytes) -> bytes:
         assert (parsed.text, parsed.body) == (name, content_digest(data))
         world_size = json.loads(data)["world_size"]
         return ReportBody.decode(data, run, world_size, where=key).encode(run, world_size)
-    raise AssertionError(f"{key} is of no kind")
+    raise AssertionError(f"{key} is an object of an unknown kind")
 
 
 @pytest.mark.parametrize("run", [RUN, RUN_2, RUN_3, RUN_4])

@@ -170,7 +170,7 @@ def replaced(value: object, path: tuple, by: object) -> object:
 
 @pytest.fixture(scope="module")
 def rich_state():
-    """Return the state of a run in which everything happened that a folded state records."""
+    """Return the state of a run with every kind of entry that a folded state records."""
     run, first = started_run(workload="a", pod="b")
     base, delta = run.commit(first, 1, pins=("p",)), None
     delta = run.commit(first, 2, base)

@@ -21,7 +21,7 @@ NEWER = {
 ACTORS: dict[str, Callable[[MemoryRun], object]] = {
     "a new trainer": lambda run: run.open(),
     "a takeover": lambda run: run.open(takeover=True, owner="other"),
-    "the living trainer": lambda run: run.append_checkpoint(
+    "the running trainer": lambda run: run.append_checkpoint(
         [part(1, 9, 0, [WHOLE], None)], attempt=1, snapshot_id=9, step=9
     ),
     "gc": lambda run: garbage_collection.collect(run.log, grace_s=0.0, min_reclaim_prefixes=1),

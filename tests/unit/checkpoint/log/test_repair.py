@@ -123,7 +123,7 @@ def test_repair_keeps_checkpoints_independent_of_the_loss(stored, damage):
     assert {k: v for k, v in after.items() if k in before and "HINT" not in k} == {
         k: v for k, v in before.items() if "HINT" not in k
     }
-    assert len(after) == len(before) + (1 if damage == "end" else 2)  # the fold before the end existed
+    assert len(after) == len(before) + (1 if damage == "end" else 2)  # the fold before the end exists already
     opened = attempts.open_attempt(log_of(stored), owner="me")
     assert (opened.resume.seq, opened.voided) == (max(found["kept"]), None)
     weights = read_checkpoint(log_of(stored).store, "job").tables["items"].weights

@@ -157,7 +157,7 @@ def test_saves_fail_when_the_store_is_rolled_back_under_a_writer(what):
 
 
 def test_stale_handle_of_a_rolled_back_log_voids_nothing():
-    """The store is restored from an older copy and another pod continues. The old handle knows another log."""
+    """The store is restored from an older copy and another pod continues. The old handle has read another log."""
     run, attempt = started_run()
     run.commit(attempt, 1)
     copy = {info.key: run.memory.get(info.key) for info in run.memory.list("")}

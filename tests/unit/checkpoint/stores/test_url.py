@@ -1,4 +1,4 @@
-"""Stores that are opened from URLs."""
+"""Stores opened from URLs, and URLs that are refused."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def test_a_memory_store_is_one_per_name() -> None:
     assert list(open_store("memory://two").list("")) == []
 
 
-def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_urls_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_store(f"file://{tmp_path}/a%20b").put("k", b"x")
     monkeypatch.chdir(tmp_path)
     for url in (f"{tmp_path}/a b", "./a b", f"file://localhost{tmp_path}/a%20b"):
@@ -30,7 +30,7 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         open_store(f"file://{tmp_path}/none", create=False)
 
 
-def test_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_urls_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """Endpoint and region in the URL take precedence over the environment. The store's own URL has neither."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://from-environment.example")
     with open_store("s3://bucket/pre/fix/") as store:
@@ -61,7 +61,7 @@ def test_invalid_store_urls_are_refused(url: str) -> None:
         open_store(url)
 
 
-def test_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gcs_and_azure_urls_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """The address is the bucket's own unless an endpoint is given. The store's own URL has no options."""
     with open_store("gs://bucket/pre/fix/") as store:
         assert isinstance(store.inner, CloudStore)

@@ -95,7 +95,7 @@ OUTSIDE = {"fleet": {"address": "10.0.0.7:9443"}, "store": {"url": "s3://bkt"}}
         (pod(hostNetwork=True, dnsPolicy="ClusterFirstWithHostNet"), {}, ""),
     ],
 )
-def test_warnings(document: Document, spec: Document, warning: str) -> None:
+def test_admitted_object_gets_at_most_one_warning(document: Document, spec: Document, warning: str) -> None:
     found = sample.answer(document, spec).get("warnings", [])
     assert len(found) == bool(warning)
     assert all(warning in each and len(each) <= 200 for each in found)

@@ -220,7 +220,7 @@ def continued(bench: ReclaimerBench, run_id: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "happens",
+    "event",
     [
         lambda bench: bench.set_policy(policy="Retain"),
         lambda bench: bench.watches.on_run_deleted(ObjectKey("n", "train", "made"), None),
@@ -232,10 +232,10 @@ def continued(bench: ReclaimerBench, run_id: str) -> None:
 )
 @async_test
 async def test_changes_during_the_check_are_honored(
-    bench: ReclaimerBench, happens: Callable[[ReclaimerBench], None]
+    bench: ReclaimerBench, event: Callable[[ReclaimerBench], None]
 ) -> None:
     """The policy retains, the CheckpointRun is deleted, or another workload holds the run or one of its parts."""
-    bench.api.on_get = lambda: happens(bench)
+    bench.api.on_get = lambda: event(bench)
     bench.add_job(ended_job(run_id="shared"))
     await bench.advance()
     assert bench.api.made == []

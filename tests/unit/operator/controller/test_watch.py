@@ -99,15 +99,15 @@ async def test_only_live_orphan_pods_are_kept() -> None:
     api = JobListing()
     api.broken = {"odd"}
     controller, _ = controller_and_clock(api)
-    for name, phase in (("odd", "Running"), ("dead", "Succeeded"), ("living", "Running")):
+    for name, phase in (("odd", "Running"), ("dead", "Succeeded"), ("live", "Running")):
         controller.watches.on_pod(make_pod(name, phase))
     await controller.watches.resolve_waiting()
-    assert (sorted(api.requests), controller.synced) == (["dead", "living", "odd"], True)
-    assert [each.workload.name for each in controller.runs()] == ["living"]
+    assert (sorted(api.requests), controller.synced) == (["dead", "live", "odd"], True)
+    assert [each.workload.name for each in controller.runs()] == ["live"]
     api.broken = set()
     await controller.watches.resolve_waiting()
-    assert [each.workload.name for each in controller.runs()] == ["living", "odd"]
-    assert api.requests.count("living") == 1
+    assert [each.workload.name for each in controller.runs()] == ["live", "odd"]
+    assert api.requests.count("live") == 1
 
 
 @async_test

@@ -119,16 +119,16 @@ def test_request_transitions(
     assert message in found.message
 
 
-HAPPENS = ("begin", "finish", "vanish", "save", "fail", "report", "write", "restart", "wait")
+EVENTS = ("begin", "finish", "vanish", "save", "fail", "report", "write", "restart", "wait")
 
 
-@given(st.lists(st.sampled_from(HAPPENS), max_size=30))
-def test_any_event_order_ends_once_with_the_true_outcome(happens: list[str]) -> None:
+@given(st.lists(st.sampled_from(EVENTS), max_size=30))
+def test_any_event_order_ends_once_with_the_true_outcome(events: list[str]) -> None:
     """Runs may start late, end or vanish. Reports and writes may be lost. The controller may restart at any time."""
     found, written = after(), document()
     facts = NONE
     made: SaveResult | None = None
-    for each in happens:
+    for each in events:
         match each:
             case "begin":
                 facts = replace(facts, run="train-1")

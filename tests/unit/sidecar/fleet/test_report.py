@@ -36,7 +36,9 @@ FIRST = (1, "w", None, 5, 1)
         ([(6, "w", 5, None, 1), (7, "", 3, None, 0), (8, "w", 3, 9, 1)], 3),  # a user rewound in between
     ],
 )
-def test_opening_count(more: list[tuple[int, str, int | None, int | None, int]], count: int) -> None:
+def test_openings_of_a_workload_are_counted(
+    more: list[tuple[int, str, int | None, int | None, int]], count: int
+) -> None:
     attempts = [FIRST, *more]
     assert attempts_opened(state(*attempts), attempts[-1][0]) == count
     assert attempts_opened(state(*attempts), 99) == 0, "the attempt is not in the log yet"

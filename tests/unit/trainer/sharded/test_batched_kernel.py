@@ -1,4 +1,4 @@
-"""What a fused kernel reports of its rows: which rows it updated, and when, for every form of its input."""
+"""Which rows a fused kernel reports as updated, and when, for every form of its input."""
 
 from __future__ import annotations
 

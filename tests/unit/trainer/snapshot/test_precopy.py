@@ -103,7 +103,7 @@ scripts = st.lists(
 def play(script):
     """Take snapshots with precopies, and compare the delivered rows of each with the table."""
     table = TrainedTable()
-    for number, (before, mode, between, fate, end, wanted) in enumerate(script, 1):
+    for number, (before, mode, between, outcome, end, wanted) in enumerate(script, 1):
         split = wanted and mode != "since_commit"
         table.write(before)
         table.marks.mark(torch.tensor(sorted(before), dtype=torch.int64))
@@ -159,13 +159,13 @@ def play(script):
             assert not len(ahead.unmarked_rows), "a delivered row differs from the table"
         full = now == "all"
         table.marks.snapshot_taken(number, full=full)
-        if fate in ("commit", "baseline"):
-            baseline = full and fate == "baseline"
+        if outcome in ("commit", "baseline"):
+            baseline = full and outcome == "baseline"
             table.marks.committed(number, baseline=baseline)
             table.changed["since_commit"] = set()
             if baseline:
                 table.changed["since_baseline"] = set()
-        elif fate == "failed":
+        elif outcome == "failed":
             table.marks.failed(number)
 
 

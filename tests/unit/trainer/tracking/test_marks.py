@@ -120,11 +120,11 @@ def test_selection_is_exact_with_prompt_notifications(script):
 def test_checker_detects_marks_dropped_too_early(monkeypatch):
     """The property is not vacuous: clearing pending flags at any commit misses rows of a newer failed snapshot."""
 
-    def hasty(self, snapshot_id, *, baseline):
+    def clear_all_pending(self, snapshot_id, *, baseline):
         if self._in_flight.pop(snapshot_id, None) is not None:
             self.flags.bitwise_and_(0xFF ^ 2)
 
-    monkeypatch.setattr(Marks, "committed", hasty)
+    monkeypatch.setattr(Marks, "committed", clear_all_pending)
     script = [
         ("change", [1]),
         ("snapshot", "all"),
