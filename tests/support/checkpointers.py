@@ -44,7 +44,7 @@ def checkpointers(
 def precopied_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Callable[..., Any]
 ) -> Iterator[Callable[..., Any]]:
-    """Build a test's programs, each with a `ckpt`, whose snapshots are all precopied, at any size.
+    """Build a test's programs, each with a `ckpt`, that precopy every snapshot, of any size.
 
     The fixture releases every open one at the end.
     """

@@ -67,7 +67,7 @@ class ControllerProcess(OperatorProcess):
             eventually(self.leads, lambda: f"the controller: {self.log[-2000:]}")
 
     def leads(self) -> bool:
-        """Return whether it holds the Lease and has listed every object."""
+        """Return whether the controller holds the Lease and has listed every object."""
         return self.metric("deltashard_controller_leading") == 1 and self.get("healthz")[0] == 200
 
 
@@ -290,7 +290,7 @@ class ReportingSidecar:
         return post_report(url, self._controller.authority.pem, self._token, report)
 
     def report(self, **fields: Any) -> wire.ReportReply:
-        """Repeat the report until the controller accepts it: it may not know the pod yet."""
+        """Repeat the report until the controller accepts it: its list of pods may not contain the pod yet."""
         replies: list[wire.ReportReply] = []
 
         def accepted() -> bool:

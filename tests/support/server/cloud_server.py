@@ -21,7 +21,7 @@ from tests.support.tool import require_tool
 
 
 class CloudServer(StoreServer):
-    """One server process; its data ends with it."""
+    """One server process; its data is lost when it ends."""
 
     scheme: str
     environment: Mapping[str, str]

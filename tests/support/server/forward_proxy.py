@@ -1,4 +1,4 @@
-"""A forward proxy, as in a company network: CONNECT for TLS, whole URLs for plain http; it records all requests."""
+"""A forward proxy, as in a corporate network: CONNECT for TLS, whole URLs for plain http; it records all requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports for servers of tests: free, and reserved as long as this process lives.
+"""Ports for servers of tests: free, and reserved until this process ends.
 
 A port that the kernel picks (by binding port 0) is free again until its server binds it, seconds later, and while that
 server restarts. Another worker's server or an outgoing connection may take it meanwhile. So ports are taken from below
@@ -21,7 +21,7 @@ LOWEST, HIGHEST = 12_000, 30_000
 """The range is above the well-known ports of the cluster's programs and below NodePorts."""
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _reserved: set[int] = set()
-"""A process' own lock never excludes it."""
+"""Ports of this process: its own file locks do not exclude it."""
 
 
 @functools.cache

@@ -34,7 +34,7 @@ def documented_names(page: str, header: str) -> set[str]:
     return {name for first, *_ in rows(page, header) for name in re.findall(r"`([^`]+)`", first)}
 
 
-def test_kinds_table() -> None:
+def test_page_lists_every_workload_kind_with_an_example() -> None:
     found = rows(WORKLOADS_PAGE, "| kind |")
     by_template = {"JobSet": "JobSet", "TrainingRuntime": "JobSet", "PyTorchJob": "PyTorchJob"}
     assert [row[:3] for row in found] == [
@@ -47,7 +47,7 @@ def test_kinds_table() -> None:
         assert by_file[name] == kind
 
 
-def test_annotations_table() -> None:
+def test_page_lists_every_annotation() -> None:
     keys = [[f"`{key}`", takes] for key, (_, _, takes) in annotation.KEYS.items()]
     assert rows(WORKLOADS_PAGE, "| annotation |") == keys
 

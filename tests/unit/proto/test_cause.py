@@ -126,7 +126,7 @@ def test_unanswered_call_has_no_cause() -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
-def test_error_causes_by_operation(
+def test_error_maps_to_one_cause_per_operation(
     error: Exception, of_save: str, of_restore: str, of_store: str | None
 ) -> None:
     """The columns are a failed save, a failed restore, and an unusable store."""

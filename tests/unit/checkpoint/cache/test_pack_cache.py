@@ -57,7 +57,7 @@ def test_pinned_packs_are_kept_and_create_waits_for_an_unpin(tmp_path: Path) -> 
 
 
 def test_restart_keeps_packs_and_removes_partial_files(tmp_path: Path) -> None:
-    """A restart keeps the order of use. It removes partial files of a dead owner and evicts down to a smaller budget."""
+    """A restart keeps the order of use. It removes partial files of an ended owner and evicts down to a smaller budget."""
     with PackCache(tmp_path, budget_bytes=1 << 20) as cache:
         for i, name in enumerate("abc"):
             _put(cache, name, name.encode() * 640)

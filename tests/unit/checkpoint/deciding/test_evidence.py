@@ -76,7 +76,7 @@ def test_quantile_equals_direct_sum(shape, rate_s, seconds, q):
     assert below + direct(gamma, seconds, n) >= q - 1e-9
 
 
-def test_quantile_at_its_limits():
+def test_quantile_is_zero_at_zero_and_bounded_at_infinity():
     gamma = Gamma(shape=0.5, rate_s=100.0)
     assert gamma.quantile(0.0) == gamma.quantile(-1.0) == 0
     assert gamma.quantile(1e-300) == 0

@@ -90,7 +90,7 @@ def test_interval_is_the_longest_within_the_slack(cost_s, mtbf_s, slack):
         ({"max_interval_s": 90.0, "durable_s": 100.0}, 500.0, "durable"),
     ],
 )
-def test_auto_interval_bounds(changes, seconds, bound):
+def test_auto_interval_names_the_bound_that_applies(changes, seconds, bound):
     found = choose_interval(goal("auto"), quiet(**changes))
     assert found.seconds == pytest.approx(seconds)
     assert bound in found.bound
@@ -116,7 +116,7 @@ def test_lost_work_goal_is_met_or_reported_unreachable(max_interval_s, now):
         assert worst_s <= max_interval_s * (1 + 1e-6)
 
 
-def test_pls_interval():
+def test_pls_goal_applies_only_under_partial_recovery():
     now = quiet(partial=True, shards=18, mtbf_s=20 * 3600.0)
     assert choose_interval(goal("pls=0.02"), now).seconds == pytest.approx(14.4 * 3600)
     assert choose_interval(goal("pls=0.1"), now).seconds == pytest.approx(72 * 3600)
@@ -128,7 +128,7 @@ def test_pls_interval():
     assert "partial recovery" in full.unreachable
 
 
-def test_fixed_interval_is_not_tuned():
+def test_fixed_interval_is_used_unchanged():
     with pytest.raises(ValueError, match="fixed"):
         choose_interval(FIXED, quiet())
 

@@ -181,7 +181,7 @@ def test_repaired_run_reads_up_to_the_newer_version(store: Store) -> None:
     assert tuple(fold(RunState(run=RUN_2), slots).checkpoints) == LIVE_SEQS_2[:1]
 
 
-def test_run_with_pins_and_rewinds(store: Store) -> None:
+def test_pins_and_rewinds_are_folded_at_every_entry(store: Store) -> None:
     log = RunLog(store, RUN_4)
     slots = [log.read_slot(seq) for seq in range(15)]
     states = [fold(RunState(run=RUN_4), slots[: tip + 1]) for tip in range(15)]

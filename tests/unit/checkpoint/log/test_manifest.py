@@ -36,7 +36,7 @@ def key_of(entry: Checkpoint) -> str:
     return f"job/{manifest_key(entry.attempt, entry.snapshot_id, entry.listed.manifest)}"
 
 
-def test_the_bytes_of_a_manifest_are_the_format() -> None:
+def test_manifest_has_the_documented_bytes() -> None:
     assert EXAMPLE.data == (
         b'{"attempt":1,"blobs":[1],"format":1,"kind":"rows","layout":"' + b"0f" * 16 + b'","parts":[["aaaaaaaaaaaaaaaa","'
         + b"1" * 32 + b'",null,4,9],["bbbbbbbbbbbbbbbb","' + b"2" * 32 + b'",7,0,8]],"run":"job","snapshot_id":2,"step":3}'

@@ -106,7 +106,7 @@ def test_verify_reports_damage_behind_a_fold_and_the_run_continues(stored, damag
 def test_repair_keeps_checkpoints_independent_of_the_loss(stored, damage):
     log = log_of(stored)
     tip = log.refresh().tip
-    truth = dict(log.state.checkpoints)
+    expected = dict(log.state.checkpoints)
     lost = tip if damage == "end" else tip - 1
     if damage == "rot":
         remove_folds(stored, lost).write_bytes(b"corrupt")
@@ -118,7 +118,7 @@ def test_repair_keeps_checkpoints_independent_of_the_loss(stored, damage):
     assert (code, planned["entry"], everything(stored)) == (0, None, before)
     code, found = run_cli("repair", url)
     assert code == 0
-    assert found["kept"] == planned["kept"] == sorted(truth.keys() - {lost})
+    assert found["kept"] == planned["kept"] == sorted(expected.keys() - {lost})
     after = everything(stored)
     assert {k: v for k, v in after.items() if k in before and "HINT" not in k} == {
         k: v for k, v in before.items() if "HINT" not in k
@@ -262,10 +262,10 @@ def test_scan_finds_saves_without_a_log(stored):
     url = stored / "store" / "job"
     code, found = run_cli("scan", url)
     assert code == 1, "the orphaned files of an older process are no complete save"
-    truth = {(one["attempt"], one["snapshot_id"]): one for one in found["saves"]}
+    saves = {(one["attempt"], one["snapshot_id"]): one for one in found["saves"]}
     live = sorted(log_of(stored).refresh().checkpoints)
-    assert sorted(one["seq"] for one in truth.values() if one["seq"] is not None) == live
-    assert [one["snapshot_id"] for one in truth.values() if not one["whole"]] == [0]
+    assert sorted(one["seq"] for one in saves.values() if one["seq"] is not None) == live
+    assert [one["snapshot_id"] for one in saves.values() if not one["whole"]] == [0]
     shutil.rmtree(url / "log")
     pack = next((url / "data").rglob("*00000012/*.pack"))
     pack.write_bytes(pack.read_bytes()[:-1])

@@ -47,7 +47,7 @@ def test_stale_temporary_files_are_removed_with_their_directory(
     """Deleting the last object removes old temporary files and the directory. A recent one may have a live writer."""
     store = FileStore(tmp_path)
     store.put("data/1/a", b"x")
-    leftover = tmp_path / "data" / "1" / f"{file.TEMPORARY}dead"
+    leftover = tmp_path / "data" / "1" / f"{file.TEMPORARY}stale"
     leftover.write_bytes(b"half")
     store.delete(["data/1/a"])
     assert leftover.exists()
@@ -142,7 +142,7 @@ def test_foreign_file_names_and_directories_are_ignored(tmp_path):
     assert [found.key for found in store.list("")] == ["log/1"]
 
 
-def test_an_object_too_large_to_be_read_whole_is_not_read(tmp_path: Path) -> None:
+def test_object_over_the_size_limit_is_not_read_whole(tmp_path: Path) -> None:
     """The size is checked before memory is allocated. A range of the object is still readable."""
     store = FileStore(tmp_path)
     store.put("huge", b"head")

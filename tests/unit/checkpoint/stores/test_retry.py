@@ -44,7 +44,7 @@ def test_retries_with_growing_delays():
 
 
 class SlowStore(MemoryStore):
-    """A store whose reads begin after the given seconds."""
+    """A store that delays each read by the given seconds."""
 
     def __init__(self, time: FakeClock, *first_byte_s: float) -> None:
         super().__init__()

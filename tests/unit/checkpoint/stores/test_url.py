@@ -13,7 +13,7 @@ from deltashard_checkpoint.stores.scheme import BadStoreUrl
 from deltashard_checkpoint.stores.url import local_path, open_store
 
 
-def test_a_memory_store_is_one_per_name() -> None:
+def test_memory_urls_of_one_name_open_the_same_store() -> None:
     open_store("memory://one").put("a", b"x")
     assert open_store("memory://one").get("a") == b"x"
     assert list(open_store("memory://two").list("")) == []

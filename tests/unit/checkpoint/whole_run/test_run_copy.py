@@ -95,14 +95,14 @@ def test_log_behind_a_fold_is_copied_and_a_stopped_log_is_not(store, target_stor
 
 
 @pytest.mark.parametrize(("golden", "seq"), [(run, seq) for run, live in LIVE_SEQS.items() for seq in live])
-def test_one_checkpoint_begins_a_run(store, target_store, tmp_path, cache, golden, seq):
+def test_new_run_starts_from_one_checkpoint(store, target_store, tmp_path, cache, golden, seq):
     """All rows are in one part, for any number of ranks. Other column shards or tombstones in the chain are refused."""
     source, target = RunLog(store, golden), RunLog(target_store, "one")
     state = source.refresh()
     sizes = {state.checkpoints[each].world_size for each in closure(state, [seq])}
-    dead = (golden, seq) in TOMBSTONES
-    if dead or (golden == "run" and len(sizes) > 1):
-        with pytest.raises(CompactionUnsupported, match="tombstones" if dead else "column ranges"):
+    tombstones = (golden, seq) in TOMBSTONES
+    if tombstones or (golden == "run" and len(sizes) > 1):
+        with pytest.raises(CompactionUnsupported, match="tombstones" if tombstones else "column ranges"):
             start_run(source, target, f"{seq}", cache)
         assert list(target_store.list("one/log/")) == []
         return

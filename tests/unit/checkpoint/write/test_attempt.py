@@ -26,7 +26,7 @@ def test_a_store_that_overwrites_is_refused():
         MemoryRun(overwriting).open()
 
 
-def test_which_selects_by_seq_step_pin_or_none():
+def test_which_argument_selects_by_seq_step_pin_or_none():
     run, attempt = started_run()
     a, b, c = (
         run.commit(attempt, snapshot_id, step=step) for snapshot_id, step in ((1, 10), (2, 20), (3, 20))
@@ -130,7 +130,7 @@ def test_voided_checkpoint_keeps_its_data_during_the_attempt(how):
     run.log = run.reader()
     again = [run.open().attempt for _ in range(2)][-1]
 
-    def dead() -> set[str]:
+    def retired() -> set[str]:
         state = run.log.refresh()
         append_retirement(
             run.log, Retention(keep_last=1), orphaned_prefixes=orphaned_prefixes(run.log, state)
@@ -140,13 +140,13 @@ def test_voided_checkpoint_keeps_its_data_during_the_attempt(how):
 
     for snapshot_id in (1, 2, 3):
         run.commit(again, snapshot_id)
-        assert not dead()
+        assert not retired()
     assert base not in run.log.state.checkpoints, "retention continues"
     with pytest.raises(EntryRefused, match="voided or lost"):
         run.retire((), [snapshot_prefix(first, 2)])
     assert run.reader().refresh() == run.log.state
     run.open()
-    assert dead()
+    assert retired()
 
 
 def test_reader_refolds_after_an_entry_is_voided():

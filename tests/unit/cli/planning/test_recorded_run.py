@@ -48,7 +48,7 @@ LOG = [
 ]
 
 
-def test_log_with_two_attempts():
+def test_size_cost_and_failures_are_read_from_two_attempts():
     found = recorded_run(LOG)
     assert (found.raw_bytes, found.stored_bytes, found.checkpoints) == (ROW_BYTES, 4000, 4)
     assert (found.now_s, found.step_s, found.cost_s) == (100.0, 10.0, None)

@@ -141,7 +141,9 @@ def test_grace_period_is_changed_only_from_the_default(
         ({"fsGroup": 9, "supplementalGroups": [7]}, 7, {"fsGroup": 9, "supplementalGroups": [7]}),
     ],
 )
-def test_shared_fs_group(context: dict[str, Any] | None, group: int, after: dict[str, Any]) -> None:
+def test_sidecar_shares_the_pods_group_or_adds_one(
+    context: dict[str, Any] | None, group: int, after: dict[str, Any]
+) -> None:
     """An existing group is reused. A group is added only if the pod has none. The sidecar's files belong to it."""
     result = injected(sample.template(**({} if context is None else {"securityContext": context})))
     assert result["spec"]["securityContext"] == after
@@ -288,7 +290,7 @@ DISK = {"resources": {"limits": {"ephemeral-storage": "5Gi"}}}
         ),
     ],
 )  # fmt: skip
-def test_sidecar_resources(
+def test_sidecar_resources_keep_the_qos_class_and_cover_the_arena(
     pod: dict[str, Any], stated: dict[str, Any], requests: tuple[Any, ...], limits: tuple[Any, ...]
 ) -> None:
     """The pod's QoS class does not change, memory covers the arena, and a LimitRange can add only the storage limit."""

@@ -220,7 +220,7 @@ STORE, TOKEN = "/etc/deltashard/store/", "/var/run/secrets/deltashard/store"
         ),
     ],
 )  # fmt: skip
-def test_credentials_by_the_kind_of_store(
+def test_credentials_are_mounted_and_never_in_the_environment(
     store: dict[str, Any], variables: dict[str, str], audiences: list[str]
 ) -> None:
     """The store uses a Secret, which may be created later, or a token. No environment contains a key."""

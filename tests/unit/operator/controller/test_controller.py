@@ -200,9 +200,9 @@ async def test_unreadable_counters_are_not_overwritten() -> None:
     await bench.advance(1)
     (entry,) = bench.controller._run_store
     before = entry.object_version
-    theirs = {**bench.store.run, "status": {"ledger": "odd"}}
+    newer = {**bench.store.run, "status": {"ledger": "odd"}}
     with pytest.raises(ValueError, match="padding"):
-        bench.controller._writer._resume_from(entry, theirs)
+        bench.controller._writer._resume_from(entry, newer)
     assert entry.object_version is before
 
 

@@ -79,7 +79,7 @@ async def test_pods_of_a_long_finished_job_are_released_when_listed(order: tuple
 
 @async_test
 async def test_long_finished_job_is_requested_once_in_ten_minutes() -> None:
-    """As for a run whose CheckpointRun was removed: the Job and its pods remain and still produce events."""
+    """Its CheckpointRun was removed, but the Job and its pods remain and still produce events."""
     api = JobListing(make_job("old", ended_s_ago=2 * KEEP_S))
     controller, clock = controller_and_clock(api)
     for _ in range(10):
@@ -99,10 +99,10 @@ async def test_only_live_orphan_pods_are_kept() -> None:
     api = JobListing()
     api.broken = {"odd"}
     controller, _ = controller_and_clock(api)
-    for name, phase in (("odd", "Running"), ("dead", "Succeeded"), ("live", "Running")):
+    for name, phase in (("odd", "Running"), ("ended", "Succeeded"), ("live", "Running")):
         controller.watches.on_pod(make_pod(name, phase))
     await controller.watches.resolve_waiting()
-    assert (sorted(api.requests), controller.synced) == (["dead", "live", "odd"], True)
+    assert (sorted(api.requests), controller.synced) == (["ended", "live", "odd"], True)
     assert [each.workload.name for each in controller.runs()] == ["live"]
     api.broken = set()
     await controller.watches.resolve_waiting()

@@ -1,7 +1,7 @@
 """Counts match events under lost, repeated and late reports and any number of controller restarts.
 
 The model has three pods with one rank each. Their sidecars keep an incident until its count is durable. A controller
-can die at any moment, before or after its newest status is written.
+can be killed at any moment, before or after its newest status is written.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class LedgerModel:
                     self.deliver(each, answered=False)
             case "write":
                 self.write()
-            case "controller dies":
+            case "controller is killed":
                 self.restart()
             case "write is refused":  # another controller wrote
                 found = run_record.run_of(run_record.document(self.run) | {"status": self.written})
@@ -189,7 +189,7 @@ EVENTS = (
     "late",
     "write",
     "write is refused",
-    "controller dies",
+    "controller is killed",
     "controller stops",
 )
 

@@ -176,7 +176,9 @@ def test_new_controller_waits_for_rank_0_before_asking_another() -> None:
         (9, 0.0, {}, schedule.CHANGED_INTERVAL_S),
     ],
 )
-def test_next_report_delay(n: int, after_s: float, more: dict[str, Any], expected_s: float) -> None:
+def test_next_report_delay_depends_on_rank_urgency_and_load(
+    n: int, after_s: float, more: dict[str, Any], expected_s: float
+) -> None:
     assert schedule.next_s(group(), f"p-{n}", NOW_S + after_s, **more) == expected_s
 
 

@@ -111,7 +111,7 @@ NONE = RequestFacts(now_s=BASE_TIME_S)
         ),
     ],
 )
-def test_request_transitions(
+def test_request_phase_and_message_follow_from_the_facts(
     facts: tuple[RequestFacts, ...], phase: requests.RequestPhase, reason: str, message: str
 ) -> None:
     found = after(*facts)

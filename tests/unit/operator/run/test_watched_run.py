@@ -53,7 +53,7 @@ def is_true(run: WatchedRun, type_: str) -> bool:
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_late_report_changes_nothing() -> None:
+def test_late_report_changes_nothing() -> None:
     """The report is an older one of the same process, or one of an earlier process."""
     run = training(sequence=1000, process="new", started_at_s=50.0)
     for late in (
@@ -119,10 +119,12 @@ def test_fencing_of_a_replaced_trainer_is_an_event_but_no_problem() -> None:
 def test_displaced_workload_stays_fenced_until_it_trains_again() -> None:
     """Its trainer has ended (no attempt is open), and its sidecar sees new commits of the other workload."""
     incident = Incident(id=1, kind=K.FENCED, cause="taken_over")
-    theirs: dict[str, Any] = {"attempt": 0, "attempts_opened": 1}
-    run = apply_report(training(), report(newest=pb.Commit(seq=5, attempt=4), incidents=[incident], **theirs))
+    displaced: dict[str, Any] = {"attempt": 0, "attempts_opened": 1}
+    run = apply_report(
+        training(), report(newest=pb.Commit(seq=5, attempt=4), incidents=[incident], **displaced)
+    )
     assert is_true(run, "Fenced")
-    run = apply_report(run, report(newest=pb.Commit(seq=8, attempt=4), **theirs))
+    run = apply_report(run, report(newest=pb.Commit(seq=8, attempt=4), **displaced))
     assert is_true(run, "Fenced")
     assert not is_true(apply_report(run, report(attempt=9)), "Fenced"), "its own attempt is open again"
 

@@ -334,7 +334,7 @@ def test_restarted_sidecar_counts_uncommitted_restores() -> None:
     assert parse_metadata(bench.text()).profile.save.n == MIN_SAVES
 
 
-def test_restore_and_restart_durations() -> None:
+def test_restore_and_restart_durations_are_measured() -> None:
     """Restart lasts from the end of a trainer to the next start, restore from open to the first step."""
     bench = DeciderBench()
     bench.open()

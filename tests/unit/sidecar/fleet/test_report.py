@@ -44,7 +44,7 @@ def test_openings_of_a_workload_are_counted(
     assert attempts_opened(state(*attempts), 99) == 0, "the attempt is not in the log yet"
 
 
-def test_urgent_report_changes() -> None:
+def test_only_urgent_changes_make_a_report_due() -> None:
     acknowledged = fleet.ReportRequest(
         pod=fleet.PodState(phase=fleet.PHASE_TRAINING, store_ok=True, ranks=[fleet.Rank(step=1)]),
         incidents=[fleet.Incident(id=7)],

@@ -21,7 +21,7 @@ def because(error: Exception, cause: Exception) -> Exception:
 
 
 @pytest.mark.parametrize(
-    ("error", "ours"),
+    ("error", "takeover"),
     [
         (TakenOver("taken over"), True),
         (because(RuntimeError("the loop broke"), TakenOver("taken over")), True),
@@ -30,7 +30,7 @@ def because(error: Exception, cause: Exception) -> Exception:
     ],
 )
 def test_uncaught_takeover_has_its_own_exit_code(
-    error: Exception, ours: bool, monkeypatch: pytest.MonkeyPatch
+    error: Exception, takeover: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exit code is set after the normal traceback, also when a framework wraps the error.
 
@@ -39,15 +39,15 @@ def test_uncaught_takeover_has_its_own_exit_code(
     seen: list[tuple[str, BaseException]] = []
     monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _trace: seen.append(("before", error)))
     monkeypatch.setattr(exit_code, "_installed", False)
-    exit_code.install(lambda error: seen.append(("ours", error)))
+    exit_code.install(lambda error: seen.append(("takeover", error)))
     exit_code.install(lambda error: seen.append(("second", error)))
     code = None
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit as ended:
         code = ended.code
-    assert code == (79 if ours else None)
-    assert seen == [("ours", error), ("before", error)]
+    assert code == (79 if takeover else None)
+    assert seen == [("takeover", error), ("before", error)]
 
 
 class HandlerExit(Exception):

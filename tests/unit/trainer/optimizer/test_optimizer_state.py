@@ -70,11 +70,11 @@ def test_a_restored_optimizer_continues_bit_for_bit(name, sparse):
             original.train()
         source.refresh()
         assert transfer(source, target) == []
-        ours, theirs = state_of(resumed), state_of(original)
-        assert differing(bits("", ours), bits("", theirs)) == []
-        for key, value in theirs.items():
+        found, wanted = state_of(resumed), state_of(original)
+        assert differing(bits("", found), bits("", wanted)) == []
+        for key, value in wanted.items():
             if isinstance(value, Tensor) and not value.is_sparse:
-                assert value.data_ptr() != ours[key].data_ptr()
+                assert value.data_ptr() != found[key].data_ptr()
         resumed.rng.set_state(original.rng.get_state())
         for _ in range(5):
             original.train()

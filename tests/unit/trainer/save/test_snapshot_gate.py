@@ -26,7 +26,7 @@ APPLIES_TO: dict[str, tuple[BlockReason, set[Asker]]] = {
 
 
 @pytest.mark.parametrize("asker", list(Asker))
-def test_first_applicable_block_reason_by_requester(asker: Asker) -> None:
+def test_first_reason_that_applies_to_the_requester_blocks(asker: Asker) -> None:
     for facts in itertools.product([False, True], repeat=len(APPLIES_TO)):
         holds = dict(zip(APPLIES_TO, facts, strict=True))
         gate = SnapshotGate.of(**holds)

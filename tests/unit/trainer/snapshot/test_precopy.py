@@ -100,7 +100,7 @@ scripts = st.lists(
 )
 
 
-def play(script):
+def check_script(script):
     """Take snapshots with precopies, and compare the delivered rows of each with the table."""
     table = TrainedTable()
     for number, (before, mode, between, outcome, end, wanted) in enumerate(script, 1):
@@ -179,29 +179,29 @@ def _small(monkeypatch):
 @given(scripts)
 def test_snapshot_holds_the_current_value_of_every_changed_row(script):
     """Rows are written at any point of the copy. Snapshots commit, fail or are lost."""
-    play(script)
+    check_script(script)
 
 
 WRITTEN_AFTER_COPY = [({1, 2, 40}, "all", [("copy", 9), ("step", {2})], "baseline", "snapshot", False)]
 
 
-@pytest.mark.parametrize("blind", ["touched", "watch"])
-def test_checker_detects_rows_of_another_step(monkeypatch, blind):
+@pytest.mark.parametrize("disabled", ["touched", "watch"])
+def test_checker_detects_rows_of_another_step(monkeypatch, disabled):
     """The property is not vacuous: a row that is written after its copy must be copied again."""
     monkeypatch.setattr(precopy, "PROBE_ROWS", 0)
-    play(WRITTEN_AFTER_COPY)
-    if blind == "touched":
+    check_script(WRITTEN_AFTER_COPY)
+    if disabled == "touched":
         monkeypatch.setattr(Marks, "touched", lambda _marks: np.empty(0, np.int64))
     else:
         mark = Marks.mark
 
-        def late(marks, ids):
+        def mark_then_watch(marks, ids):
             mark(marks, ids)
             marks.watch()
 
-        monkeypatch.setattr(Marks, "mark", late)
+        monkeypatch.setattr(Marks, "mark", mark_then_watch)
     with pytest.raises(AssertionError, match="another step"):
-        play(WRITTEN_AFTER_COPY)
+        check_script(WRITTEN_AFTER_COPY)
 
 
 def test_checker_detects_changed_rows_that_are_not_resent(monkeypatch):
@@ -210,7 +210,7 @@ def test_checker_detects_changed_rows_that_are_not_resent(monkeypatch):
         ({1}, "all", [], "baseline", "snapshot", False),
         ({1, 2}, "all", [("copy", 99), ("step", {9})], "lost", "snapshot", True),
     ]
-    play(script)
+    check_script(script)
     write = precopy.RefreshedCopy.write
     monkeypatch.setattr(
         precopy.RefreshedCopy,
@@ -222,7 +222,7 @@ def test_checker_detects_changed_rows_that_are_not_resent(monkeypatch):
         ),
     )
     with pytest.raises(AssertionError, match="changed but not fresh"):
-        play(script)
+        check_script(script)
 
 
 def test_no_memory_is_moved_while_it_is_read():

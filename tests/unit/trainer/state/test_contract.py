@@ -382,15 +382,15 @@ def test_strict_false_restores_what_fits() -> None:
     raw = first.take_snapshot()
     again = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.Linear(4, 3), c=nn.Linear(3, 1)))
     optimizer = torch.optim.Adam(again.parameters(), lr=0.5)
-    theirs: dict[str, Any] = {}
-    program = BlobProgram(again, optimizer, mine=theirs, tensor=torch.zeros(5), new={"z": 1})
+    restored: dict[str, Any] = {}
+    program = BlobProgram(again, optimizer, mine=restored, tensor=torch.zeros(5), new={"z": 1})
     with pytest.raises(CheckpointMismatch):
         program.restore(raw)
     notes = "\n".join(program.restore(raw, strict=False))
     for name in ("b.weight", "c.weight", "state['removed']", "state['new']", "state['tensor']"):
         assert name in notes
     assert torch.equal(again.a.weight, model.a.weight)
-    assert theirs == mine
+    assert restored == mine
     assert optimizer.state[again.a.weight]["step"] == 1
     again(torch.randn(3, 4)).sum().backward()
     optimizer.step()

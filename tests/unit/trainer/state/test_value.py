@@ -48,7 +48,7 @@ def test_uncoalesced_sparse_tensors_stay_uncoalesced() -> None:
     assert torch.equal(back._values(), value._values())
 
 
-def test_mixed_torch_and_python_types() -> None:
+def test_mixed_torch_and_python_types_round_trip() -> None:
     value = {
         "size": torch.Size([2, 3]),
         "dtype": torch.bfloat16,
@@ -76,7 +76,7 @@ def test_values_that_cannot_be_restored_are_refused(value: Any) -> None:
 def test_all_supported_state_is_restored_in_place() -> None:
     box = [1]
     scheduler_like = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 2)
-    things: dict[str, Any] = {
+    values: dict[str, Any] = {
         "pair": (lambda: box[0], lambda v: box.__setitem__(0, v)),
         "dict": {"a": [1, 2]},
         "list": [1, {"b": 2}],
@@ -87,22 +87,22 @@ def test_all_supported_state_is_restored_in_place() -> None:
         "python": __import__("random").Random(1),
         "scheduler": scheduler_like,
     }
-    found = sources(things)
+    found = sources(values)
     held = {each.name: through(each.get()) for each in found}
-    draws = (torch.rand(2, generator=things["torch"]), things["numpy"].random(2), things["python"].random())
+    draws = (torch.rand(2, generator=values["torch"]), values["numpy"].random(2), values["python"].random())
     box[0] = 7
-    things["dict"]["a"].append(3)
-    things["list"].clear()
-    things["tensor"].fill_(0)
-    things["array"][:] = 0
+    values["dict"]["a"].append(3)
+    values["list"].clear()
+    values["tensor"].fill_(0)
+    values["array"][:] = 0
     for each in found:
         each.set(held[each.name])
-    again = (torch.rand(2, generator=things["torch"]), things["numpy"].random(2), things["python"].random())
+    again = (torch.rand(2, generator=values["torch"]), values["numpy"].random(2), values["python"].random())
     assert box == [1]
-    assert things["dict"] == {"a": [1, 2]}
-    assert things["list"] == [1, {"b": 2}]
-    assert things["tensor"].tolist() == [0, 1, 2, 3]
-    assert things["array"].tolist() == [0, 1, 2, 3]
+    assert values["dict"] == {"a": [1, 2]}
+    assert values["list"] == [1, {"b": 2}]
+    assert values["tensor"].tolist() == [0, 1, 2, 3]
+    assert values["array"].tolist() == [0, 1, 2, 3]
     assert torch.equal(draws[0], again[0])
     assert draws[1].tolist() == again[1].tolist()
     assert draws[2] == again[2]
@@ -112,8 +112,8 @@ def test_all_supported_state_is_restored_in_place() -> None:
 def test_containers_of_stateful_objects_are_restored(kind: type) -> None:
     def members(seed: int) -> Any:
         torch.manual_seed(seed)
-        things = [torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.Generator().manual_seed(seed)]
-        return {"a": things[0], "b": things[1], 3: things[2]} if kind is dict else kind(things)
+        objects = [torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.Generator().manual_seed(seed)]
+        return {"a": objects[0], "b": objects[1], 3: objects[2]} if kind is dict else kind(objects)
 
     def values(held: Any) -> list[Any]:
         return list(held.values() if kind is dict else held)

@@ -46,7 +46,7 @@ def selected(marks: Marks, mode: str) -> set[int]:
     return set(range(ROWS)) if selection.all else set(selection.ids.tolist())
 
 
-def play(script: list[tuple[str, object]], device: str = "cpu") -> tuple[Marks, MarksModel]:
+def check_script(script: list[tuple[str, object]], device: str = "cpu") -> tuple[Marks, MarksModel]:
     marks, model = Marks(ROWS, device), MarksModel()
     for kind, what in script:
         if kind == "change":
@@ -84,7 +84,7 @@ def play(script: list[tuple[str, object]], device: str = "cpu") -> tuple[Marks, 
 @settings(max_examples=600, deadline=None)
 @given(script=st.lists(moves, max_size=30))
 def test_selection_contains_every_changed_row_for_any_notifications(device, script):
-    play(script, device)
+    check_script(script, device)
 
 
 @settings(max_examples=200, deadline=None)
@@ -134,7 +134,7 @@ def test_checker_detects_marks_dropped_too_early(monkeypatch):
         ("failed", 2),
     ]
     with pytest.raises(AssertionError):
-        play(script)
+        check_script(script)
 
 
 def test_full_snapshot_committed_as_a_delta_keeps_the_old_baseline():

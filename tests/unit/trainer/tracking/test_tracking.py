@@ -154,9 +154,9 @@ def test_removed_table_is_no_longer_saved():
 def test_copies_and_pickles_of_the_model_are_not_tracked():
     """Averaged models are deep copies. Copies and pickles carry no marks and mark nothing."""
     training, checker = begin("sgd", "embedding", True)
-    twin = copy.deepcopy(training.model)
+    duplicate = copy.deepcopy(training.model)
     other = pickle.loads(pickle.dumps(training.model))
-    for model in (twin, other):
+    for model in (duplicate, other):
         with quiet():
             model["table"](torch.tensor([1, 2, 3])).sum().backward()
     assert checker.take() == set()
