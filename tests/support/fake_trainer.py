@@ -95,9 +95,8 @@ class Trainer:
         shape = ArenaShape.within(self.reply.arena_bytes, block_bytes=self.reply.block_bytes)
         fd = os.open(self.reply.arena_path, os.O_RDWR | os.O_CLOEXEC)
         self.arena = Arena.mapped(Path(self.reply.arena_path), fd, shape)
-        self._arenas.append(
-            self.arena
-        )  # closing a descriptor of it would drop every lock of this process on it
+        # Closing a descriptor of the file would drop every lock of this process on the file.
+        self._arenas.append(self.arena)
         if self.lock:
             start, length = self.arena.line_lock_range(self.local_rank)
             fcntl.lockf(self.arena.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)

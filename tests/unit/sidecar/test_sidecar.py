@@ -76,7 +76,7 @@ def test_directive_during_attachment_sets_the_timer(
 def test_new_save_waits_until_the_last_outcome_is_notified(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the trainer's next save would be refused as busy."""
+    """Without the wait, the trainer's next save would be refused as busy."""
     session = sidecar.attach(attachment()).session
     sidecar.open(pb.OpenRequest(session=session, which="none"))
     first = sidecar.begin(pb.SaveRequest.Begin(session=session, snapshot_id=1, step=1))

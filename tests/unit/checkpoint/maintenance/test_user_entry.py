@@ -27,7 +27,7 @@ def three_baselines(run: MemoryRun, **options: object) -> tuple[int, list[int]]:
 
 
 def test_annotation_is_dropped_with_its_checkpoint():
-    """Otherwise the state would grow with every name that was ever used."""
+    """Without the removal, the state would grow with every name that was used before."""
     run, attempt = started_run()
     first = run.commit(attempt, 1, pins=("best",))
     run.commit(attempt, 2)

@@ -125,7 +125,7 @@ def test_the_second_rank_reads_rows_only(run: SampleRun) -> None:
 
 @pytest.mark.parametrize(("kind", "operation"), [("index", "get"), ("pack", "get_into")])
 def test_corrupt_shared_bytes_are_read_again(run, kind, operation):
-    """The corrupt bytes are in the shared memory. The reader that finds this reads again, and the next rank gets the correct bytes."""
+    """The corrupt bytes are in the shared memory. The reader that finds them reads again, and the next rank gets the correct bytes."""
     shared = SharedReads()
     alone = _restored(run, SharedReads())
     run.store.fail_next(Fault.FLIPPED, operation=operation, key_contains=f".{kind}")

@@ -23,7 +23,7 @@ from tests.support.checkpoint.store_conformance import get_range
 
 
 def test_data_is_fsynced_before_rename(tmp_path, monkeypatch):
-    """The order is fsync of the file, link or rename, fsync of the directory. New directories are synced into their parents."""
+    """The order is fsync of the file, link or rename, fsync of the directory. A new directory also syncs its parent."""
     events, fsync, link, rename = [], os.fsync, os.link, Path.rename
 
     def synced(descriptor: int) -> None:
@@ -69,7 +69,7 @@ def test_put_survives_concurrent_directory_removal(tmp_path, monkeypatch):
             path.parent.rmdir()
         real_path(path, *arguments, **options)
 
-    def late(path, *arguments, **options):
+    def mkdir_then_vanish(path, *arguments, **options):
         made.append(Path(path))
         if (
             len(made) == 1
@@ -81,7 +81,7 @@ def test_put_survives_concurrent_directory_removal(tmp_path, monkeypatch):
         patch.setattr(Path, "mkdir", prune)
         store.put_if_absent("data/2/x", b"x")
     assert pruned
-    monkeypatch.setattr(os, "mkdir", late)
+    monkeypatch.setattr(os, "mkdir", mkdir_then_vanish)
     store.put_if_absent("more/x", b"x")
     assert made == [tmp_path / "more"] * 2
     assert store.get("data/2/x") == store.get("more/x") == b"x"

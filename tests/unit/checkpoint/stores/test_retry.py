@@ -64,7 +64,7 @@ class SlowStore(MemoryStore):
 
 
 def test_first_byte_timeout_doubles_and_is_remembered():
-    """The timeout doubles up to the store's own, which writes have at once. Other failures do not double it."""
+    """The timeout doubles up to the store's own. Writes use it from the start. Other failures do not double the timeout."""
     time = FakeClock()
     slow = SlowStore(time, *[100.0] * 5, 0.0)
     store = RetryingStore(slow, policy=RetryPolicy(deadline_s=600.0), clocks=time.clocks)

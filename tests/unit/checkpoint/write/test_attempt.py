@@ -88,7 +88,7 @@ def test_unreadable_first_entry_is_refused():
 @pytest.mark.parametrize("damage", ["rot", "loss"])
 @pytest.mark.parametrize("kind", ["checkpoint", "retire", "compact", "attempt"])
 def test_attempt_repairs_the_log_before_voiding_slots(kind, damage):
-    """Two faults coincide: the entry is damaged, and the folded states that would make this harmless are absent."""
+    """Two faults coincide: the entry is damaged, and the folded states that would replace it are absent."""
     run, first = started_run()
     base = run.commit(first, 1)
     bad = {

@@ -102,7 +102,7 @@ def test_admitted_object_gets_at_most_one_warning(document: Document, spec: Docu
 
 
 def test_volumes_are_excluded_from_autoscaler_and_backups() -> None:
-    """Otherwise the cache pins a node, or a backup copies it. The user's values are kept: templates are immutable."""
+    """Without the exclusion, the cache pins a node, or a backup copies it. The user's values are kept: templates are immutable."""
     evict, backup = cluster_name.EVICTABLE_VOLUMES, cluster_name.BACKUP_EXCLUDED_VOLUMES
     document = job(OPT_IN)
     notes = injected(document)["spec"]["template"]["metadata"]["annotations"]

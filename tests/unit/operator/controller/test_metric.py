@@ -1,4 +1,4 @@
-"""Metrics of runs at a scrape, labeled with the workload's name and without a UID."""
+"""A scrape returns metrics of runs, labeled with the workload's name and without a UID."""
 
 from __future__ import annotations
 

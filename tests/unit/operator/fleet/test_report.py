@@ -1,4 +1,4 @@
-"""Reports from the wire become bounded values for logs, metrics and statuses."""
+"""Received reports become bounded values for logs, metrics and statuses."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def test_ledger_round_trips(found: Ledger) -> None:
 
 
 def test_part_opened_once_needs_no_text() -> None:
-    """Otherwise the next controller, which does not know the part, would drop the text."""
+    """The next controller has no record of the part, and would drop the text."""
     once, again = Ledger().with_attempts_opened("1", 1), Ledger().with_attempts_opened("2", 2)
     assert (once.text, decoded(once.text).with_attempts_opened("1", 2).failures) == ("", 1)
     assert again.with_attempts_opened("1", 1).text == again.text

@@ -263,7 +263,7 @@ def test_crash_loop_is_one_failure_unless_the_arena_saw_progress() -> None:
 
 
 def test_next_trainer_resumes_decider_state_from_the_commit() -> None:
-    """The state is profile, choice and evidence. Another world size keeps only the evidence, malformed text nothing."""
+    """The state is profile, choice and evidence. Another world size keeps only the evidence. Malformed text keeps nothing."""
     first = DeciderBench()
     first.open()
     first.saves(MIN_SAVES, lambda: 0.2)

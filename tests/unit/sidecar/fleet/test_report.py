@@ -1,4 +1,4 @@
-"""Urgent changes of a report, and attempts_opened of a run by the attempts in the log."""
+"""Urgent changes of a report, and the count of attempts that a run opened, from the attempts in the log."""
 
 from __future__ import annotations
 

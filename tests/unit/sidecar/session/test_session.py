@@ -35,7 +35,7 @@ def session(sessions: Sessions, **more: object) -> Session:
 
 
 def test_session_is_alive_before_its_first_lock_and_while_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new session has yet to take its lock. Later only the lock counts, because forks inherit sockets."""
+    """A new session takes its lock within a grace period. Later only the lock counts, because forks inherit sockets."""
     one = session(Sessions()).presence
     assert one.alive(lock_held=False)
     monkeypatch.setattr(one, "_attached_s", time.monotonic() - GRACE_S - 1)

@@ -11,7 +11,7 @@ from deltashard.errors import CheckpointMismatch, StateError
 from deltashard.state.value import decode_value, encode_value, source, sources
 
 
-def through(value: Any) -> Any:
+def round_trip(value: Any) -> Any:
     return decode_value(encode_value(value).to_bytes())
 
 
@@ -23,7 +23,7 @@ DTYPES = "float32", "float64", "float16", "bfloat16", "int64", "uint8", "bool", 
 def test_tensors_round_trip_with_dtype_shape_and_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """The cases include scalars, empty tensors, and types that numpy does not have."""
     value = (torch.rand(shape) * 10).to(dtype)
-    back = through({"t": value})["t"]
+    back = round_trip({"t": value})["t"]
     assert back.dtype == dtype
     assert back.shape == value.shape
     assert torch.equal(back, value)
@@ -31,10 +31,10 @@ def test_tensors_round_trip_with_dtype_shape_and_bits(dtype: torch.dtype, shape:
 
 def test_strided_and_conjugated_tensors_are_stored_by_value() -> None:
     base = torch.arange(12.0).view(3, 4)
-    assert torch.equal(through(base.t()), base.t())
-    assert torch.equal(through(base[:, ::2]), base[:, ::2])
+    assert torch.equal(round_trip(base.t()), base.t())
+    assert torch.equal(round_trip(base[:, ::2]), base[:, ::2])
     complex_value = torch.randn(3, dtype=torch.complex64).conj()
-    assert torch.equal(through(complex_value), complex_value.resolve_conj())
+    assert torch.equal(round_trip(complex_value), complex_value.resolve_conj())
 
 
 def test_uncoalesced_sparse_tensors_stay_uncoalesced() -> None:
@@ -42,7 +42,7 @@ def test_uncoalesced_sparse_tensors_stay_uncoalesced() -> None:
     value = torch.sparse_coo_tensor(
         torch.tensor([[1, 1, 0]]), torch.tensor([1.0, 2.0, 3.0]), (4,), check_invariants=True
     )
-    back = through(value)
+    back = round_trip(value)
     assert not back.is_coalesced()
     assert torch.equal(back._indices(), value._indices())
     assert torch.equal(back._values(), value._values())
@@ -56,7 +56,7 @@ def test_mixed_torch_and_python_types_round_trip() -> None:
         1: (None, 2**80, {1, 2}),
         "lambdas": [None, {"a": 1.5}],
     }
-    assert through(value) == value
+    assert round_trip(value) == value
 
 
 @pytest.mark.parametrize("value", [3, 2.5, "text", None, True, (1, 2), b"x"])
@@ -88,7 +88,7 @@ def test_all_supported_state_is_restored_in_place() -> None:
         "scheduler": scheduler_like,
     }
     found = sources(values)
-    held = {each.name: through(each.get()) for each in found}
+    held = {each.name: round_trip(each.get()) for each in found}
     draws = (torch.rand(2, generator=values["torch"]), values["numpy"].random(2), values["python"].random())
     box[0] = 7
     values["dict"]["a"].append(3)
@@ -120,12 +120,12 @@ def test_containers_of_stateful_objects_are_restored(kind: type) -> None:
 
     saved, again = members(1), members(2)
     (mine,), (other,) = sources({"all": saved}), sources({"all": again})
-    other.set(through(mine.get()))
+    other.set(round_trip(mine.get()))
     assert torch.equal(values(saved)[0].weight, values(again)[0].weight)
     assert torch.equal(torch.rand(3, generator=values(saved)[2]), torch.rand(3, generator=values(again)[2]))
     fewer = {"a": saved["a"]} if kind is dict else kind(saved[:1])
     with pytest.raises(CheckpointMismatch, match="the checkpoint holds"):
-        sources({"all": fewer})[0].set(through(mine.get()))
+        sources({"all": fewer})[0].set(round_trip(mine.get()))
 
 
 def test_mixed_container_is_refused_with_a_remedy() -> None:

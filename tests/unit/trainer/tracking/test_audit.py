@@ -1,4 +1,4 @@
-"""The sampled audit finds writes without a trace as often as its documentation states."""
+"""The sampled audit finds silent writes at the rate that its documentation states."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_tied_embeddings_are_one_table():
 
 
 def test_parameters_sharing_storage_are_hashed():
-    """The step of one changes rows of the other. Only addresses show it, also if the storage is shared later."""
+    """The step of one changes rows of the other. Only addresses show the sharing, also if it begins later."""
     _, _, tracking = pair(lambda first, second: setattr(second, "weight", nn.Parameter(first.weight.data)))
     for table in tracking.tables:
         assert table.select_rows("since_commit").ids.tolist() == [1, 2, 7]
