@@ -32,10 +32,7 @@ def because(error: Exception, cause: Exception) -> Exception:
 def test_uncaught_takeover_has_its_own_exit_code(
     error: Exception, takeover: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exit code is set after the normal traceback, also when a framework wraps the error.
-
-    Other exit codes do not change.
-    """
+    """The code is set after the traceback, also when a framework wraps the error. Other codes do not change."""
     seen: list[tuple[str, BaseException]] = []
     monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _trace: seen.append(("before", error)))
     monkeypatch.setattr(exit_code, "_installed", False)
@@ -92,10 +89,7 @@ def usr1() -> Iterator[Callable[[Any], BaseException]]:
 def test_signal_handler_exception_leaves_a_save(
     usr1: Callable[[Any], BaseException], handler: Callable[..., Any]
 ) -> None:
-    """Handlers are functions, partials, methods, callable objects and Ctrl-C.
-
-    The same exception from the user's getters does not propagate.
-    """
+    """Handlers are callables of any kind, and Ctrl-C. The same exception of a user's getter does not propagate."""
     assert must_propagate(usr1(handler))
     assert must_propagate(KeyboardInterrupt())
     for kind in (HandlerExit, IndexError, MemoryError, SystemExit):

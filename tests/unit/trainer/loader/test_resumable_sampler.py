@@ -79,10 +79,7 @@ def test_shares_cover_the_remaining_order(
     ),
 )
 def test_every_sample_is_trained_on_once_an_epoch(data: Data, attempts: list[SamplerAttempt]) -> None:
-    """With this sampler or torch's, any number of ranks after the restart and any batch size.
-
-    No sample is read twice.
-    """
+    """Any number of ranks and batch size may resume, with this sampler or torch's. No sample is read twice."""
     if data.distributed:  # the same number of ranks with another batch size counts as another loader
         attempts = [replace(each, batch_size=attempts[0].batch_size) for each in attempts]
     check_each_once(data, attempts, trained_samples(data, attempts))

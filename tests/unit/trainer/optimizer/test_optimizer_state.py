@@ -334,10 +334,7 @@ def test_unchanged_attributes_are_not_restored():
 
 
 def test_unsupported_optimizer_attributes_are_reported():
-    """Objects are not pickled but listed.
-
-    An unsupported entry of a state_dict is refused, because state_dict promises it.
-    """
+    """Objects are listed and not pickled. An unsupported entry of a state_dict is refused."""
     _, _, tracking = build_tracked(ReinitializingOptimizer)
     assert tracking.optimizers[0].unsaved == ["ReinitializingOptimizer.box"]
 
@@ -424,10 +421,7 @@ def test_state_equal_to_the_last_gradient_is_not_discarded(discards):
 
 
 def test_kernel_updated_parameters_are_not_optimizer_state():
-    """TorchRec's scripts give an optimizer all parameters of a model.
-
-    Nothing of a shard is stored until it is stepped.
-    """
+    """TorchRec's scripts give an optimizer all parameters. Of a shard, nothing is stored until it is stepped."""
     dense, shard = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, 2))
     optimizer = torch.optim.Adam([dense, shard])
     (view,) = views_of([optimizer], {dense: "top"}, (), {shard})

@@ -46,10 +46,7 @@ def trained(steps: int) -> dict[str, memoryview]:
 
 @pytest.mark.parametrize("script", [False, True])
 def test_changed_hyperparameters_are_reported(script: bool) -> None:
-    """The message names whether the checkpoint's or the script's values apply.
-
-    A change by the scheduler is not reported.
-    """
+    """The message names whose values apply: the checkpoint's or the script's. Scheduler changes are not reported."""
     again = Script(lr=0.02)
     group = again.optimizers[0].param_groups[0]
     group["weight_decay"] = 0.5

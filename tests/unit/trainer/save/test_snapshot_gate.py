@@ -55,10 +55,7 @@ def test_snapshot_serves_all_requests_with_compatible_metadata() -> None:
 
 
 def test_wait_for_a_running_comparison_is_bounded() -> None:
-    """A running comparison of precopied rows with live rows delays close() by a bounded time.
-
-    Comparisons not yet begun are dropped.
-    """
+    """close() waits for a running comparison with live rows for a bounded time, and drops those not begun."""
     job: Future[None] = Future()
     comparison = Comparison(
         lambda _work: job, on_found=lambda: pytest.fail("a cancelled comparison reports nothing")

@@ -33,10 +33,7 @@ class TrackedProgram:
     """A program under tracking, with its store and its running precopy."""
 
     def __init__(self, case, seed, how, *, split_batches=False):
-        """`split_batches`: snapshots take all rows.
-
-        The rows that changed since the newest commit are in separate batches.
-        """
+        """`split_batches`: snapshots take all rows; rows changed since the newest commit are in separate batches."""
         self.split_batches, self.mode = split_batches, "all" if split_batches else "since_commit"
         self.training, self.checker = begin(*case, seed, how)
         self.table, self.tracking = self.checker.table, self.checker.tracking

@@ -443,7 +443,7 @@ def test_wrapper_without_base_init_is_unwrapped_or_refused() -> None:
 def test_sharded_modules_have_no_contract() -> None:
     """Sharded modules declare their tables themselves. A contract of a module around them is refused."""
 
-    class Stateful(nn.Module):
+    class ExtraStateModule(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
             self.inner = inner
@@ -455,5 +455,7 @@ def test_sharded_modules_have_no_contract() -> None:
     sharded._register_state_dict_hook(lambda *_: None)
     inventory = Inventory(sharded=[sharded])
     assert contract.contracts_of(nn.ModuleDict({"it": sharded}), lambda: inventory) == []
-    with pytest.raises(StateError, match=r"its own get_extra_state and contains sharded tables.*Stateful"):
-        contract.contracts_of(nn.ModuleDict({"it": Stateful(sharded)}), lambda: inventory)
+    with pytest.raises(
+        StateError, match=r"its own get_extra_state and contains sharded tables.*ExtraStateModule"
+    ):
+        contract.contracts_of(nn.ModuleDict({"it": ExtraStateModule(sharded)}), lambda: inventory)

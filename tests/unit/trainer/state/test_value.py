@@ -61,10 +61,7 @@ def test_mixed_torch_and_python_types_round_trip() -> None:
 
 @pytest.mark.parametrize("value", [3, 2.5, "text", None, True, (1, 2), b"x"])
 def test_values_that_cannot_be_restored_are_refused(value: Any) -> None:
-    """A plain value does not change after construction.
-
-    The message names the entry; the remedy is a pair or a mutable object.
-    """
+    """A plain value cannot change in place. The message names the entry; the remedy is a pair or a mutable object."""
     with pytest.raises(StateError, match="get, set"):
         source("mine", value)
     with pytest.raises(StateError, match=r"state\['mine'\].*|deep"):

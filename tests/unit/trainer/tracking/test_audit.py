@@ -81,10 +81,7 @@ def compare_ahead(tracking: Tracking) -> None:
 
 
 def test_comparison_before_a_snapshot_counts_for_the_snapshot():
-    """The early comparison finds the fault, and the snapshot does not repeat it.
-
-    A row that is marked meanwhile is no fault.
-    """
+    """The early comparison finds the fault; the snapshot does not repeat it. A row marked meanwhile is no fault."""
     table, tracking = audited()
     compare_ahead(tracking)
     assert tracking.audit_before_commit(ahead=True) == []

@@ -21,10 +21,7 @@ def lookup(module, *rows):
 
 
 class AuditlessProgram:
-    """Tables under optimizers, without audits.
-
-    Each snapshot commits at once, and fails if an unselected row has changed.
-    """
+    """Tables without audits. Each snapshot commits at once, and fails if an unselected row has changed."""
 
     def __init__(self, optimize=adagrad, later=lambda _self: None, settings=PLAIN, **kinds):
         torch.manual_seed(0)
