@@ -44,10 +44,7 @@ def checkpointers(
 def precopied_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Callable[..., Any]
 ) -> Iterator[Callable[..., Any]]:
-    """Build a test's programs, each with a `ckpt`, whose cuts are all copied ahead, of any size.
-
-    The fixture releases every open one at the end.
-    """
+    """Build programs with a `ckpt` that precopy every snapshot; the fixture releases every open one at the end."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
     monkeypatch.setattr(precopy, "MIN_PRECOPY_TABLE_BYTES", 0)

@@ -24,11 +24,11 @@ class FakeTable:
     dirty: set[int] = field(default_factory=set)
     """Rows changed since the last baseline."""
     at_risk: set[int] = field(default_factory=set)
-    """Rows of a baseline whose commit is not known yet."""
+    """Rows of a baseline whose commit is not reported yet."""
     fresh: set[int] = field(default_factory=set)
     """Rows changed since the newest known commit."""
     sent: set[int] = field(default_factory=set)
-    """Rows of a snapshot whose commit is not known yet."""
+    """Rows of a snapshot whose commit is not reported yet."""
 
     @classmethod
     def make(cls, fqn: str, rows: int, columns: int, rng: np.random.Generator) -> FakeTable:

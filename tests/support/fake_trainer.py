@@ -25,7 +25,7 @@ from tests.support.eventually import eventually
 from tests.support.fake_model import FakeModel, same
 
 DEADLINE_S = 180.0
-"""Time limit of a call and of a stream's messages: a hang fails, and a slow answer of a busy machine does not."""
+"""Time limit of a call and of a stream's messages: long enough for a busy machine, so only a hang fails."""
 
 
 class SaveStreamFailed(Exception):
@@ -37,7 +37,7 @@ class SaveStreamFailed(Exception):
 
 
 class Trainer:
-    """One process's side of the contract: attach, open, cut, restore."""
+    """One process's side of the contract: attach, open, save, restore."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Trainer:
         layout: str = "",
         local_rank: int | None = None,
     ) -> None:
-        """Create a trainer; `attempt`: it already trains under one, with this layout; `rebases`: it states its newest commit."""
+        """Create a trainer. `attempt`, `layout`: the attempt it already trains in. `rebases`: each Begin has `since_commit_seq`."""
         self.rebases = rebases
         self.model = model
         self.rank = rank
@@ -90,14 +90,13 @@ class Trainer:
             boxes=[box_message(t.box) for t in self.model.tables],
             fingerprint={"test": "1"},
         )  # fmt: skip
-        self._watch = None  # the end of an older one is already known
+        self._watch = None  # the end of an older stream no longer counts
         self.reply = self.stub.Attach(request, timeout=DEADLINE_S)
         shape = ArenaShape.within(self.reply.arena_bytes, block_bytes=self.reply.block_bytes)
         fd = os.open(self.reply.arena_path, os.O_RDWR | os.O_CLOEXEC)
         self.arena = Arena.mapped(Path(self.reply.arena_path), fd, shape)
-        self._arenas.append(
-            self.arena
-        )  # closing a descriptor of it would drop every lock of this process on it
+        # Closing a descriptor of the file would drop every lock of this process on the file.
+        self._arenas.append(self.arena)
         if self.lock:
             start, length = self.arena.line_lock_range(self.local_rank)
             fcntl.lockf(self.arena.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
@@ -111,11 +110,13 @@ class Trainer:
         with suppress(grpc.RpcError):
             for notice in watch:
                 kind = notice.WhichOneof("kind")
-                said = getattr(notice, kind)
+                content = getattr(notice, kind)
                 if kind in lists:
-                    lists[kind].append(said)
+                    lists[kind].append(content)
                 else:
-                    {"committed": self.commits, "save_failed": self.failures}[kind][said.snapshot_id] = said
+                    {"committed": self.commits, "save_failed": self.failures}[kind][content.snapshot_id] = (
+                        content
+                    )
         if watch is self._watch:
             self.gone = True
 
@@ -159,9 +160,9 @@ class Trainer:
     def _open_snapshot(
         self, begin: pb.SaveRequest.Begin, before: SnapshotInProgress | None, *, defer_descriptors: bool
     ) -> SnapshotInProgress | None:
-        """Open the snapshot; None where the sidecar is busy with the end of the previous one: the caller asks again.
+        """Open the snapshot; return None if the sidecar is still finishing the previous one, so the caller retries.
 
-        This does not apply to several ranks: the peers receive a refused snapshot too.
+        With several ranks raise instead: the peers receive a refused snapshot too.
         """
         try:
             return SnapshotInProgress(self, begin, defer_descriptors=defer_descriptors)
@@ -171,14 +172,14 @@ class Trainer:
             return None
 
     def save(self, **options: object) -> int:
-        """Make a whole cut up to `staged`; return its number."""
+        """Write a whole snapshot until it is staged; return its number."""
         snapshot = self.begin(**options)  # type: ignore[arg-type]
         snapshot.write_all()
         snapshot.seal()
         return snapshot.number
 
     def committed(self, number: int) -> pb.Commit:
-        """Wait for the commit of a snapshot; a committed baseline drops the baseline's marks."""
+        """Wait for the commit of a snapshot and return it; clear the marks that it covers."""
         ended = lambda: number in self.commits or number in self.failures or self.gone  # noqa: E731
         eventually(ended, what=f"snapshot {number} ends")
         if number in self.failures:
@@ -272,7 +273,7 @@ class Trainer:
 
 
 class SnapshotInProgress:
-    """One Save stream; with `defer_descriptors` every descriptor waits for the seal and travels with it."""
+    """One Save stream; with `defer_descriptors` every descriptor is sent together with the seal."""
 
     def __init__(
         self, trainer: Trainer, begin: pb.SaveRequest.Begin, *, defer_descriptors: bool = False
@@ -347,7 +348,7 @@ class SnapshotInProgress:
         return at
 
     def rows_of(self, position: int, rows: np.ndarray | None) -> None:
-        """Hand over all rows (None) or these of one table."""
+        """Write all rows (None) or the given rows of one table."""
         table = self.trainer.model.tables[position]
         ids = None if rows is None else np.sort(np.asarray(rows, np.int64))
         count = len(table.weights) if ids is None else len(ids)
@@ -425,7 +426,7 @@ class SnapshotInProgress:
         assert self.over.wait(DEADLINE_S)
 
     def disconnect(self) -> None:
-        """Break the stream as a dying process would."""
+        """Break the stream as a killed process would."""
         self.call.cancel()
         assert self.over.wait(DEADLINE_S)
 

@@ -1,4 +1,4 @@
-"""A test that failed beside others runs once more, alone: a test that passes then is listed as flaky, and the run passes."""
+"""Reruns failed tests of a parallel run once, alone: a test that then passes is listed as flaky, and the run passes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class FlakyRerun:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
-        """The innermost wrapper: it runs after the workers end and all is restored, and before the summary.
+        """Rerun the failed tests after the workers end and before the summary: this is the innermost wrapper.
 
-        An exit status other than that of failed tests stays: an incomplete restoration is not a test's failure.
+        Keep an exit status other than TESTS_FAILED: its cause is not a failed test.
         """
         yield
         if session.exitstatus != pytest.ExitCode.TESTS_FAILED or not 0 < len(self._failed) <= MAX_RERUNS:
@@ -48,7 +48,7 @@ class FlakyRerun:
         for nodeid, done in self._rerun.items():
             if not done.returncode:
                 terminalreporter.write_line(
-                    f"*** flaky: {nodeid} failed beside other tests and passed alone. Mend it next ***",
+                    f"*** flaky: {nodeid} failed in the parallel run and passed alone. Fix it next ***",
                     red=True,
                     bold=True,
                 )

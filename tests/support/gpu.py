@@ -1,4 +1,4 @@
-"""A GPU that torch can use: tests that need one are skipped without it, and the run's end reports that (tests/conftest.py)."""
+"""A GPU that torch can use: tests that need one are skipped without it, and tests/conftest.py reports the skips at the end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The timeout scale of tests on this machine.
 
 Tests wait for conditions; a limit only separates "slow" from "never". Limits are written for an idle machine of two
-good cores and multiplied by `timeout_scale()`, which is never less than `LEAST`: a longer wait costs nothing where
+good cores and multiplied by `timeout_scale()`, which is never less than `MIN_SCALE`: a longer wait costs nothing where
 the condition becomes true. `DELTASHARD_TEST_TIMEOUT_SCALE` sets it.
 """
 
@@ -11,7 +11,7 @@ import functools
 import os
 import time
 
-LEAST, MOST = 3.0, 12.0
+MIN_SCALE, MAX_SCALE = 3.0, 12.0
 _VARIABLE = "DELTASHARD_TEST_TIMEOUT_SCALE"
 _IDLE_S = 0.25
 """Duration of `_work` on the idle reference machine of the limits."""
@@ -32,16 +32,16 @@ def _work() -> int:
 @functools.cache
 def timeout_scale() -> float:
     """Return the factor of every limit; it is measured once, and processes started from here inherit it."""
-    said = os.environ.get(_VARIABLE)
-    if said is None:
+    scale = os.environ.get(_VARIABLE)
+    if scale is None:
         took_s = []
         for _ in range(_ROUNDS):
             began_s = time.perf_counter()
             _work()
             took_s.append(time.perf_counter() - began_s)
         waiting = os.getloadavg()[0] / (os.cpu_count() or 1)
-        said = os.environ[_VARIABLE] = f"{LEAST * max(1.0, max(took_s) / _IDLE_S, waiting):.1f}"
-    return min(max(float(said), LEAST), MOST)
+        scale = os.environ[_VARIABLE] = f"{MIN_SCALE * max(1.0, max(took_s) / _IDLE_S, waiting):.1f}"
+    return min(max(float(scale), MIN_SCALE), MAX_SCALE)
 
 
 def limit_s(seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""The images that users name: what images/Dockerfile builds, under the names of the examples, the chart and the pages.
+"""The published images: those of images/Dockerfile, under the names that the examples, the chart and the pages use.
 
 So the commands of a page run here as they are written. Where an engine would install packages from an index, these
 images find them in the host's mounts (see `images`). Paths and entry points are the same, and a test compares them
@@ -78,7 +78,7 @@ def _files(published: Published) -> bytes:
 
 
 def build(path: Path, minio: Path) -> Path:
-    """Build an archive of all of them and of MinIO, whose program is `minio`."""
+    """Build an archive of all published images and of an image of MinIO, whose program is `minio`."""
     with tempfile.TemporaryDirectory(prefix="deltashard-image-") as scratch:
         layer = Layer()
         layer.tree("opt/deltashard", installed(Path(scratch, "wheel")))

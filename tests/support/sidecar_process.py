@@ -67,10 +67,7 @@ class SidecarProcess:
         constants: dict[str, float] | None = None,
         **flags: object,
     ):
-        """Create the sidecar; `environment` extends this process's own, None removes a variable.
-
-        `constants`: see `sidecar_zygote`.
-        """
+        """`environment` extends this process's own, None removes a variable. `constants`: see `sidecar_zygote`."""
         self.dir = root / "run"
         self.dir.mkdir(exist_ok=True)
         self.log_path = root / "sidecar.log"

@@ -188,7 +188,7 @@ def allowed(http: Rest, account: str, namespace: str, verb: str, resource: str, 
     everybody = ("system:serviceaccounts", f"system:serviceaccounts:{NAMESPACE}", "system:authenticated")
     attributes = {"verb": verb, "group": group, "resource": plural, "subresource": subresource, "name": name}
     who = f"system:serviceaccount:{NAMESPACE}:{account}"
-    return http.may(who, *everybody, **attributes, namespace=namespace)
+    return http.is_allowed(who, *everybody, **attributes, namespace=namespace)
 
 
 READ = {"get", "list", "watch"}

@@ -51,7 +51,7 @@ def bind(http: Rest, role: str, namespace: str) -> None:
 def may(http: Rest, role: str, verb: str, resource: str, namespace: str) -> bool:
     plural, _, subresource = resource.partition("/")
     what = {"group": "deltashard.io", "resource": plural, "subresource": subresource}
-    return http.may(f"the-{role}", verb=verb, namespace=namespace, **what)
+    return http.is_allowed(f"the-{role}", verb=verb, namespace=namespace, **what)
 
 
 def granted(http: Rest, role: str, namespace: str) -> dict[str, set[str]]:

@@ -162,7 +162,7 @@ class ControlPlane:
             if document["kind"] == "MutatingWebhookConfiguration":
                 for hook in document["webhooks"]:
                     hook["clientConfig"]["service"]["port"] = self.webhook_port
-                    hook["timeoutSeconds"] = webhook_process.PATIENCE_S
+                    hook["timeoutSeconds"] = webhook_process.ADMISSION_TIMEOUT_S
             if document["kind"] == "CustomResourceDefinition":
                 definitions.append(document["metadata"]["name"])
             self.make(document, SYSTEM)

@@ -10,7 +10,7 @@ from real object stores and networks; none breaks a guarantee of `Store` that a 
   `flush_delayed()`, or never if the process that sent it has ended by then. A 404 read in between proves nothing.
 - `TRUNCATED`: a read breaks off; half of the destination is overwritten.
 - `FLIPPED`: a read delivers one wrong bit, once.
-- `STALE_LIST`: a listing would lack the last put; a store that meets its guarantee refuses to serve it.
+- `STALE_LIST`: a listing would lack the last put; a store that keeps its guarantee returns an error.
 """
 
 import random
@@ -47,7 +47,7 @@ _APPLIES: dict[str, frozenset[Fault]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One operation that reached the store, and the fault it met."""
+    """One operation that reached the store, and its fault."""
 
     operation: str
     key: str
@@ -63,7 +63,7 @@ class _Armed:
 
 
 class FaultyStore(Store):
-    """`inner` with faults; thread-safe; `calls` records what happened."""
+    """`inner` with injected faults; thread-safe; `calls` records every operation."""
 
     def __init__(self, inner: Store, *, seed: int = 0, rates: Mapping[Fault, float] | None = None) -> None:
         self.inner = inner
@@ -87,7 +87,7 @@ class FaultyStore(Store):
             self._armed.append(armed)
 
     def flush_delayed(self, *, apply: bool = True) -> int:
-        """Apply every late put (or, `apply` false, discard it); return how many there were."""
+        """Apply every delayed put, or discard it if not `apply`; return their number."""
         with self._lock:
             late, self._delayed = self._delayed, []
         if apply:
@@ -169,7 +169,7 @@ class FaultyStore(Store):
         self.inner.close()
 
     def _inject_fault(self, operation: str, key: str) -> Fault | None:
-        """Sometimes land a late put; choose this call's fault; raise if the fault raises."""
+        """Sometimes apply a delayed put; choose this call's fault; raise if the fault raises."""
         with self._lock:
             landing = self._delayed.pop(0) if self._delayed and self._random.random() < 0.5 else None
         if landing is not None:

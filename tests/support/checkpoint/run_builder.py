@@ -1,4 +1,4 @@
-"""Runs for the log's tests: a memory store, clocks that do not wait, and entries in one line each."""
+"""Runs for tests of the log: a memory store, clocks that do not wait, and one-line helpers that append entries."""
 
 import hashlib
 from collections.abc import Sequence
@@ -76,8 +76,8 @@ class MemoryRun:
         )
         self.memory.put(f"job/{key}", b"index")
         part = Part(rank=rank, index_key=key, boxes=tuple(boxes), stored_bytes=stored_bytes, covers=covers)
-        said = {"tables": (TABLE,), "encodings": {"t": ("q8",)}, "rows": 8, "raw_bytes": 64, "stall_s": 0.5}
-        return PartReport(part=part, **{**said, **more})
+        fields = {"tables": (TABLE,), "encodings": {"t": ("q8",)}, "rows": 8, "raw_bytes": 64, "stall_s": 0.5}
+        return PartReport(part=part, **{**fields, **more})
 
     def commit(
         self,
@@ -116,11 +116,11 @@ class MemoryRun:
     def append(self, kind: type[Any], **members: Any) -> int:
         self.log.refresh()
         common = {"previous": "", "at_s": 0.0}
-        sealed = self.log.append(
+        appended = self.log.append(
             lambda _state, seq, writer: kind(seq=seq, writer=writer, **common, **members), before="", after=""
         )
-        assert sealed is not None
-        return sealed.entry.seq
+        assert appended is not None
+        return appended.entry.seq
 
     def append_checkpoint(
         self, parts: Sequence[Part], *, attempt: int, snapshot_id: int, step: int = 0
@@ -150,6 +150,6 @@ def part(attempt: int, snapshot_id: int, rank: int, boxes: Sequence[Box], covers
 
 
 def rehashed(document: dict) -> bytes:
-    """Return the document with a matching hash: a hostile or broken writer could put it."""
+    """Return the document with its own hash recomputed, as a hostile or broken writer could store it."""
     body = {key: value for key, value in document.items() if key != "hash"}
     return canonical({**body, "hash": hashlib.sha256(canonical(body)).hexdigest()})

@@ -40,8 +40,8 @@ class StoreTests:
                 with pytest.raises(ObjectNotFound):
                     read(key)
 
-    def test_ranges(self, store: Store) -> None:
-        """Any range within an object, into the middle of a buffer; a range beyond its end is corrupt, never padded."""
+    def test_ranges_are_read_and_a_range_beyond_the_end_is_corrupt(self, store: Store) -> None:
+        """The cases include a read into the middle of a buffer. A range beyond the end is never padded."""
         data = random.Random(1).randbytes(10_000)
         store.put("ranged", data)
         for offset, length in [(0, 10_000), (0, 1), (9_999, 1), (17, 4_096), (10_000, 0), (0, 0)]:
@@ -123,7 +123,7 @@ class StoreTests:
             expected = [key for key in sorted(keys) if key > start_after]
             assert [found.key for found in store.list("", start_after=start_after)] == expected, start_after
 
-    def test_list_by_prefix(self, store: Store) -> None:
+    def test_list_returns_only_keys_with_the_prefix(self, store: Store) -> None:
         keys = ["log/1", "log/2", "log/20", "log/3", "logs/1", "data/1/x", "data/10/x", "data/2/x"]
         for key in keys:
             store.put(key, b"")
@@ -157,7 +157,7 @@ class StoreTests:
         assert store.get("drop/a") == b"again"
 
     def test_store_clock_matches_last_modified(self, store: Store) -> None:
-        """Last-Modified follows the store's clock: not before a reading before the put, nor after one after it."""
+        """Last-Modified is between a reading of the store's clock before the put and one after the put."""
         before_s = store.now_s()
         store.put("dated", b"x")
         after_s = store.now_s()
@@ -178,7 +178,7 @@ class StoreTests:
                 call()
         assert list(store.list("")) == []
 
-    def test_probe_passes(self, store: Store) -> None:
+    def test_probe_passes_and_leaves_no_object(self, store: Store) -> None:
         """The probe of a log's first append verifies create-only, and leaves no object."""
         probe(store, "probe/token")
         assert list(store.list("")) == []

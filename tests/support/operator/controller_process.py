@@ -67,7 +67,7 @@ class ControllerProcess(OperatorProcess):
             eventually(self.leads, lambda: f"the controller: {self.log[-2000:]}")
 
     def leads(self) -> bool:
-        """Return whether it holds the Lease and has listed every object."""
+        """Return whether the controller holds the Lease and has listed every object."""
         return self.metric("deltashard_controller_leading") == 1 and self.get("healthz")[0] == 200
 
 
@@ -258,7 +258,7 @@ class ReportingSidecar:
         self._pod = ApiPod(
             namespace=cluster.namespace, name=pod["metadata"]["name"], uid=pod["metadata"]["uid"]
         )
-        self._who = {
+        self._identity = {
             "workload_kind": owner.get("kind", "Pod"),
             "workload_name": owner["metadata"]["name"],
             "workload_uid": owner["metadata"]["uid"],
@@ -274,11 +274,11 @@ class ReportingSidecar:
         save_results: Sequence[wire.SaveResult] = (),
         **fields: Any,
     ) -> ReportResponse:
-        """Report once; `fields` are those of `states`, of the workload's own run unless `run` names another."""
+        """Report once; `fields` are those of `states`; `run` defaults to the workload's run."""
         fields.setdefault("run", self._run)
         self._sequence += 1
         report = self._pod.report(
-            identity=self._who,
+            identity=self._identity,
             process=self._process,
             sequence=self._sequence,
             now_s=time.time(),
@@ -290,14 +290,14 @@ class ReportingSidecar:
         return post_report(url, self._controller.authority.pem, self._token, report)
 
     def report(self, **fields: Any) -> wire.ReportReply:
-        """Repeat the report until the controller accepts it: it may not know the pod yet."""
-        taken: list[wire.ReportReply] = []
+        """Repeat the report until the controller accepts it: its list of pods may not contain the pod yet."""
+        replies: list[wire.ReportReply] = []
 
-        def told() -> bool:
+        def accepted() -> bool:
             found = self.post(**fields)
             assert found.status in {200, 404, 421, 429, 503}, found
-            taken.extend([found.reply] if found.status == 200 else [])
-            return bool(taken)
+            replies.extend([found.reply] if found.status == 200 else [])
+            return bool(replies)
 
-        eventually(told, "the report is taken", timeout_s=CONTROLLER_TIMEOUT_S, every_s=0.2)
-        return taken[0]
+        eventually(accepted, "the report is accepted", timeout_s=CONTROLLER_TIMEOUT_S, every_s=0.2)
+        return replies[0]

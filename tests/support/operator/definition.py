@@ -1,4 +1,4 @@
-"""A real API server that knows the chart's custom resources."""
+"""A real API server with the chart's custom resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sidecars as the report server sees them: pods with bound tokens in a real API server, and POSTs over real TLS."""
+"""Clients of the report server: pods with bound tokens in a real API server, and POSTs over real TLS."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ApiPod:
         assert rest("DELETE", path).status == 200
 
     def report(self, *, identity: dict[str, Any] | None = None, **changes: Any) -> wire.ReportRequest:
-        told: dict[str, Any] = {
+        identity_fields: dict[str, Any] = {
             "namespace": self.namespace,
             "pod": self.name,
             "pod_uid": self.uid,
@@ -70,7 +70,7 @@ class ApiPod:
         }
         fields: dict[str, Any] = {"protocol": 1, "process": "p1", "sequence": 1, "pod": wire.PodState()}
         return wire.ReportRequest(
-            identity=wire.SidecarIdentity(**(told | (identity or {}))), **(fields | changes)
+            identity=wire.SidecarIdentity(**(identity_fields | (identity or {}))), **(fields | changes)
         )
 
 

@@ -1,4 +1,4 @@
-"""A run with every field known, for tests that write it and read it back."""
+"""A run with every field set, for tests that write and read it."""
 
 from __future__ import annotations
 

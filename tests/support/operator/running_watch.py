@@ -1,4 +1,4 @@
-"""An `ObjectWatch` that runs beside a test."""
+"""An `ObjectWatch` that runs during a test."""
 
 from __future__ import annotations
 

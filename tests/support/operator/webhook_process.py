@@ -17,12 +17,12 @@ from tests.support.operator.operator_process import OperatorProcess
 from tests.support.server.apiserver import CertificateAuthority, Reply, Rest, put
 from tests.support.server.minio_server import free_port
 
-PATIENCE_S = 30
+ADMISSION_TIMEOUT_S = 30
 """Time limit of an admission on a busy machine: the maximum of an API server."""
 PROGRAM = f"""
 import sys
 from deltashard_operator.kube import webhook_configuration
-webhook_configuration.TIMEOUT_S = {PATIENCE_S}
+webhook_configuration.TIMEOUT_S = {ADMISSION_TIMEOUT_S}
 from deltashard_operator import main
 sys.exit(main.main())
 """
@@ -96,7 +96,7 @@ def configuration(client_config: dict[str, Any]) -> dict[str, Any]:
     """Return the chart's configuration of the webhook, with this timeout."""
     document = render().find("MutatingWebhookConfiguration")
     for hook in document["webhooks"]:
-        hook |= {"timeoutSeconds": PATIENCE_S, "clientConfig": client_config}
+        hook |= {"timeoutSeconds": ADMISSION_TIMEOUT_S, "clientConfig": client_config}
     return document
 
 

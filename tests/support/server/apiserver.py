@@ -39,7 +39,7 @@ class IssuedCertificate:
 
 
 class CertificateAuthority:
-    """A certificate authority for the life of a test."""
+    """A certificate authority for one test."""
 
     def __init__(self, name: str = "tests") -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -135,7 +135,7 @@ class Rest:
     """Requests to an `ApiServer` without a model in between; use as a context manager."""
 
     def __init__(self, server: ApiServer, user: str = "") -> None:
-        """Act as the administrator, or as a user whose only rights are those of roles."""
+        """Act as the administrator, or as a user whose rights come only from roles."""
         self._headers = {"Impersonate-User": user} if user else {}
         folder = server.directory
         self._url = server.url
@@ -194,7 +194,7 @@ class Rest:
         path = collection(document, namespace if document["kind"].lower() in NAMESPACED else "")
         return self("POST", path + ("?fieldValidation=Strict" if strict else ""), document, dry_run=dry_run)
 
-    def may(self, user: str, *groups: str, **attributes: str) -> bool:
+    def is_allowed(self, user: str, *groups: str, **attributes: str) -> bool:
         """Return whether the API server permits a user what these attributes describe."""
         spec = {"user": user, "groups": groups, "resourceAttributes": attributes}
         reply = self("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", {"spec": spec})

@@ -21,7 +21,7 @@ from tests.support.tool import require_tool
 
 
 class CloudServer(StoreServer):
-    """One server process; its data ends with it."""
+    """One server process; its data is lost when it ends."""
 
     scheme: str
     environment: Mapping[str, str]
@@ -82,8 +82,8 @@ class Azurite(CloudServer):
     def new_bucket(self) -> str:
         name = f"test-{secrets.token_hex(8)}"
         date, version = formatdate(usegmt=True), "2021-08-06"
-        said = f"PUT{chr(10) * 12}x-ms-date:{date}\nx-ms-version:{version}\n/{self.account}/{self.account}/{name}\nrestype:container"
-        signature = hmac.new(base64.b64decode(self.key), said.encode(), hashlib.sha256).digest()
+        to_sign = f"PUT{chr(10) * 12}x-ms-date:{date}\nx-ms-version:{version}\n/{self.account}/{self.account}/{name}\nrestype:container"
+        signature = hmac.new(base64.b64decode(self.key), to_sign.encode(), hashlib.sha256).digest()
         answer = self._http.request(
             "PUT",
             f"{self.endpoint()}/{name}?restype=container",

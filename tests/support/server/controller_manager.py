@@ -1,4 +1,4 @@
-"""Some of kube-controller-manager's controllers, beside an `ApiServer`; use as a context manager."""
+"""Some of kube-controller-manager's controllers, for an `ApiServer`; use as a context manager."""
 
 from __future__ import annotations
 

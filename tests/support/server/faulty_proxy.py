@@ -74,7 +74,7 @@ class FaultyProxy:
     def release(self) -> None:
         self.hang = False
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         with self._lock:
             open_sockets, self._sockets = self._sockets, set()
         for one in open_sockets:
@@ -125,15 +125,15 @@ class FaultyProxy:
                         self.lost += 1
                         break
                     sent = int(state["sent"])
-                    cut = state["method"] == "GET" and self._truncate_left > 0
-                    cut = cut and sent + len(chunk) > self._truncate_at
-                    if cut:
+                    truncated = state["method"] == "GET" and self._truncate_left > 0
+                    truncated = truncated and sent + len(chunk) > self._truncate_at
+                    if truncated:
                         self._truncate_left -= 1
                         self.truncated += 1
                         chunk = chunk[: max(0, self._truncate_at - sent)]
                     state["sent"] = str(sent + len(chunk))
                 client.sendall(chunk)
-                if cut:
+                if truncated:
                     break
         _close(client)
         _close(upstream)
@@ -163,8 +163,8 @@ class FixedResponses:
             def handle_any(self) -> None:
                 outer.requests += 1
                 body = outer.body
-                said = self.rfile.read(int(self.headers.get("Content-Length", "0")))
-                outer.received.append((self.path, dict(self.headers.items()), said))
+                request_body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+                outer.received.append((self.path, dict(self.headers.items()), request_body))
                 self.send_response(status)
                 usual = {"Content-Type": "application/xml", "Content-Length": str(len(body))}
                 for name, value in (usual | (headers or {})).items():

@@ -1,4 +1,4 @@
-"""An S3 proxy that injects faults of networks and object stores, before a real server.
+"""An S3 proxy that injects faults of networks and object stores, in front of a real server.
 
 The proxy handles HTTP requests one by one: `choose` selects an `S3Fault` for each `ProxyRequest` (its kind, its
 key, its number within the kind). A client may observe each fault with a correct store behind a network:
@@ -7,7 +7,7 @@ key, its number within the kind). A client may observe each fault with a correct
 - `LOST`: the request took effect, and the connection broke before the answer.
 - `DOUBLED`: the network delivered the request twice; the client gets the second answer.
 - `LATE`: the connection broke, and the request arrives after later ones (`flush_delayed` delivers the rest).
-- `CUT`: the body broke off in the middle, that of a PUT to the server, that of any other request to the client.
+- `TRUNCATED`: the body broke off in the middle, that of a PUT to the server, that of any other request to the client.
 - `FLIPPED`: one bit of the body was wrong: that of a PUT to the server, that of an object to the client.
 - `HUNG`: no answer arrives until other requests have passed, or `release()`.
 """
@@ -36,7 +36,7 @@ class S3Fault(StrEnum):
     LOST = "lost"
     DOUBLED = "doubled"
     LATE = "late"
-    CUT = "cut"
+    TRUNCATED = "truncated"
     FLIPPED = "flipped"
     HUNG = "hung"
 
@@ -44,8 +44,8 @@ class S3Fault(StrEnum):
 APPLIES: Mapping[str, tuple[S3Fault, ...]] = {
     "put": tuple(S3Fault),
     "create": tuple(S3Fault),
-    "get": (S3Fault.REFUSED, S3Fault.EXPIRED, S3Fault.LOST, S3Fault.CUT, S3Fault.FLIPPED, S3Fault.HUNG),
-    "list": (S3Fault.REFUSED, S3Fault.EXPIRED, S3Fault.LOST, S3Fault.CUT, S3Fault.HUNG),
+    "get": (S3Fault.REFUSED, S3Fault.EXPIRED, S3Fault.LOST, S3Fault.TRUNCATED, S3Fault.FLIPPED, S3Fault.HUNG),
+    "list": (S3Fault.REFUSED, S3Fault.EXPIRED, S3Fault.LOST, S3Fault.TRUNCATED, S3Fault.HUNG),
     "head": (S3Fault.REFUSED, S3Fault.LOST, S3Fault.HUNG),
     "delete": (S3Fault.REFUSED, S3Fault.EXPIRED, S3Fault.LOST, S3Fault.DOUBLED),
 }
@@ -68,7 +68,7 @@ Choice = Callable[[ProxyRequest], S3Fault | None]
 
 
 def by_seed(seed: int, rate: float) -> Choice:
-    """About `rate` of all requests meet a fault; a refusal lasts for three. The n-th of a kind always meets the same."""
+    """Return a choice that gives about `rate` of all requests a fault, by `seed`. A refusal lasts for three requests."""
 
     def chosen(request: ProxyRequest, number: int) -> S3Fault | None:
         chance = random.Random(f"{seed}/{request.kind}/{number}")
@@ -84,7 +84,7 @@ def by_seed(seed: int, rate: float) -> Choice:
 
 
 class FaultyS3Proxy:
-    """The proxy, on 127.0.0.1:`port`, before an upstream port; thread-safe."""
+    """The proxy on 127.0.0.1:`port`, in front of an upstream port; thread-safe."""
 
     def __init__(self, upstream_port: int, choose: Choice | None = None) -> None:
         self.upstream_port = upstream_port
@@ -140,28 +140,28 @@ class FaultyS3Proxy:
             request = ProxyRequest(kind=kind, key=key, number=self._numbers[kind])
             self._numbers[kind] += 1
             self.requests.append(request)
-            trouble = self.choose(request)
-            if trouble is S3Fault.FLIPPED and kind == "get":
+            fault = self.choose(request)
+            if fault is S3Fault.FLIPPED and kind == "get":
                 # A network that flips the same object's bits twice would be indistinguishable from a damaged object.
-                trouble = None if key in self._flipped else trouble
+                fault = None if key in self._flipped else fault
                 self._flipped.add(key)
-            if trouble is not None:
-                self.injected[kind, trouble] += 1
+            if fault is not None:
+                self.injected[kind, fault] += 1
             arriving = self._delayed.pop(0) if self._delayed and len(self.requests) % 3 == 0 else None
             self._lock.notify_all()
         if arriving is not None:
             arriving()
-        return request, trouble
+        return request, fault
 
     def hang(self) -> None:
-        """Wait until six other requests have passed, `release` or the end, for two seconds at most."""
+        """Wait for six other requests, `release` or the end of the proxy, two seconds at most."""
         with self._lock:
             seen, released = len(self.requests), self._released
 
-            def over() -> bool:
+            def released_or_passed() -> bool:
                 return self._closed or self._released > released or len(self.requests) - seen >= 6
 
-            self._lock.wait_for(over, 2.0)
+            self._lock.wait_for(released_or_passed, 2.0)
 
     def delay(self, arrive: Callable[[], object]) -> None:
         with self._lock:
@@ -200,12 +200,12 @@ class _ProxyHandler(BaseHTTPRequestHandler):
             kind = "create"
         if kind == "get" and not key:
             kind, key = "list", query.get("prefix", [""])[0]
-        _request, trouble = proxy.choose_fault(kind, key)
+        _request, fault = proxy.choose_fault(kind, key)
         writes = kind in {"put", "create"}
-        match trouble:
+        match fault:
             case S3Fault.REFUSED | S3Fault.EXPIRED:
-                code = "SlowDown" if trouble is S3Fault.REFUSED else "ExpiredToken"
-                self._answer(503 if trouble is S3Fault.REFUSED else 403, {}, _ERROR.format(code).encode())
+                code = "SlowDown" if fault is S3Fault.REFUSED else "ExpiredToken"
+                self._answer(503 if fault is S3Fault.REFUSED else 403, {}, _ERROR.format(code).encode())
             case S3Fault.LOST:
                 self._forward(body)
                 self._break()
@@ -213,12 +213,12 @@ class _ProxyHandler(BaseHTTPRequestHandler):
                 late = (self.command, self.path, body, dict(self.headers.items()))
                 proxy.delay(lambda: _send(proxy.upstream_port, *late))
                 self._break()
-            case S3Fault.CUT if writes:
+            case S3Fault.TRUNCATED if writes:
                 _send_half(proxy.upstream_port, self.command, self.path, body, dict(self.headers.items()))
                 self._break()
-            case S3Fault.CUT:
+            case S3Fault.TRUNCATED:
                 status, headers, data = self._forward(body)
-                self._answer(status, headers, data, cut=True)
+                self._answer(status, headers, data, truncated=True)
             case S3Fault.FLIPPED if writes:
                 self._answer(*self._forward(_flipped(body)))
             case S3Fault.FLIPPED:
@@ -228,7 +228,7 @@ class _ProxyHandler(BaseHTTPRequestHandler):
                 self._forward(body)
                 self._answer(*self._forward(body))
             case _:
-                if trouble is S3Fault.HUNG:
+                if fault is S3Fault.HUNG:
                     proxy.hang()
                 self._answer(*self._forward(body))
 
@@ -238,7 +238,9 @@ class _ProxyHandler(BaseHTTPRequestHandler):
         port = self.server.proxy.upstream_port
         return _send(port, self.command, self.path, body, dict(self.headers.items()))
 
-    def _answer(self, status: int, headers: Mapping[str, str], data: bytes, *, cut: bool = False) -> None:
+    def _answer(
+        self, status: int, headers: Mapping[str, str], data: bytes, *, truncated: bool = False
+    ) -> None:
         if status == 0:  # the server itself stopped
             self._break()
             return
@@ -251,9 +253,9 @@ class _ProxyHandler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", length or "0")
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data[: len(data) // 2] if cut else data)
+            self.wfile.write(data[: len(data) // 2] if truncated else data)
         self.wfile.flush()
-        if cut:
+        if truncated:
             self._break()
 
     def _break(self) -> None:

@@ -1,4 +1,4 @@
-"""A server that takes reports, for tests of the sidecar's client: a minimal HTTPS server that meets the contract."""
+"""A report server for tests of the sidecar's client: a minimal HTTPS server that implements the contract."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CertificateAuthority", "FleetServer"]
 
 
 class FleetServer:
-    """Takes every report whose token is `token`, keeps it, and answers as the controller does, unless configured otherwise."""
+    """Records every report with the token `token` and answers as the controller does, unless configured otherwise."""
 
     def __init__(
         self, authority: CertificateAuthority, *, port: int = 0, token: str = "good", next_s: float = 0.2
@@ -26,12 +26,12 @@ class FleetServer:
         self.authority = authority
         self.token = token
         self.reply = fleet.ReportReply(next_s=next_s)
-        """The answer's fields; a finished order is removed, a directive already in force is omitted."""
+        """The answer's fields; a finished save request is removed, a directive already in force is omitted."""
         self.reject: Callable[[fleet.ReportRequest], int] = lambda _request: 0
         """Status of a refusal, or 0."""
         self.retry_after = ""
         self.tokens: list[str] = []
-        """Records of every call, including refused ones."""
+        """The token of every call, including refused ones."""
         self.reports: list[fleet.ReportRequest] = []
         self._http = ThreadedHttp(self._handler(), tls=self._context(), port=port)
         self.port = self._http.port
@@ -75,9 +75,9 @@ class FleetServer:
         reply.sequence = request.sequence
         if reply.directive.id == request.pod.directive:
             reply.ClearField("directive")
-        over = {each.id for each in request.save_results}
+        finished = {each.id for each in request.save_results}
         del reply.saves[:]
-        reply.saves.extend(each for each in self.reply.saves if each.id not in over)
+        reply.saves.extend(each for each in self.reply.saves if each.id not in finished)
         del self.reply.saves[:]
         self.reply.saves.extend(reply.saves)
         if request.incidents:
@@ -85,7 +85,7 @@ class FleetServer:
         return 200, reply.SerializeToString()
 
     def flags(self, tmp_path: Path) -> dict[str, Any]:
-        """Return flags of a sidecar that has this controller; its token is in a file in the folder."""
+        """Return the flags of a sidecar that reports to this server; write its token to a file in `tmp_path`."""
         token = tmp_path / "token"
         token.write_text(self.token)
         return {"fleet": self.address, "fleet-ca": self.authority.pem.decode(), "fleet-token-file": token}
@@ -106,15 +106,15 @@ class FleetServer:
 
     def set_reply(self, **fields: Any) -> None:
         """Answer with these fields (next_s, speaks, directive, saves) from now on."""
-        told = fleet.ReportReply(**fields)
+        changed = fleet.ReportReply(**fields)
         for name in fields:
             self.reply.ClearField(name)
-        self.reply.MergeFrom(told)
+        self.reply.MergeFrom(changed)
 
     def incidents(self, kind: fleet.IncidentKind) -> list[fleet.Incident]:
         """Return every received incident of a kind, once each."""
-        heard = {i.id: i for report in list(self.reports) for i in report.incidents if i.kind == kind}
-        return [heard[key] for key in sorted(heard)]
+        received = {i.id: i for report in list(self.reports) for i in report.incidents if i.kind == kind}
+        return [received[key] for key in sorted(received)]
 
     @property
     def last(self) -> fleet.ReportRequest:

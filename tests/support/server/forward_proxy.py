@@ -1,4 +1,4 @@
-"""A forward proxy, as companies run: CONNECT for TLS, whole URLs for plain http; it records all requests."""
+"""A forward proxy, as in a corporate network: CONNECT for TLS, whole URLs for plain http; it records all requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.server.threaded_http import ThreadedHttp
 
 
 class ForwardProxy:
-    """A proxy on 127.0.0.1:`port`. It resolves `*.localhost` itself, as a company's proxy resolves internal names."""
+    """A proxy on 127.0.0.1:`port`. It resolves `*.localhost` itself, as a corporate proxy resolves internal names."""
 
     def __init__(self, *, login: str = "") -> None:
         """Create the proxy; `login` is the user:password that it requires."""
@@ -64,15 +64,15 @@ class ForwardProxy:
                         self.command, parts._replace(scheme="", netloc="").geturl(), body or None, headers
                     )
                     answer = upstream.getresponse()
-                    said = answer.read()
+                    content = answer.read()
                 self.send_response_only(answer.status, answer.reason)
                 for name, value in answer.getheaders():
                     if name.lower() not in {"transfer-encoding", "connection", "content-length"}:
                         self.send_header(name, value)
-                length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(said))
+                length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
                 self.send_header("Content-Length", length or "0")
                 self.end_headers()
-                self.wfile.write(said)
+                self.wfile.write(content)
 
             do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = handle_any
 

@@ -18,7 +18,7 @@ MERGE = "application/merge-patch+json"
 
 
 class KubeletLogs:
-    """Logs by (pod, container), and by (pod, container, "previous") those of the previous life."""
+    """Logs by (pod, container), and by (pod, container, "previous") those before its restart."""
 
     def __init__(self, http: Rest, node: str, folder: Path, logs: dict[tuple[str, ...], str]) -> None:
         self._http, self._node, self.logs = http, node, logs
@@ -45,7 +45,7 @@ class KubeletLogs:
                 )
 
             def log_message(self, *_: object) -> None:
-                """Log nothing."""
+                pass
 
         self._server = ThreadedHttp(KubeletHandler, tls=context)
 

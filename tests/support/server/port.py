@@ -1,9 +1,9 @@
-"""Ports for servers of tests: free, and reserved as long as this process lives.
+"""Ports for servers of tests: free, and reserved until this process ends.
 
-A port that the kernel picks (by binding port 0) is free again before its server binds it, seconds later, and again
-whenever that server stops for a restart. Meanwhile another process may get it: another worker's server, or an
-outgoing connection. So ports are taken from below the kernel's range, and every test process that takes one locks its
-byte of one file, which the kernel unlocks when that process ends, in any way.
+A port that the kernel picks (by binding port 0) is free again until its server binds it, seconds later, and while that
+server restarts. Another worker's server or an outgoing connection may take it meanwhile. So ports are taken from below
+the kernel's ephemeral range, and a test process locks one byte of a file for each port, which the kernel unlocks when
+the process ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOWEST, HIGHEST = 12_000, 30_000
 """The range is above the well-known ports of the cluster's programs and below NodePorts."""
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _reserved: set[int] = set()
-"""A process' own lock never excludes it."""
+"""Ports of this process: its own file locks do not exclude it."""
 
 
 @functools.cache

@@ -60,7 +60,7 @@ class StoreServer(ABC):
                 start_new_session=True,
             )  # fmt: skip
 
-        def settled() -> bool:
+        def answers_or_exited() -> bool:
             if process.poll() is not None:
                 return True
             try:
@@ -69,7 +69,7 @@ class StoreServer(ABC):
             except urllib3.exceptions.HTTPError:
                 return False
 
-        eventually(settled, what=f"{type(self).__name__} ready")
+        eventually(answers_or_exited, what=f"{type(self).__name__} ready")
         return process.poll() is None
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""A stream of a save and its arena without a sidecar: blocks that the trainer takes and fills."""
+"""A save stream and its arena without a sidecar: blocks that the trainer takes and fills."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FakeArena:
         return BlockWriter(self, block=self.take, send=self.send, **options)  # type: ignore[arg-type]
 
     def rows(self, batch: Any, parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return ids of a batch's rows, and their values in each section, which are like `parts`."""
+        """Return the row ids of a batch and their values in each section; `parts` give the dtypes and widths."""
         widths = [part[0].numel() * part.element_size() for part in parts]
         offsets, _ = sections(batch.rows, contiguous=batch.contiguous, row_bytes=widths)
         block, ids = self.blocks[batch.block], np.arange(batch.row_start, batch.row_start + batch.rows)

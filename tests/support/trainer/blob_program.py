@@ -1,4 +1,4 @@
-"""A Checkpointer without a sidecar and without tables' rows: the blobs that it would save, and their restore."""
+"""A Checkpointer without a sidecar and without the rows of tables: it captures blobs and restores them."""
 
 from __future__ import annotations
 

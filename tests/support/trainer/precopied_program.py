@@ -38,7 +38,7 @@ class PrecopiedProgram:
             self.snapshots[facts["step"]] = self.on_snapshot()
 
     def on_snapshot(self) -> dict[str, torch.Tensor]:
-        """Record the state, on the training thread, when a snapshot is announced."""
+        """Return the state to compare later; called on the training thread at each snapshot."""
         return self.state()
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -69,7 +69,7 @@ class PrecopiedProgram:
         return RunLog(open_store(f"file://{self.folder / 'store'}"), "r").refresh().newest()
 
     def check(self) -> None:
-        """Check that every existing checkpoint holds what was cut for its step, bit for bit."""
+        """Check that every existing checkpoint equals the snapshot of its step, bit for bit."""
         entries = RunLog(open_store(f"file://{self.folder / 'store'}"), "r").refresh().checkpoints
         assert entries
         for seq, entry in entries.items():
@@ -82,4 +82,4 @@ class PrecopiedProgram:
                     held |= {f"{name}.weight {key}": value for key, value in rows.state.items()}
                     for key, value in held.items():
                         assert torch.equal(value.view(-1), snapshot.pop(key).view(-1)), (entry.step, key)
-                assert not snapshot, "what was there is stored"
+                assert not snapshot, "parts of the snapshot that the checkpoint lacks"

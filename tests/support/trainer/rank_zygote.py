@@ -31,7 +31,7 @@ from tests.support.server.port import free_port
 from tests.support.tool import ROOT
 
 HANG_TIMEOUT_S = 120
-"""A rank that has not ended by then prints its stack."""
+"""A rank still running after this time prints its stack."""
 
 
 class RankZygote:
@@ -63,15 +63,15 @@ class RankZygote:
         spare: int | None = None,
         **options: object,
     ) -> list[Any]:
-        """Run a scenario of `module`; return each rank's result, None for a killed or silent rank. A failed rank fails the test.
+        """Run a scenario of `module`; return each rank's result, None if it was killed. A failed rank fails the test.
 
-        `agent`: like torchrun's, it ends the other ranks when one was killed, whatever their state. `spare`: this
-        rank is exempt, since it is on another machine, and the agent does not wait for it.
+        `agent`: like torchrun's agent, kill the other ranks when one was killed. `spare`: a rank on another machine,
+        which the agent neither kills nor waits for.
         """
         workdir.mkdir(exist_ok=True)
         texts = {key: str(value) for key, value in options.items()}
-        said = [dict(os.environ), module, str(workdir), world, scenario, texts, agent, spare]
-        codes = self._request(json.dumps(said))
+        request = [dict(os.environ), module, str(workdir), world, scenario, texts, agent, spare]
+        codes = self._request(json.dumps(request))
         (workdir / "codes").write_text(json.dumps(codes))
         if any(code > 0 for code in codes):
             raise AssertionError(f"exit codes {codes}\n\n{_logs(workdir, world)}")
@@ -86,7 +86,7 @@ class RankZygote:
             stdin.write(line + "\n")
             stdin.flush()
             codes: list[int] = json.loads(stdout.readline())
-        except BaseException:  # by a timeout: its answer would count as the next scenario's
+        except BaseException:  # e.g. a timeout: a late answer would be read as the next scenario's
             self._process.kill()
             self._process.wait()
             stdout.close()
@@ -129,7 +129,7 @@ def _ended(children: list[int]) -> list[int]:
 
 
 def _wait_with_spares(ranks: list[int], *, spare: int | None) -> list[int]:
-    """Wait for all ranks except `spare`, which gets 0; a kill of one ends the others, and their errors are no failures."""
+    """Return the exit codes of all ranks, 0 for `spare`. When one is killed, kill the others and ignore their errors."""
     codes: dict[int, int] = {}
     children = [child for rank, child in enumerate(ranks) if rank != spare]
 
@@ -142,7 +142,7 @@ def _wait_with_spares(ranks: list[int], *, spare: int | None) -> list[int]:
     while len(codes) < len(children) and not any(codes.values()):
         reap(0)
     while len(codes) < len(children) and reap(os.WNOHANG):
-        pass  # a rank that failed because of another's death, and ended before the kill was noticed
+        pass  # a rank that failed because another was killed, and ended before the kill was noticed
     killed = any(code < 0 for code in codes.values())
     for child in children:
         if child not in codes:
@@ -160,7 +160,7 @@ def _ranks(
     options: dict[str, str],
     ended: Callable[[list[int]], list[int]],
 ) -> list[int]:
-    """Fork so many ranks; return their exit codes."""
+    """Fork `world` ranks; return their exit codes."""
     (workdir / "out").mkdir(parents=True, exist_ok=True)
     for old in (workdir / "out").iterdir():
         old.unlink()
@@ -197,19 +197,19 @@ def _rank(rank: int, world: int, port: int, scenario: Any, workdir: Path, option
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=HANG_TIMEOUT_S))
-    said: Any
+    result: Any
     try:
-        said, code = scenario(rank, workdir, **options), 0
+        result, code = scenario(rank, workdir, **options), 0
     except DeltashardError as error:
         traceback.print_exc()
-        said, code = {"error": type(error).__name__, "what": error.what, "remedy": error.remedy}, 0
+        result, code = {"error": type(error).__name__, "what": error.what, "remedy": error.remedy}, 0
     except Exception:
         traceback.print_exc()
-        said, code = None, 1
+        result, code = None, 1
     out = workdir / "out" / f"{rank}.json"
-    out.with_suffix(".new").write_text(json.dumps(said))
+    out.with_suffix(".new").write_text(json.dumps(result))
     out.with_suffix(".new").rename(out)
-    # The store is in rank 0: it stays until all have ended.
+    # Rank 0 holds the store, so it exits last.
     with contextlib.suppress(Exception):
         dist.barrier()
     return code

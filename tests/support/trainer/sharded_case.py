@@ -50,8 +50,8 @@ from torch import Tensor, nn
 
 COLUMNS = 32
 BAGS = {"tiny": (3, ("f3",)), "t0": (97, ("f0",)), "t1": (60, ("f1", "f2"))}
-"""Over four ranks the last has no row of `tiny`, which must not be its kernel's last table: FBGEMM's backward looks for
-the next table that has rows, beyond the end, too, and fails on what it finds there (once in some twenty processes)."""
+"""Over four ranks the last rank has no row of `tiny`, so `tiny` must not be its kernel's last table: FBGEMM's backward then
+reads past the end of the tables and fails in about one process of twenty."""
 SEQUENCES = {"s": (41, ("fs",))}
 FEATURES = ("f0", "f1", "f2", "f3", "fs")
 BATCH = 4
@@ -251,8 +251,8 @@ def check_shards(tracking: Tracking, model: nn.Module) -> None:
             for shard in value.local_shards()
             if shard.tensor.shape[0]
         }
-        said = {(t.box.row_start, t.box.col_start, *t.param.shape, t.param.data_ptr()) for t in mine}
-        assert held == said, name
+        found = {(t.box.row_start, t.box.col_start, *t.param.shape, t.param.data_ptr()) for t in mine}
+        assert held == found, name
         assert bool(mine) != (name in tracking.inventory.elsewhere), name
     for name, state in model.fused_optimizer.state_dict()["state"].items():
         held = {s.tensor.data_ptr() for v in state.values() for s in v.local_shards() if s.tensor.shape[0]}
@@ -262,12 +262,12 @@ def check_shards(tracking: Tracking, model: nn.Module) -> None:
 
 def check_tiling(tracking: Tracking, world: int) -> None:
     """Check that the boxes of all ranks tile the tables, each cell once; a replicated table is whole on every rank."""
-    said: list[Any] = [None] * world
+    gathered: list[Any] = [None] * world
     dist.all_gather_object(
-        said, [(t.box, t.schema.rows, t.schema.columns, t.found.replicated) for t in tracking.tables]
+        gathered, [(t.box, t.schema.rows, t.schema.columns, t.found.replicated) for t in tracking.tables]
     )
     cells: dict[str, Tensor] = {}
-    for rank, boxes in enumerate(said):
+    for rank, boxes in enumerate(gathered):
         for box, rows, columns, replicated in boxes:
             if replicated and rank:
                 continue
@@ -281,7 +281,7 @@ def check_tiling(tracking: Tracking, world: int) -> None:
 
 
 class MarkChecker:
-    """Compares all tables with their previous values, and with the marks."""
+    """Compares the changes of all tables since the last check with their marks."""
 
     def __init__(self, tracking: Tracking) -> None:
         self.tracking = tracking
@@ -291,7 +291,7 @@ class MarkChecker:
         self.check()
 
     def check(self) -> dict[str, Tensor]:
-        """Return the marked rows by shard; every shard's changed rows must be among them. A snapshot of them commits."""
+        """Return the marked rows by shard; fail if a changed row is unmarked. Then commit a snapshot of the marked rows."""
         self.tracking.refresh()
         marked = {}
         for table in self.tracking.tables:
@@ -360,7 +360,7 @@ def _check_trackers(case: ShardedCase, tracking: Tracking) -> None:
 
 
 def _plain(case: ShardedCase, training: ShardedTraining, rank: int) -> Iterator[tuple[int, ...]]:
-    """Train steps with operations between them that change nothing; yield the steps whose batches were trained on since."""
+    """Train steps, with evaluations in between; yield the steps that were trained on since the last yield."""
     for step in range(5):
         training.train(batch(step, rank))
         yield (step,)
@@ -374,7 +374,7 @@ def _plain(case: ShardedCase, training: ShardedTraining, rank: int) -> Iterator[
     if case.sharding == "data_parallel":
         return
     ahead = training.bare(batch(7, rank))[0]
-    yield ()  # looked up, and not updated: the snapshot between must not clear it
+    yield ()  # looked up but not updated yet: the snapshot in between must not clear the mark
     ahead.backward()
     yield (7,)
     training.bare(batch(8, rank))

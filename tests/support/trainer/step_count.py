@@ -6,8 +6,8 @@ from __future__ import annotations
 class StepCount:
     """A callable that returns the steps so far.
 
-    A program that held its loaders and was itself their clock would be in a cycle with them. The garbage collector
-    would end its workers, in some other test, and torch waits 5 s for each then.
+    A program that is itself its loaders' clock forms a reference cycle with them. The garbage collector then ends their
+    workers during some other test, and torch waits 5 s for each.
     """
 
     def __init__(self, now: int = 0) -> None:

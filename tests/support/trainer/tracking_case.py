@@ -1,4 +1,4 @@
-"""Optimizers, tables and training events that the tracking tests put together at random."""
+"""Optimizers, tables and training events that the tracking tests combine at random."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class TableTraining:
         return self.model["dense"](self.look_up(self.ids())).square().mean()
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return weights and every piece of optimizer state that has rows, found without deltashard's help."""
+        """Return the weights and all optimizer state with rows, found independently of deltashard."""
         found = {"weight": self.weight.detach().clone()}
         seen = []
         for owner in (
@@ -232,7 +232,7 @@ class TableTraining:
             self.optimizer.step()
 
     def forward_early(self) -> None:
-        """Do a lookup before another step and its backward pass after it (a pipeline)."""
+        """Do a lookup before another step and its backward pass after it (as a pipeline does)."""
         early = self.look_up(self.ids()).sum()
         self.train()
         with warnings.catch_warnings():
@@ -343,9 +343,9 @@ class TableTraining:
 
     def move_into_shared_memory(self) -> None:
         """Make the weight a view of memory that another owner holds, too."""
-        room = torch.zeros(2 * ROWS, COLUMNS)
-        room[:ROWS] = self.weight.data
-        self.weight.data = room[:ROWS]
+        larger = torch.zeros(2 * ROWS, COLUMNS)
+        larger[:ROWS] = self.weight.data
+        self.weight.data = larger[:ROWS]
 
     def momentum_on(self) -> None:
         for group in self.optimizer.param_groups:
@@ -450,12 +450,12 @@ class SelectionChecker:
         rows = set(range(ROWS)) if selection.all else set(selection.ids.tolist())
         now = self.training.snapshot()
         if mode != "all":
-            truth = changed_rows(self.before, now)
-            assert rows >= truth, (
-                f"missed {sorted(truth - rows)} under {self.table.tracker}: {self.table.reason}"
+            expected = changed_rows(self.before, now)
+            assert rows >= expected, (
+                f"missed {sorted(expected - rows)} under {self.table.tracker}: {self.table.reason}"
             )
             self.rows += ROWS
-            self.changed += len(truth)
+            self.changed += len(expected)
             self.selected += len(rows)
         self.before = now
         self.tracking.snapshot_taken(self.snapshot_id, mode)

@@ -11,33 +11,33 @@ import torch
 
 REPORTED = re.compile(r"note: |warning: |error: |event (nothing_saved|fell_back|log_damaged|save_blocked)")
 NOISE = re.compile(r"tracked by row hashes|tracked by hashes|counts? as changed")
-"""Significant words; the tracking of tables is not among them."""
+"""Lines about how tables are tracked, which are not significant."""
 UNRELATED = re.compile(
     r"the model changed after the Checkpointer was built|the last step\(\) ended no step of an optimizer|set other hyperparameters"
 )
-"""Words that do not explain why a resumed run differs: their subject is restored exactly, or refused."""
+"""Lines that do not explain why a resumed run differs: their subject is restored exactly, or refused."""
 
 
 class CapturedLog(logging.Handler):
-    """Keeps deltashard's log records at level WARNING and above."""
+    """Appends deltashard's log messages at level WARNING and above to `lines`."""
 
-    def __init__(self, told: list[str]) -> None:
+    def __init__(self, lines: list[str]) -> None:
         super().__init__(logging.WARNING)
-        self._told = told
+        self._lines = lines
         logging.getLogger("deltashard").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._told.append(f"warning: {record.getMessage()}")
+        self._lines.append(f"warning: {record.getMessage()}")
 
 
-def reported_lines(told: Iterable[str]) -> list[str]:
-    """Return the significant lines, each once."""
-    return sorted({word for word in told if REPORTED.match(word) and not NOISE.search(word)})
+def reported_lines(lines: Iterable[str]) -> list[str]:
+    """Return the significant lines, sorted, without duplicates."""
+    return sorted({line for line in lines if REPORTED.match(line) and not NOISE.search(line)})
 
 
-def explanations(told: Iterable[str]) -> list[str]:
+def explanations(lines: Iterable[str]) -> list[str]:
     """Return the lines that explain why a resumed run differs."""
-    return [word for word in reported_lines(told) if not UNRELATED.search(word)]
+    return [line for line in reported_lines(lines) if not UNRELATED.search(line)]
 
 
 def bits(name: str, value: Any) -> dict[str, bytes]:
@@ -58,7 +58,7 @@ def bits(name: str, value: Any) -> dict[str, bytes]:
 
 
 def optimizer_bits(name: str, optimizer: Any) -> dict[str, bytes]:
-    """Return the state and the rates of an optimizer, by the place of each parameter in it."""
+    """Return the state and the learning rates of an optimizer, by group and parameter index."""
     found: dict[str, bytes] = {}
     for number, group in enumerate(optimizer.param_groups):
         found |= bits(f"{name}.{number}.lr", group["lr"])

@@ -1,4 +1,4 @@
-"""The one back-off of every retry."""
+"""The back-off that every retry uses."""
 
 from deltashard_checkpoint.backoff import Backoff, Clocks, RetryBudget
 from hypothesis import given

@@ -59,9 +59,9 @@ def test_only_point_wise_float32_state_is_narrowed(state_encoding, pointwise, dt
 
 
 def test_newest_common_protocol_is_chosen() -> None:
-    ours = ProtocolVersions(2, 4)
+    mine = ProtocolVersions(2, 4)
     others = ((1, 3), (3, 9), (4, 4), (5, 6), (1, 1))
-    assert [ours.common(*theirs) for theirs in others] == [3, 4, 4, None, None]
+    assert [mine.common(*peer) for peer in others] == [3, 4, 4, None, None]
 
 
 def _enums(document: Any) -> Iterator[tuple[str, list[str]]]:

@@ -18,7 +18,7 @@ from deltashard_cli.main import ENVIRONMENT, INTERNAL, LocalFault, exit_code, wr
             "No space left on device",
             "/out/t.npy",
         ),
-        (OSError("nothing to say"), "OSError: nothing to say", "this machine"),
+        (OSError("no errno"), "OSError: no errno", "this machine"),
         (MemoryError(), "out of memory", "this process"),
     ],
 )
@@ -31,6 +31,6 @@ def test_os_and_memory_errors_are_environment_errors(error: Exception, what: str
 
 def test_other_errors_are_unchanged() -> None:
     """Errors of deltashard already have a remedy, and programming errors must stay visible."""
-    ours, bug = UserError("x"), KeyError("y")
-    assert wrap_os_error(ours) is ours
+    known, bug = UserError("x"), KeyError("y")
+    assert wrap_os_error(known) is known
     assert exit_code(wrap_os_error(bug)) == INTERNAL

@@ -15,16 +15,16 @@ from deltashard_cli.target import NoSuchRun, TooManyOtherObjects, find_run, runs
 
 
 class ListingCounter(MemoryStore):
-    """Counts the listings and the entries taken from them."""
+    """Counts the listings and the entries read from them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.listings = self.taken = self.heads = 0
+        self.listings = self.entries = self.heads = 0
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         self.listings += 1
         for each in super().list(prefix, start_after=start_after):
-            self.taken += 1
+            self.entries += 1
             yield each
 
     def head(self, key: str) -> ObjectInfo:
@@ -50,7 +50,7 @@ def test_runs_among_other_objects_are_found_with_few_requests():
     assert list(runs_of(store)) == ["m/one", "m/two", "y"]
     assert store.listings == 4 + 1, "from the start, after each run, and the log that a/ might have"
     assert store.heads == 4
-    assert store.taken == 1000 + 3
+    assert store.entries == 1000 + 3
 
 
 def test_search_of_a_foreign_tree_is_bounded(monkeypatch):
@@ -60,7 +60,7 @@ def test_search_of_a_foreign_tree_is_bounded(monkeypatch):
         store.put(f"a/{at}", b"")
     with pytest.raises(TooManyOtherObjects, match="100 objects belong to no run"):
         list(runs_of(store, max_others=100))
-    assert store.taken == 100
+    assert store.entries == 100
 
 
 def test_run_in_a_large_foreign_tree_is_found_only_by_name(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ def bump(array):
         (lambda a: bump(a[SUM]), 0, (SUM,)),
         (lambda a: bump(a[TOP]), 0, (TOP,)),
         (lambda a: a.pop(TOP), 0, (TOP,)),
-        (lambda a: a.update(ghost=np.zeros(1, np.float32)), 0, ("ghost",)),
+        (lambda a: a.update(extra=np.zeros(1, np.float32)), 0, ("extra",)),
     ],
     ids=["none", "a bit", "exchanged", "a row never written", "row state", "dense", "missing", "surplus"],
 )

@@ -35,7 +35,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 class TwoRankRun:
-    """Two ranks that saved steps 10 and 20, and what they held then."""
+    """Two ranks that saved steps 10 and 20, and the content of each rank at these steps."""
 
     def __init__(self, checks: ModuleType, folder: Path) -> None:
         self.url = f"file://{folder / 'store'}"
@@ -92,7 +92,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "state of the rows": (lambda rank: rank["shards"][0].update(state=_other([])), UNKNOWN),
     "dense": (lambda rank: rank["dense"].update(head=_other("")), "rank 1: head"),
     "dense state is missing": (lambda rank: rank["dense"].pop("head:exp_avg"), "rank 1: head:exp_avg"),
-    "surplus": (lambda rank: rank["dense"].update(ghost="1"), "rank 1: ghost"),
+    "surplus": (lambda rank: rank["dense"].update(extra="1"), "rank 1: extra"),
     "a gap": (lambda rank: rank["shards"].clear(), "the ranks hold 120 of 200 rows of items"),
 }
 

@@ -31,10 +31,10 @@ def rows(page: str, header: str) -> list[list[str]]:
 
 
 def documented_names(page: str, header: str) -> set[str]:
-    return {word for first, *_ in rows(page, header) for word in re.findall(r"`([^`]+)`", first)}
+    return {name for first, *_ in rows(page, header) for name in re.findall(r"`([^`]+)`", first)}
 
 
-def test_kinds_table() -> None:
+def test_page_lists_every_workload_kind_with_an_example() -> None:
     found = rows(WORKLOADS_PAGE, "| kind |")
     by_template = {"JobSet": "JobSet", "TrainingRuntime": "JobSet", "PyTorchJob": "PyTorchJob"}
     assert [row[:3] for row in found] == [
@@ -47,7 +47,7 @@ def test_kinds_table() -> None:
         assert by_file[name] == kind
 
 
-def test_annotations_table() -> None:
+def test_page_lists_every_annotation() -> None:
     keys = [[f"`{key}`", takes] for key, (_, _, takes) in annotation.KEYS.items()]
     assert rows(WORKLOADS_PAGE, "| annotation |") == keys
 
@@ -59,15 +59,15 @@ def test_every_code_has_a_section() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "header", "said"),
+    ("page", "header", "names"),
     [
         (TROUBLES_PAGE, "| condition |", PROBLEMS),
         (RUNS_PAGE, "| phase | what it means |", Phase),
     ],
     ids=["conditions", "phases"],
 )
-def test_every_name_is_documented(page: str, header: str, said: tuple[str, ...]) -> None:
-    assert documented_names(page, header) == set(said)
+def test_every_name_is_documented(page: str, header: str, names: tuple[str, ...]) -> None:
+    assert documented_names(page, header) == set(names)
 
 
 def test_every_event_is_documented() -> None:
@@ -85,12 +85,12 @@ def test_every_event_is_documented() -> None:
 
 
 def test_every_controller_metric_is_documented() -> None:
-    said = set(re.findall(r"`(deltashard_(?:controller|node)_\w+)", RUNS_PAGE))
+    documented = set(re.findall(r"`(deltashard_(?:controller|node)_\w+)", RUNS_PAGE))
     exposed = {
         f"{each.name}_total" if each.type == "counter" else each.name
         for each in ControllerMetrics().registry.collect()
     }
-    assert said | {"deltashard_build_info"} == exposed
+    assert documented | {"deltashard_build_info"} == exposed
 
 
 def test_links_resolve() -> None:

@@ -82,14 +82,14 @@ def test_refused_call_maps_to_the_error_of_its_cause(
 
 
 def test_unanswered_call_has_no_cause() -> None:
-    """Without metadata the sidecar is gone. An unreachable store is an answer of the sidecar."""
+    """Without metadata the sidecar has exited. An unreachable store is an answer of the sidecar."""
     for code in UNANSWERED:
         unanswered = FailedCall(code, "connection refused", None)
         assert cause_of(unanswered) == ""
         assert type(translate(unanswered, where="open", fallback=RestoreFailed)) is SidecarGone
     store = FailedCall(grpc.StatusCode.UNAVAILABLE, "StoreUnavailable: x", to_metadata(Cause.UNAVAILABLE))
     assert type(translate(store, where="open", fallback=RestoreFailed)) is RestoreFailed
-    assert from_metadata(to_metadata("no word of ours")) is Cause.ERROR
+    assert from_metadata(to_metadata("not a cause")) is Cause.ERROR
     assert to_metadata(Cause.FENCED)[0][0] == METADATA
 
 
@@ -126,7 +126,7 @@ def test_unanswered_call_has_no_cause() -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
-def test_error_causes_by_operation(
+def test_error_maps_to_one_cause_per_operation(
     error: Exception, of_save: str, of_restore: str, of_store: str | None
 ) -> None:
     """The columns are a failed save, a failed restore, and an unusable store."""

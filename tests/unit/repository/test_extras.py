@@ -79,7 +79,7 @@ def test_extra_installs_what_its_code_imports(extra: str) -> None:
     brought, imports = names(EXTRAS[extra]), needed(FOLDERS[extra])
     assert imports - BASE - brought <= ELSEWHERE
     own = [each for each in EXTRAS[extra] if not each.startswith("deltashard")]
-    assert names(own) <= imports, "brought, and not imported"
+    assert names(own) <= imports, "installed but not imported"
 
 
 def test_base_dependencies_are_the_common_imports() -> None:

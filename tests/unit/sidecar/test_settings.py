@@ -33,7 +33,7 @@ def test_flags_override_environment_and_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "message"),
     [
         ([], "missing: --url"),
         ([*NEEDED, "--colour", "red"], "unknown argument '--colour'"),
@@ -53,8 +53,8 @@ def test_flags_override_environment_and_defaults() -> None:
         ),
     ],
 )
-def test_invalid_settings_are_refused_at_startup(argv: list[str], says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_invalid_settings_are_refused_at_startup(argv: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         load(argv, {})
 
 
@@ -72,11 +72,11 @@ def test_numbers_outside_their_range_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("soon", "not a valid float"), ("-1", "is -1.0"), ("nan", "is nan")]
+    ("text", "message"), [("soon", "not a valid float"), ("-1", "is -1.0"), ("nan", "is nan")]
 )
-def test_hook_deadline_is_validated(text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hook_deadline_is_validated(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["notify", "--deadline-s", text]) == EXIT_USAGE
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_numpy_kernels_are_refused_only_in_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def test_directive_during_attachment_sets_the_timer(
         if not threads:
             threads.append(threading.Thread(target=sidecar.control.apply_directive, args=(directive,)))
             threads[0].start()
-            threads[0].join(0.5)  # it has ended by then, or waits for the attachment
+            threads[0].join(0.5)  # it has finished, or waits for the attachment
         return step_of(rank)
 
     monkeypatch.setattr(sidecar.keeper, "step_of", directed)
@@ -76,7 +76,7 @@ def test_directive_during_attachment_sets_the_timer(
 def test_new_save_waits_until_the_last_outcome_is_notified(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the trainer's next save would be refused as busy."""
+    """Without the wait, the trainer's next save would be refused as busy."""
     session = sidecar.attach(attachment()).session
     sidecar.open(pb.OpenRequest(session=session, which="none"))
     first = sidecar.begin(pb.SaveRequest.Begin(session=session, snapshot_id=1, step=1))
@@ -90,7 +90,7 @@ def test_new_save_waits_until_the_last_outcome_is_notified(
 
     def fail_notification(*_: Any) -> None:
         assert requested.wait(60.0)
-        raise RuntimeError("whatever goes wrong while it is told: the rank may save again")
+        raise RuntimeError("any error of the notification must not block the next save")
 
     monkeypatch.setattr(first.finished, "wait", waited)
     monkeypatch.setattr(sidecar.activity, "ended", fail_notification)
@@ -101,7 +101,7 @@ def test_new_save_waits_until_the_last_outcome_is_notified(
     second = sidecar.begin(pb.SaveRequest.Begin(session=session, snapshot_id=2, step=2))
     stream.join(60.0)
     assert first.finished.is_set()
-    second.cancel(Cause.STOPPING, "it is over")
+    second.cancel(Cause.STOPPING, "the test ends")
 
 
 def staging(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> tuple[Save, list[int], list[Any]]:

@@ -96,10 +96,7 @@ def test_ranges_cover_all_ids_and_are_few(ids: set[int]) -> None:
 def test_checkpoint_retired_during_open_is_not_reported_corrupt(
     written: WrittenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
-    """A checkpoint that is deleted after it was chosen is replaced by the newest one.
-
-    A deleted name is reported as deleted.
-    """
+    """If the chosen checkpoint is deleted, the newest one replaces it. A deleted name is reported as deleted."""
     place = {"reader": checkpoint_reader, "command line": checkpoint_choice}[reader]
     chosen = place.choose
     store = written.log.store

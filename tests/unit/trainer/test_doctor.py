@@ -43,11 +43,11 @@ def test_doctor_reports_tracking_and_saved_state() -> None:
     assert (table.name, table.rows, table.tracker) == ("items.weight", 5000, "gradients")
     assert "Adagrad" in table.optimizer
     text = str(found)
-    for said in ("items.weight", "4 dense parameters and 3 buffers", "Adagrad, AdamW", "counter", "sum"):
-        assert said in text
+    for name in ("items.weight", "4 dense parameters and 3 buffers", "Adagrad, AdamW", "counter", "sum"):
+        assert name in text
     (missing,) = found.missing
     assert "no loader is wrapped" in missing.meaning
-    assert "position in the data" not in found.line, "it may still be wrapped"
+    assert "position in the data" not in found.line, "a loader may still be wrapped"
     assert "\n" not in found.line
 
 
@@ -60,10 +60,10 @@ def test_doctor_reports_unsaved_state() -> None:
     optimizer = torch.optim.SGD(model.top.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 10)
     text = str(_doctor(model, optimizer))
-    assert "top.own" not in text, "it is a parameter, which is saved"
+    assert "top.own" not in text, "a parameter is saved"
     names = "top.mask", "top.running", "top.history"
-    for said in (*names, "scheduler of SGD", "optimizer state of items.weight"):
-        assert said in text
+    for name in (*names, "scheduler of SGD", "optimizer state of items.weight"):
+        assert name in text
     assert "optimizer was given" in str(_doctor(_model(), ()))
 
 

@@ -231,7 +231,7 @@ def test_deletions_during_api_outage_are_found(
         wait_for_pods(cluster, job, 2)
         eventually(lambda: cluster.run(gone), "the other run")
         proxy.upstream_port = free_port()
-        proxy.cut()
+        proxy.disconnect()
         cluster.delete("jobs", "gone")
         cluster.delete("pods", lost["metadata"]["name"])
         cluster.delete("checkpointpolicies", "default")

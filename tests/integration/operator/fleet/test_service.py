@@ -132,7 +132,7 @@ def test_api_outage_is_retryable(apiserver: ApiServer, http: Rest, pod: ApiPod, 
         async with serving(api) as service:
             assert (await service.post(token, pod.report())).status == 200
             upstream, proxy.upstream_port = proxy.upstream_port, free_port()
-            proxy.cut()
+            proxy.disconnect()
             found = await service.post(theirs, other.report())
             assert found.status == 503
             assert 6 <= int(found.retry_after) <= 60

@@ -218,7 +218,7 @@ def test_watch_resumes_and_relists_on_gone(
         found.wait_for_keys(goes=1, stays=1, anew=1)
         eventually(lambda: found.lists == 1, what="the list")
         proxy.upstream_port = free_port()
-        proxy.cut()
+        proxy.disconnect()
         things.delete("goes")
         things.change("stays", 2)
         proxy.upstream_port = upstream
@@ -226,7 +226,7 @@ def test_watch_resumes_and_relists_on_gone(
         assert ("gone", "goes") in found.notifications
         assert found.lists == 1
         proxy.upstream_port = free_port()
-        proxy.cut()
+        proxy.disconnect()
         things.delete("stays")
         things.delete("anew")
         things.create("anew", 2)

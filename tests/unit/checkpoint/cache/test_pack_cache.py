@@ -32,7 +32,7 @@ def test_evicts_least_recently_used_pack_first(tmp_path: Path) -> None:
         assert [name for name in "abcd" if name in cache] == ["a", "c", "d"]
         assert cache.used_bytes == 3 * 640
         assert _get(cache, "b", 1) is None
-        assert _get(cache, "a", 10, 635) is None, "reads beyond the end are not served"
+        assert _get(cache, "a", 10, 635) is None, "a read beyond the end must fail"
 
 
 def test_pinned_packs_are_kept_and_create_waits_for_an_unpin(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_pinned_packs_are_kept_and_create_waits_for_an_unpin(tmp_path: Path) -> 
 
 
 def test_restart_keeps_packs_and_removes_partial_files(tmp_path: Path) -> None:
-    """A restart keeps the order of use. It removes partial files of a dead owner and evicts down to a smaller budget."""
+    """A restart keeps the order of use. It removes partial files of an ended owner and evicts down to a smaller budget."""
     with PackCache(tmp_path, budget_bytes=1 << 20) as cache:
         for i, name in enumerate("abc"):
             _put(cache, name, name.encode() * 640)

@@ -15,13 +15,13 @@ LEVELS = ("default", "avx2", "avx512")
 
 
 def _native_at(name: str) -> Iterator[ModuleType]:
-    """Return the native kernels at one instruction set. They may be absent only without a C compiler."""
+    """Return the native kernels at one instruction set; skip without a C compiler, fail if they are missing otherwise."""
     try:
         from deltashard_checkpoint.codecs import native_kernel
     except ImportError as e:
         if any(shutil.which(c) for c in ("cc", "gcc", "clang")):
-            pytest.fail(f"a C compiler is here, but no native kernels: {e}")
-        pytest.skip("no C compiler: numpy serves")
+            pytest.fail(f"a C compiler is installed, but the native kernels are missing: {e}")
+        pytest.skip("no C compiler: the codecs use numpy")
     level = LEVELS.index(name)
     found = native_kernel.choose_level(level)
     if found == level:
@@ -38,7 +38,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
 
 @pytest.fixture(params=["numpy", *LEVELS])
 def kernel_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Make numpy's or the native kernels serve the test."""
+    """Run the test with numpy's and with the native kernels."""
     for chosen in [numpy_kernel] if request.param == "numpy" else _native_at(request.param):
         monkeypatch.setattr(kernel_choice, "active", lambda chosen=chosen: chosen)
         yield chosen

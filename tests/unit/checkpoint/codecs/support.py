@@ -24,10 +24,10 @@ class Stored:
             rows=self.shape[0], columns=self.shape[1], exceptions=self.encoded.exceptions, dtype=dtype,
         )  # fmt: skip
 
-    def words(self):
+    def scales_and_biases(self):
         """Return (scales, biases) as float16 bits or float32."""
-        word = np.float32 if self.encoding == "q8" else np.uint16
-        return self.sections[0].view(word), self.sections[1].view(word)
+        scale_dtype = np.float32 if self.encoding == "q8" else np.uint16
+        return self.sections[0].view(scale_dtype), self.sections[1].view(scale_dtype)
 
 
 def store(encoding, weights, *, dtype=None, search=None) -> Stored:

@@ -32,8 +32,8 @@ def _encoded(k, x, bits, mode, unit):
             k.greedy(x, bits, 25, 15, lo, hi)
         elif mode.startswith("refit"):
             k.refit(x, bits, STARTS[bits][: int(mode[-1])], 3, lo, hi)
-    word = np.float32 if bits == 8 else np.uint16
-    scales, biases = np.zeros(n, word), np.zeros(n, word)
+    scale_dtype = np.float32 if bits == 8 else np.uint16
+    scales, biases = np.zeros(n, scale_dtype), np.zeros(n, scale_dtype)
     codes = np.full((n, -(-d * bits // 8)), 0xAA, np.uint8)
     special = k.encode(x, bits, unit, mode != "plain", lo, hi, scales, biases, codes)
     return lo, hi, scales, biases, codes, special
@@ -47,10 +47,10 @@ def test_native_encoding_equals_numpy(level, bits, mode):
     for columns in COLUMNS:
         for unit in (1.0,) if bits == 8 else (1.0, 2.0**9, 2.0**-40):
             x = _rows(columns)
-            *ours, special = _encoded(level, x, bits, mode, unit)
-            *theirs, expected = _encoded(reference, x, bits, mode, unit)
+            *found, special = _encoded(level, x, bits, mode, unit)
+            *wanted, expected = _encoded(reference, x, bits, mode, unit)
             assert special == expected, (columns, unit)
-            for name, a, b in zip(("lo", "hi", "scales", "biases", "codes"), ours, theirs, strict=True):
+            for name, a, b in zip(("lo", "hi", "scales", "biases", "codes"), found, wanted, strict=True):
                 assert a.tobytes() == b.tobytes(), (name, columns, unit)
 
 

@@ -205,16 +205,16 @@ def test_encoding_without_savings_is_unfit_and_no_rows_are_valid(kernel_set, enc
 
 def test_invalid_inputs_are_refused_and_longer_buffers_keep_their_tail():
     x, q4 = np.ones((4, 8), np.float32), ENCODINGS["q4"]
-    room = [np.full(s + 7, 0x55, np.uint8) for s in section_bytes(q4, 4, 8)]
-    encode_rows(q4, x, *room)
-    assert all((b[-7:] == 0x55).all() for b in room)
+    sections = [np.full(s + 7, 0x55, np.uint8) for s in section_bytes(q4, 4, 8)]
+    encode_rows(q4, x, *sections)
+    assert all((b[-7:] == 0x55).all() for b in sections)
     for why, rows, buffers, dtype in (
-        ("C-contiguous", np.ones((4, 16), np.float32)[:, ::2], room, None),
-        ("C-contiguous", x[0], room, None),
-        ("bytes for codes", x, [*room[:2], room[2][:15]], None),
-        ("writable", x, [*room[:2], memoryview(bytes(16))], None),
-        ("bfloat16", x.view(np.uint16), room, None),
-        ("travels as", x, room, "bfloat16"),
+        ("C-contiguous", np.ones((4, 16), np.float32)[:, ::2], sections, None),
+        ("C-contiguous", x[0], sections, None),
+        ("bytes for codes", x, [*sections[:2], sections[2][:15]], None),
+        ("writable", x, [*sections[:2], memoryview(bytes(16))], None),
+        ("bfloat16", x.view(np.uint16), sections, None),
+        ("travels as", x, sections, "bfloat16"),
     ):
         with pytest.raises(EncodingError, match=why):
             encode_rows(q4, rows, *buffers, dtype=dtype)

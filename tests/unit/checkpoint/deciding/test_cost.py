@@ -61,7 +61,7 @@ def test_profile_round_trips(profile):
     assert parse_metadata(profile.text()) == profile
 
 
-def test_the_longest_profile_fits():
+def test_longest_profile_is_within_its_size_limit():
     worst = measure([-1.2345678901234567e-300 * n for n in range(1, 50)])
     profile = Profile(key="k" * 512, step_s=0.1, **dict.fromkeys(KINDS, worst))
     assert len(profile.text()) <= MAX_TEXT

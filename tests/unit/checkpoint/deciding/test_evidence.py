@@ -76,7 +76,7 @@ def test_quantile_equals_direct_sum(shape, rate_s, seconds, q):
     assert below + direct(gamma, seconds, n) >= q - 1e-9
 
 
-def test_quantile_at_its_limits():
+def test_quantile_is_zero_at_zero_and_bounded_at_infinity():
     gamma = Gamma(shape=0.5, rate_s=100.0)
     assert gamma.quantile(0.0) == gamma.quantile(-1.0) == 0
     assert gamma.quantile(1e-300) == 0
@@ -92,5 +92,5 @@ def test_prior_is_one_failure_in_30_days_and_observed_failures_dominate():
     assert found.mtbf_s == pytest.approx(10 * 3600, rel=0.1)
     assert found.restores.mean_between_s == pytest.approx(2000 * 3600 / 300, rel=0.02)
     assert rates(NONE, pods=10).restores.mean_between_s == pytest.approx(RESTORE_MEAN_S)
-    # 32 pods that are lost at once do not turn 22 h into one hour.
+    # The loss of 32 pods at once is one failure: it must not turn 22 h between failures into one hour.
     assert rates(Evidence(exposure_s=90 * 3600.0).with_incident(lossy=True), pods=32).mtbf_s > 15 * 3600

@@ -90,7 +90,7 @@ def test_interval_is_the_longest_within_the_slack(cost_s, mtbf_s, slack):
         ({"max_interval_s": 90.0, "durable_s": 100.0}, 500.0, "durable"),
     ],
 )
-def test_auto_interval_bounds(changes, seconds, bound):
+def test_auto_interval_names_the_bound_that_applies(changes, seconds, bound):
     found = choose_interval(goal("auto"), quiet(**changes))
     assert found.seconds == pytest.approx(seconds)
     assert bound in found.bound
@@ -116,7 +116,7 @@ def test_lost_work_goal_is_met_or_reported_unreachable(max_interval_s, now):
         assert worst_s <= max_interval_s * (1 + 1e-6)
 
 
-def test_pls_interval():
+def test_pls_goal_applies_only_under_partial_recovery():
     now = quiet(partial=True, shards=18, mtbf_s=20 * 3600.0)
     assert choose_interval(goal("pls=0.02"), now).seconds == pytest.approx(14.4 * 3600)
     assert choose_interval(goal("pls=0.1"), now).seconds == pytest.approx(72 * 3600)
@@ -128,25 +128,27 @@ def test_pls_interval():
     assert "partial recovery" in full.unreachable
 
 
-def test_fixed_interval_is_not_tuned():
+def test_fixed_interval_is_used_unchanged():
     with pytest.raises(ValueError, match="fixed"):
         choose_interval(FIXED, quiet())
 
 
 @given(goals, situations)
-def test_lower_bound_takes_precedence(aim, now):
-    found = choose_interval(aim, now)
-    auto = aim.aim == "auto" or (aim.aim == "pls" and not now.partial)
+def test_lower_bound_takes_precedence(goal, now):
+    found = choose_interval(goal, now)
+    auto = goal.aim == "auto" or (goal.aim == "pls" and not now.partial)
     low_s = max(now.durable_s, now.step_s, 0.001, now.min_interval_s)
     high_s = now.max_interval_s
     if auto:
         # The user's own bounds replace the minute.
-        taste_s = 0.0 if now.min_interval_s else min(SHORTEST_S, now.max_interval_s)
-        low_s = max(taste_s, now.durable_s / IN_FLIGHT_SHARE, FEWEST_STEPS * now.step_s, now.min_interval_s)
+        shortest_s = 0.0 if now.min_interval_s else min(SHORTEST_S, now.max_interval_s)
+        low_s = max(
+            shortest_s, now.durable_s / IN_FLIGHT_SHARE, FEWEST_STEPS * now.step_s, now.min_interval_s
+        )
         high_s = min(high_s, max(LONGEST_S, young_interval_s(now.cost_s, now.mtbf_s)))
-    elif aim.aim == "pls":
+    elif goal.aim == "pls":
         high_s = min(high_s, PLS_SHARE * now.left_s)
-    elif aim.aim == "overhead" and now.step_s:
+    elif goal.aim == "overhead" and now.step_s:
         low_s = max(low_s, now.step_s * math.ceil(now.durable_s / now.step_s))  # whole steps
     assert math.isfinite(found.seconds)
     assert found.seconds >= low_s * (1 - 1e-12)

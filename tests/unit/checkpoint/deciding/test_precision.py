@@ -111,7 +111,7 @@ def test_check_n_run_uses_one_width_for_all_tables(model, forecast):
     ("expected", "restores_so_far", "bits"),
     [(0.5, 0, 2), (1, 1, 2), (1, 2, 8), (3, 3, 3), (20, 4, 4), (21, 4, 8), (0, 0, 2), (2.5, 3, 8)],
 )
-def test_check_n_run_width_by_restore_count(expected, restores_so_far, bits):
+def test_check_n_run_width_follows_the_restore_count(expected, restores_so_far, bits):
     assert check_n_run_bits(expected, restores_so_far) == bits
 
 

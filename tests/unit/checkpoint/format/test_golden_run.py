@@ -1,4 +1,4 @@
-"""Golden runs: today's reader reads them as before, and today's writer writes the same bytes."""
+"""Golden runs: the current reader reads them as before, and the current writer writes the same bytes."""
 
 import hashlib
 import json
@@ -50,10 +50,10 @@ LIVE_SEQS_3 = (4, 5, 7, 9, 10, 13)
 LIVE_SEQS_4 = (2, 3, 6, 13)
 EACH = [
     (run, seq)
-    for run, living in ((RUN, LIVE_SEQS), (RUN_2, LIVE_SEQS_2), (RUN_3, LIVE_SEQS_3), (RUN_4, LIVE_SEQS_4))
-    for seq in living
+    for run, live in ((RUN, LIVE_SEQS), (RUN_2, LIVE_SEQS_2), (RUN_3, LIVE_SEQS_3), (RUN_4, LIVE_SEQS_4))
+    for seq in live
 ]
-"""All live checkpoints as (run, seq)."""
+"""Every live checkpoint as (run, seq)."""
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ BAD = {
 
 
 def rewritten(run: str, key: str, data: bytes) -> bytes:
-    """Return what today's writer makes of what today's reader finds in an object."""
+    """Read an object with the current reader and return what the current writer writes for it."""
     name = key.rpartition("/")[2]
     if name == "HINT":
         return Hint.of(data).data
@@ -109,7 +109,7 @@ def rewritten(run: str, key: str, data: bytes) -> bytes:
         assert (parsed.text, parsed.body) == (name, content_digest(data))
         world_size = json.loads(data)["world_size"]
         return ReportBody.decode(data, run, world_size, where=key).encode(run, world_size)
-    raise AssertionError(f"{key} is of no kind")
+    raise AssertionError(f"{key} is an object of an unknown kind")
 
 
 @pytest.mark.parametrize("run", [RUN, RUN_2, RUN_3, RUN_4])
@@ -170,18 +170,18 @@ def test_repaired_run_reads_up_to_the_newer_version(store: Store) -> None:
     assert (state.stopped.seq, state.stopped.voidable) == (9, False)
     assert isinstance(state.stopped.error, UnsupportedVersion)
     assert read_checkpoint(store, RUN_2).entry.seq == LIVE_SEQS_2[-1]
-    rotten, mended, passed = (log.read_slot(seq) for seq in (3, 5, 6))
-    assert isinstance(rotten, Unreadable)
-    assert isinstance(mended.entry, Repaired)
-    assert mended.entry.lost == (3,)
-    assert named_fold(mended.entry).seq == 4
-    assert isinstance(passed.entry, Ignored)
+    corrupt, repaired, skipped = (log.read_slot(seq) for seq in (3, 5, 6))
+    assert isinstance(corrupt, Unreadable)
+    assert isinstance(repaired.entry, Repaired)
+    assert repaired.entry.lost == (3,)
+    assert named_fold(repaired.entry).seq == 4
+    assert isinstance(skipped.entry, Ignored)
     # Without the repair's folded state, no entry from the corrupt slot on would count.
     slots = [log.read_slot(seq) for seq in range(10)]
     assert tuple(fold(RunState(run=RUN_2), slots).checkpoints) == LIVE_SEQS_2[:1]
 
 
-def test_run_with_pins_and_rewinds(store: Store) -> None:
+def test_pins_and_rewinds_are_folded_at_every_entry(store: Store) -> None:
     log = RunLog(store, RUN_4)
     slots = [log.read_slot(seq) for seq in range(15)]
     states = [fold(RunState(run=RUN_4), slots[: tip + 1]) for tip in range(15)]

@@ -26,7 +26,7 @@ def _reencoded(layout: Layout) -> bytes:
 
 @st.composite
 def tilings(draw: st.DrawFn) -> tuple[int, dict[str, tuple[int, int]], dict[int, list[Box]]]:
-    """Draw tables that are cut repeatedly on both axes and assigned to ranks: (world size, shapes, boxes by rank)."""
+    """Draw tables split repeatedly on both axes, and ranks for the pieces: (world size, shapes, boxes by rank)."""
     world_size = draw(st.integers(1, 5))
     shapes = {
         name: (draw(st.integers(1, 9)), draw(st.integers(1, 9)))
@@ -103,7 +103,7 @@ def test_rank_may_be_empty_and_table_without_boxes_is_a_gap() -> None:
 
 
 def test_layout_too_expensive_to_check_is_refused() -> None:
-    """Each of 3,000 columns is cut at a different row: 6,000 boxes, 9 million cells of bands."""
+    """Each of 3,000 columns is split at a different row: 6,000 boxes, 9 million cells of bands."""
     n = 3000
     held = [_box("a", *rows, c, c + 1) for c in range(n) for rows in ((0, c + 1), (c + 1, n + 1))]
     with pytest.raises(NotTiled, match="too finely"):

@@ -84,7 +84,7 @@ class Level(enum.IntEnum):
 
 
 @dataclass
-class Thing:
+class PlainData:
     """A dataclass."""
 
     x: int
@@ -102,7 +102,7 @@ class Point(NamedTuple):
     [
         ({"x": [0, 1, 2, Colour.RED]}, r"state\['x'\]\[3\]: "),
         ({"l": Level.LOW}, r"state\['l'\]: "),
-        ({"a": {5: (Thing(1),)}}, r"state\['a'\]\[5\]\[0\]: "),
+        ({"a": {5: (PlainData(1),)}}, r"state\['a'\]\[5\]\[0\]: "),
         ([Point(1, 2)], r"state\[0\]: .*Point"),
         ({"f": print}, r"state\['f'\]: .*builtin_function"),
         ({"o": np.array([object()])}, r"state\['o'\]: numpy type object"),
@@ -137,7 +137,7 @@ def test_caller_types_are_encoded_as_tags() -> None:
     back = decode(data, untag=lambda tag, value: Colour[value], tensor=lambda t: bytes(t.data))
     assert back == [Colour.RED, b"abc" * 99]
     with pytest.raises(UnsupportedValue):
-        encode([Thing(1)], adapt=adapt)
+        encode([PlainData(1)], adapt=adapt)
 
 
 def test_hostile_trees_are_refused_before_allocation() -> None:

@@ -41,10 +41,10 @@ def test_many_new_entries_are_read_in_parallel_and_in_order():
 
 
 def run_checkpoint(run, attempt, snapshot_id, seq, writer):
-    said = run.report(attempt, snapshot_id)
+    reported = run.report(attempt, snapshot_id)
     return Checkpoint(
-        seq=seq, previous="", writer=writer, at_s=0.0, attempt=attempt, snapshot_id=snapshot_id, step=snapshot_id, parts=(said.part,),
-        tables=said.tables, encodings=said.encodings, rows=8, raw_bytes=64, stored_bytes=100, stall_s=0.5, snapshot_at_s=0.0,
+        seq=seq, previous="", writer=writer, at_s=0.0, attempt=attempt, snapshot_id=snapshot_id, step=snapshot_id, parts=(reported.part,),
+        tables=reported.tables, encodings=reported.encodings, rows=8, raw_bytes=64, stored_bytes=100, stall_s=0.5, snapshot_at_s=0.0,
     )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def test_unavailable_store_is_retried_then_reported():
         run.log.refresh(deadline_s=60)
     with pytest.raises(StoreUnavailable) as raised:
         append()
-    assert not isinstance(raised.value, AppendUnknown), "nothing was put"
+    assert not isinstance(raised.value, AppendUnknown), "nothing was written"
     assert sum(run.time.slept) < 300
 
 
@@ -108,7 +108,7 @@ def test_only_the_last_two_folds_are_kept():
     assert f"/fold-{named:020d}-" in folds[-1]
 
 
-@pytest.mark.parametrize("lost", [b"rotten", None])
+@pytest.mark.parametrize("lost", [b"corrupt", None])
 def test_reader_needs_only_the_newest_entry(lost):
     run, attempt = started_run()
     for snapshot_id in range(1, 30):
@@ -170,7 +170,7 @@ def replaced(value: object, path: tuple, by: object) -> object:
 
 @pytest.fixture(scope="module")
 def rich_state():
-    """Return the state of a run in which everything happened that a folded state records."""
+    """Return the state of a run with every kind of entry that a folded state records."""
     run, first = started_run(workload="a", pod="b")
     base, delta = run.commit(first, 1, pins=("p",)), None
     delta = run.commit(first, 2, base)

@@ -163,7 +163,7 @@ def many_ranks(seq: int) -> dict:
     return json.loads(seal(entry).data)
 
 
-def test_writer_carries_voids_and_fold_beside_its_token():
+def test_writer_holds_its_token_and_optional_voids_and_fold():
     token = "0" * 16
     writer = folding_writer(voiding_writer(token, "ab" * 32), FoldName(10**15 - 1, "c" * 32))
     opened = AttemptOpened(

@@ -61,7 +61,7 @@ def test_a_long_log_costs_as_many_requests_as_a_short_one(commits: int) -> None:
     """The opener reads the newest folded state and the entries after it."""
     run, known, seqs = reader_and_new_commits(commits)
     found = requests(run, known)
-    assert found["get"] < 2 * 128 + 10, "the rarest fold, and a few"
+    assert found["get"] < 2 * 128 + 10, "the longest fold interval, and a few more"
     assert found["names"] < 2 * 128 + 10
     assert known.state.newest().seq == seqs[-1]
     assert known.state == run.reader().refresh()
@@ -79,7 +79,7 @@ def test_up_to_date_reader_requests_only_hint() -> None:
 
 
 def test_lost_newest_entries_are_a_gap_for_an_older_reader() -> None:
-    """The older reader once continued from its known state and took that for the newest."""
+    """An older reader must not continue from its known state as if it were the newest."""
     run, known, seqs = reader_and_new_commits(3)
     run.memory.delete(["job/" + entry_key(seq) for seq in seqs])
     with pytest.raises(LogGap, match="newest entries are gone"):

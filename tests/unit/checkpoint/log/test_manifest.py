@@ -1,4 +1,4 @@
-"""Manifests are read once, strictly, and must match the entry that names them; the law does not depend on them."""
+"""Manifests are read once, strictly, and must match the entry that names them; the fold does not depend on them."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -36,7 +36,7 @@ def key_of(entry: Checkpoint) -> str:
     return f"job/{manifest_key(entry.attempt, entry.snapshot_id, entry.listed.manifest)}"
 
 
-def test_the_bytes_of_a_manifest_are_the_format() -> None:
+def test_manifest_has_the_documented_bytes() -> None:
     assert EXAMPLE.data == (
         b'{"attempt":1,"blobs":[1],"format":1,"kind":"rows","layout":"' + b"0f" * 16 + b'","parts":[["aaaaaaaaaaaaaaaa","'
         + b"1" * 32 + b'",null,4,9],["bbbbbbbbbbbbbbbb","' + b"2" * 32 + b'",7,0,8]],"run":"job","snapshot_id":2,"step":3}'
@@ -88,7 +88,7 @@ def test_manifest_and_layout_are_cached_and_reread_if_corrupt():
         assert manifests.listing(listed, state.checkpoints) is listed
     assert len(store.calls) == 4  # two manifests, one of them twice, and a layout
     assert [len(parts_of(listed, seq)) for seq in listed.checkpoints] == [2, 2]
-    assert listed == state  # what was read beside the log is not part of the state
+    assert listed == state  # cached manifests are not part of the state
     assert folded_state.dump(listed) == folded_state.dump(state)
 
 

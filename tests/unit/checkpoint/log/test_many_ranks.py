@@ -1,4 +1,4 @@
-"""Format 2: log entries of many ranks and their law."""
+"""Format 2: log entries of many ranks and their rules."""
 
 from dataclasses import replace
 from pathlib import Path

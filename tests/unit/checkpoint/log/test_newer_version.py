@@ -21,11 +21,11 @@ NEWER = {
 ACTORS: dict[str, Callable[[MemoryRun], object]] = {
     "a new trainer": lambda run: run.open(),
     "a takeover": lambda run: run.open(takeover=True, owner="other"),
-    "the living trainer": lambda run: run.append_checkpoint(
+    "the running trainer": lambda run: run.append_checkpoint(
         [part(1, 9, 0, [WHOLE], None)], attempt=1, snapshot_id=9, step=9
     ),
     "gc": lambda run: garbage_collection.collect(run.log, grace_s=0.0, min_reclaim_prefixes=1),
-    "gc of debris": lambda run: garbage_collection.collect(
+    "gc of orphaned objects": lambda run: garbage_collection.collect(
         run.log, grace_s=0.0, unretired=[f"data/{1:020d}/{snapshot_id:08d}/" for snapshot_id in range(9)]
     ),
     "retention": lambda run: append_retirement(run.log, Retention(keep_last=1)),
@@ -61,7 +61,7 @@ def test_newer_version_stops_the_log_and_nothing_is_deleted(change, actor):
     state = run.log.refresh()
     assert (state.stopped.seq, state.stopped.voidable) == (state.tip, False)
     assert isinstance(state.stopped.error, UnsupportedVersion)
-    assert (state.newest().seq, state.committed) == (3, 2), "what is older restores"
+    assert (state.newest().seq, state.committed) == (3, 2), "older checkpoints are still restored"
     for _ in range(2):
         run.log = run.reader()
         with pytest.raises(LogStopped) as raised:

@@ -1,4 +1,4 @@
-"""Parts of many ranks: a plan makes only the parts, and reads only the indexes, whose boxes meet the request."""
+"""Parts of many ranks: a plan creates only the parts, and reads only the indexes, whose boxes overlap the request."""
 
 import random
 from dataclasses import replace
@@ -62,7 +62,7 @@ def entry_of(seq: int, parts: PartList) -> Checkpoint:
 def states(chance: random.Random) -> tuple[RunState, RunState]:
     """Draw checkpoints as (with parts in manifests, with parts in entries). A part is a delta or has all rows.
 
-    Layouts change in between, and a delta may cover another layout, which the law does not allow.
+    Layouts change in between, and a delta may cover another layout, which the log does not allow.
     """
     listings: dict[int, PartList] = {}
     layout = tiling(chance, 3)
@@ -112,7 +112,7 @@ def test_chains_through_part_lists_equal_full_chains(seed: int) -> None:
 
 
 def test_chain_materializes_only_needed_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank of 4,096 over six checkpoints; after a reshard to 4,095, the two or three parts that meet."""
+    """One rank of 4,096 over six checkpoints; after a reshard to 4,095, the two or three parts that overlap."""
     world, rows = 4096, 4096 * 4095
     each = rows // world
 
@@ -141,7 +141,7 @@ def test_chain_materializes_only_needed_parts(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rank_reads_its_own_indexes_and_shared_blobs(tmp_path: Path) -> None:
-    """The run has four ranks and three checkpoints. A reader for a new layout reads the indexes that meet it."""
+    """The run has four ranks and three checkpoints. A reader for a new layout reads the indexes that overlap it."""
     run, model = SampleRun(tmp_path, world_size=4, layout=QUARTERS), SampleModel(TABLE)
     blobs = {"meta": b"0", "dense/w": b"w", "rank/1/rng": b"1", "rank/2/rng": b"2", "rank/3/rng": b"3"}
     blobs["rank/3/loader"] = b"4"
@@ -174,7 +174,7 @@ def test_rank_reads_its_own_indexes_and_shared_blobs(tmp_path: Path) -> None:
     assert reads(2, *QUARTERS[2]) == [(1, 2), (2, 2), (3, 0), (3, 2)]
     assert reads(0, *QUARTERS[0]) == [(1, 0), (2, 0), (3, 0)]
     assert reads(1, box(TABLE, 15, 25, 0, 4)) == [(1, 1), (1, 2), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2)]
-    assert reads(1, world=2) == [(3, 0), (3, 1), (3, 3)], "where the loaders of a rank stood that is gone"
-    assert reads(7) == [(3, 0)], "a rank that was not there"
+    assert reads(1, world=2) == [(3, 0), (3, 1), (3, 3)], "with the loader positions of a removed rank"
+    assert reads(7) == [(3, 0)], "a rank that no save had"
     assert reads(None) == [(3, 0)]
     assert reads(None, names=["rank/3/rng"]) == [(3, 0), (3, 3)]

@@ -76,9 +76,9 @@ def test_verify_checks_fold_content(stored):
     log = log_of(stored)
     state = log.refresh()
     newest = max(state.checkpoints)
-    lie = replace(state, checkpoints={seq: c for seq, c in state.checkpoints.items() if seq != newest})
-    data = folded_state.dump(lie)
-    name = folded_state.name_of(lie, data)
+    wrong = replace(state, checkpoints={seq: c for seq, c in state.checkpoints.items() if seq != newest})
+    data = folded_state.dump(wrong)
+    name = folded_state.name_of(wrong, data)
     log.store.put(log.key(folded_state.fold_key(name)), data)
     log.folds.put = lambda _: name
     save(stored, log, state.attempt, 14, 14, np.arange(ROWS), None)
@@ -92,7 +92,7 @@ def test_verify_checks_fold_content(stored):
 @pytest.mark.parametrize("damage", ["rot", "loss"])
 def test_verify_reports_damage_behind_a_fold_and_the_run_continues(stored, damage):
     if damage == "rot":
-        entry_file(stored, 3).write_bytes(b"rotten")
+        entry_file(stored, 3).write_bytes(b"corrupt")
     else:
         entry_file(stored, 3).unlink()
     code, found = run_cli("verify", stored / "store" / "job")
@@ -106,10 +106,10 @@ def test_verify_reports_damage_behind_a_fold_and_the_run_continues(stored, damag
 def test_repair_keeps_checkpoints_independent_of_the_loss(stored, damage):
     log = log_of(stored)
     tip = log.refresh().tip
-    truth = dict(log.state.checkpoints)
+    expected = dict(log.state.checkpoints)
     lost = tip if damage == "end" else tip - 1
     if damage == "rot":
-        remove_folds(stored, lost).write_bytes(b"rotten")
+        remove_folds(stored, lost).write_bytes(b"corrupt")
     else:
         remove_folds(stored, lost).unlink()
     url = stored / "store" / "job"
@@ -118,12 +118,12 @@ def test_repair_keeps_checkpoints_independent_of_the_loss(stored, damage):
     assert (code, planned["entry"], everything(stored)) == (0, None, before)
     code, found = run_cli("repair", url)
     assert code == 0
-    assert found["kept"] == planned["kept"] == sorted(truth.keys() - {lost})
+    assert found["kept"] == planned["kept"] == sorted(expected.keys() - {lost})
     after = everything(stored)
     assert {k: v for k, v in after.items() if k in before and "HINT" not in k} == {
         k: v for k, v in before.items() if "HINT" not in k
     }
-    assert len(after) == len(before) + (1 if damage == "end" else 2)  # the fold before the end existed
+    assert len(after) == len(before) + (1 if damage == "end" else 2)  # the fold before the end exists already
     opened = attempts.open_attempt(log_of(stored), owner="me")
     assert (opened.resume.seq, opened.voided) == (max(found["kept"]), None)
     weights = read_checkpoint(log_of(stored).store, "job").tables["items"].weights
@@ -144,11 +144,11 @@ def test_repair_keeps_pins_and_exclusions_of_kept_checkpoints(stored):
     live = sorted(log.refresh().checkpoints)
     kept, detached, newest = live[-3:]
     user_entry.pin(log, "kept", f"{kept}")
-    user_entry.pin(log, "gone", f"{detached}")
+    user_entry.pin(log, "missing", f"{detached}")
     user_entry.rewind(log, f"{kept}", ended=True)
     lost = log.store
     lost.delete([log.key(log.state.checkpoints[detached].parts[0].index_key)])
-    remove_folds(stored, log.state.tip - 1).write_bytes(b"rotten")
+    remove_folds(stored, log.state.tip - 1).write_bytes(b"corrupt")
     assert run_cli("repair", stored / "store" / "job")[0] == 0
     state = log_of(stored).refresh()
     assert detached not in state.checkpoints
@@ -162,7 +162,7 @@ def test_unneeded_repair_or_repair_of_no_run_is_refused(stored, where):
     before = everything(stored)
     for damaged in (False, True):
         if damaged and where != "store/job":
-            entry_file(stored, log_of(stored).refresh().tip - 1).write_bytes(b"rotten")
+            entry_file(stored, log_of(stored).refresh().tip - 1).write_bytes(b"corrupt")
             before = everything(stored)
         code, found = run_cli("repair", stored / where)
         assert (code, everything(stored)) == (2, before), found
@@ -173,7 +173,7 @@ def test_repair_of_another_runs_log_is_refused(stored):
     (stored / "store").mkdir()
     (stored / "outer" / "job").rename(stored / "store" / "other")
     log = repairs.RunLog(log_of(stored).store, "other")
-    (stored / "store" / "other" / entry_key(12)).write_bytes(b"rotten")
+    (stored / "store" / "other" / entry_key(12)).write_bytes(b"corrupt")
     with pytest.raises(UserError, match="log of run 'job', not of 'other'"):
         salvage(log)
 
@@ -192,7 +192,7 @@ def test_an_early_entry_lost_before_any_fold():
         assert found.lost == lost
         repair(run.reader(), found)
         run.log = run.reader()
-        opened = run.open(takeover=lost == (0, 1))  # nothing shows who wrote it
+        opened = run.open(takeover=lost == (0, 1))  # the owner is unknown
         assert opened.resume.seq == second
         assert (first in opened.state.checkpoints) == (first not in lost)
         assert run.commit(opened.attempt, 1, second)
@@ -201,23 +201,23 @@ def test_an_early_entry_lost_before_any_fold():
 def test_multi_rank_run_is_repaired_from_entries_and_manifests():
     """A lost attempt gets the layout of its first commit. A checkpoint without its manifest or layout is not kept."""
     layout = layout_of()
-    for gone in ("nothing", "manifest", "layout"):
+    for missing in ("nothing", "manifest", "layout"):
         run, attempt = started_run(world_size=2, layout=layout.data)
         first = run.commit_halves(attempt, 1)
         second = run.commit_halves(attempt, 2)
         third = run.commit_halves(attempt, 3, (first.seq, first.seq))
         run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
         run.memory.delete(["job/" + entry_key(attempt)])
-        if gone == "manifest":
+        if missing == "manifest":
             key = manifest_key(attempt, first.snapshot_id, first.listed.manifest)
             run.memory.delete([f"job/{key}"])
-        elif gone == "layout":
+        elif missing == "layout":
             run.memory.delete([f"job/{layout.key}"])
             with pytest.raises(NothingToRepair, match="no checkpoint could be kept"):
                 salvage(run.reader())
             continue
         found = salvage(run.reader())
-        left = [second] if gone == "manifest" else [first, second, third]
+        left = [second] if missing == "manifest" else [first, second, third]
         assert sorted(found.state.checkpoints) == [entry.seq for entry in left]
         assert found.state.attempts[attempt].layout == layout.digest
         assert found.state.attempts[attempt].world_size == 2
@@ -235,7 +235,7 @@ def test_repair_drops_checkpoints_with_missing_objects():
     delta = run.commit(attempt, 2, base)
     whole = run.commit(attempt, 3)
     last = run.commit(attempt, 4)
-    run.memory.put("job/" + entry_key(last), b"rotten")
+    run.memory.put("job/" + entry_key(last), b"corrupt")
     run.memory.delete([f"job/{run.log.state.checkpoints[base].parts[0].index_key}"])
     found = salvage(run.reader())
     assert (sorted(found.state.checkpoints), found.dropped) == ([whole], (base, delta))
@@ -261,11 +261,11 @@ def test_repair_skips_newer_entries_only_on_request():
 def test_scan_finds_saves_without_a_log(stored):
     url = stored / "store" / "job"
     code, found = run_cli("scan", url)
-    assert code == 1, "the litter of an older process is no whole save"
-    truth = {(one["attempt"], one["snapshot_id"]): one for one in found["saves"]}
+    assert code == 1, "the orphaned files of an older process are no complete save"
+    saves = {(one["attempt"], one["snapshot_id"]): one for one in found["saves"]}
     live = sorted(log_of(stored).refresh().checkpoints)
-    assert sorted(one["seq"] for one in truth.values() if one["seq"] is not None) == live
-    assert [one["snapshot_id"] for one in truth.values() if not one["whole"]] == [0]
+    assert sorted(one["seq"] for one in saves.values() if one["seq"] is not None) == live
+    assert [one["snapshot_id"] for one in saves.values() if not one["whole"]] == [0]
     shutil.rmtree(url / "log")
     pack = next((url / "data").rglob("*00000012/*.pack"))
     pack.write_bytes(pack.read_bytes()[:-1])

@@ -29,7 +29,7 @@ def test_repaired_entry_is_read_again():
     seqs = [run.commit(attempt, snapshot_id) for snapshot_id in (1, 2)]
     key = "job/" + entry_key(seqs[-1])
     whole = run.memory.get(key)
-    run.memory.put(key, b"rotten")
+    run.memory.put(key, b"corrupt")
     run.log = run.reader()
     assert run.log.refresh().stopped is not None
     run.memory.put(key, whole)
@@ -48,7 +48,7 @@ class CacheRejectingStore(MemoryStore):
         super().put(key, data)
 
 
-@pytest.mark.parametrize("error", [AccessDenied("no"), ValueError("what nobody foresaw")])
+@pytest.mark.parametrize("error", [AccessDenied("no"), ValueError("unexpected")])
 def test_durable_entry_is_not_reported_as_failed(error):
     store = CacheRejectingStore()
     store.error = error
@@ -70,7 +70,7 @@ def test_an_emptied_log_is_a_gap_and_not_a_new_run():
 
 
 @pytest.mark.parametrize("name", [*sorted(RESERVED), "exp/cache", "team/exp/log", "exp/data/x"])
-def test_a_folder_of_a_run_cannot_name_a_new_run(name):
+def test_run_cannot_be_named_like_a_run_folder(name):
     store = MemoryStore()
     with pytest.raises(UserError, match="cannot name a new run"):
         open_attempt(RunLog(store, name), owner="me", closing_wait_s=0.0)
@@ -105,14 +105,14 @@ def test_gc_deletes_markers_of_finished_saves():
     second = run.open().attempt
     mark_closing(run.log, second, "00000-old")
     run.time.now_s += CLOSING_WAIT_S
-    mark_closing(run.log, second, "00000-young")
-    run.memory.put("job/closing/somebody-elses", b"")
+    mark_closing(run.log, second, "00000-recent")
+    run.memory.put("job/closing/another-tools", b"")
     assert len(list(run.memory.list("job/closing/"))) == 4
     garbage_collection.collect(run.log, dry_run=True)
     assert len(list(run.memory.list("job/closing/"))) == 4
     garbage_collection.collect(run.log)
     left = [info.key.rpartition("/")[2] for info in run.memory.list("job/closing/")]
-    assert left == ["00000-young", "somebody-elses"]
+    assert left == ["00000-recent", "another-tools"]
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,7 @@ def test_gc_deletes_markers_of_finished_saves():
 def test_read_only_commands_write_nothing(tmp_path, monkeypatch, command):
     log_victim.prepare(tmp_path)
     store = FileStore(tmp_path / "store")
-    store.put(
-        "job/" + compaction_pack_key(token=compaction_token(1), n=0), b"of a compaction that was given up"
-    )
+    store.put("job/" + compaction_pack_key(token=compaction_token(1), n=0), b"of an abandoned compaction")
     writes = []
     for name in ("put", "put_if_absent", "delete", "now_s"):
         monkeypatch.setattr(FileStore, name, lambda self, *_, name=name: writes.append(name))
@@ -141,12 +139,12 @@ def test_saves_fail_when_the_store_is_rolled_back_under_a_writer(what):
     if what == "emptied":
         run.memory.delete([info.key for info in run.memory.list("")])
     elif what == "tip":
-        run.memory.put("job/" + entry_key(seqs[-1]), b"rotten")
+        run.memory.put("job/" + entry_key(seqs[-1]), b"corrupt")
     else:
         run.memory.delete([info.key for info in run.memory.list("")])
         for key, data in older.items():
             run.memory.put(key, data)
-        if what == "another":  # and another process continued from there
+        if what == "another":  # another process continued from the older state
             writer_log, run.log = run.log, run.reader()
             attempt_2 = run.open().attempt
             for snapshot_id in (1, 2, 3):
@@ -159,7 +157,7 @@ def test_saves_fail_when_the_store_is_rolled_back_under_a_writer(what):
 
 
 def test_stale_handle_of_a_rolled_back_log_voids_nothing():
-    """The store is restored from an older copy and another pod continues. The old handle knows another log."""
+    """The store is restored from an older copy and another pod continues. The old handle has read another log."""
     run, attempt = started_run()
     run.commit(attempt, 1)
     copy = {info.key: run.memory.get(info.key) for info in run.memory.list("")}

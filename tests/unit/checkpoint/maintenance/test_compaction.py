@@ -48,11 +48,11 @@ class CompactedRun(SampleRun):
     def index(self, key: str):
         return decode_index(self.store.get(f"{RUN}/{key}"), key=key, run=RUN)
 
-    def collect_elsewhere(self) -> RunLog:
-        """Retire the objects of the running compaction from another process, which takes them for debris."""
+    def retire_elsewhere(self) -> RunLog:
+        """Retire the objects of the running compaction from another process, which considers them orphaned."""
         other = RunLog(self.store, RUN)
-        litter = garbage_collection.orphaned_prefixes(other, other.refresh(), compaction_timeout_s=-1.0)
-        append_retirement(other, Retention(), orphaned_prefixes=litter)
+        orphaned = garbage_collection.orphaned_prefixes(other, other.refresh(), compaction_timeout_s=-1.0)
+        append_retirement(other, Retention(), orphaned_prefixes=orphaned)
         return other
 
     def compact_while(self, act):
@@ -100,7 +100,7 @@ def test_lossless_frames_are_copied_verbatim_and_baselines_kept(tmp_path):
 def test_retired_or_abandoned_compaction_changes_nothing(tmp_path):
     job = CompactedRun(tmp_path, deltas=1)
     with pytest.raises(CompactionAbandoned, match="retired and may be deleted"):
-        job.compact_while(job.collect_elsewhere)
+        job.compact_while(job.retire_elsewhere)
     for _ in range(2):
         job.save_rows(range(300), None)
     with pytest.raises(CompactionAbandoned, match="not live"):

@@ -70,7 +70,7 @@ def test_log_refuses_retirement_of_needed_objects(checkpoints, prefixes, why):
         run.retire(checkpoints, prefixes)
 
 
-def test_numbers_must_be_positive():
+def test_zero_or_negative_retention_is_refused():
     for bad in ({"keep_last": 0}, {"every_steps": 0}, {"every_s": -1.0}):
         with pytest.raises(UserError):
             Retention(**bad)
@@ -106,7 +106,7 @@ def test_only_objects_of_dead_snapshots_are_collected():
         run.memory.put(f"job/{snapshot_prefix(attempt, snapshot_id)}00000-{'a' * 16}-00000.pack", b"x")
     run.commit(attempt, 2)
     assert garbage_collection.orphaned_prefixes(run.log, run.log.state) == (snapshot_prefix(attempt, 1),)
-    run.memory.put("job/data/strange", b"not ours")
+    run.memory.put("job/data/strange", b"foreign")
     compaction = "data/compact-cccccccccccccccc/"
     run.memory.put(f"job/{compaction}00000.pack", b"x")
     assert compaction not in garbage_collection.orphaned_prefixes(run.log, run.log.state)

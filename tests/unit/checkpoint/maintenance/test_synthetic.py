@@ -31,8 +31,8 @@ materials = st.builds(
 def test_only_cached_chains_of_equal_precision_are_compacted():
     """Compacted rows would keep their 8 bits permanently, and each restore would read them."""
     assert at_snapshot(CACHED, FULL).why == "cheaper"
-    away = CompactionInputs(checkpoints=2, chain_bytes=14 * GB, fetch_bytes=14 * GB, base_bytes=GB)
-    assert at_snapshot(away, FULL) is None
+    uncached = CompactionInputs(checkpoints=2, chain_bytes=14 * GB, fetch_bytes=14 * GB, base_bytes=GB)
+    assert at_snapshot(uncached, FULL) is None
     assert at_snapshot(CACHED, FullSnapshot(raw_bytes=3 * GB, stored_bytes=GB // 3, stall_s=0.2)) is None
 
 

@@ -27,7 +27,7 @@ def three_baselines(run: MemoryRun, **options: object) -> tuple[int, list[int]]:
 
 
 def test_annotation_is_dropped_with_its_checkpoint():
-    """Otherwise the state would grow with every name that was ever used."""
+    """Without the removal, the state would grow with every name that was used before."""
     run, attempt = started_run()
     first = run.commit(attempt, 1, pins=("best",))
     run.commit(attempt, 2)
@@ -43,7 +43,7 @@ def test_annotation_is_dropped_with_its_checkpoint():
 
 def test_run_holder_is_named_by_the_last_commit():
     run = MemoryRun()
-    assert holder(run.log, run.log.refresh()) is None, "no attempt"
+    assert holder(run.log, run.log.refresh()) is None, "no attempt is open"
     attempt = run.open(workload="uid").attempt
     found = holder(run.log, run.log.refresh())
     assert (found.attempt, found.workload, found.closing) == (attempt, "uid", False)
@@ -64,7 +64,7 @@ def test_run_holder_is_named_by_the_last_commit():
     run.time.now_s += 61
     assert holder(run.log, run.log.state) is None
     run.open()
-    assert holder(run.log, run.log.refresh()) is not None, "it came back"
+    assert holder(run.log, run.log.refresh()) is not None, "a new attempt holds the run again"
 
 
 def test_excluded_checkpoint_is_no_fallback_and_is_retired_first():
@@ -82,7 +82,9 @@ def test_excluded_checkpoint_is_no_fallback_and_is_retired_first():
     with pytest.raises(EntryRefused, match="every checkpoint"):
         run.retire([first, second])
     user_entry.pin(run.reader(), "keep", f"{third}")
-    assert append_retirement(run.log, Retention(keep_last=1)) is None, "a pin, and a second chain"
+    assert append_retirement(run.log, Retention(keep_last=1)) is None, (
+        "one is pinned, and one is the second chain"
+    )
     assert attempt < run.log.state.attempt
 
 
@@ -99,8 +101,8 @@ def runs(draw: st.DrawFn) -> MemoryRun:
         if what in {"full", "pinned"} or one is None:
             run.commit(attempt, snapshot_id, pins=(draw(st.sampled_from("ab")),) if what == "pinned" else ())
         elif what == "delta":
-            line = run.log.state.attempts[attempt].last_seq or run.log.state.attempts[attempt].resumes_from
-            run.commit(attempt, snapshot_id, line if line in run.log.state.checkpoints else None)
+            base = run.log.state.attempts[attempt].last_seq or run.log.state.attempts[attempt].resumes_from
+            run.commit(attempt, snapshot_id, base if base in run.log.state.checkpoints else None)
         elif what == "pin":
             user_entry.pin(run.log, draw(st.sampled_from("ab")), f"{one}")
         elif what == "unpin":
@@ -125,11 +127,11 @@ def test_every_kept_checkpoint_has_a_reason_and_no_other(run, keep_last, every_s
     why = keep_reasons(state, retention)
     assert why.keys() == kept(state, retention)
     assert all(why.values())
-    assert any("the newest" in said for said in why[state.newest().seq])
+    assert any("the newest" in reason for reason in why[state.newest().seq])
     for name, seq in state.pinned.items():
         assert f"pinned {name}" in why[seq]
     # No kept checkpoint needs what retention releases, and the folded state equals the state.
-    gone = state.checkpoints.keys() - why.keys()
-    assert retire_blockers(state, gone) == {}
+    retired = state.checkpoints.keys() - why.keys()
+    assert retire_blockers(state, retired) == {}
     data = folded_state.dump(state)
     assert folded_state.load(data, "job", folded_state.name_of(state, data)) == state

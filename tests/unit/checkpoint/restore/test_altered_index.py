@@ -93,7 +93,7 @@ def test_an_altered_index_is_refused_or_reads_the_same(written: AlteredRun, data
 
 @pytest.mark.parametrize("name", ["step", "blob_bytes", "col_start", "rows"])
 def test_frame_not_matching_its_index_is_invalid(written: AlteredRun, name: str) -> None:
-    """The hash is right and the index was made to match. Reading it agrees with `verify`."""
+    """The hash is right and the index was made to match. A read and `verify` agree."""
     wants = whole_tables([written.model.table])
     plan = plan_restore(written.run.store, written.state, written.state.newest().seq, wants)
     kind = FrameKind.BLOB if name == "blob_bytes" else FrameKind.ROWS

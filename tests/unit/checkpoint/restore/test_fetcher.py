@@ -80,7 +80,7 @@ def test_damaged_checkpoint_is_invalid(run: SampleRun, damage, *, state: bool) -
         run.store.put(key, damage(bytearray(run.store.get(key))))
     with pytest.raises(InvalidCheckpoint, match=r"-s00000\.pack" if state else r"\.pack"):
         _frames(Fetcher(run.store, RUN), plan)
-    assert _frames(Fetcher(run.store, RUN, cache=run.cache), plan), "the cache's copy is whole"
+    assert _frames(Fetcher(run.store, RUN, cache=run.cache), plan), "the copy in the cache is undamaged"
     if state:
         assert _frames(Fetcher(run.store, RUN), _plan(run, weights_only=True))
 
@@ -131,7 +131,7 @@ class TwoBlockArena:
 
     def __call__(self, request: RangeRequest, *, wait: bool) -> memoryview | None:
         if not self.free:
-            assert not wait, "asked to wait though nothing is under way and the consumer holds nothing"
+            assert not wait, "must not wait for a block: no read is in flight and the consumer holds none"
             return None
         block = self.free.pop()
         self.least = min(self.least, len(self.free))

@@ -117,7 +117,7 @@ def test_other_dtype_or_missing_field_needs_strict_false() -> None:
 
 @st.composite
 def _histories(draw: st.DrawFn) -> list[list[tuple[Box, list[int]]]]:
-    """Draw checkpoints, newest first: each is cut into boxes of columns, and each box has the rows of its frame."""
+    """Draw checkpoints, newest first: each is split into boxes of columns, and each box has the rows of its frame."""
 
     def columns() -> list[tuple[int, int]]:
         at = [0, *sorted(draw(st.sets(st.integers(1, COLUMNS - 1), max_size=3))), COLUMNS]
@@ -163,13 +163,13 @@ def test_rowwise_state_of_column_splits_is_summed_or_equal(history, few, seed):
     shares: list[list[tuple[int, float]]] = [[] for _ in range(ROWS)]
     for held, ids in itertools.chain.from_iterable(history):
         rows = np.array(sorted(ids), np.int64)
-        said = rng.choice(values, len(rows))
+        state = rng.choice(values, len(rows))
         if not len(rows):
             continue
         cells = np.ix_(rows, np.arange(held.col_start, held.col_stop))
         filled = open_[cells].sum(axis=1)
         open_[cells] = False
-        for row, width, value in zip(rows, filled, said, strict=True):
+        for row, width, value in zip(rows, filled, state, strict=True):
             shares[row] += [(int(width), float(value))] if width else []
         block = RowBlock(
             schema=SPLIT,
@@ -177,9 +177,9 @@ def test_rowwise_state_of_column_splits_is_summed_or_equal(history, few, seed):
             ids=rows,
             weights=np.zeros((len(rows), held.col_stop - held.col_start), np.float32),
             fields={
-                f.name: quantizer.narrowed(said, f.name)
+                f.name: quantizer.narrowed(state, f.name)
                 if f.name != "int64"
-                else (said * 1000).astype(np.int64)
+                else (state * 1000).astype(np.int64)
                 for f in SPLIT.fields
             },
         )
@@ -189,13 +189,13 @@ def test_rowwise_state_of_column_splits_is_summed_or_equal(history, few, seed):
     for row, found in enumerate(shares):
         assert target.fields["int64"][row] == int(np.float32(found[0][1]) * np.float32(1000))
         for name in ("bfloat16", "float16", "float32", "float64"):
-            said = [(w, quantizer.narrowed(np.array([v], np.float32), name)) for w, v in found]
+            stored = [(w, quantizer.narrowed(np.array([v], np.float32), name)) for w, v in found]
             got = target.fields[name][row : row + 1]
-            if len({each.tobytes() for _, each in said}) == 1:
-                assert got.tobytes() == said[0][1].tobytes()
+            if len({each.tobytes() for _, each in stored}) == 1:
+                assert got.tobytes() == stored[0][1].tobytes()
                 continue
             total = 0.0
-            for w, each in said:
+            for w, each in stored:
                 total += (w / COLUMNS) * float(quantizer.widened(each, name)[0])
             assert got.tobytes() == _nearest(total, name).tobytes()
 
@@ -208,5 +208,5 @@ def _nearest(value: float, name: str) -> np.ndarray:
         start = int(quantizer.narrowed(np.array([value], np.float32), name)[0])
     near = list(range(max(start - 1, 0), start + 2))
     exact = [Fraction(float(quantizer.widened(np.array([b], np.uint16), name)[0])) for b in near]
-    away = [(abs(each - Fraction(value)), b & 1) for each, b in zip(exact, near, strict=True)]
-    return np.array([near[away.index(min(away))]], np.uint16)
+    distances = [(abs(each - Fraction(value)), b & 1) for each, b in zip(exact, near, strict=True)]
+    return np.array([near[distances.index(min(distances))]], np.uint16)

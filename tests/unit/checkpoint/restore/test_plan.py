@@ -62,8 +62,8 @@ def _want(table: TableSchema, *boxes: Box) -> Want:
 def test_plan_is_newest_first_and_merges_adjacent_frames() -> None:
     model = SampleModel(schema())
     table = model.table
-    dead = tombstone(table, np.array([7], np.int64), step=2)
-    new = _part(table, [dead, *model.frames(range(20), step=2, per_frame=5)], seq=2, covers=1)
+    removed = tombstone(table, np.array([7], np.int64), step=2)
+    new = _part(table, [removed, *model.frames(range(20), step=2, per_frame=5)], seq=2, covers=1)
     old = _part(table, model.frames(range(200), step=1, per_frame=20), seq=1, covers=None)
     plan = _plan([new, old], [_want(table)])
     order = [
@@ -79,7 +79,7 @@ def test_plan_is_newest_first_and_merges_adjacent_frames() -> None:
     assert plan.frames == 15
     assert [(len(each.frames), len(each.tails)) for each in plan.requests] == [
         (4, 0), (0, 4), (1, 0), (10, 0), (0, 10)
-    ], "rows and their tails, the tombstone that lies before them, the baseline and its tails"  # fmt: skip
+    ], "rows and their tails, the tombstone stored before them, the baseline and its tails"  # fmt: skip
     assert sum(request.length for request in plan.requests) == plan.bytes
 
 

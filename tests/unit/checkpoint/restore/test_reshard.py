@@ -21,16 +21,16 @@ TABLE = schema(rows=90, columns=12)
 
 @st.composite
 def shardings(draw: st.DrawFn) -> list[Box]:
-    """Draw a partition of the table: rows are cut at most twice, and each band's columns at most twice."""
+    """Draw a partition of the table: rows are split at most twice, and the columns of each band at most twice."""
 
-    def cuts(size: int) -> list[int]:
+    def splits(size: int) -> list[int]:
         return [0, *sorted(draw(st.sets(st.integers(1, size - 1), max_size=2))), size]
 
-    rows = cuts(TABLE.rows)
+    rows = splits(TABLE.rows)
     bands = list(itertools.pairwise(rows))
     found = []
     for start, stop in bands:
-        columns = cuts(TABLE.columns)
+        columns = splits(TABLE.columns)
         found += [box(TABLE, start, stop, a, b) for a, b in itertools.pairwise(columns)]
     return found
 
@@ -47,7 +47,7 @@ saves = st.tuples(
 def test_any_history_restores_to_any_sharding(
     history: list, after: list[Box], seed: int, *, listed: bool
 ) -> None:
-    """Parts are in the entry or in a manifest with a layout. With a layout, the first cut of each is a baseline.
+    """Parts are in the entry or in a manifest with a layout. With a layout, the first snapshot of each is a baseline.
 
     Weights and all state are exact: every shard of a row has the row's value of row-wise state.
     """

@@ -25,7 +25,7 @@ def test_reads_return_stored_bytes_within_the_budget(asked, budget):
         assert shared.read(key, lambda stored=stored: stored) == stored
         assert shared._cached_bytes == sum(map(len, shared._cached.values())) <= budget
         if 50 * key <= budget:
-            shared.read(key, lambda: pytest.fail("it was there"))
+            shared.read(key, lambda: pytest.fail("the bytes are cached"))
         if wrong:
             shared.forget(key)
             assert key not in shared._cached
@@ -125,7 +125,7 @@ def test_the_second_rank_reads_rows_only(run: SampleRun) -> None:
 
 @pytest.mark.parametrize(("kind", "operation"), [("index", "get"), ("pack", "get_into")])
 def test_corrupt_shared_bytes_are_read_again(run, kind, operation):
-    """The corrupt bytes are in the shared memory. The reader that finds this reads again, and the next rank gets right ones."""
+    """The corrupt bytes are in the shared memory. The reader that finds them reads again, and the next rank gets the correct bytes."""
     shared = SharedReads()
     alone = _restored(run, SharedReads())
     run.store.fail_next(Fault.FLIPPED, operation=operation, key_contains=f".{kind}")

@@ -18,7 +18,7 @@ TABLE = TableSchema(
     fqn="items", rows=ROWS, columns=COLUMNS, dtype="float32",
     fields=(FieldSpec(name="sum", kind="pointwise", dtype="float32"),),
 )  # fmt: skip
-MOST_BYTES = 12_000_000
+MAX_BYTES = 12_000_000
 
 
 class PackByteCounter(MemoryStore):
@@ -62,9 +62,9 @@ def test_reading_ten_rows_reads_no_state_bytes(store: PackByteCounter) -> None:
     found = opened.rows(TABLE, ids, fields=False)
     assert found.weights.shape == (10, COLUMNS)
     assert store.read[True] == 0
-    assert 0 < store.read[False] <= MOST_BYTES
+    assert 0 < store.read[False] <= MAX_BYTES
     stored = sum(info.size_bytes for info in store.list(f"{RUN}/data/"))
-    assert stored > 8 * MOST_BYTES, "the rest is state, and frames of other rows"
+    assert stored > 8 * MAX_BYTES, "the rest is state, and frames of other rows"
     store.read = {False: 0, True: 0}
     full = opened.rows(TABLE, ids)
     np.testing.assert_array_equal(full.weights, found.weights)

@@ -62,18 +62,18 @@ def test_obstore_errors_are_mapped(error: Exception, writes: bool, meaning: type
     assert "topsecret" not in str(found)
 
 
-def test_missing_token_error() -> None:
+def test_failed_token_request_is_mapped_by_the_kind_of_identity() -> None:
     """A machine's own identity may appear later. A configured identity is denied, or its service is unavailable."""
     refused = GenericError(f"Error performing token request: {response_text(400)}")
-    away = GenericError("Error performing token request: error sending request")
+    unreachable = GenericError("Error performing token request: error sending request")
     assert type(mapped(refused, configured=False)) is CredentialsMissing
-    assert type(mapped(away, configured=False)) is CredentialsMissing
+    assert type(mapped(unreachable, configured=False)) is CredentialsMissing
     assert type(mapped(refused)) is AccessDenied
-    assert type(mapped(away)) is StoreUnavailable
-    assert "through the proxy http://p:1" in str(mapped(away))
+    assert type(mapped(unreachable)) is StoreUnavailable
+    assert "through the proxy http://p:1" in str(mapped(unreachable))
 
 
-def test_read_past_the_end_error() -> None:
+def test_read_past_the_end_is_recognized() -> None:
     assert out_of_range(GenericError(response_text(416, "InvalidRange")))
     assert out_of_range(GenericError("Wanted range starting at 10, but object was only 10 bytes long"))
     assert not out_of_range(GenericError(response_text(404)))

@@ -23,7 +23,7 @@ from tests.support.checkpoint.store_conformance import get_range
 
 
 def test_data_is_fsynced_before_rename(tmp_path, monkeypatch):
-    """The order is fsync of the file, link or rename, fsync of the directory. New directories are synced into their parents."""
+    """The order is fsync of the file, link or rename, fsync of the directory. A new directory also syncs its parent."""
     events, fsync, link, rename = [], os.fsync, os.link, Path.rename
 
     def synced(descriptor: int) -> None:
@@ -44,15 +44,15 @@ def test_data_is_fsynced_before_rename(tmp_path, monkeypatch):
 def test_stale_temporary_files_are_removed_with_their_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deleting the last object removes old debris and the directory. A young temporary file may have a live writer."""
+    """Deleting the last object removes old temporary files and the directory. A recent one may have a live writer."""
     store = FileStore(tmp_path)
     store.put("data/1/a", b"x")
-    debris = tmp_path / "data" / "1" / f"{file.TEMPORARY}dead"
-    debris.write_bytes(b"half")
+    leftover = tmp_path / "data" / "1" / f"{file.TEMPORARY}stale"
+    leftover.write_bytes(b"half")
     store.delete(["data/1/a"])
-    assert debris.exists()
+    assert leftover.exists()
     store.put("data/1/a", b"x")
-    os.utime(debris, (1, 1))
+    os.utime(leftover, (1, 1))
     store.delete(["data/1/a"])
     assert list(tmp_path.iterdir()) == []
 
@@ -69,7 +69,7 @@ def test_put_survives_concurrent_directory_removal(tmp_path, monkeypatch):
             path.parent.rmdir()
         real_path(path, *arguments, **options)
 
-    def late(path, *arguments, **options):
+    def mkdir_then_vanish(path, *arguments, **options):
         made.append(Path(path))
         if (
             len(made) == 1
@@ -81,7 +81,7 @@ def test_put_survives_concurrent_directory_removal(tmp_path, monkeypatch):
         patch.setattr(Path, "mkdir", prune)
         store.put_if_absent("data/2/x", b"x")
     assert pruned
-    monkeypatch.setattr(os, "mkdir", late)
+    monkeypatch.setattr(os, "mkdir", mkdir_then_vanish)
     store.put_if_absent("more/x", b"x")
     assert made == [tmp_path / "more"] * 2
     assert store.get("data/2/x") == store.get("more/x") == b"x"
@@ -134,7 +134,7 @@ def test_missing_root_is_reported_until_created(tmp_path):
 def test_foreign_file_names_and_directories_are_ignored(tmp_path):
     store = FileStore(tmp_path)
     store.put("log/1", b"x")
-    (tmp_path / "log" / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "log" / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "log" / "caf\u00e9").write_bytes(b"x")
     for key in ("log", "log/1/c"):
         with pytest.raises(BadKey, match="prefix of others"):
@@ -142,7 +142,7 @@ def test_foreign_file_names_and_directories_are_ignored(tmp_path):
     assert [found.key for found in store.list("")] == ["log/1"]
 
 
-def test_an_object_too_large_to_be_read_whole_is_not_read(tmp_path: Path) -> None:
+def test_object_over_the_size_limit_is_not_read_whole(tmp_path: Path) -> None:
     """The size is checked before memory is allocated. A range of the object is still readable."""
     store = FileStore(tmp_path)
     store.put("huge", b"head")

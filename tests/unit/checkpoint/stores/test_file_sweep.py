@@ -1,4 +1,4 @@
-"""Unfinished files of writers: gc and rm remove those of dead writers and keep those of live ones."""
+"""Unfinished files of writers: gc and rm remove files of ended writers and keep files of running writers."""
 
 import os
 import threading
@@ -14,7 +14,7 @@ from deltashard_checkpoint.whole_run import removal
 from tests.support.checkpoint.run_builder import MemoryRun
 
 
-def unfinished(directory: Path, *, old: bool = True, name: str = "dead") -> Path:
+def unfinished(directory: Path, *, old: bool = True, name: str = "stale") -> Path:
     path = directory / f"{TEMPORARY}{name}"
     path.write_bytes(b"half")
     if old:
@@ -32,44 +32,44 @@ def run_in(directory: Path) -> RunLog:
 def test_gc_removes_stale_temporary_files_and_no_recent_ones(tmp_path: Path) -> None:
     log = run_in(tmp_path)
     (data,) = (tmp_path / "job/data/00000000000000000001").iterdir()
-    dead, young = unfinished(data), unfinished(data, old=False, name="young")
+    stale, recent = unfinished(data), unfinished(data, old=False, name="recent")
     others = unfinished(data.parent), unfinished(tmp_path / "job/log")
     kept = {info.key for info in log.store.list("")}
     assert garbage_collection.collect(log, dry_run=True).unfinished == 0
-    assert dead.exists()
+    assert stale.exists()
     assert garbage_collection.collect(log).unfinished == 3
-    assert not dead.exists()
+    assert not stale.exists()
     assert not any(path.exists() for path in others)
-    assert young.exists()
+    assert recent.exists()
     assert {info.key for info in log.store.list("")} == kept
     removal.remove(log)
     assert not [path for path in (tmp_path / "job").rglob("*") if path.is_file()]
 
 
-def test_file_of_a_live_writer_is_kept_at_any_age(tmp_path, monkeypatch):
+def test_file_of_a_running_writer_is_kept_at_any_age(tmp_path, monkeypatch):
     """A process that was stopped for an hour in the middle of a put can continue."""
     log = run_in(tmp_path)
-    stands, goes_on = threading.Event(), threading.Event()
+    paused, resume = threading.Event(), threading.Event()
     fsync = os.fsync
 
     def wait(descriptor: int) -> None:
         fsync(descriptor)
         if threading.current_thread() is writer:
-            stands.set()
-            assert goes_on.wait(60)
+            paused.set()
+            assert resume.wait(60)
 
     monkeypatch.setattr(os, "fsync", wait)
     for put in ("put", "put_if_absent"):
-        stands.clear()
-        goes_on.clear()
+        paused.clear()
+        resume.clear()
         key = f"job/data/{put}"
         writer = threading.Thread(target=getattr(FileStore(tmp_path), put), args=(key, b"whole"))
         writer.start()
-        assert stands.wait(60)
+        assert paused.wait(60)
         (mine,) = (tmp_path / "job/data").glob(f"{TEMPORARY}*")
         os.utime(mine, (1, 1))
         assert garbage_collection.collect(log).unfinished == 0
         assert mine.exists()
-        goes_on.set()
+        resume.set()
         writer.join()
         assert log.store.get(key) == b"whole"

@@ -44,7 +44,7 @@ def test_retries_with_growing_delays():
 
 
 class SlowStore(MemoryStore):
-    """A store whose reads begin after the given seconds."""
+    """A store that delays each read by the given seconds."""
 
     def __init__(self, time: FakeClock, *first_byte_s: float) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class SlowStore(MemoryStore):
 
 
 def test_first_byte_timeout_doubles_and_is_remembered():
-    """The timeout doubles up to the store's own, which writes have at once. Other failures do not double it."""
+    """The timeout doubles up to the store's own. Writes use it from the start. Other failures do not double the timeout."""
     time = FakeClock()
     slow = SlowStore(time, *[100.0] * 5, 0.0)
     store = RetryingStore(slow, policy=RetryPolicy(deadline_s=600.0), clocks=time.clocks)
@@ -152,7 +152,7 @@ def test_cancelled_call_is_not_retried_and_earlier_deadline_wins():
     assert remaining_s(7.0) == 7.0
 
 
-@pytest.mark.parametrize("error", [ValueError("null byte"), OSError("nothing to say"), UnicodeError("x")])
+@pytest.mark.parametrize("error", [ValueError("null byte"), OSError("no errno"), UnicodeError("x")])
 def test_library_errors_get_a_location_and_a_remedy(error):
     class Foreign(MemoryStore):
         def get(self, key):

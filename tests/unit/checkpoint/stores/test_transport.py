@@ -45,7 +45,7 @@ def test_invalid_proxy_is_refused(monkeypatch: pytest.MonkeyPatch, proxy: str) -
         proxy_of("https://host")
 
 
-def test_endpoints() -> None:
+def test_endpoint_is_a_plain_url_without_credentials() -> None:
     assert checked_endpoint("http://127.0.0.1:10000/account", path=True).port == 10000
     for bad, path in (
         ("http://h/account", False),

@@ -1,4 +1,4 @@
-"""Stores that are opened from URLs."""
+"""Stores opened from URLs, and URLs that are refused."""
 
 from pathlib import Path
 
@@ -13,13 +13,13 @@ from deltashard_checkpoint.stores.scheme import BadStoreUrl
 from deltashard_checkpoint.stores.url import local_path, open_store
 
 
-def test_a_memory_store_is_one_per_name() -> None:
+def test_memory_urls_of_one_name_open_the_same_store() -> None:
     open_store("memory://one").put("a", b"x")
     assert open_store("memory://one").get("a") == b"x"
     assert list(open_store("memory://two").list("")) == []
 
 
-def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_urls_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_store(f"file://{tmp_path}/a%20b").put("k", b"x")
     monkeypatch.chdir(tmp_path)
     for url in (f"{tmp_path}/a b", "./a b", f"file://localhost{tmp_path}/a%20b"):
@@ -30,7 +30,7 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         open_store(f"file://{tmp_path}/none", create=False)
 
 
-def test_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_urls_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """Endpoint and region in the URL take precedence over the environment. The store's own URL has neither."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://from-environment.example")
     with open_store("s3://bucket/pre/fix/") as store:
@@ -61,7 +61,7 @@ def test_invalid_store_urls_are_refused(url: str) -> None:
         open_store(url)
 
 
-def test_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gcs_and_azure_urls_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """The address is the bucket's own unless an endpoint is given. The store's own URL has no options."""
     with open_store("gs://bucket/pre/fix/") as store:
         assert isinstance(store.inner, CloudStore)
@@ -70,19 +70,19 @@ def test_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "fromenv")
     for url, endpoint in (
         ("az://ctr/x", "https://fromenv.blob.core.windows.net"),
-        ("az://ctr/x?account=said", "https://said.blob.core.windows.net"),
+        ("az://ctr/x?account=one", "https://one.blob.core.windows.net"),
         ("az://ctr/x?endpoint=http://127.0.0.1:1/dev", "http://127.0.0.1:1/dev"),
     ):
         with open_store(url) as store:
             assert store.inner._account.endpoint == endpoint  # type: ignore[attr-defined]
             assert store.url == "az://ctr/x"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=other;AccountKey=eA==")
-    with pytest.raises(UserError, match="the URL names the account said, the connection string other"):
-        open_store("az://ctr/x?account=said")
-    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "nonsense-secret")
+    with pytest.raises(UserError, match="the URL names the account one, the connection string other"):
+        open_store("az://ctr/x?account=one")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "malformed-secret")
     with pytest.raises(UserError, match="needs AccountName") as caught:
         open_store("az://ctr/x")
-    assert "nonsense-secret" not in str(caught.value)
+    assert "malformed-secret" not in str(caught.value)
     monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING")
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
     with pytest.raises(UserError, match=r"add \?account=NAME"):
@@ -106,4 +106,4 @@ def test_invalid_prefix_port_and_home_are_refused():
         with pytest.raises(UserError, match="no|not an http"):
             open_store(f"s3://bucket?endpoint=http://host:{port}")
     with pytest.raises(BadStoreUrl, match="cannot be resolved"):
-        local_path("~nobody-has-this-name/store")
+        local_path("~no-such-user/store")

@@ -1,4 +1,4 @@
-"""Opening attempts: who is fenced, what is resumed, who may own a run."""
+"""Opening attempts: which writers are fenced, what is resumed, which owner may open a run."""
 
 import pytest
 from deltashard_checkpoint.errors import DeltashardError, UserError
@@ -20,13 +20,13 @@ from tests.support.checkpoint.run_builder import MemoryRun, started_run
 
 
 def test_a_store_that_overwrites_is_refused():
-    careless = MemoryStore()
-    careless.put_if_absent = careless.put
+    overwriting = MemoryStore()
+    overwriting.put_if_absent = overwriting.put
     with pytest.raises(ConditionalPutUnsupported, match="overwrites"):
-        MemoryRun(careless).open()
+        MemoryRun(overwriting).open()
 
 
-def test_which_selects_by_seq_step_pin_or_none():
+def test_which_argument_selects_by_seq_step_pin_or_none():
     run, attempt = started_run()
     a, b, c = (
         run.commit(attempt, snapshot_id, step=step) for snapshot_id, step in ((1, 10), (2, 20), (3, 20))
@@ -78,7 +78,7 @@ def without_folds(run: MemoryRun) -> None:
 
 def test_unreadable_first_entry_is_refused():
     run, _ = started_run()
-    run.memory.put("job/" + entry_key(0), b"rotten")
+    run.memory.put("job/" + entry_key(0), b"corrupt")
     without_folds(run)
     run.log = run.reader()
     with pytest.raises(LogStopped, match="first entry"):
@@ -88,7 +88,7 @@ def test_unreadable_first_entry_is_refused():
 @pytest.mark.parametrize("damage", ["rot", "loss"])
 @pytest.mark.parametrize("kind", ["checkpoint", "retire", "compact", "attempt"])
 def test_attempt_repairs_the_log_before_voiding_slots(kind, damage):
-    """Two faults coincide: the entry is damaged, and the folded states that would make this harmless are absent."""
+    """Two faults coincide: the entry is damaged, and the folded states that would replace it are absent."""
     run, first = started_run()
     base = run.commit(first, 1)
     bad = {
@@ -99,7 +99,7 @@ def test_attempt_repairs_the_log_before_voiding_slots(kind, damage):
     last = [run.commit(attempt, snapshot_id) for snapshot_id in (3, 4)][-1]
     without_folds(run)
     key = "job/" + entry_key(bad)
-    run.memory.delete([key]) if damage == "loss" else run.memory.put(key, b"rotten")
+    run.memory.delete([key]) if damage == "loss" else run.memory.put(key, b"corrupt")
     run.log = run.reader()
     opened = run.open()
     assert (opened.resume.seq, opened.voided, opened.fell_back) == (last, (bad, last + 1), True)
@@ -126,11 +126,11 @@ def test_voided_checkpoint_keeps_its_data_during_the_attempt(how):
     run, first = started_run()
     base, lost = run.commit(first, 1), run.commit(first, 2)
     key = "job/" + entry_key(lost)
-    run.memory.put(key, b"rotten") if how == "void" else run.memory.delete([key])
+    run.memory.put(key, b"corrupt") if how == "void" else run.memory.delete([key])
     run.log = run.reader()
     again = [run.open().attempt for _ in range(2)][-1]
 
-    def dead() -> set[str]:
+    def retired() -> set[str]:
         state = run.log.refresh()
         append_retirement(
             run.log, Retention(keep_last=1), orphaned_prefixes=orphaned_prefixes(run.log, state)
@@ -140,13 +140,13 @@ def test_voided_checkpoint_keeps_its_data_during_the_attempt(how):
 
     for snapshot_id in (1, 2, 3):
         run.commit(again, snapshot_id)
-        assert not dead()
-    assert base not in run.log.state.checkpoints, "retention goes on"
+        assert not retired()
+    assert base not in run.log.state.checkpoints, "retention continues"
     with pytest.raises(EntryRefused, match="voided or lost"):
         run.retire((), [snapshot_prefix(first, 2)])
     assert run.reader().refresh() == run.log.state
     run.open()
-    assert dead()
+    assert retired()
 
 
 def test_reader_refolds_after_an_entry_is_voided():
@@ -155,7 +155,7 @@ def test_reader_refolds_after_an_entry_is_voided():
     lost = run.commit(first, 2)
     reader = run.reader()
     assert reader.refresh().newest().seq == lost
-    run.memory.put("job/" + entry_key(lost), b"rotten")
+    run.memory.put("job/" + entry_key(lost), b"corrupt")
     run.log = run.reader()
     run.open()
     assert reader.refresh().newest().seq == good

@@ -185,7 +185,7 @@ class ListingPages:
             yield from found[at : at + snapshot_reports.LIST_PAGE]
 
 
-def many(world: int) -> tuple[MemoryRun, Layout]:
+def run_of_column_ranks(world: int) -> tuple[MemoryRun, Layout]:
     run = MemoryRun()
     layout = Layout.of(world, {"t": (8, 2 * world)}, {r: [columns(r)] for r in range(world)})
     return run, layout
@@ -203,29 +203,29 @@ def put_report(run: MemoryRun, work, attempt: int, rank: int, **more) -> None:
 @given(st.data())
 @settings(deadline=None)
 def test_every_report_is_eventually_seen(data):
-    """Reports come in any order between looks, some twice, among abandoned parts and unknown names."""
+    """Reports come in any order between checks, some twice, among abandoned parts and unknown names."""
     world = data.draw(st.integers(2, 12), label="world")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot_reports, "LIST_PAGE", data.draw(st.integers(1, 5), label="page"))
-        run, layout = many(world)
+        run, layout = run_of_column_ranks(world)
         attempt = run.open(world_size=world, layout=layout.data).attempt
         work = _work(run.log, attempt, world_size=world, layout=layout.digest)
         pages = ListingPages(run)
         order = data.draw(st.permutations(range(world)), label="order")
-        there: set[int] = set()
+        written: set[int] = set()
         for rank in order:
             for token in data.draw(st.sampled_from([["a" * 8], ["b" * 8], ["c" * 8, "0" * 8]])):
                 put_report(run, work, attempt, rank, token=token)
-            if data.draw(st.booleans(), label="it had given up before"):
+            if data.draw(st.booleans(), label="abandoned before"):
                 abandon_part(run.log, attempt=attempt, snapshot_id=1, rank=rank, token=TOKEN, deadline_s=1.0)
             if data.draw(st.booleans(), label="junk"):
                 name = data.draw(st.text("0123456789-x", min_size=1, max_size=7))
                 run.memory.put(f"job/{snapshot_prefix(attempt, 1)}part/{name}", b"")
-            there.add(rank)
-            if data.draw(st.booleans(), label="look"):
-                missing, absent = set(work.missing()), set(range(world)) - there
+            written.add(rank)
+            if data.draw(st.booleans(), label="check"):
+                missing, absent = set(work.missing()), set(range(world)) - written
                 assert missing >= absent
-                # The first missing rank, for which all wait, is always known.
+                # The first missing rank, which all ranks wait for, is always known.
                 assert min(missing, default=None) == min(absent, default=None)
         assert list(work.missing()) == []
         names = len(list(run.memory.list(f"job/{snapshot_prefix(attempt, 1)}part/")))
@@ -242,7 +242,7 @@ def test_early_snapshot_is_committed_and_observed_promptly():
     latency.observe(True, 3600.0)
     started_run, ends = run.time.now_s, []
 
-    def one(rank: int, since_s: float):
+    def commit_rank(rank: int, since_s: float):
         report = run.report(attempt, 1, rank=rank, boxes=[HALVES[rank]])
         done = commit_parts(
             run.reader(), attempt=attempt, snapshot_id=1, step=1, world_size=2, reports=(report,),
@@ -250,10 +250,10 @@ def test_early_snapshot_is_committed_and_observed_promptly():
         )  # fmt: skip
         ends.append((rank, done.by_us, run.time.now_s - started_run))
 
-    after(run, 3, lambda: one(1, 3.0))
-    one(0, 0.0)
-    (second, by_us, at_s), (first, _, heard_s) = ends
+    after(run, 3, lambda: commit_rank(1, 3.0))
+    commit_rank(0, 0.0)
+    (second, by_us, at_s), (first, _, observed_s) = ends
     assert (second, by_us, first) == (1, True, 0)
     assert at_s <= 3 + commit_wait.FOLLOWERS_WAIT_S
-    assert heard_s <= at_s + commit_wait.MAX_POLL_S
-    assert latency.typical_s(True) <= heard_s
+    assert observed_s <= at_s + commit_wait.MAX_POLL_S
+    assert latency.typical_s(True) <= observed_s

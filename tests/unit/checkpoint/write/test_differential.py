@@ -139,7 +139,7 @@ def test_history_skips_an_unused_compaction():
     ("policy", "expected"),
     [("full", "full"), ("one-shot", "since_baseline"), ("consecutive", "since_commit")],
 )
-def test_the_plain_policies(policy, expected):
+def test_fixed_policies_ignore_the_history(policy, expected):
     assert decide(policy, known(0.9, 0.9, 0.9)) == expected
     assert decide(policy, History()) == "full"
     assert decide(policy, known(), force_full=True) == "full"

@@ -35,9 +35,9 @@ def test_coarser_precision_has_the_fewer_bits_per_table(one, other):
 
 
 @given(precisions)
-def test_stored_precision_round_trips(said):
-    assert parse_metadata(said.text()) == said
-    assert len(said.text()) < 200
+def test_stored_precision_round_trips(precision):
+    assert parse_metadata(precision.text()) == precision
+    assert len(precision.text()) < 200
 
 
 @given(precisions, precisions)

@@ -35,7 +35,7 @@ RUNS = [
     [("dlrm-1", "dlrm-1"), ("dlrm", "dlrm-3"), ("nightly", "nightly-2"), ("nightly-28", "nightly-1")],
 )
 def test_run_is_selected_by_name_workload_or_run_id(argument: str, wanted: str) -> None:
-    """If a workload was recreated, the living run is selected, otherwise the newest."""
+    """If a workload was recreated, the live run is selected, otherwise the newest."""
     assert find_run(RUNS, argument, "team")["metadata"]["name"] == wanted
 
 

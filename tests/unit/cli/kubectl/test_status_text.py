@@ -32,8 +32,14 @@ def test_false_ready_condition_is_a_problem() -> None:
         "message": "",
         "lastTransitionTime": AGO,
     }
-    over = {"type": "Stale", "status": "False", "reason": "Over", "message": "x", "lastTransitionTime": AGO}
-    assert list(status_text.problem_lines(run(conditions=[ready, over]), NOW_S)) == [
+    resolved = {
+        "type": "Stale",
+        "status": "False",
+        "reason": "Over",
+        "message": "x",
+        "lastTransitionTime": AGO,
+    }
+    assert list(status_text.problem_lines(run(conditions=[ready, resolved]), NOW_S)) == [
         "Not ready for 10 min: Unheard"
     ]
 

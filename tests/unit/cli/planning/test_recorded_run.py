@@ -48,13 +48,13 @@ LOG = [
 ]
 
 
-def test_log_with_two_attempts():
+def test_size_cost_and_failures_are_read_from_two_attempts():
     found = recorded_run(LOG)
     assert (found.raw_bytes, found.stored_bytes, found.checkpoints) == (ROW_BYTES, 4000, 4)
     assert (found.now_s, found.step_s, found.cost_s) == (100.0, 10.0, None)
     assert found.evidence.lossy == pytest.approx(1, rel=0.01)
     assert found.evidence.restores == found.evidence.lossy
-    assert found.evidence.exposure_s == pytest.approx(400, rel=0.01), "what was committed"
+    assert found.evidence.exposure_s == pytest.approx(400, rel=0.01), "up to the newest commit"
 
 
 def day(first: int, begin_s: float, *, attempt: int, end: str = "timer") -> list[Checkpoint]:
@@ -78,7 +78,7 @@ def test_a_crash_loop_is_one_failure():
     last = loop[-1]
     log = [opened(1, 0.0), *day(2, 0.0, attempt=1), *loop, *day(1100, last.at_s, attempt=last.seq)]
     found = recorded_run(log)
-    assert found.evidence.lossy == pytest.approx(2 ** (-1 / 7)), "a day ago"
+    assert found.evidence.lossy == pytest.approx(2 ** (-1 / 7)), "decayed over one day"
     assert found.evidence.exposure_s == pytest.approx(Evidence().after_training(2 * DAY_S).exposure_s)
     assert rates(found.evidence, pods=1).mtbf_s / 3600 == pytest.approx(124.8, abs=0.1)
     source = {each.name: each.source for each in plan(PlanInputs(), found).figures}
@@ -121,7 +121,7 @@ def test_decider_counts_take_precedence_over_the_log():
     later = saved(9, 1300.0, attempt=7, covers=None, rows=2000)
     found = recorded_run([*decided, back, later])
     assert found.evidence == counted.with_incident(lossy=True).after_training(100.0), (
-        "its goal was taken away"
+        "the newest commit has no record"
     )
     spoiled = [*LOG[:-1], replace(LOG[-1], metadata={KEY: "{"})]
     assert recorded_run(spoiled).evidence == recorded_run(LOG).evidence

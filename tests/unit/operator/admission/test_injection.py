@@ -17,20 +17,22 @@ VOLUME = {"name": "v", "mountPath": "/etc/files", "configMap": {"name": "c"}}
 CLAIM = {"store": {"url": "file:///mnt/shared/training", "claim": "checkpoints"}}
 
 
-def injected(template: dict[str, Any], spec: dict[str, Any] | None = None, /, **words: Any) -> dict[str, Any]:
+def injected(
+    template: dict[str, Any], spec: dict[str, Any] | None = None, /, **keywords: Any
+) -> dict[str, Any]:
     """Inject the template under a policy; keyword arguments are annotations and arguments of `inject`."""
-    how = {key: words.pop(key) for key in ("keep_grace", "queued") if key in words}
+    how = {key: keywords.pop(key) for key in ("keep_grace", "queued") if key in keywords}
     before = copy.deepcopy(template)
-    result = inject(template, sample.policy(spec, **words), run_identity.JOB, **how)
-    assert template == before, "the argument is not touched"
+    result = inject(template, sample.policy(spec, **keywords), run_identity.JOB, **how)
+    assert template == before, "the argument is not modified"
     return result
 
 
 def variables(
-    template: dict[str, Any], spec: dict[str, Any] | None = None, /, **words: Any
+    template: dict[str, Any], spec: dict[str, Any] | None = None, /, **keywords: Any
 ) -> dict[str, str]:
     """Return the sidecar's environment as a kubelet expands it."""
-    sidecar = sample.sidecar_of(injected(template, spec, **words))
+    sidecar = sample.sidecar_of(injected(template, spec, **keywords))
     return sample.expanded(sidecar, {"metadata.namespace": "team-a"})
 
 
@@ -58,7 +60,7 @@ SMALL = {"resources": {"requests": {"cpu": "1", "memory": "1Gi"}}}
 
 
 @pytest.mark.parametrize(
-    ("template", "spec", "code", "said"),
+    ("template", "spec", "code", "sentence"),
     [
         (container() | {"metadata": {"annotations": {cluster_name.INJECTED: "0.1.0"}}}, {}, "MarkerWithoutSidecar", "remove"),
         (sample.template(containers=[{"name": "deltashard-sidecar"}]), {}, "ContainerNameTaken", "rename"),
@@ -88,12 +90,12 @@ SMALL = {"resources": {"requests": {"cpu": "1", "memory": "1Gi"}}}
     ],
 )  # fmt: skip
 def test_unsupported_templates_are_refused(
-    template: dict[str, Any], spec: dict[str, Any], code: str, said: str
+    template: dict[str, Any], spec: dict[str, Any], code: str, sentence: str
 ) -> None:
     with pytest.raises(Refusal) as caught:
         injected(template, spec)
     assert caught.value.code == code
-    assert said in caught.value.sentence
+    assert sentence in caught.value.sentence
 
 
 def test_only_the_named_container_gets_the_socket() -> None:
@@ -139,7 +141,9 @@ def test_grace_period_is_changed_only_from_the_default(
         ({"fsGroup": 9, "supplementalGroups": [7]}, 7, {"fsGroup": 9, "supplementalGroups": [7]}),
     ],
 )
-def test_shared_fs_group(context: dict[str, Any] | None, group: int, after: dict[str, Any]) -> None:
+def test_sidecar_shares_the_pods_group_or_adds_one(
+    context: dict[str, Any] | None, group: int, after: dict[str, Any]
+) -> None:
     """An existing group is reused. A group is added only if the pod has none. The sidecar's files belong to it."""
     result = injected(sample.template(**({} if context is None else {"securityContext": context})))
     assert result["spec"]["securityContext"] == after
@@ -211,7 +215,7 @@ TABLES = {"goal": "Budget", "minBits": 4, "tables": {"emb.user": "q8", "emb.item
 
 
 @pytest.mark.parametrize(
-    ("spec", "said", "chosen"),
+    ("spec", "annotations", "chosen"),
     [
         ({}, {}, {}),
         ({"interval": {"min": "30s"}}, {}, {}),
@@ -221,9 +225,9 @@ TABLES = {"goal": "Budget", "minBits": 4, "tables": {"emb.user": "q8", "emb.item
     ],
 )  # fmt: skip
 def test_goal_and_bounds_are_passed_to_the_sidecar(
-    spec: dict[str, Any], said: dict[str, Any], chosen: dict[str, str]
+    spec: dict[str, Any], annotations: dict[str, Any], chosen: dict[str, str]
 ) -> None:
-    values = variables(sample.template(), spec, **said)
+    values = variables(sample.template(), spec, **annotations)
     paths = {"DELTASHARD_RUN": "team/train", "DELTASHARD_DIR": "/tmp/d", "DELTASHARD_CACHE_DIR": "/tmp/c"}
     settings.load([], values | paths)
     names = ("GOAL", "MIN_INTERVAL_S", "MAX_INTERVAL_S", "BITS_GOAL", "MIN_BITS", "TABLES")
@@ -286,7 +290,7 @@ DISK = {"resources": {"limits": {"ephemeral-storage": "5Gi"}}}
         ),
     ],
 )  # fmt: skip
-def test_sidecar_resources(
+def test_sidecar_resources_keep_the_qos_class_and_cover_the_arena(
     pod: dict[str, Any], stated: dict[str, Any], requests: tuple[Any, ...], limits: tuple[Any, ...]
 ) -> None:
     """The pod's QoS class does not change, memory covers the arena, and a LimitRange can add only the storage limit."""

@@ -81,7 +81,7 @@ OUTSIDE = {"fleet": {"address": "10.0.0.7:9443"}, "store": {"url": "s3://bkt"}}
 
 
 @pytest.mark.parametrize(
-    ("document", "spec", "said"),
+    ("document", "spec", "warning"),
     [
         (job(OPT_IN), {}, ""),
         (job(OPT_IN, terminationGracePeriodSeconds=45), {}, "is 45 s and policy default asks for 120 s"),
@@ -95,14 +95,14 @@ OUTSIDE = {"fleet": {"address": "10.0.0.7:9443"}, "store": {"url": "s3://bkt"}}
         (pod(hostNetwork=True, dnsPolicy="ClusterFirstWithHostNet"), {}, ""),
     ],
 )
-def test_warnings(document: Document, spec: Document, said: str) -> None:
+def test_admitted_object_gets_at_most_one_warning(document: Document, spec: Document, warning: str) -> None:
     found = sample.answer(document, spec).get("warnings", [])
-    assert len(found) == bool(said)
-    assert all(said in each and len(each) <= 200 for each in found)
+    assert len(found) == bool(warning)
+    assert all(warning in each and len(each) <= 200 for each in found)
 
 
 def test_volumes_are_excluded_from_autoscaler_and_backups() -> None:
-    """Otherwise the cache pins a node, or a backup copies it. The user's values are kept: templates are immutable."""
+    """Without the exclusion, the cache pins a node, or a backup copies it. The user's values are kept: templates are immutable."""
     evict, backup = cluster_name.EVICTABLE_VOLUMES, cluster_name.BACKUP_EXCLUDED_VOLUMES
     document = job(OPT_IN)
     notes = injected(document)["spec"]["template"]["metadata"]["annotations"]
@@ -122,10 +122,10 @@ def test_malformed_review_is_refused(body: Any) -> None:
 SETTINGS = {"run_id": "exp", "interval": "1s500ms", "encoding": "q4", "arena_size": "100Mi"}
 
 
-@pytest.mark.parametrize("said", [{}, SETTINGS, {"restore_from": "exp@best", "runs": "one"}])
-def test_copied_manifest_with_the_same_settings_is_admitted(said: dict[str, str]) -> None:
+@pytest.mark.parametrize("settings", [{}, SETTINGS, {"restore_from": "exp@best", "runs": "one"}])
+def test_copied_manifest_with_the_same_settings_is_admitted(settings: dict[str, str]) -> None:
     """The API server calls the webhook again if a later webhook changed the object."""
-    again = sample.answer(injected(job(opted(**said))))
+    again = sample.answer(injected(job(opted(**settings))))
     assert (again["allowed"], "patch" in again) == (True, False)
 
 
@@ -146,7 +146,7 @@ def test_copied_manifest_with_other_settings_is_refused(key: str, value: str | N
     """The refusal needs no API request: no policy and no holder of the run can make the manifest valid."""
     document = injected(job(opted(**SETTINGS)))
     notes = document["metadata"]["annotations"] | {f"deltashard.io/{key}": value}
-    document["metadata"]["annotations"] = {key: word for key, word in notes.items() if word is not None}
+    document["metadata"]["annotations"] = {name: text for name, text in notes.items() if text is not None}
     del document["spec"]["template"]["metadata"]["annotations"]["deltashard.io/policy"]
     refused = sample.parsed(document)
     assert isinstance(refused, review.ReviewResult)

@@ -36,5 +36,5 @@ def test_run_cannot_move_to_another_store(
             "StoreMoved",
             "source" in claim_fields,
         )
-    gone = record | {"status": {"store": was, "reclaim": {"state": "Removed"}}}
-    assert run_holder._store_moved(RunClaim(namespace="n", run_id="exp"), gone, now) is None
+    removed = record | {"status": {"store": was, "reclaim": {"state": "Removed"}}}
+    assert run_holder._store_moved(RunClaim(namespace="n", run_id="exp"), removed, now) is None

@@ -17,7 +17,7 @@ Document = dict[str, Any]
 NOTES = {cluster_name.POLICY: "default"}
 
 
-def owned(name: str, uid: str, owner: tuple[str, str, str] | None) -> Document:
+def owned_metadata(name: str, uid: str, owner: tuple[str, str, str] | None) -> Document:
     """Return metadata of an object of an owner (apiVersion, kind, uid)."""
     metadata: Document = {"name": name, "namespace": "n", "uid": uid, "annotations": NOTES}
     if owner is not None:
@@ -28,7 +28,7 @@ def owned(name: str, uid: str, owner: tuple[str, str, str] | None) -> Document:
 
 
 def pod(owner: tuple[str, str, str] | None, labels: dict[str, str] | None = None) -> Document:
-    metadata = owned("w-0", "p-1", owner) | {"labels": labels or {}}
+    metadata = owned_metadata("w-0", "p-1", owner) | {"labels": labels or {}}
     spec = {"containers": [{"name": "trainer", "image": "train"}]}
     return {
         "apiVersion": "v1",
@@ -40,14 +40,14 @@ def pod(owner: tuple[str, str, str] | None, labels: dict[str, str] | None = None
 
 
 def job(owner: tuple[str, str, str] | None = None) -> Document:
-    return {"metadata": owned("w-workers-1", "j-1", owner), "spec": {"template": {"metadata": {}}}}
+    return {"metadata": owned_metadata("w-workers-1", "j-1", owner), "spec": {"template": {"metadata": {}}}}
 
 
 JOBSET = ("jobset.x-k8s.io/v1alpha2", "JobSet", "s-1")
 FOREIGN_POD = pod(("batch/v1", "Job", "j-1"))
 
 
-def held(*events: Document) -> dict[str, WatchedRun]:
+def runs_by_workload(*events: Document) -> dict[str, WatchedRun]:
     """Return the runs by workload UID after these objects were seen and all lists are complete."""
 
     async def scenario() -> dict[str, WatchedRun]:
@@ -65,7 +65,7 @@ def held(*events: Document) -> dict[str, WatchedRun]:
 
 def test_job_of_an_unwatched_owner_is_ignored() -> None:
     """The Job is not listed, although it exists."""
-    run = held(pod(("batch.volcano.sh/v1alpha1", "Job", "o-1")))["o-1"]
+    run = runs_by_workload(pod(("batch.volcano.sh/v1alpha1", "Job", "o-1")))["o-1"]
     assert (run.workload.native, run.workload.display_name) == ("", "Job.batch.volcano.sh w")
     assert not watched_run.without_pod(run, "p-1", node_ready=True, now_s=1.0).finished
 
@@ -73,7 +73,7 @@ def test_job_of_an_unwatched_owner_is_ignored() -> None:
 @pytest.mark.parametrize("events", [(job(JOBSET), FOREIGN_POD), (FOREIGN_POD, job(JOBSET))])
 def test_pods_of_a_jobset_job_belong_to_the_jobset(events: tuple[Document, ...]) -> None:
     """The order in which the objects are seen does not matter."""
-    found = held(*events)
+    found = runs_by_workload(*events)
     assert {uid: [each.index for each in run.pods.values()] for uid, run in found.items()} == {
         "s-1": ["workers-1"]
     }
@@ -81,7 +81,7 @@ def test_pods_of_a_jobset_job_belong_to_the_jobset(events: tuple[Document, ...])
 
 def test_pod_of_an_unwatched_job_belongs_to_the_job() -> None:
     """A Job older than the webhook has no deltashard label. Its new pods are injected individually."""
-    found = held(FOREIGN_POD)
+    found = runs_by_workload(FOREIGN_POD)
     assert {uid: run.finished for uid, run in found.items()} == {"j-1": ""}
 
 

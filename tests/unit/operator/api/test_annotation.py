@@ -12,7 +12,7 @@ OPT_IN = {PREFIX + "policy": "p"}
 
 
 def test_every_annotation_is_parsed() -> None:
-    said = {
+    by_key = {
         "policy": "p",
         "container": "c",
         "run-id": "r-1",
@@ -24,7 +24,7 @@ def test_every_annotation_is_parsed() -> None:
         "precision": "budget",
         "restore-from": "exp-0b4f@best:1",
     }
-    notes = {PREFIX + key: value for key, value in said.items()}
+    notes = {PREFIX + key: value for key, value in by_key.items()}
     assert set(notes) == set(KEYS)
     assert annotation.read(notes, {PREFIX + "injected": "x", "other.io/bits": "9"}) == Annotations(
         policy="p",

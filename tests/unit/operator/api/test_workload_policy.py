@@ -37,8 +37,8 @@ def test_policy_overrides_defaults_and_annotations_override_policy() -> None:
     }
     assert policy.network == {"httpsProxy": "http://proxy:1", "caBundle": {"configMap": "c"}}
     assert (policy.saving.encoding, policy.grace_s, policy.arena_bytes) == ("q4", 300, 104 << 20)
-    said = Annotations(policy="p", spec={"precision": {"encoding": "q2"}, "arenaSize": "65Mi"})
-    policy = read("p", merged(spec, defaults), said)
+    annotations = Annotations(policy="p", spec={"precision": {"encoding": "q2"}, "arenaSize": "65Mi"})
+    policy = read("p", merged(spec, defaults), annotations)
     assert (policy.saving.encoding, policy.arena_bytes) == ("q2", 72 << 20)
 
 
@@ -51,7 +51,7 @@ EVERY = {"interval": {"every": "1m"}}
 
 
 @pytest.mark.parametrize(
-    ("spec", "said", "goals"),
+    ("spec", "annotations", "goals"),
     [
         ({}, {}, ("auto", "budget")),
         (EVERY, {}, ("", "budget")),
@@ -70,18 +70,18 @@ EVERY = {"interval": {"every": "1m"}}
     ],
 )
 def test_explicit_value_without_a_goal_disables_the_default_goal(
-    spec: dict[str, Any], said: dict[str, Any], goals: tuple[str, str]
+    spec: dict[str, Any], annotations: dict[str, Any], goals: tuple[str, str]
 ) -> None:
     """Applies to every default goal. The default's bounds stay."""
-    saving = read("p", merged(spec, CHOOSING), Annotations(policy="p", spec=said)).saving
+    saving = read("p", merged(spec, CHOOSING), Annotations(policy="p", spec=annotations)).saving
     assert ((saving.goal, saving.bits_goal), saving.max_interval_s) == (goals, 900 if goals[0] else 0)
 
 
 def test_cluster_can_disable_deciding_for_all_policies() -> None:
     off = {**CHOOSING, "deciding": {"enabled": False}}
     spec = {"deciding": {"enabled": True}, "interval": {"goal": {"type": "Auto"}}}
-    said = Annotations(policy="p", spec={"precision": {"goal": "budget"}})
-    saving = read("p", merged(spec, off), said).saving
+    annotations = Annotations(policy="p", spec={"precision": {"goal": "budget"}})
+    saving = read("p", merged(spec, off), annotations).saving
     assert (saving.goal, saving.bits_goal) == ("", "")
     assert read("p", merged({"deciding": {"enabled": False}}, CHOOSING)).saving.goal == "auto"
 
@@ -90,7 +90,7 @@ def test_reclaim_of_finished_runs_by_policy_and_cluster() -> None:
     spec = {"reclaim": {"policy": "Delete", "serviceAccount": "trainer"}, "reclaiming": {"enabled": True}}
     policy = sample.policy(spec)
     assert (policy.reclaim, policy.reclaim_after_s, policy.reclaim_account) == ("Delete", 604800, "trainer")
-    assert not policy.can_reclaim, "no policy's word"
+    assert not policy.can_reclaim, "a policy cannot enable what the cluster disables"
     allowed = {**sample.DEFAULTS, "reclaiming": {"enabled": True}}
     policy = read("p", merged({"reclaim": {"after": "0s"}}, allowed))
     assert (policy.reclaim, policy.reclaim_after_s, policy.can_reclaim) == ("Retain", 0, True)
@@ -109,8 +109,8 @@ def test_cache_size_is_explicit_or_proportional_to_the_arena(
     spec: dict[str, Any], arena: str | None, cache_bytes: int
 ) -> None:
     """A small arena requests less than 10 GiB of a node with little disk, and no arena requests more."""
-    said = {"spec": {"arenaSize": arena}} if arena else {}
-    assert sample.policy(spec, **said).cache_bytes == cache_bytes
+    annotations = {"spec": {"arenaSize": arena}} if arena else {}
+    assert sample.policy(spec, **annotations).cache_bytes == cache_bytes
 
 
 CLAIM = {"url": "file:///mnt/shared", "claim": "checkpoints"}
@@ -118,7 +118,7 @@ AT_MNT = {"name": "v", "mountPath": "/mnt/shared/x", "configMap": {"name": "c"}}
 
 
 @pytest.mark.parametrize(
-    ("name", "spec", "says"),
+    ("name", "spec", "sentence"),
     [
         ("p", {"sidecar": {"image": "i"}}, "spec.store.url is missing"),
         ("cluster/p", {"store": {"url": "s3://bkt"}}, "spec.sidecar.image is missing"),
@@ -141,13 +141,13 @@ AT_MNT = {"name": "v", "mountPath": "/mnt/shared/x", "configMap": {"name": "c"}}
         ("p", {"store": {"url": "s3://bkt\n"}}, "it must be s3://bucket/prefix"),
     ],
 )
-def test_invalid_policy_is_refused_with_its_name(name: str, spec: dict[str, Any], says: str) -> None:
+def test_invalid_policy_is_refused_with_its_name(name: str, spec: dict[str, Any], sentence: str) -> None:
     """The sources are the chart's default, an older definition and the merge."""
-    whole = spec if "missing" in says else merged(spec, sample.DEFAULTS)
+    whole = spec if "missing" in sentence else merged(spec, sample.DEFAULTS)
     with pytest.raises(Refusal) as caught:
         read(name, whole)
     assert caught.value.sentence.startswith(f"{workload_policy.display_name(name)}: ")
-    assert says in caught.value.sentence
+    assert sentence in caught.value.sentence
 
 
 def test_annotation_interval_suffices_without_a_policy_interval() -> None:
@@ -220,7 +220,7 @@ STORE, TOKEN = "/etc/deltashard/store/", "/var/run/secrets/deltashard/store"
         ),
     ],
 )  # fmt: skip
-def test_credentials_by_the_kind_of_store(
+def test_credentials_are_mounted_and_never_in_the_environment(
     store: dict[str, Any], variables: dict[str, str], audiences: list[str]
 ) -> None:
     """The store uses a Secret, which may be created later, or a token. No environment contains a key."""

@@ -137,7 +137,7 @@ class ControllerBench:
 
 @async_test
 async def test_unlisted_policy_is_not_treated_as_missing(tmp_path: Path) -> None:
-    """After a start of the controller, pods may be seen before the namespace's policy `default`."""
+    """After the controller starts, pods may be listed before the namespace's policy `default`."""
     (tmp_path / "policy.yaml").write_text(yaml.safe_dump(sample.DEFAULTS))
     bench = ControllerBench(default_policy=tmp_path / "policy.yaml")
     metadata = {"namespace": "n", "name": "default", "uid": "q-1"}
@@ -150,13 +150,13 @@ async def test_unlisted_policy_is_not_treated_as_missing(tmp_path: Path) -> None
     bench.controller.watches.on_list()
     await bench.controller.watches.resolve_waiting()
     await bench.advance(1)
-    assert bench.nudged == [ADDRESS], "all are nudged when everything was seen"
+    assert bench.nudged == [ADDRESS], "every sidecar is nudged once all objects are listed"
     reply = bench.report()
     assert (reply.HasField("directive"), reply.next_s, reply.report_run) == (False, 60.0, True)
     bench.controller.watches.on_policy({**policy, "spec": {"interval": {"every": "60s"}}})
     for _ in range(3):
         await bench.advance(1)
-    assert bench.nudged == [ADDRESS] * 2, "once for a new directive"
+    assert bench.nudged == [ADDRESS] * 2, "one more nudge for the new directive"
     directive = bench.report().directive
     assert directive.policy.every_s == 60.0
     assert not bench.report(directive=directive.id).HasField("directive")
@@ -200,9 +200,9 @@ async def test_unreadable_counters_are_not_overwritten() -> None:
     await bench.advance(1)
     (entry,) = bench.controller._run_store
     before = entry.object_version
-    theirs = {**bench.store.run, "status": {"ledger": "odd"}}
+    newer = {**bench.store.run, "status": {"ledger": "odd"}}
     with pytest.raises(ValueError, match="padding"):
-        bench.controller._writer._resume_from(entry, theirs)
+        bench.controller._writer._resume_from(entry, newer)
     assert entry.object_version is before
 
 
@@ -217,7 +217,7 @@ async def test_pending_events_are_bounded_and_refused_ones_are_not_retried(
     bench.report(*many)
     await bench.advance(1)
     assert bench.metric("controller_events_total", outcome="dropped") == 2
-    assert bench.report(*many).acknowledged_incident == 3, "the sidecar brings the others again"
+    assert bench.report(*many).acknowledged_incident == 3, "the sidecar sends the others again"
     bench.store.refuses = True
     await bench.advance(1)
     assert bench.report(*many).acknowledged_incident == 5

@@ -1,4 +1,4 @@
-"""Metrics of runs at a scrape, labeled with the workload's name and without a UID."""
+"""A scrape returns metrics of runs, labeled with the workload's name and without a UID."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_only_measured_run_values_are_exported() -> None:
     assert not [each for each in samples if {"u-1", "p-1"} & set(each.labels.values())]
     other = replace(runs[0], workload=replace(runs[0].workload, kind="Pod", uid="u-2"))
     runs += [replace(other, progress=replace(other.progress, measured=None))]
-    assert value("step", run=other.name) == 1200, "of two that are called alike"
+    assert value("step", run=other.name) == 1200, "the first of two runs with one name"
     assert value("save_cost_seconds", run=other.name) is None
     samples = [sample for family in metrics.registry.collect() for sample in family.samples]
     keys = [(each.name, *sorted(each.labels.items())) for each in samples]

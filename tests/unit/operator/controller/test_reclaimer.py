@@ -45,15 +45,15 @@ class JobApi:
         self.jobs: dict[str, Document] = {}
         self.made: list[str] = []
         self.pods: list[Document] = []
-        self.away = self.refuses = False
+        self.unreachable = self.refuses = False
         self.on_get: Callable[[], object] = lambda: None
-        """Runs during the request for the removal Job."""
+        """Called during the request for the removal Job."""
 
     async def __call__(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, **_: Any
     ) -> ApiResponse:
         await asyncio.sleep(0)
-        if self.away:
+        if self.unreachable:
             raise ApiUnavailable("no answer", where=path)
         if method == "GET":
             if "/deltashard-reclaim-" in path:
@@ -175,9 +175,9 @@ async def test_removal_job_is_created_and_its_result_is_read(
 ) -> None:
     """The Job is created once, although the API was unreachable. A second Job removes what the first one left."""
     entry = bench.add_job(ended_job())
-    bench.api.away = True
+    bench.api.unreachable = True
     await bench.advance()
-    bench.api.away = False
+    bench.api.unreachable = False
     await bench.advance(90)
     assert (state_of(entry), bench.api.jobs.keys()) == (
         REMOVING,
@@ -198,7 +198,7 @@ async def test_removal_job_is_created_and_its_result_is_read(
     assert (state_of(entry), len(bench.api.made)) == ((REMOVED, 1) if state is REMOVED else (REMOVING, 2))
     bench.set_policy(policy="Retain")
     await bench.advance()
-    assert state_of(entry) is (REMOVED if state is REMOVED else REMOVING), "it is at it"
+    assert state_of(entry) is (REMOVED if state is REMOVED else REMOVING), "a running removal continues"
 
 
 @async_test
@@ -220,7 +220,7 @@ def continued(bench: ReclaimerBench, run_id: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "happens",
+    "event",
     [
         lambda bench: bench.set_policy(policy="Retain"),
         lambda bench: bench.watches.on_run_deleted(ObjectKey("n", "train", "made"), None),
@@ -232,10 +232,10 @@ def continued(bench: ReclaimerBench, run_id: str) -> None:
 )
 @async_test
 async def test_changes_during_the_check_are_honored(
-    bench: ReclaimerBench, happens: Callable[[ReclaimerBench], None]
+    bench: ReclaimerBench, event: Callable[[ReclaimerBench], None]
 ) -> None:
     """The policy retains, the CheckpointRun is deleted, or another workload holds the run or one of its parts."""
-    bench.api.on_get = lambda: happens(bench)
+    bench.api.on_get = lambda: event(bench)
     bench.add_job(ended_job(run_id="shared"))
     await bench.advance()
     assert bench.api.made == []
@@ -283,14 +283,14 @@ async def test_live_job_without_our_label_is_not_finished(bench: ReclaimerBench)
     bench.watches.on_pod_deleted(ObjectKey("n", "train-x", "p-1"), pod())
     bench.now_s += ABSENT_S
     await bench.watches.resolve_waiting()
-    assert entry.run.finished == "Deleted", "so it seems"
+    assert entry.run.finished == "Deleted", "as far as the watches show"
     await bench.advance(900)
     assert entry.run.reclaim is not None
     assert (bench.api.made, entry.run.reclaim.message) == ([], "Job train still exists and has not ended")
-    assert len(entry.events) == 1, "it does not change with each look"
+    assert len(entry.events) == 1, "the state does not change at each check"
     del bench.api.jobs[path]
     await bench.advance(400)
-    assert len(bench.api.made) == 1, "once it is gone"
+    assert len(bench.api.made) == 1, "only after the Job was deleted"
 
 
 def test_removal_job_has_chart_labels_and_bypasses_mesh_and_quota() -> None:
@@ -299,9 +299,9 @@ def test_removal_job_has_chart_labels_and_bypasses_mesh_and_quota() -> None:
     found = reclaim_job.manifest(run, replace(sample.policy(), reclaim_labels=queue))
     pod = found["spec"]["template"]
     (container,) = pod["spec"]["containers"]
-    assert "ownerReferences" not in found["metadata"], "who deletes the CheckpointRun leaves no half of a run"
+    assert "ownerReferences" not in found["metadata"], "deleting the CheckpointRun must not stop the removal"
     assert pod["spec"]["automountServiceAccountToken"] is False
-    assert container["resources"]["limits"].keys() == {"cpu", "memory"}, "a quota may want both"
+    assert container["resources"]["limits"].keys() == {"cpu", "memory"}, "a quota may require both"
     assert found["metadata"]["labels"].items() >= queue.items()
     assert pod["metadata"]["labels"]["sidecar.istio.io/inject"] == "false"
     assert pod["metadata"]["annotations"]["linkerd.io/inject"] == "disabled"

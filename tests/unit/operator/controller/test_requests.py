@@ -108,18 +108,20 @@ async def test_order_is_open_until_its_outcome_is_written() -> None:
     bench.api.lost_replies = 1
     bench.requests.on_save_result(("team", "another"), COMMITTED_RESULT)
     await bench.advance(3)
-    assert bench.phase() == "Ordered", "another run's sidecar has no say in it"
+    assert bench.phase() == "Ordered", "a result of another run is ignored"
     bench.requests.on_save_result(KEY, COMMITTED_RESULT)
     bench.requests.reconcile(bench.now_s)
     assert bench.ordered() == ["q-1"]
     restarted = RequestsBench(bench.api, bench.now_s)
     await restarted.advance(1)
-    assert restarted.ordered() == ["q-1"], "the next controller orders it, too"
+    assert restarted.ordered() == ["q-1"], "the next controller orders the save again"
     await bench.advance(9)
     assert (bench.ordered(), bench.phase(), bench.api.document["status"]["step"]) == ([], "Completed", 12)
     restarted.requests.on_save_result(KEY, replace(COMMITTED_RESULT, outcome=Outcome.FAILED))
     await restarted.advance(9)
-    assert (restarted.ordered(), restarted.phase()) == ([], "Completed"), "what is written is so for both"
+    assert (restarted.ordered(), restarted.phase()) == ([], "Completed"), (
+        "the written outcome holds for both controllers"
+    )
     assert not bench.api.deleted
     await bench.advance(3600)
     assert bench.api.deleted

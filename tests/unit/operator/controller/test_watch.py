@@ -79,7 +79,7 @@ async def test_pods_of_a_long_finished_job_are_released_when_listed(order: tuple
 
 @async_test
 async def test_long_finished_job_is_requested_once_in_ten_minutes() -> None:
-    """As for a run whose CheckpointRun was removed: the Job and its pods remain and still produce events."""
+    """Its CheckpointRun was removed, but the Job and its pods remain and still produce events."""
     api = JobListing(make_job("old", ended_s_ago=2 * KEEP_S))
     controller, clock = controller_and_clock(api)
     for _ in range(10):
@@ -99,27 +99,27 @@ async def test_only_live_orphan_pods_are_kept() -> None:
     api = JobListing()
     api.broken = {"odd"}
     controller, _ = controller_and_clock(api)
-    for name, phase in (("odd", "Running"), ("dead", "Succeeded"), ("living", "Running")):
+    for name, phase in (("odd", "Running"), ("ended", "Succeeded"), ("live", "Running")):
         controller.watches.on_pod(make_pod(name, phase))
     await controller.watches.resolve_waiting()
-    assert (sorted(api.requests), controller.synced) == (["dead", "living", "odd"], True)
-    assert [each.workload.name for each in controller.runs()] == ["living"]
+    assert (sorted(api.requests), controller.synced) == (["ended", "live", "odd"], True)
+    assert [each.workload.name for each in controller.runs()] == ["live"]
     api.broken = set()
     await controller.watches.resolve_waiting()
-    assert [each.workload.name for each in controller.runs()] == ["living", "odd"]
-    assert api.requests.count("living") == 1
+    assert [each.workload.name for each in controller.runs()] == ["live", "odd"]
+    assert api.requests.count("live") == 1
 
 
 @async_test
 async def test_late_job_adopts_its_pods() -> None:
-    young = make_job("young", ended_s_ago=60.0)
-    api = JobListing(young)
+    late = make_job("late", ended_s_ago=60.0)
+    api = JobListing(late)
     controller, _ = controller_and_clock(api)
-    controller.watches.on_pod(make_pod("young"))
+    controller.watches.on_pod(make_pod("late"))
     await controller.watches.resolve_waiting()
-    assert (api.requests, list(controller.runs())) == (["young"], [])
-    controller.watches.on_job(young)
-    assert [list(each.pods) for each in controller.runs()] == [["pod-young"]]
+    assert (api.requests, list(controller.runs())) == (["late"], [])
+    controller.watches.on_job(late)
+    assert [list(each.pods) for each in controller.runs()] == [["pod-late"]]
 
 
 @async_test
@@ -133,7 +133,7 @@ async def test_run_without_pods_ends_at_start_and_later_after_a_delay() -> None:
     await controller.watches.resolve_waiting()
     metadata = document["metadata"]
     controller.watches.on_pod_deleted(ObjectKey("n", metadata["name"], metadata["uid"]), document)
-    for seconds, over in ((RESOLVE_INTERVAL_S, ""), (ABSENT_S, "Deleted")):
+    for seconds, reason in ((RESOLVE_INTERVAL_S, ""), (ABSENT_S, "Deleted")):
         clock.now_s += seconds
         await controller.watches.resolve_waiting()
-        assert [each.finished for each in controller.runs()] == [over]
+        assert [each.finished for each in controller.runs()] == [reason]

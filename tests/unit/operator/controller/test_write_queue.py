@@ -44,7 +44,7 @@ class WriteQueueBench:
     def offer(self, key: Hashable, priority: Priority) -> None:
         async def work() -> None:
             if self.broken:
-                raise ApiUnavailable("away", where="x")
+                raise ApiUnavailable("no answer", where="x")
             self.written.append(key)
 
         self.queue.offer(key, priority, work)

@@ -1,4 +1,4 @@
-"""Reports from the wire become bounded values for logs, metrics and statuses."""
+"""Received reports become bounded values for logs, metrics and statuses."""
 
 from __future__ import annotations
 
@@ -140,13 +140,13 @@ def test_every_enum_value_of_the_contract_has_a_name() -> None:
         assert (incident.kind is IncidentKind.UNKNOWN) == (number in {0, 99})
         assert incident.count == 1
     for number in [*wire.SaveResult.Outcome.values(), 99]:
-        (over,) = reports.parse_report(
+        (saved,) = reports.parse_report(
             report(save_results=[wire.SaveResult(id="r", outcome=number)])
         ).save_results
-        assert (over.outcome is Outcome.UNKNOWN) == (number in {0, 99})
+        assert (saved.outcome is Outcome.UNKNOWN) == (number in {0, 99})
 
 
-def test_of_too_many_incidents_the_oldest_are_taken() -> None:
+def test_oldest_of_too_many_incidents_are_kept() -> None:
     """Reported ids cover all lower ids, so the omitted incidents must have higher ids."""
     many = [wire.Incident(id=number) for number in range(200, 0, -1)]
     value = reports.parse_report(report(incidents=many))

@@ -89,7 +89,7 @@ def test_old_jobset_without_uid_label_is_known_by_the_jobs_owner() -> None:
         runs.append((values["DELTASHARD_RUN"], values["DELTASHARD_REPLICA"], values["DELTASHARD_INDEX"]))
     assert runs == [(f"team-a/online-{OWNER_UID}", "workers-1", "3")] * 2
     own = {"metadata": {"name": "online-1", "ownerReferences": [owner("CronJob", api="batch/v1")]}}
-    assert run_identity.of_job(template, own) == run_identity.JOB, "each Job of a CronJob is a run of its own"
+    assert run_identity.of_job(template, own) == run_identity.JOB, "each Job of a CronJob is a separate run"
 
 
 @pytest.mark.parametrize("run_id", [None, "nightly"])
@@ -102,11 +102,11 @@ def test_sidecar_accepts_the_environment(run_id: str | None) -> None:
     assert (read.arena_bytes, read.encoding, read.every_s) == (256 << 20, "q8", 300.0)
     assert read.cache_bytes == (4 << 30) * 9 // 10
     fields = {settings.variable_of(name) for name in settings.Settings.__dataclass_fields__}
-    ours = {name for name in values if name.startswith("DELTASHARD_")} - fields
+    own = {name for name in values if name.startswith("DELTASHARD_")} - fields
     by_name = (
         "WORKLOAD_KIND WORKLOAD_NAME WORKLOAD_UID INDEX REPLICA RUN_ID POLICY FLEET FLEET_TOKEN_FILE FLEET_CA"
     )
-    assert ours <= {f"DELTASHARD_{each}" for each in by_name.split()}
+    assert own <= {f"DELTASHARD_{each}" for each in by_name.split()}
 
 
 @pytest.mark.parametrize(

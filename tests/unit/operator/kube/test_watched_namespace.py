@@ -23,7 +23,7 @@ TOO_MANY = ",".join(f"n{n}" for n in range(watched_namespace.MAX_NAMESPACES + 1)
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         *(
             (f"team-a,{bad}", "is not a namespace")
@@ -32,9 +32,9 @@ TOO_MANY = ",".join(f"n{n}" for n in range(watched_namespace.MAX_NAMESPACES + 1)
         (TOO_MANY, "leave the list empty to watch all"),
     ],
 )
-def test_malformed_namespace_list_is_refused(text: str, says: str) -> None:
-    """Some of these are patterns to kopf, which would watch nothing. Each namespace has separate watches."""
-    with pytest.raises(ArgumentTypeError, match=says):
+def test_malformed_namespace_list_is_refused(text: str, message: str) -> None:
+    """Some of these are patterns in kopf, which would watch nothing. Each namespace has separate watches."""
+    with pytest.raises(ArgumentTypeError, match=message):
         watched_namespace.parse_namespaces(text)
 
 

@@ -60,7 +60,7 @@ def ended(code: int, reason: str = "Error") -> ContainerExit:
 def report(
     uid: str = "p-1", phase: At = At.TRAINING, *, incidents: Iterable[Incident] = (), **more: Any
 ) -> Report:
-    """Return a report that is later than any before.
+    """Return a report that is later than all previous ones.
 
     `more` contains fields of `SidecarIdentity`, `Report`, `PodState` and `RunReport`. By default the pod has the only rank, and its
     sidecar reports the run's state; `seq`, `step` and `age_s` describe the newest commit.

@@ -68,7 +68,7 @@ def test_directive_is_sent_until_it_is_in_force() -> None:
     assert directive_of(first) == directive_of(changed(second, every_s=60.0))
     assert directive_of(first).id not in (0, directive_of(second).id)
     assert due(first, 0, first) is None, "the pod was started with it"
-    assert due(first, 0, pb.Policy()) is None, "nobody has told what is in force"
+    assert due(first, 0, pb.Policy()) is None, "no sidecar has reported what is in force"
     assert due(second, 0, first) == directive_of(second)
     assert due(second, directive_of(second).id, first) is None
-    assert due(first, directive_of(second).id, first) == directive_of(first), "back to what it began with"
+    assert due(first, directive_of(second).id, first) == directive_of(first), "back to the startup settings"

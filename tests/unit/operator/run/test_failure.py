@@ -17,22 +17,22 @@ FAILED: dict[str, Any] = {"phase": "Failed"}
 GONE: dict[str, Any] = {"gone": True}
 NODE: dict[str, Any] = {"node_ready": False}
 CAUSES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("it runs", {}, {}, ""),
-    ("it succeeded", {"phase": "Succeeded", "ending": ended(0, "Completed")}, {}, ""),
-    ("it never began", TERMINATING | {"phase": "Pending", "started": False}, {}, ""),
+    ("running", {}, {}, ""),
+    ("succeeded", {"phase": "Succeeded", "ending": ended(0, "Completed")}, {}, ""),
+    ("never started", TERMINATING | {"phase": "Pending", "started": False}, {}, ""),
     ("an eviction", TERMINATING | {"disruption": "EvictionByEvictionAPI"}, {}, "Evicted"),
     ("a preemption", TERMINATING | {"disruption": "PreemptionByScheduler"}, {}, "Preempted"),
     ("a taint", TERMINATING | {"disruption": "DeletionByTaintManager"}, {}, "Evicted"),
     ("a taint of a lost node", TERMINATING | {"disruption": "DeletionByTaintManager"}, NODE, "NodeLost"),
-    ("garbage of a gone node", {"disruption": "DeletionByPodGC"}, GONE, "NodeLost"),
+    ("pod of a deleted node", {"disruption": "DeletionByPodGC"}, GONE, "NodeLost"),
     ("pressure", FAILED | {"disruption": "TerminationByKubelet"}, {}, "Evicted"),
     ("out of memory", FAILED | {"ending": ended(137, "OOMKilled")}, {}, "OOMKilled"),
     ("a crash", FAILED | {"ending": ended(1)}, {}, "Error"),
-    ("a failure without a word", FAILED, {}, "Error"),
+    ("a failure without a reason", FAILED, {}, "Error"),
     ("a deletion by hand", TERMINATING, {}, "Deleted"),
     ("a suspension", TERMINATING, {"suspended": True}, "Suspended"),
     ("a deletion by force", {}, GONE, "Deleted"),
-    ("it vanished with its node", {}, GONE | NODE, "NodeLost"),
+    ("deleted with its node", {}, GONE | NODE, "NodeLost"),
 ]
 
 
@@ -51,7 +51,7 @@ def test_failure_cause_is_read_from_the_pod(seen: dict[str, Any], more: dict[str
     [
         (("Error", "TrainerLost"), 5, ["Error"]),
         (("TrainerLost", "Error"), 5, ["Error"]),
-        (("TrainerLost", "Error"), -5, ["Error"]),  # by the API's clock
+        (("TrainerLost", "Error"), -5, ["Error"]),  # the API's clock may be behind
         (("Error", "TrainerLost"), 90, ["Error", "TrainerLost"]),
         (("Error", "Evicted"), 5, ["Error", "Evicted"]),
     ],

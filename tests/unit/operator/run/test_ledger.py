@@ -1,7 +1,7 @@
-"""Counts match events, whatever reports are lost, repeated or late, and however often a controller starts.
+"""Counts match events under lost, repeated and late reports and any number of controller restarts.
 
 The model has three pods with one rank each. Their sidecars keep an incident until its count is durable. A controller
-can die at any moment, before or after its newest status is written.
+can be killed at any moment, before or after its newest status is written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SidecarModel:
         self.sequence = self.ids = self.restarts = self.code = 0
         self.incidents: list[Incident] = []
 
-    def has(self, kind: IncidentKind, at_s: float, **more: Any) -> None:
+    def add_incident(self, kind: IncidentKind, at_s: float, **more: Any) -> None:
         self.ids += 1
         self.incidents.append(Incident(id=self.ids, kind=kind, at_s=at_s, **more))
 
@@ -58,7 +58,7 @@ class LedgerModel:
         self.in_flight: list[Report] = []
         self.seen: dict[str, PodView] = {}
         self.sidecars = [self.add_sidecar(n) for n in range(PODS)]
-        self.opened()
+        self.reopen()
         self.write()
 
     def add_sidecar(self, n: int) -> SidecarModel:
@@ -71,13 +71,13 @@ class LedgerModel:
         self.seen[seen.uid] = seen
         self.run = watched_run.with_pod(self.run, seen, node_ready=True, now_s=self.at_s)
 
-    def opened(self) -> None:
+    def reopen(self) -> None:
         """Open training again, with a restore after the first opening; the sidecar of rank 0 reports it."""
         self.attempts_opened += 1
         self.seq += 1
         if self.attempts_opened > 1:
-            told = {"attempt": 10 * self.attempts_opened, "lost_steps": self.attempts_opened}
-            self.sidecars[0].has(IncidentKind.RESTORED, self.at_s, **told)
+            restored = {"attempt": 10 * self.attempts_opened, "lost_steps": self.attempts_opened}
+            self.sidecars[0].add_incident(IncidentKind.RESTORED, self.at_s, **restored)
             self.lost_steps += self.attempts_opened
         self.report(0)
         self.reconcile_run()
@@ -103,10 +103,10 @@ class LedgerModel:
     def deliver(self, sent: Report, *, answered: bool = True) -> None:
         self.run, notices = report_change.with_report(self.run, sent, self.at_s)
         self.record(notices)
-        told = ledger.acknowledged_id(self.durable, self.recorded, sent, "")
+        acknowledged = ledger.acknowledged_id(self.durable, self.recorded, sent, "")
         for each in self.sidecars:
             if answered and each.process == sent.process:
-                each.incidents = [incident for incident in each.incidents if incident.id > told]
+                each.incidents = [incident for incident in each.incidents if incident.id > acknowledged]
 
     def record(self, notices: Iterable[RunEvent]) -> None:
         for each in notices:
@@ -131,7 +131,7 @@ class LedgerModel:
         assert self.visible_state() == before
         self.report(1 + len(self.seen) % 2)
         self.reconcile_run()
-        assert self.visible_state() == before, "whoever is heard first"
+        assert self.visible_state() == before, "whichever sidecar reports first"
         self.report(0)
         self.reconcile_run()
 
@@ -146,22 +146,20 @@ class LedgerModel:
                 for _ in range(2):
                     self.observe_pod(mine.pod(self.at_s, phase="Failed", disruption="EvictionByEvictionAPI"))
                 self.sidecars[n] = self.add_sidecar(n)
-                self.opened()
+                self.reopen()
             case "container restarts":
-                mine.restarts, mine.code = (
-                    mine.restarts + 1,
-                    self.attempts_opened,
-                )  # a different ending each time: no loop
+                # A different exit code each time is no crash loop.
+                mine.restarts, mine.code = mine.restarts + 1, self.attempts_opened
                 self.observe_pod(mine.pod(self.at_s))
-                self.opened()
-            case "trainer goes":
-                mine.has(IncidentKind.TRAINER_LOST, self.at_s)
+                self.reopen()
+            case "trainer exits":
+                mine.add_incident(IncidentKind.TRAINER_LOST, self.at_s)
                 self.report(n)
-                self.opened()
+                self.reopen()
             case "save fails":
-                mine.has(IncidentKind.SAVE_FAILED, self.at_s)
+                mine.add_incident(IncidentKind.SAVE_FAILED, self.at_s)
             case "unseen":
-                self.opened()
+                self.reopen()
             case "report":
                 self.in_flight.append(self.report(n))
             case "late":
@@ -169,7 +167,7 @@ class LedgerModel:
                     self.deliver(each, answered=False)
             case "write":
                 self.write()
-            case "controller dies":
+            case "controller is killed":
                 self.restart()
             case "write is refused":  # another controller wrote
                 found = run_record.run_of(run_record.document(self.run) | {"status": self.written})
@@ -184,39 +182,39 @@ class LedgerModel:
 EVENTS = (
     "pod is lost",
     "container restarts",
-    "trainer goes",
+    "trainer exits",
     "save fails",
     "unseen",
     "report",
     "late",
     "write",
     "write is refused",
-    "controller dies",
+    "controller is killed",
     "controller stops",
 )
 
 
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, PODS - 1)), max_size=25))
 def test_counts_match_events_and_restart_keeps_the_phase(events: list[tuple[str, int]]) -> None:
-    world = LedgerModel()
+    model = LedgerModel()
     for what, n in events:
-        world.step(what, n)
+        model.step(what, n)
     lost_with_its_pod = {"pod is lost"} & {what for what, _ in events}
     for _ in range(2):  # unwritten counts are sent again, written counts are not
         for n in range(PODS):
-            world.report(n)
-        world.write()
+            model.report(n)
+        model.write()
     for n in range(PODS):
-        world.report(n)
-        assert not world.sidecars[n].incidents, "nothing is told for ever"
-    found = world.run.ledger
-    interruptions = world.attempts_opened - 1
+        model.report(n)
+        assert not model.sidecars[n].incidents, "an acknowledged incident is not sent again"
+    found = model.run.ledger
+    interruptions = model.attempts_opened - 1
     assert found.failures == interruptions
     if not lost_with_its_pod:
-        assert (found.restores, found.lost_steps) == (interruptions, world.lost_steps)
+        assert (found.restores, found.lost_steps) == (interruptions, model.lost_steps)
     assert found.restores <= interruptions
-    assert found.lost_steps <= world.lost_steps
-    assert world.run.phase is Phase.TRAINING
+    assert found.lost_steps <= model.lost_steps
+    assert model.run.phase is Phase.TRAINING
 
 
 def test_report_older_than_all_keys_is_counted() -> None:
@@ -256,7 +254,7 @@ def test_ledger_round_trips(found: Ledger) -> None:
 
 
 def test_part_opened_once_needs_no_text() -> None:
-    """Otherwise the next controller, which does not know the part, would drop the text."""
+    """The next controller has no record of the part, and would drop the text."""
     once, again = Ledger().with_attempts_opened("1", 1), Ledger().with_attempts_opened("2", 2)
     assert (once.text, decoded(once.text).with_attempts_opened("1", 2).failures) == ("", 1)
     assert again.with_attempts_opened("1", 1).text == again.text

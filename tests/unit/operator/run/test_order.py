@@ -25,14 +25,14 @@ def test_open_order_is_listed_with_its_remaining_time() -> None:
     assert orders.of(OTHER, 40.0) == ()
     orders.open(RUN, order(), 100.0)
     assert orders.of(RUN, 100.0) == ()
-    assert orders.of(RUN, 0.0) == (), "its time is over"
+    assert orders.of(RUN, 0.0) == (), "an expired order stays closed"
 
 
 def test_concurrent_orders_of_a_run_are_bounded() -> None:
     orders = OpenOrders()
     assert all(orders.open(RUN, order(f"r-{n}"), 9.0) for n in range(MAX_ORDERS))
     assert not orders.open(RUN, order("one more"), 9.0)
-    assert orders.open(RUN, order("r-0"), 10.0), "it is there already"
+    assert orders.open(RUN, order("r-0"), 10.0), "it is already open"
     assert orders.open(OTHER, order("one more"), 9.0)
     orders.forget(RUN)
     assert orders.open(RUN, order("one more"), 9.0)

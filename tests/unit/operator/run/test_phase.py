@@ -25,15 +25,15 @@ CASES: list[tuple[str, dict[str, Any], set[P], Phase, Phase]] = [
     ("closed", BEGUN, {P.CLOSED}, Phase.PENDING, Phase.TRAINING),
     ("the pod is lost", {"started": True}, set(), Phase.TRAINING, Phase.RECOVERING),
     ("suspended", {"started": True, "suspended": True}, set(), Phase.TRAINING, Phase.PENDING),
-    ("one of two waits", BEGUN, {P.TRAINING, P.WAITING}, Phase.TRAINING, Phase.RECOVERING),
+    ("one of two is waiting", BEGUN, {P.TRAINING, P.WAITING}, Phase.TRAINING, Phase.RECOVERING),
     ("one of two restores", BEGUN, {P.TRAINING, P.RESTORING}, Phase.TRAINING, Phase.RESTORING),
-    ("one is away", BEGUN | {"missing": True}, {P.TRAINING}, Phase.TRAINING, Phase.RECOVERING),
+    ("one is missing", BEGUN | {"missing": True}, {P.TRAINING}, Phase.TRAINING, Phase.RECOVERING),
     ("unsafe", BEGUN | {"unsafe": True}, {P.TRAINING}, Phase.TRAINING, Phase.DEGRADED),
     ("unsafe, but restoring", ALIVE | {"unsafe": True}, {P.RESTORING}, Phase.PENDING, Phase.RESTORING),
-    ("not heard", BEGUN, set(), Phase.DEGRADED, Phase.DEGRADED),
+    ("no report", BEGUN, set(), Phase.DEGRADED, Phase.DEGRADED),
     ("of a newer sidecar", BEGUN, {P.UNKNOWN}, Phase.DEGRADED, Phase.DEGRADED),
-    ("a new pod that is not heard yet", BEGUN, set(), Phase.RECOVERING, Phase.RECOVERING),
-    ("came back after its end", BEGUN, set(), Phase.FINISHED, Phase.RECOVERING),
+    ("a new pod without a report", BEGUN, set(), Phase.RECOVERING, Phase.RECOVERING),
+    ("restarted after its end", BEGUN, set(), Phase.FINISHED, Phase.RECOVERING),
 ]
 NONE = dict.fromkeys(("alive", "started", "suspended", "missing", "unsafe"), False)
 
@@ -55,8 +55,8 @@ def test_condition_transition_time_changes_only_with_its_status() -> None:
     first = condition.updated((), [fact("Stale", "300 s")], 10.0)
     (found,) = second = condition.updated(first, [fact("Stale", "305 s")], 20.0)
     assert (found.since_s, found.message) == (10.0, "305 s")
-    (over,) = third = condition.updated(second, [], 30.0)
-    assert (over.status, over.since_s, over.reason) == ("False", 30.0, "Over")
+    (resolved,) = third = condition.updated(second, [], 30.0)
+    assert (resolved.status, resolved.since_s, resolved.reason) == ("False", 30.0, "Over")
     assert condition.updated(third, [], 40.0) == third
 
 

@@ -26,16 +26,16 @@ def test_policy_is_ready_unless_a_run_has_store_errors() -> None:
     broken = apply_report(well, report(seq=1, store_ok=False))
     without = apply_report(waiting, report(attempt=0, credentials_ok=False))
     assert status() == {"runs": 0, "observedGeneration": 3}
-    assert status(waiting) == {"runs": 1, "observedGeneration": 3}, "nobody can say yet"
+    assert status(waiting) == {"runs": 1, "observedGeneration": 3}, "no run has opened an attempt yet"
     first = status(well, waiting)
     assert (first["runs"], ready(first)[:2]) == (2, ("True", "InUse"))
-    assert status(before=first)["conditions"] == first["conditions"], "what was proven stays"
+    assert status(before=first)["conditions"] == first["conditions"], "a proven condition stays"
     second = status(well, broken, before=first, at_s=NOW_S + 60)
     assert ready(second)[:2] == ("False", "StoreUnavailable")
     third = status(without, before=second, at_s=NOW_S + 90)
     assert ready(third) == ("False", "CredentialsMissing", ready(second)[2])
     assert without.name in third["conditions"][0]["message"]
-    assert ready(status(waiting, before=third))[0] == "False", "until a run has tried"
+    assert ready(status(waiting, before=third))[0] == "False", "until a run opens an attempt"
     assert ready(status(well, before=third))[0] == "True"
 
 

@@ -40,7 +40,7 @@ from tests.unit.operator.run.observed import (
 )
 
 
-def of(n: int, **more: Any) -> PodView:
+def rank_pod(n: int, **more: Any) -> PodView:
     return pod(**{"uid": f"p-{n}", "name": f"train-{n}", "index": str(n)} | more)
 
 
@@ -52,7 +52,7 @@ def rank_report(n: int, *, step: int = 50, size: int = 4, phase: At = At.TRAININ
 
 
 def group(pods: int = 4) -> WatchedRun:
-    run = seen(WatchedRun(workload=TRAIN), *map(of, range(pods)))
+    run = seen(WatchedRun(workload=TRAIN), *map(rank_pod, range(pods)))
     for n in range(pods):
         run = apply_report(run, rank_report(n, size=pods))
     return run
@@ -69,23 +69,23 @@ def without(run: WatchedRun, n: int) -> WatchedRun:
 
 def test_pending_replacement_is_not_present() -> None:
     """A pod object whose image is being pulled does not make its rank present."""
-    fresh = of(3, uid="q-3", phase="Pending", started=False)
+    fresh = rank_pod(3, uid="q-3", phase="Pending", started=False)
     run = reconciled(seen(reconciled(without(group(), 3)), fresh))
     assert run.phase is Phase.RECOVERING
     run = reconciled(seen(run, replace(fresh, started=True)))
-    assert run.phase is Phase.RECOVERING, "it runs, and nobody trains in it yet"
+    assert run.phase is Phase.RECOVERING, "its container runs, but no rank trains in it yet"
 
 
 def test_pod_on_a_lost_node_has_no_rank() -> None:
     nodes = {**NODES, "node-b": NodeView(name="node-b", ready=False, since_s=NOW_S + 1)}
-    run = reconcile.reconcile(seen(group(), of(3, node="node-b")), nodes, NOW_S + 2)[0]
+    run = reconcile.reconcile(seen(group(), rank_pod(3, node="node-b")), nodes, NOW_S + 2)[0]
     assert (run.progress.ranks_present, run.phase) == (3, Phase.RECOVERING)
 
 
 def test_spare_pod_of_a_complete_group_is_not_awaited() -> None:
     """The group has three of at most four pods, or one pod because the workload sets `runs: one`."""
     for size in (3, 1):
-        run = apply_report(seen(group(size), of(size)), rank_report(size, phase=At.WAITING))
+        run = apply_report(seen(group(size), rank_pod(size)), rank_report(size, phase=At.WAITING))
         for each in (run, apply_report(restarted(run), rank_report(size, phase=At.WAITING))):
             assert rank_status(each) == (f"{size}/{size}", Phase.TRAINING)
 
@@ -126,13 +126,13 @@ def test_closed_ranks_are_not_missing() -> None:
 def test_independent_pods_have_no_expected_ranks() -> None:
     run = WatchedRun(workload=TRAIN)
     for n in range(2):
-        run = seen(run, of(n, requested=RequestedSettings(runs="per-pod")))
+        run = seen(run, rank_pod(n, requested=RequestedSettings(runs="per-pod")))
         run = apply_report(run, rank_report(0, size=1, pod_uid=f"p-{n}", run=f"{RUN}-{n}"))
     assert (rank_presence.of_run(run, NOW_S), run.phase) == ((0, 0, False), Phase.TRAINING)
     assert "ranks" not in run_record.status(run, NOW_S)
     run = apply_report(run, rank_report(1, phase=At.WAITING, run=f"{RUN}-1"))
     for each in (run, apply_report(restarted(run), rank_report(0, size=1, run=f"{RUN}-0"))):
-        assert each.phase is Phase.RECOVERING, "who has not been heard yet may still be away"
+        assert each.phase is Phase.RECOVERING, "a pod without a report may still be missing"
 
 
 def reporters(run: WatchedRun, at_s: float) -> list[int]:
@@ -176,7 +176,9 @@ def test_new_controller_waits_for_rank_0_before_asking_another() -> None:
         (9, 0.0, {}, schedule.CHANGED_INTERVAL_S),
     ],
 )
-def test_next_report_delay(n: int, after_s: float, more: dict[str, Any], expected_s: float) -> None:
+def test_next_report_delay_depends_on_rank_urgency_and_load(
+    n: int, after_s: float, more: dict[str, Any], expected_s: float
+) -> None:
     assert schedule.next_s(group(), f"p-{n}", NOW_S + after_s, **more) == expected_s
 
 
@@ -191,7 +193,7 @@ def test_sidecar_is_silent_after_two_and_a_half_report_intervals() -> None:
 
 def test_recent_changes_shorten_the_report_interval() -> None:
     """A sidecar that started long before its first report to this controller did not change recently."""
-    late_s, before = NOW_S + schedule.CHANGED_FOR_S, seen(group(), of(4))
+    late_s, before = NOW_S + schedule.CHANGED_FOR_S, seen(group(), rank_pod(4))
     for sent in (rank_report(0, phase=At.WAITING), rank_report(4, started_at_s=NOW_S)):
         run = apply_report(before, sent, NOW_S)
         uid = sent.identity.pod_uid

@@ -21,14 +21,14 @@ URL = "s3://checkpoints/team-a?endpoint=http://minio:9000"
 WAITING, REMOVING, REMOVED, KEPT, FAILED = ReclaimState
 
 
-def policy(*, enabled: bool = True, url: str = "", **words: Any) -> Policy:
-    spec: dict[str, Any] = {"reclaim": {"policy": "Delete", "after": "60s", **words}}
+def policy(*, enabled: bool = True, url: str = "", **fields: Any) -> Policy:
+    spec: dict[str, Any] = {"reclaim": {"policy": "Delete", "after": "60s", **fields}}
     spec |= {"store": {"url": url}} if url else {}
     return replace(sample.policy(spec), can_reclaim=enabled)
 
 
 DELETES, RETAINS = policy(), policy(policy="Retain")
-UNUSABLE = Refusal("BadPolicy", "it is nonsense")
+UNUSABLE = Refusal("BadPolicy", "it is malformed")
 
 
 def ended(workload: Workload = TRAIN, how: str = "Completed", **more: Any) -> WatchedRun:
@@ -42,7 +42,7 @@ def reconciled(
 
 
 def moved(run: WatchedRun, state: ReclaimState) -> WatchedRun:
-    return replace(run, reclaim=reclaim.with_state(run.reclaim, state, "so it is", NOW_S + 60))
+    return replace(run, reclaim=reclaim.with_state(run.reclaim, state, "as the Job reported", NOW_S + 60))
 
 
 def state(run: WatchedRun) -> tuple[ReclaimState, bool] | None:
@@ -74,7 +74,7 @@ def test_bytes_are_removed_after_the_grace_period() -> None:
         (WAITING, True),
     ]
     jobset = ended(JOBSET, "Failed", last_seen_s=NOW_S)
-    assert state(reconciled(jobset, after_s=100)) == (WAITING, False), "what it is made of may come back"
+    assert state(reconciled(jobset, after_s=100)) == (WAITING, False), "its Jobs may be recreated"
     assert state(reconciled(jobset, after_s=ABSENT_S)) == (WAITING, True)
 
 

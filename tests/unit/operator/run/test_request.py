@@ -1,4 +1,4 @@
-"""The life cycle of a CheckpointRequest under any order of events."""
+"""The lifecycle of a CheckpointRequest under any order of events."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ NONE = RequestFacts(now_s=BASE_TIME_S)
         ),
     ],
 )
-def test_request_transitions(
+def test_request_phase_and_message_follow_from_the_facts(
     facts: tuple[RequestFacts, ...], phase: requests.RequestPhase, reason: str, message: str
 ) -> None:
     found = after(*facts)
@@ -119,16 +119,16 @@ def test_request_transitions(
     assert message in found.message
 
 
-HAPPENS = ("begin", "finish", "vanish", "save", "fail", "hear", "write", "restart", "wait")
+EVENTS = ("begin", "finish", "vanish", "save", "fail", "report", "write", "restart", "wait")
 
 
-@given(st.lists(st.sampled_from(HAPPENS), max_size=30))
-def test_any_event_order_ends_once_with_the_true_outcome(happens: list[str]) -> None:
+@given(st.lists(st.sampled_from(EVENTS), max_size=30))
+def test_any_event_order_ends_once_with_the_true_outcome(events: list[str]) -> None:
     """Runs may start late, end or vanish. Reports and writes may be lost. The controller may restart at any time."""
     found, written = after(), document()
     facts = NONE
     made: SaveResult | None = None
-    for each in happens:
+    for each in events:
         match each:
             case "begin":
                 facts = replace(facts, run="train-1")
@@ -138,7 +138,7 @@ def test_any_event_order_ends_once_with_the_true_outcome(happens: list[str]) -> 
                 facts = replace(facts, run="", finished="", save_result=None)
             case "save" | "fail" if found.phase is ORDERED and not facts.finished:
                 made = made or (COMMITTED if each == "save" else replace(COMMITTED, outcome=Outcome.FAILED))
-            case "hear" if facts.run:
+            case "report" if facts.run:
                 facts = replace(facts, save_result=made)
             case "write":
                 written = document(requests.status(found))
@@ -148,10 +148,12 @@ def test_any_event_order_ends_once_with_the_true_outcome(happens: list[str]) -> 
             case "wait":
                 facts = replace(facts, now_s=facts.now_s + 60)
         before, found = found, requests.reconcile(found, facts)
-        assert before.open or found == before, "what is over is over"
+        assert before.open or found == before, "an ended request does not change"
         assert (found.phase is COMPLETED) <= (made is COMMITTED and (found.step, found.seq) == (120, 7))
-        assert requests.request_of(document(requests.status(found))) == found, "the status says all of it"
-        heard_in_time = facts.save_result is COMMITTED and before.phase is ORDERED
-        assert found.phase is COMPLETED or not heard_in_time
+        assert requests.request_of(document(requests.status(found))) == found, (
+            "the status holds the whole request"
+        )
+        reported_in_time = facts.save_result is COMMITTED and before.phase is ORDERED
+        assert found.phase is COMPLETED or not reported_in_time
     end = after_seconds(facts, 300 + RESULT_GRACE_S)
-    assert not requests.reconcile(found, end).open, "it ends at its deadline by itself"
+    assert not requests.reconcile(found, end).open, "a request ends at its deadline"

@@ -53,7 +53,7 @@ def is_true(run: WatchedRun, type_: str) -> bool:
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_late_report_changes_nothing() -> None:
+def test_late_report_changes_nothing() -> None:
     """The report is an older one of the same process, or one of an earlier process."""
     run = training(sequence=1000, process="new", started_at_s=50.0)
     for late in (
@@ -76,13 +76,15 @@ def test_incident_condition_lasts_until_resolved_across_controllers(
         assert "as it is (3 times)" in by_type(each)[type_].message
         assert is_true(each, type_)
     restored = Incident(id=2, kind=K.RESTORED, attempt=2)
-    over = apply_report(run, report(attempt=2, incidents=[incident, restored]))
-    assert not is_true(over, type_), "told again, as its Event is not recorded yet, it is no new one"
+    resolved = apply_report(run, report(attempt=2, incidents=[incident, restored]))
+    assert not is_true(resolved, type_), (
+        "an incident that is sent again until its Event is recorded is not a new one"
+    )
 
 
 def test_restore_fallback_is_a_problem_until_the_next_restore() -> None:
-    said = [Incident(id=1, kind=K.FELL_BACK, attempt=2), Incident(id=2, kind=K.RESTORED, attempt=2)]
-    run = apply_report(training(), report(attempt=2, incidents=said))
+    incidents = [Incident(id=1, kind=K.FELL_BACK, attempt=2), Incident(id=2, kind=K.RESTORED, attempt=2)]
+    run = apply_report(training(), report(attempt=2, incidents=incidents))
     assert is_true(run, "FellBack")
     later = [Incident(id=3, kind=K.RESTORED, attempt=3)]
     assert not is_true(apply_report(run, report(attempt=3, incidents=later)), "FellBack")
@@ -90,15 +92,15 @@ def test_restore_fallback_is_a_problem_until_the_next_restore() -> None:
 
 def test_first_report_after_controller_start_clears_no_condition() -> None:
     run = watched_run.with_job(WatchedRun(workload=TRAIN), job(), NOW_S)
-    said: dict[str, Any] = {"run": f"{RUN}-1", "attempt": 3, "seq": 2}
-    run = apply_report(seen(run, pod(index="1")), report(**said, incidents=[Incident(id=1, kind=K.FENCED)]))
-    run = apply_report(restarted(run), report(**said))
+    fields: dict[str, Any] = {"run": f"{RUN}-1", "attempt": 3, "seq": 2}
+    run = apply_report(seen(run, pod(index="1")), report(**fields, incidents=[Incident(id=1, kind=K.FENCED)]))
+    run = apply_report(restarted(run), report(**fields))
     assert is_true(run, "Fenced")
-    assert not is_true(apply_report(run, report(**said | {"attempt": 4})), "Fenced")
+    assert not is_true(apply_report(run, report(**fields | {"attempt": 4})), "Fenced")
 
 
 def test_fencing_of_a_replaced_trainer_is_an_event_but_no_problem() -> None:
-    """A node returns with its old pod, whose attempt is over. Attempts of different parts are not compared."""
+    """A node returns with its old pod, whose attempt has ended. Attempts of different parts are not compared."""
     run = apply_report(seen(training(), pod(uid="p-2")), report("p-2", seq=1, attempt=2))
     run, events = report_reasons(run, report(ranks=(), incidents=[Incident(id=1, kind=K.FENCED)]))
     assert (events, is_true(run, "Fenced")) == (["Fenced"], False)
@@ -109,18 +111,22 @@ def test_fencing_of_a_replaced_trainer_is_an_event_but_no_problem() -> None:
         )
     run = apply_report(run, report("p-1", run=f"{RUN}-1", incidents=[Incident(id=1, kind=K.FENCED)]))
     assert is_true(run, "Fenced")
-    assert not is_true(apply_report(run, report("p-1", run=f"{RUN}-1", seq=2)), "Fenced"), "it commits again"
+    assert not is_true(apply_report(run, report("p-1", run=f"{RUN}-1", seq=2)), "Fenced"), (
+        "the run commits again"
+    )
 
 
 def test_displaced_workload_stays_fenced_until_it_trains_again() -> None:
     """Its trainer has ended (no attempt is open), and its sidecar sees new commits of the other workload."""
     incident = Incident(id=1, kind=K.FENCED, cause="taken_over")
-    theirs: dict[str, Any] = {"attempt": 0, "attempts_opened": 1}
-    run = apply_report(training(), report(newest=pb.Commit(seq=5, attempt=4), incidents=[incident], **theirs))
+    displaced: dict[str, Any] = {"attempt": 0, "attempts_opened": 1}
+    run = apply_report(
+        training(), report(newest=pb.Commit(seq=5, attempt=4), incidents=[incident], **displaced)
+    )
     assert is_true(run, "Fenced")
-    run = apply_report(run, report(newest=pb.Commit(seq=8, attempt=4), **theirs))
+    run = apply_report(run, report(newest=pb.Commit(seq=8, attempt=4), **displaced))
     assert is_true(run, "Fenced")
-    assert not is_true(apply_report(run, report(attempt=9)), "Fenced"), "taken back"
+    assert not is_true(apply_report(run, report(attempt=9)), "Fenced"), "its own attempt is open again"
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
@@ -206,7 +212,7 @@ def test_run_name_of_a_sidecar_does_not_change_its_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "type_"),
+    ("fields", "type_"),
     [
         ({"credentials_ok": False}, "CredentialsMissing"),
         ({"store_ok": False}, "StoreUnavailable"),
@@ -214,11 +220,11 @@ def test_run_name_of_a_sidecar_does_not_change_its_part() -> None:
         ({"save_blocked": "ranks differ (rank 3)"}, "Stale"),
     ],
 )
-def test_reported_problem_degrades_the_run_until_resolved(said: dict[str, Any], type_: str) -> None:
-    run = apply_report(training(), report(seq=1, **said))
+def test_reported_problem_degrades_the_run_until_resolved(fields: dict[str, Any], type_: str) -> None:
+    run = apply_report(training(), report(seq=1, **fields))
     assert (run.phase, is_true(run, type_), is_true(run, "Ready")) == (Phase.DEGRADED, True, False)
-    unheard, run_events = reconcile.reconcile(restarted(run), NODES, NOW_S)
-    assert (unheard.phase, is_true(unheard, type_), run_events) == (Phase.DEGRADED, True, ())
+    unreported, run_events = reconcile.reconcile(restarted(run), NODES, NOW_S)
+    assert (unreported.phase, is_true(unreported, type_), run_events) == (Phase.DEGRADED, True, ())
     run = apply_report(run, report(seq=1))
     assert (run.phase, is_true(run, type_), is_true(run, "Ready")) == (Phase.TRAINING, False, True)
 
@@ -231,26 +237,26 @@ def test_checkpoint_becomes_stale_by_time_and_is_reported_once() -> None:
     run, run_events = reconcile.reconcile(run, NODES, NOW_S + 181)
     assert ([each.reason for each in run_events], run.phase) == (["CheckpointStale"], Phase.DEGRADED)
     for each in (run, restarted(run, NOW_S + 185)):  # a new controller without reports does not repeat it
-        anew, run_events = reconcile.reconcile(each, NODES, NOW_S + 190)
-        later, event_reasons = report_reasons(anew, report(seq=1), NOW_S + 191)
+        repeated, run_events = reconcile.reconcile(each, NODES, NOW_S + 190)
+        later, event_reasons = report_reasons(repeated, report(seq=1), NOW_S + 191)
         assert (run_events, event_reasons, is_true(later, "Stale")) == ((), [], True)
     assert not is_true(apply_report(run, report(seq=2), NOW_S + 192), "Stale")
 
 
 @pytest.mark.parametrize(("every_s", "limit_s"), [(300.0, 910.0), (5.0, reconcile.MIN_STALE_S), (0.0, 1e9)])
 def test_checkpoint_is_stale_after_three_intervals_with_a_minimum(every_s: float, limit_s: float) -> None:
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "policy": pb.Policy(every_s=every_s, encoding="q8"),
         "newest": pb.Commit(seq=1, attempt=1, durable_s=10.0),
     }
-    run = training(**said)
+    run = training(**fields)
     for after_s, stale in ((limit_s - 1, False), (limit_s + 1, every_s > 0)):
-        assert is_true(apply_report(run, report(**said), NOW_S + after_s), "Stale") == stale
+        assert is_true(apply_report(run, report(**fields), NOW_S + after_s), "Stale") == stale
 
 
 def test_run_with_silent_sidecars_keeps_its_phase_and_is_not_stale() -> None:
     for each in (training(), restarted(training())):
-        assert is_true(reconciled(each, NOW_S + 1), "Ready"), "no controller's start changes it"
+        assert is_true(reconciled(each, NOW_S + 1), "Ready"), "a controller start does not change it"
         run = reconciled(reconciled(each, NOW_S + 1), NOW_S + 3600)
         assert (run.phase, by_type(run)["Ready"].status) == (Phase.TRAINING, "Unknown")
         assert not is_true(run, "Stale")
@@ -315,7 +321,7 @@ def test_a_crash_loop_is_a_condition_until_something_is_committed() -> None:
     assert [each.reason for each in run_events] == ["CrashLooping"]
     assert "container trainer ended with exit code 1, 3 times" in run_events[0].message
     run = reconciled(restarted(run), NOW_S + 2)
-    assert is_true(run, "CrashLooping"), "a new controller knows it"
+    assert is_true(run, "CrashLooping"), "a new controller resumes the count"
     assert not is_true(apply_report(run, report(seq=2, attempt=2), NOW_S + 3), "CrashLooping")
 
 

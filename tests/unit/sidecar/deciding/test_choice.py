@@ -39,8 +39,8 @@ def test_new_goal_applies_at_once_and_restarts_measurement() -> None:
         known = apply_choice(choice, known)
         causes.append((choice.cause, known.profile.save.n, known.cost_s))
         found.append(choice.apply_to(policy).every_s)
-        assert decide(known, policy).cause is None, "it holds"
+        assert decide(known, policy).cause is None, "the choice is stable"
     assert causes == [("measured", MIN_SAVES, 0.5), ("policy", 0, 0.5), ("policy", 0, 0.5)]
     assert found == pytest.approx([1800.0, 120.0, 25.0], rel=0.05)
     stated = pb.Policy(goal="fixed", every_s=30.0)
-    assert decide(known, stated).apply_to(stated).every_s == 30.0, "the kill switch"
+    assert decide(known, stated).apply_to(stated).every_s == 30.0, "goal=fixed disables the choice"

@@ -40,13 +40,13 @@ def log_of(
     return RunState(run="r", checkpoints={newest.seq: newest})
 
 
-class DeciderLife:
+class DeciderBench:
     """A trainer and its sidecar's decider: steps take a fixed time, saves stall and slow training."""
 
-    def __init__(self, *, step_s: float = 0.5, seed: int = 0, **said: object) -> None:
+    def __init__(self, *, step_s: float = 0.5, seed: int = 0, **fields: object) -> None:
         self.rng = random.Random(seed)
         self.now_s, self.step, self.step_s, self.snapshot_id = 1e9, 0, step_s, 0
-        self.metrics, self.policy = Metrics(), changed(pb.Policy(goal="auto"), **said)
+        self.metrics, self.policy = Metrics(), changed(pb.Policy(goal="auto"), **fields)
         needed = ["--url", "memory://x", "--run", "r", "--dir", "/d", "--cache-dir", "/c", "--goal", "auto"]
         log = configure("error", run="r")
         self.decider = Decider(
@@ -78,11 +78,11 @@ class DeciderLife:
 
     def train(self, seconds: float, *, observations: int = 4) -> None:
         until_s, pause_s = self.now_s + seconds, seconds / observations
-        look_s = self.now_s + pause_s
+        observe_s = self.now_s + pause_s
         while self.now_s < until_s:
-            count = max(1, int((min(look_s, until_s) - self.now_s) / self.step_s))
+            count = max(1, int((min(observe_s, until_s) - self.now_s) / self.step_s))
             self.step, self.now_s = self.step + count, self.now_s + count * self.step_s
-            look_s += pause_s
+            observe_s += pause_s
             self.observe()
 
     def save(
@@ -112,8 +112,8 @@ class DeciderLife:
     def text(self, *, closing: bool = False) -> str:
         return self.decider.text(closing=closing) or ""
 
-    def set_policy_fields(self, **said: object) -> None:
-        self.policy = changed(self.policy, **said)
+    def set_policy_fields(self, **fields: object) -> None:
+        self.policy = changed(self.policy, **fields)
         self.decider.set_policy(self.policy)
 
     @property
@@ -139,34 +139,34 @@ class DeciderLife:
         return self.metrics.decided.labels(cause)._value.get()
 
 
-def chosen(**said: object) -> str:
+def chosen(**fields: object) -> str:
     """Return the commit record of a decider that has measured enough saves for a choice."""
-    life = DeciderLife(**said)
-    life.open()
-    life.saves(MIN_SAVES)
-    return life.text()
+    bench = DeciderBench(**fields)
+    bench.open()
+    bench.saves(MIN_SAVES)
+    return bench.text()
 
 
 def test_without_a_goal_timers_apply_and_auto_choice_is_shown() -> None:
     """Nothing is chosen or written, but the cost of saves is measured. Before an attempt nothing is known."""
-    life = DeciderLife(every_s=7.0, every_steps=9, goal="fixed")
-    assert (life.decider.apply_to(life.policy), life.decider.measured(), life.text()) == (
-        life.policy,
+    bench = DeciderBench(every_s=7.0, every_steps=9, goal="fixed")
+    assert (bench.decider.apply_to(bench.policy), bench.decider.measured(), bench.text()) == (
+        bench.policy,
         None,
         "",
     )
-    life.open()
-    life.saves(MIN_SAVES - 1)
-    shown = life.decision
-    assert (shown.goal, shown.value, shown.proposed) == ("fixed", "every 7 s or 9 steps", "")
-    life.saves(MIN_SAVES + 1)
-    shown = life.decision
-    assert (shown.value, shown.proposed) == ("every 7 s or 9 steps", "every 1800 s")
-    assert shown.why.startswith("as stated; under auto a save costs 96.9 ms")
-    assert (life.decider.apply_to(life.policy), life.text(), life.changes) == (life.policy, "", 0)
-    assert life.measured.saves == 2 * MIN_SAVES
-    life.set_policy_fields(goal="auto")
-    assert life.every_s == 1800.0, "it was measured already"
+    bench.open()
+    bench.saves(MIN_SAVES - 1)
+    decision = bench.decision
+    assert (decision.goal, decision.value, decision.proposed) == ("fixed", "every 7 s or 9 steps", "")
+    bench.saves(MIN_SAVES + 1)
+    decision = bench.decision
+    assert (decision.value, decision.proposed) == ("every 7 s or 9 steps", "every 1800 s")
+    assert decision.why.startswith("as stated; under auto a save costs 96.9 ms")
+    assert (bench.decider.apply_to(bench.policy), bench.text(), bench.changes) == (bench.policy, "", 0)
+    assert bench.measured.saves == 2 * MIN_SAVES
+    bench.set_policy_fields(goal="auto")
+    assert bench.every_s == 1800.0, "the cost is already measured"
 
 
 @given(
@@ -180,101 +180,101 @@ def test_without_a_goal_timers_apply_and_auto_choice_is_shown() -> None:
 def test_cost_is_independent_of_observation_times(
     step_s: float, stall_s: float, slowdown_s: float, more_s: float, quiet_s: float
 ) -> None:
-    life = DeciderLife(step_s=step_s)
-    life.open()
-    life.train(max(quiet_s, 40 * step_s), observations=7)
-    life.save(stall_s=stall_s, slowdown_s=slowdown_s, durable_s=stall_s + slowdown_s + more_s)
-    life.train(3 * step_s)  # a step may end together with the commit
+    bench = DeciderBench(step_s=step_s)
+    bench.open()
+    bench.train(max(quiet_s, 40 * step_s), observations=7)
+    bench.save(stall_s=stall_s, slowdown_s=slowdown_s, durable_s=stall_s + slowdown_s + more_s)
+    bench.train(3 * step_s)  # a step may end together with the commit
     off_s = 2e-3 * (stall_s + slowdown_s + more_s + step_s) + 1e-5
-    assert life.measured.cost_s == pytest.approx(stall_s + slowdown_s, abs=off_s)
-    assert life.measured.step_s == pytest.approx(step_s, rel=1e-3)
+    assert bench.measured.cost_s == pytest.approx(stall_s + slowdown_s, abs=off_s)
+    assert bench.measured.step_s == pytest.approx(step_s, rel=1e-3)
 
 
 def test_only_timer_saves_are_measured() -> None:
     """A requested save blocks its caller, a failed save has no cost, and the steps during either are not quiet."""
-    life = DeciderLife(step_s=0.5)
-    life.open()
-    life.train(50.0)
-    life.save(stall_s=30.0, durable_s=30.0, timed=False)
-    begins = MeasuredSave(snapshot_id=99, started=Reading(life.step, life.now_s), timed=True)
-    life.decider.save_started(begins, planned_steps=0, partial=False)
-    life.now_s += 5.0
-    life.decider.save_ended(99, None)
-    life.step, life.now_s = life.step + 1, life.now_s + 0.1
-    life.observe()
-    life.train(50.0)
-    assert (life.measured.saves, life.measured.cost_s, life.measured.step_s) == (0, 0.0, 0.5)
+    bench = DeciderBench(step_s=0.5)
+    bench.open()
+    bench.train(50.0)
+    bench.save(stall_s=30.0, durable_s=30.0, timed=False)
+    begins = MeasuredSave(snapshot_id=99, started=Reading(bench.step, bench.now_s), timed=True)
+    bench.decider.save_started(begins, planned_steps=0, partial=False)
+    bench.now_s += 5.0
+    bench.decider.save_ended(99, None)
+    bench.step, bench.now_s = bench.step + 1, bench.now_s + 0.1
+    bench.observe()
+    bench.train(50.0)
+    assert (bench.measured.saves, bench.measured.cost_s, bench.measured.step_s) == (0, 0.0, 0.5)
 
 
 @pytest.mark.parametrize("goal", ["auto", "overhead=1%", "lost-work=5m"])
 @pytest.mark.parametrize("spread", [0.3, 1.0])
 def test_noise_rarely_changes_the_interval(goal: str, spread: float) -> None:
     """Costs are log-normal with a spread of 30 % or 130 %. A day has few changes, all within bounds."""
-    life = DeciderLife(seed=int(10 * spread), min_interval_s=20.0, max_interval_s=900.0, goal=goal)
-    life.open()
-    begun_s, found = life.now_s, []
-    while life.now_s < begun_s + 86400.0:
-        life.saves(1, lambda: 0.5 * life.rng.lognormvariate(0, spread), durable_s=3.0)
-        found.append(life.every_s)
+    bench = DeciderBench(seed=int(10 * spread), min_interval_s=20.0, max_interval_s=900.0, goal=goal)
+    bench.open()
+    begun_s, found = bench.now_s, []
+    while bench.now_s < begun_s + 86400.0:
+        bench.saves(1, lambda: 0.5 * bench.rng.lognormvariate(0, spread), durable_s=3.0)
+        found.append(bench.every_s)
     assert all(20.0 <= each <= 900.0 for each in found[MIN_SAVES:])
-    assert life.changes <= 6
+    assert bench.changes <= 6
 
 
 @pytest.mark.parametrize("factor", [4.0, 0.25])
 def test_fourfold_cost_change_is_followed_within_40_saves(factor: float) -> None:
     """After a day at the old cost, in both directions."""
-    life = DeciderLife(seed=3, max_interval_s=3600.0, goal="overhead=1%")
-    life.open()
-    noise = life.rng
-    life.saves(300, lambda: 1.0 * noise.lognormvariate(0, 0.3))
-    assert life.every_s == pytest.approx(100.0, rel=0.3)
-    life.saves(40, lambda: factor * noise.lognormvariate(0, 0.3), durable_s=2.0)
-    assert life.changed("cost") >= 1
-    life.saves(40, lambda: factor * noise.lognormvariate(0, 0.3), durable_s=2.0)
-    assert life.every_s == pytest.approx(100.0 * factor, rel=0.4)
+    bench = DeciderBench(seed=3, max_interval_s=3600.0, goal="overhead=1%")
+    bench.open()
+    noise = bench.rng
+    bench.saves(300, lambda: 1.0 * noise.lognormvariate(0, 0.3))
+    assert bench.every_s == pytest.approx(100.0, rel=0.3)
+    bench.saves(40, lambda: factor * noise.lognormvariate(0, 0.3), durable_s=2.0)
+    assert bench.changed("cost") >= 1
+    bench.saves(40, lambda: factor * noise.lognormvariate(0, 0.3), durable_s=2.0)
+    assert bench.every_s == pytest.approx(100.0 * factor, rel=0.4)
 
 
 def test_failures_shorten_the_interval_and_clean_exits_do_not() -> None:
-    life = DeciderLife()
-    life.open()
-    life.saves(2 * MIN_SAVES, lambda: 0.5)
-    assert life.every_s == 1800.0
+    bench = DeciderBench()
+    bench.open()
+    bench.saves(2 * MIN_SAVES, lambda: 0.5)
+    assert bench.every_s == 1800.0
     for reason, lossy in (("close", 0.0), ("timer", 1.0), ("timer", 2.0), ("timer", 3.0)):
-        state = log_of({KEY: life.text(closing=reason == "close")}, reason=reason, step=life.step)
-        failure_evidence = life.open(state, attempt=life.snapshot_id + 2, resumed=True)
-        assert round(float(failure_evidence.split()[0])) == lossy, "they fade a little"
-        life.saves(MIN_SAVES, lambda: 0.5)
-        assert (life.changed("failures") > 0) == (lossy > 1)
-    assert life.every_s < 1200.0
+        state = log_of({KEY: bench.text(closing=reason == "close")}, reason=reason, step=bench.step)
+        failure_evidence = bench.open(state, attempt=bench.snapshot_id + 2, resumed=True)
+        assert round(float(failure_evidence.split()[0])) == lossy, "evidence decays slightly"
+        bench.saves(MIN_SAVES, lambda: 0.5)
+        assert (bench.changed("failures") > 0) == (lossy > 1)
+    assert bench.every_s < 1200.0
 
 
 def test_crash_loop_is_one_failure_unless_the_arena_saw_progress() -> None:
-    life = DeciderLife()
-    life.open()
-    life.saves(1)
+    bench = DeciderBench()
+    bench.open()
+    bench.saves(1)
     for attempt in (5, 6, 7):
-        failure_evidence = life.open(
-            log_of({}, step=life.step), attempt=attempt, resumed=True, seen=life.step
+        failure_evidence = bench.open(
+            log_of({}, step=bench.step), attempt=attempt, resumed=True, seen=bench.step
         )
     assert ONCE in failure_evidence
-    life.saves(1)
-    failure_evidence = life.open(log_of({}, step=life.step), attempt=8, resumed=True, seen=life.step + 3)
+    bench.saves(1)
+    failure_evidence = bench.open(log_of({}, step=bench.step), attempt=8, resumed=True, seen=bench.step + 3)
     assert "1 lossy failures and 2 restores" in failure_evidence
 
 
 def test_next_trainer_resumes_decider_state_from_the_commit() -> None:
-    """The state is profile, choice and evidence. Another world size keeps only the evidence, malformed text nothing."""
-    first = DeciderLife()
+    """The state is profile, choice and evidence. Another world size keeps only the evidence. Malformed text keeps nothing."""
+    first = DeciderBench()
     first.open()
     first.saves(MIN_SAVES, lambda: 0.2)
     state = log_of({KEY: first.text(closing=True)}, attempt=3)
-    again, other, nonsense = DeciderLife(), DeciderLife(), DeciderLife()
+    again, other, malformed = DeciderBench(), DeciderBench(), DeciderBench()
     assert ONCE in again.open(state, attempt=5, resumed=True)
     assert again.every_s == first.every_s == 1800.0
-    assert again.changes == 0, "nothing was decided anew"
+    assert again.changes == 0, "the resumed choice stays"
     assert ONCE in other.open(state, attempt=5, resumed=True, ranks=2)
-    assert "0 lossy failures" in nonsense.open(log_of({KEY: '{"key":'}), attempt=3, resumed=True)
-    assert other.every_s == nonsense.every_s == 60.0
+    assert "0 lossy failures" in malformed.open(log_of({KEY: '{"key":'}), attempt=3, resumed=True)
+    assert other.every_s == malformed.every_s == 60.0
 
 
 def log_of_attempts(empty: int, metadata: Mapping[str, str]) -> RunState:
@@ -291,22 +291,22 @@ def test_attempt_after_failed_ones_saves_early_then_backs_off() -> None:
     """The delay is a minute, halved by each further failure and doubled by each commit. A rewind is not a failure."""
     text = chosen(max_interval_s=600.0)
     for empty, every_s in ((0, 600.0), (1, 60.0), (2, 30.0), (9, 1.0)):
-        life = DeciderLife(max_interval_s=600.0)
-        life.open(log_of_attempts(empty, {KEY: text}), attempt=2 + empty, resumed=True)
-        assert life.every_s == pytest.approx(every_s)
-    state, life, found = log_of_attempts(1, {KEY: text}), DeciderLife(max_interval_s=600.0), []
-    assert LOSSY in life.open(state, attempt=3, resumed=True)
-    assert (life.decision.value, life.decision.proposed) == ("every 60 s", "every 600 s")
-    assert "ended without a checkpoint" in life.decision.bound
+        bench = DeciderBench(max_interval_s=600.0)
+        bench.open(log_of_attempts(empty, {KEY: text}), attempt=2 + empty, resumed=True)
+        assert bench.every_s == pytest.approx(every_s)
+    state, bench, found = log_of_attempts(1, {KEY: text}), DeciderBench(max_interval_s=600.0), []
+    assert LOSSY in bench.open(state, attempt=3, resumed=True)
+    assert (bench.decision.value, bench.decision.proposed) == ("every 60 s", "every 600 s")
+    assert "ended without a checkpoint" in bench.decision.bound
     for _ in range(5):
-        life.saves(1)
-        found.append(life.every_s)
+        bench.saves(1)
+        found.append(bench.every_s)
     assert found == [120.0, 240.0, 480.0, 600.0, 600.0]
     mine = {3: replace(state.checkpoints[2], attempt=3, seq=3)}
-    again = DeciderLife(max_interval_s=600.0)
+    again = DeciderBench(max_interval_s=600.0)
     again.open(replace(state, checkpoints=state.checkpoints | mine), attempt=3, resumed=True)
     assert again.every_s == pytest.approx(120.0)
-    rewound = DeciderLife(max_interval_s=600.0)
+    rewound = DeciderBench(max_interval_s=600.0)
     attempts = state.attempts | {2: replace(state.attempts[2], world_size=0)}
     assert ONCE in rewound.open(replace(state, attempts=attempts), attempt=3, resumed=True)
     assert rewound.every_s == pytest.approx(600.0)
@@ -315,49 +315,51 @@ def test_attempt_after_failed_ones_saves_early_then_backs_off() -> None:
 def test_restarted_sidecar_counts_uncommitted_restores() -> None:
     """The restore of the open attempt counts once. An earlier attempt counts if its commits did not."""
     state = log_of_attempts(2, {KEY: chosen(max_interval_s=600.0)})
-    life = DeciderLife(max_interval_s=600.0)
-    assert LOSSY in life.open(state, attempt=4)
-    life.saves(2)
-    assert LOSSY in life.decision.evidence, "once"
+    bench = DeciderBench(max_interval_s=600.0)
+    assert LOSSY in bench.open(state, attempt=4)
+    bench.saves(2)
+    assert LOSSY in bench.decision.evidence, "counted once"
     mine = replace(state.attempts[4], last_snapshot=1, last_seq=5, last_step=100)
-    later = replace(log_of({KEY: life.text()}, attempt=4), attempts={**state.attempts, 4: mine}, attempt=4)
-    assert LOSSY in DeciderLife(max_interval_s=600.0).open(later, attempt=4), "its commit says it"
+    later = replace(log_of({KEY: bench.text()}, attempt=4), attempts={**state.attempts, 4: mine}, attempt=4)
+    assert LOSSY in DeciderBench(max_interval_s=600.0).open(later, attempt=4), "its commit already counts it"
     state = log_of_attempts(0, {KEY: chosen(max_interval_s=600.0)})
-    unsaid = replace(state.checkpoints[2], seq=7, attempt=2, step=200, metadata={})
+    unrecorded = replace(state.checkpoints[2], seq=7, attempt=2, step=200, metadata={})
     mine = replace(state.attempts[2], last_snapshot=1, last_seq=7, last_step=200)
-    blind = replace(state, checkpoints={**state.checkpoints, 7: unsaid}, attempts={**state.attempts, 2: mine})
-    life = DeciderLife(max_interval_s=600.0)
-    life.open(blind, attempt=2)
-    assert life.every_s == 600.0
-    assert parse_metadata(life.text()).profile.save.n == MIN_SAVES
+    without_record = replace(
+        state, checkpoints={**state.checkpoints, 7: unrecorded}, attempts={**state.attempts, 2: mine}
+    )
+    bench = DeciderBench(max_interval_s=600.0)
+    bench.open(without_record, attempt=2)
+    assert bench.every_s == 600.0
+    assert parse_metadata(bench.text()).profile.save.n == MIN_SAVES
 
 
-def test_restore_and_restart_durations() -> None:
+def test_restore_and_restart_durations_are_measured() -> None:
     """Restart lasts from the end of a trainer to the next start, restore from open to the first step."""
-    life = DeciderLife()
-    life.open()
-    life.saves(2)
-    life.decider.trainer_lost()
-    life.now_s += 40.0
-    life.decider.trainer_attached()
-    life.open(log_of({}, step=life.step), attempt=3, resumed=True, seen=life.step)
-    life.observe(at_s=life.now_s - 50.0)  # the line still has the last trainer's values
-    life.now_s += 12.5 + life.step_s
-    life.step += 2
-    life.observe()
-    assert (life.measured.reschedule_s, life.measured.restore_s) == (40.0, 12.5)
+    bench = DeciderBench()
+    bench.open()
+    bench.saves(2)
+    bench.decider.trainer_lost()
+    bench.now_s += 40.0
+    bench.decider.trainer_attached()
+    bench.open(log_of({}, step=bench.step), attempt=3, resumed=True, seen=bench.step)
+    bench.observe(at_s=bench.now_s - 50.0)  # the line still has the last trainer's values
+    bench.now_s += 12.5 + bench.step_s
+    bench.step += 2
+    bench.observe()
+    assert (bench.measured.reschedule_s, bench.measured.restore_s) == (40.0, 12.5)
 
 
 def test_failed_decision_keeps_the_configured_timers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    life = DeciderLife(every_s=9.0)
-    life.open()
+    bench = DeciderBench(every_s=9.0)
+    bench.open()
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr("deltashard_sidecar.deciding.decider.decide", broken)
-    life.saves(2)
-    assert life.every_s == 9.0
-    assert life.decider.decisions() == []
+    bench.saves(2)
+    assert bench.every_s == 9.0
+    assert bench.decider.decisions() == []

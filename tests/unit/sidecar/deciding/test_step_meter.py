@@ -21,7 +21,7 @@ def test_non_steps_are_ignored_and_pauses_until_frequent() -> None:
         assert meter.read(reading, quiet=quiet).windows == meter.windows
     paused = meter.read(Reading(100, 610.0), quiet=True)
     assert paused.step_s == meter.step_s
-    assert paused.trained_s == pytest.approx(meter.trained_s + 600.0), "of a gap ten minutes count"
+    assert paused.trained_s == pytest.approx(meter.trained_s + 600.0), "at most ten minutes of a gap count"
     for n in range(MIN_WINDOWS + 12):
         meter = meter.read(Reading(100 + n, 9.9 + 20.0 * (n + 1)), quiet=True)
     assert meter.step_s == pytest.approx(20.0)

@@ -1,4 +1,4 @@
-"""Urgent changes of a report, and attempts_opened of a run by the attempts in the log."""
+"""Urgent changes of a report, and the count of attempts that a run opened, from the attempts in the log."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ FIRST = (1, "w", None, 5, 1)
         ([(6, "w", 5, None, 1), (7, "", 3, None, 0), (8, "w", 3, 9, 1)], 3),  # a user rewound in between
     ],
 )
-def test_opening_count(more: list[tuple[int, str, int | None, int | None, int]], count: int) -> None:
+def test_openings_of_a_workload_are_counted(
+    more: list[tuple[int, str, int | None, int | None, int]], count: int
+) -> None:
     attempts = [FIRST, *more]
     assert attempts_opened(state(*attempts), attempts[-1][0]) == count
-    assert attempts_opened(state(*attempts), 99) == 0, "it is not in the log yet"
+    assert attempts_opened(state(*attempts), 99) == 0, "the attempt is not in the log yet"
 
 
-def test_urgent_report_changes() -> None:
+def test_only_urgent_changes_make_a_report_due() -> None:
     acknowledged = fleet.ReportRequest(
         pod=fleet.PodState(phase=fleet.PHASE_TRAINING, store_ok=True, ranks=[fleet.Rank(step=1)]),
         incidents=[fleet.Incident(id=7)],

@@ -29,9 +29,9 @@ def test_next_report_is_timely_after_any_response(
         assert 0 <= pause_s <= min(max(asked_s.get(status, 300.0), 60.0), 3600.0) * 1.1
         assert status != 200 or pause_s >= 0.89
         if changed:
-            hurried = schedule.changed(now_s)
-            assert (hurried.due_s < schedule.due_s) <= (status == 200)
-            schedule = hurried
+            urgent = schedule.changed(now_s)
+            assert (urgent.due_s < schedule.due_s) <= (status == 200)
+            schedule = urgent
         now_s = schedule.due_s
 
 

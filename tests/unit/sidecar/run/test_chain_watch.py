@@ -42,7 +42,7 @@ def watched(tmp_path):
     return WatchedChains(tmp_path)
 
 
-@pytest.mark.parametrize(("ending", "data"), [(".pack", None), (".index", None), (".index", b"rotten")])
+@pytest.mark.parametrize(("ending", "data"), [(".pack", None), (".index", None), (".index", b"corrupt")])
 def test_missing_or_damaged_objects_are_reported_and_not_used_as_base(watched, ending, data):
     (key,) = watched.objects(watched.base, ending)
     watched.store.delete([key])

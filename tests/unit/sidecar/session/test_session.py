@@ -34,8 +34,8 @@ def session(sessions: Sessions, **more: object) -> Session:
     return sessions.add(request(**more), Schedule(every_s=0, every_steps=0, anchor_s=0))
 
 
-def test_liveness_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new session has yet to take its lock. Later only the lock counts, because forks inherit sockets."""
+def test_session_is_alive_before_its_first_lock_and_while_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new session takes its lock within a grace period. Later only the lock counts, because forks inherit sockets."""
     one = session(Sessions()).presence
     assert one.alive(lock_held=False)
     monkeypatch.setattr(one, "_attached_s", time.monotonic() - GRACE_S - 1)
@@ -64,7 +64,7 @@ def test_session_is_fenced_until_a_new_attempt_is_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         ({"protocol_min": 2, "protocol_max": 4}, "speaks 2-4"),
         ({"local_rank": 64}, "local rank 64"),
@@ -75,13 +75,13 @@ def test_session_is_fenced_until_a_new_attempt_is_open() -> None:
         ({"boxes": [box(101)]}, "is not within a listed table"),
     ],
 )
-def test_bad_requests_are_refused(more: dict[str, object], says: str) -> None:
+def test_bad_requests_are_refused(more: dict[str, object], message: str) -> None:
     assert check_attach(request(), 64) == 1
-    with pytest.raises(BadAttach, match=says):
+    with pytest.raises(BadAttach, match=message):
         check_attach(request(**more), 64)
 
 
-def test_full_snapshot_size() -> None:
+def test_size_of_a_full_snapshot_counts_codes_state_and_blobs() -> None:
     """In q8 a row has 8 codes and 8 bytes of scale and bias. Blobs count unchanged."""
     assert encoded_bytes(request(blob_bytes=5), encoding="q8", state_encoding="fp32") == 100 * (8 + 8) + 5
     assert encoded_bytes(request(), encoding="fp32", state_encoding="fp32") == 100 * 32

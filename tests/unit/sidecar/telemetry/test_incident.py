@@ -50,7 +50,7 @@ def test_incidents_are_kept_until_reported_and_oldest_are_dropped(
     failed(incidents, 99)
     assert incidents.pending()[-1].id == LIMIT + 4
     incidents.add(fleet.INCIDENT_KIND_FENCED, cause="error", message="x" * 100_000)
-    assert len(incidents.pending()[-1].message) == 1000, "one sentence, not a log"
+    assert len(incidents.pending()[-1].message) == 1000, "long messages are truncated"
 
 
 def test_repeated_incident_is_counted_until_it_is_sent(incidents: Incidents) -> None:
@@ -99,7 +99,7 @@ def test_store_is_unreachable_only_after_lasting_failures(incidents: Incidents, 
     health.tried(None)
     health.tried(down)
     health.tried(down, after_s=60.0)
-    assert health.store_ok, "two tries far apart are no outage"
+    assert health.store_ok, "two failed tries far apart are not an outage"
     health.tried(down)
     assert not health.store_ok
     health.tried(down, after_s=60.0)
@@ -131,7 +131,7 @@ def test_refusal_is_immediate_and_object_errors_are_healthy(
     healthy: object,
     answer: Exception,
 ) -> None:
-    """Waiting does not help. A changed cause is a new incident. Missing objects are no problem of the store."""
+    """Waiting does not help. A changed cause is a new incident. Missing objects are not a problem of the store."""
     health = ClockedHealth(incidents, metrics)
     health.tried(kind("no"))
     health.tried(kind("no"))
@@ -154,5 +154,5 @@ def test_denied_operation_stays_a_problem_while_others_succeed(
             health.tried(None, operation=operation)
             assert not health.store_ok
     assert [i.message for i in incidents.pending()] == ["no right to delete"]
-    health.tried(ObjectNotFound("gone already"), operation="delete")
+    health.tried(ObjectNotFound("already deleted"), operation="delete")
     assert health.store_ok

@@ -21,33 +21,30 @@ def because(error: Exception, cause: Exception) -> Exception:
 
 
 @pytest.mark.parametrize(
-    ("error", "ours"),
+    ("error", "takeover"),
     [
-        (TakenOver("over"), True),
-        (because(RuntimeError("the loop broke"), TakenOver("over")), True),
+        (TakenOver("taken over"), True),
+        (because(RuntimeError("the loop broke"), TakenOver("taken over")), True),
         (FencedError("fenced"), False),
         (because(ValueError("any"), KeyError("x")), False),
     ],
 )
 def test_uncaught_takeover_has_its_own_exit_code(
-    error: Exception, ours: bool, monkeypatch: pytest.MonkeyPatch
+    error: Exception, takeover: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exit code is set after the normal traceback, also when a framework wraps the error.
-
-    Other exit codes do not change.
-    """
+    """The code is set after the traceback, also when a framework wraps the error. Other codes do not change."""
     seen: list[tuple[str, BaseException]] = []
     monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _trace: seen.append(("before", error)))
     monkeypatch.setattr(exit_code, "_installed", False)
-    exit_code.install(lambda error: seen.append(("ours", error)))
+    exit_code.install(lambda error: seen.append(("takeover", error)))
     exit_code.install(lambda error: seen.append(("second", error)))
     code = None
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit as ended:
         code = ended.code
-    assert code == (79 if ours else None)
-    assert seen == [("ours", error), ("before", error)]
+    assert code == (79 if takeover else None)
+    assert seen == [("takeover", error), ("before", error)]
 
 
 class HandlerExit(Exception):
@@ -92,10 +89,7 @@ def usr1() -> Iterator[Callable[[Any], BaseException]]:
 def test_signal_handler_exception_leaves_a_save(
     usr1: Callable[[Any], BaseException], handler: Callable[..., Any]
 ) -> None:
-    """Handlers are functions, partials, methods, callable objects and Ctrl-C.
-
-    The same exception from the user's getters does not propagate.
-    """
+    """Handlers are callables of any kind, and Ctrl-C. The same exception of a user's getter does not propagate."""
     assert must_propagate(usr1(handler))
     assert must_propagate(KeyboardInterrupt())
     for kind in (HandlerExit, IndexError, MemoryError, SystemExit):

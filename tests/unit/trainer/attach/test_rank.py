@@ -58,10 +58,7 @@ def group_of_two() -> Iterator[None]:
 
 @pytest.mark.usefixtures("group_of_two")
 def test_rank_is_read_from_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a launcher's variables all ranks count as one machine.
-
-    A process group that is created too late is refused.
-    """
+    """Without a launcher's variables all ranks are on one machine. A late process group is refused."""
     assert multi_rank_variable({}) == "torch.distributed's process group of 2 ranks"
     assert rank_of_this_process("here") == Rank(number=0, local=0, world_size=2)
     monkeypatch.setenv("LOCAL_RANK", "3")

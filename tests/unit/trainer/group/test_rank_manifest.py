@@ -12,13 +12,13 @@ from deltashard_checkpoint.format.schema import Box
 
 def half(rank: int, **changes: Any) -> RankManifest:
     """Return the manifest of one of two ranks. Each rank holds five rows of one table."""
-    said: dict[str, Any] = {
+    common: dict[str, Any] = {
         "facts": {"run": "r", "world size": 2},
         "tables": {"t": (10, 4)},
         "dense": {"top.weight": "torch.float32 [1, 4]"},
         "boxes": [Box(table="t", row_start=5 * rank, row_stop=5 * rank + 5, col_start=0, col_stop=4)],
     }
-    return RankManifest(**(said | changes))
+    return RankManifest(**(common | changes))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How a snapshot round is settled, and what a rank does about it. The group model covers the interleavings."""
+"""The outcome of a snapshot round, and how a rank applies it. The group model covers the interleavings."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ STAYS = Ack(limit=7, holds_step=True)
 VERDICTS = {
     "not all answered": (ANY, {0: READY}, 2, None),
     "the last limit": (ANY, {0: READY, 1: NINE}, 2, RoundVerdict(at=9)),
-    "one that cannot": (ANY, {1: BUSY}, 3, RoundVerdict(at=None, cancel_reason="rank 1: the sidecar was disconnected", rank=1)),
-    # A rank that waits for a save, or that closes: only its current step is one that all ranks can save.
+    "one is not ready": (ANY, {1: BUSY}, 3, RoundVerdict(at=None, cancel_reason="rank 1: the sidecar was disconnected", rank=1)),
+    # If a rank waits for a save or closes, all ranks can save only its current step.
     "one stays": (CLOSE, {0: STAYS, 1: NINE}, 3, RoundVerdict(
         at=None, cancel_reason="rank 0 is held at step 7, rank 1 continues to step 9", rank=1
     )),
     "all stay": (CLOSE, {0: STAYS, 1: STAYS}, 2, RoundVerdict(at=7)),
-    "that very step": (EXACT, {0: READY, 1: READY}, 2, RoundVerdict(at=7)),
-    "past that step": (EXACT, {0: READY, 1: Ack(limit=8)}, 3, RoundVerdict(
+    "at the exact step": (EXACT, {0: READY, 1: READY}, 2, RoundVerdict(at=7)),
+    "past the exact step": (EXACT, {0: READY, 1: Ack(limit=8)}, 3, RoundVerdict(
         at=None, cancel_reason="rank 1 may be past step 7", rank=1
     )),
 }  # fmt: skip

@@ -19,7 +19,7 @@ def test_permutation_has_every_sample_once(samples: int, seed: int, epoch: int) 
 
 
 def test_permutation_is_stable_across_versions() -> None:
-    """A checkpoint of an older version, taken within an epoch, continues in this order."""
+    """A checkpoint that an older version took within an epoch continues in this order."""
     assert _all(12, 7, 3) == [9, 2, 8, 11, 3, 1, 7, 6, 0, 10, 5, 4]
     far = Permutation(samples=10**12, seed=(1 << 63) - 1, epoch=1)
     assert far.at(np.array([0, 1, 10**12 - 1], dtype=np.uint64)).tolist() == [

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
 
-from tests.support.trainer.sampler_lives import (
+from tests.support.trainer.sampler_attempts import (
     Data,
-    SamplerLife,
+    SamplerAttempt,
     SamplerRank,
     check_each_once,
     order,
@@ -36,7 +36,7 @@ from tests.support.trainer.step_count import StepCount
 def test_shares_cover_the_remaining_order(
     samples: int, used: int, world: int, shuffle: bool, drop_last: bool
 ) -> None:
-    """All ranks get equally many samples. The last samples are dropped, or the first ones of the epoch are repeated."""
+    """All ranks get the same number of samples. The last samples are dropped, or the first ones of the epoch are repeated."""
     shares = [
         list(
             ResumableSampler(
@@ -66,9 +66,9 @@ def test_shares_cover_the_remaining_order(
         drop_batch=st.booleans(),
         distributed=st.booleans(),
     ),
-    lives=st.lists(
+    attempts=st.lists(
         st.builds(
-            SamplerLife,
+            SamplerAttempt,
             saved=st.integers(0, 12),
             lost=st.integers(0, 2),
             world=st.integers(1, 4),
@@ -78,14 +78,11 @@ def test_shares_cover_the_remaining_order(
         max_size=4,
     ),
 )
-def test_every_sample_is_trained_on_once_an_epoch(data: Data, lives: list[SamplerLife]) -> None:
-    """With this sampler or torch's, any number of ranks after the restart and any batch size.
-
-    No sample is read twice.
-    """
-    if data.distributed:  # as many ranks with other batches count as another loader
-        lives = [replace(each, batch_size=lives[0].batch_size) for each in lives]
-    check_each_once(data, lives, trained_samples(data, lives))
+def test_every_sample_is_trained_on_once_an_epoch(data: Data, attempts: list[SamplerAttempt]) -> None:
+    """Any number of ranks and batch size may resume, with this sampler or torch's. No sample is read twice."""
+    if data.distributed:  # the same number of ranks with another batch size counts as another loader
+        attempts = [replace(each, batch_size=attempts[0].batch_size) for each in attempts]
+    check_each_once(data, attempts, trained_samples(data, attempts))
 
 
 @settings(max_examples=12, deadline=None)
@@ -96,15 +93,15 @@ def test_every_sample_is_trained_on_once_an_epoch(data: Data, lives: list[Sample
     lost=st.integers(0, 2),
 )
 def test_resumed_run_sees_the_same_batches(snapshots: list[int], world: int, samples: int, lost: int) -> None:
-    """With as many ranks and one batch size, the padded batches at the end are the same, too."""
+    """With the same number of ranks and batch size, the padded batches at the end are also the same."""
     data = Data(samples=samples)
-    whole = resume(data, SamplerLife(saved=0, world=world, batch_size=3), [])
+    whole = resume(data, SamplerAttempt(saved=0, world=world, batch_size=3), [])
     for rank in whole:
         rank.take(sum(snapshots))
     trees: list[dict[str, Any]] = []
     seen: list[list[int]] = [[] for _ in range(world)]
     for steps in snapshots:
-        ranks = resume(data, SamplerLife(saved=steps, world=world, batch_size=3), trees)
+        ranks = resume(data, SamplerAttempt(saved=steps, world=world, batch_size=3), trees)
         for number, rank in enumerate(ranks):
             rank.take(steps)
             seen[number] += [sample for epoch in rank.seen.values() for sample in epoch]
@@ -142,14 +139,14 @@ def test_sampler_works_in_a_batch_sampler_and_without_batching() -> None:
 def test_replay_fetches_the_same_order() -> None:
     """The replay has `skip="replay"` and one batch size."""
     data = Data(samples=20)
-    (lost,) = resume(data, SamplerLife(saved=0), [], skip="replay")
+    (lost,) = resume(data, SamplerAttempt(saved=0), [], skip="replay")
     lost.take(14)
-    (again,) = resume(data, SamplerLife(saved=0), [lost.tree()], skip="replay")
+    (again,) = resume(data, SamplerAttempt(saved=0), [lost.tree()], skip="replay")
     again.take(3)
     assert again.seen[1] == order(data, 1)[8:14]
     assert int(again.data.reads().sum()) == 14
     with pytest.raises(CheckpointMismatch, match="batch_size was 2 and is 3"):
-        resume(data, SamplerLife(saved=0, batch_size=3), [lost.tree()], skip="replay")
+        resume(data, SamplerAttempt(saved=0, batch_size=3), [lost.tree()], skip="replay")
 
 
 @pytest.mark.parametrize(
@@ -162,12 +159,12 @@ def test_replay_fetches_the_same_order() -> None:
 )
 def test_changed_order_is_refused_within_an_epoch(what: str, live: Data) -> None:
     """Another order would skip some samples and repeat others. Between epochs every option may change."""
-    (lost,) = resume(Data(samples=20), SamplerLife(saved=0), [])
+    (lost,) = resume(Data(samples=20), SamplerAttempt(saved=0), [])
     lost.take(3)
     with pytest.raises(CheckpointMismatch, match=what):
-        resume(live, SamplerLife(saved=0), [lost.tree()])
+        resume(live, SamplerAttempt(saved=0), [lost.tree()])
     lost.take(7)
-    (again,) = resume(live, SamplerLife(saved=0), [lost.tree()])
+    (again,) = resume(live, SamplerAttempt(saved=0), [lost.tree()])
     again.rest_of_epoch()
     assert again.seen[1] == order(live, 1)
 
@@ -191,4 +188,4 @@ def test_invalid_sampler_options_are_refused(options: dict[str, Any], what: str)
     with pytest.raises(UserError, match="epoch="):
         deltashard.ResumableSampler(5, seed=0).set_epoch(-1)
     with pytest.raises(UserError, match="all ranks iterate the same batches"):
-        SamplerRank(Data(samples=24), SamplerLife(saved=0, world=2), 0, shared=True)
+        SamplerRank(Data(samples=24), SamplerAttempt(saved=0, world=2), 0, shared=True)

@@ -9,13 +9,13 @@ import pytest
 from deltashard.errors import CheckpointMismatch
 from deltashard.loader.sharding import ResumePositions
 
-from tests.support.trainer.sampler_lives import Data, SamplerLife, SamplerRank
+from tests.support.trainer.sampler_attempts import Data, SamplerAttempt, SamplerRank
 
 DATA = Data(samples=48, distributed=True)
 
 
 def rank_of(rank: int, world: int, data: Data = DATA, **options: Any) -> SamplerRank:
-    return SamplerRank(data, SamplerLife(saved=0, world=world), rank, **options)
+    return SamplerRank(data, SamplerAttempt(saved=0, world=world), rank, **options)
 
 
 def taken_over(

@@ -58,7 +58,7 @@ def state_of(training: TableTraining) -> dict[str, object]:
 @pytest.mark.slow
 def test_a_restored_optimizer_continues_bit_for_bit(name, sparse):
     if not OPTIMIZERS[name][1 if sparse else 2]:
-        pytest.skip("torch has no such gradients for it")
+        pytest.skip("this optimizer takes no such gradients")
     with quiet():
         original, resumed = (
             TableTraining(name, "embedding", sparse, 1),
@@ -70,11 +70,11 @@ def test_a_restored_optimizer_continues_bit_for_bit(name, sparse):
             original.train()
         source.refresh()
         assert transfer(source, target) == []
-        ours, theirs = state_of(resumed), state_of(original)
-        assert differing(bits("", ours), bits("", theirs)) == []
-        for key, value in theirs.items():
+        found, wanted = state_of(resumed), state_of(original)
+        assert differing(bits("", found), bits("", wanted)) == []
+        for key, value in wanted.items():
             if isinstance(value, Tensor) and not value.is_sparse:
-                assert value.data_ptr() != ours[key].data_ptr()
+                assert value.data_ptr() != found[key].data_ptr()
         resumed.rng.set_state(original.rng.get_state())
         for _ in range(5):
             original.train()
@@ -150,10 +150,10 @@ class UserAdagrad(torch.optim.Optimizer):
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
 
-    def begin(self, p):
+    def make_state(self, p):
         self.state[p]["sum"] = torch.full((p.shape[0],), 0.25)
 
-    def fresh(self, p):
+    def needs_state(self, p):
         return "sum" not in self.state[p]
 
     @torch.no_grad()
@@ -161,8 +161,8 @@ class UserAdagrad(torch.optim.Optimizer):
         for p in self.param_groups[0]["params"]:
             if p.grad is None:
                 continue
-            if self.fresh(p):
-                self.begin(p)
+            if self.needs_state(p):
+                self.make_state(p)
             grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
             self.state[p]["sum"] += grad.square().mean(1)
             p.sub_(self.rate(p) * grad / self.state[p]["sum"].sqrt().unsqueeze(1))
@@ -171,17 +171,17 @@ class UserAdagrad(torch.optim.Optimizer):
         return 0.1
 
 
-class Flagged(UserAdagrad):
+class FlaggedAdagrad(UserAdagrad):
     """An Adagrad with a plain attribute that records whether its state exists."""
 
     initialized = False
 
-    def fresh(self, p):
+    def needs_state(self, p):
         first, self.initialized = not self.initialized, True
         return first
 
 
-class Keyed(UserAdagrad):
+class KeyedAdagrad(UserAdagrad):
     """An Adagrad with state, and references to it, in its own dictionaries and lists."""
 
     def __init__(self, params):
@@ -189,11 +189,11 @@ class Keyed(UserAdagrad):
         self.seen = {}
         self.sums = []
 
-    def fresh(self, p):
+    def needs_state(self, p):
         return p not in self.seen
 
-    def begin(self, p):
-        super().begin(p)
+    def make_state(self, p):
+        super().make_state(p)
         self.seen[p] = {"scale": torch.ones(()), "sum": self.state[p]["sum"]}
         self.sums = [self.state[p]["sum"]]
 
@@ -251,15 +251,15 @@ class ReinitializingOptimizer(UserAdagrad):
         super().__init__(params)
         self.box = PlainObject()
 
-    def fresh(self, p):
+    def needs_state(self, p):
         first, self.box.made = not self.box.made, True
         return first
 
-    def begin(self, p):
+    def make_state(self, p):
         if self.in_place and "sum" in self.state[p]:
             self.state[p]["sum"].fill_(0.25)
         else:
-            super().begin(p)
+            super().make_state(p)
 
 
 class InPlaceReinitializingOptimizer(ReinitializingOptimizer):
@@ -268,22 +268,22 @@ class InPlaceReinitializingOptimizer(ReinitializingOptimizer):
     in_place = True
 
 
-def built(kind, sparse=True):
+def build_tracked(kind, sparse=True):
     torch.manual_seed(3)
     model = nn.Embedding(40, 4, sparse=sparse)
     optimizer = kind(list(model.parameters()))
     return model, optimizer, Tracking(model, optimizer, settings=SETTINGS)
 
 
-def stepped(model, optimizer, ids):
+def train_step(model, optimizer, ids):
     optimizer.zero_grad()
     with quiet():
         model(ids).square().sum().backward()
         optimizer.step()
 
 
-def watched(tracking):
-    """Watch the first step of the optimizers and return what is reported of it."""
+def watch_first_step_reports(tracking):
+    """Watch the first step of the optimizers and return the list of its reports."""
     reports = []
     tracking.report = lambda name, facts: reports.append((name, dict(facts)))
     tracking.watch_first_step()
@@ -291,22 +291,22 @@ def watched(tracking):
 
 
 @pytest.mark.parametrize(
-    "kind", [Flagged, Keyed, RandomOptimizer, ExtraStateOptimizer], ids=lambda k: k.__name__
+    "kind", [FlaggedAdagrad, KeyedAdagrad, RandomOptimizer, ExtraStateOptimizer], ids=lambda k: k.__name__
 )
 def test_extra_optimizer_attributes_are_restored(kind, caplog):
-    model, optimizer, source = built(kind)
+    model, optimizer, source = build_tracked(kind)
     for i in range(4):
-        stepped(model, optimizer, torch.arange(10 * i, 10 * i + 10))
+        train_step(model, optimizer, torch.arange(10 * i, 10 * i + 10))
     source.refresh()
-    other_model, other, target = built(kind)
+    other_model, other, target = build_tracked(kind)
     groups, state = other.param_groups, other.state
     assert transfer(source, target) == []
     target.watch_first_step()
     assert other.param_groups is groups
     assert other.state is state
     for i in range(3):
-        stepped(model, optimizer, torch.tensor([i, 20]))
-        stepped(other_model, other, torch.tensor([i, 20]))
+        train_step(model, optimizer, torch.tensor([i, 20]))
+        train_step(other_model, other, torch.tensor([i, 20]))
     assert torch.equal(model.weight, other_model.weight)
     assert torch.equal(optimizer.state[model.weight]["sum"], other.state[other_model.weight]["sum"])
     assert "initialises it at its first step" not in caplog.text
@@ -325,27 +325,24 @@ def test_unchanged_attributes_are_not_restored():
             self.calls += 1
             return self.gain
 
-    model, optimizer, source = built(Tuned)
-    stepped(model, optimizer, torch.arange(4))
-    _, other, target = built(lambda ps: Tuned(ps, gain=2.0))
+    model, optimizer, source = build_tracked(Tuned)
+    train_step(model, optimizer, torch.arange(4))
+    _, other, target = build_tracked(lambda ps: Tuned(ps, gain=2.0))
     assert transfer(source, target) == []
     assert (other.gain, other.calls) == (2.0, 1)
-    assert "beside" not in built(torch.optim.Adagrad)[2].optimizers[0].capture()
+    assert "beside" not in build_tracked(torch.optim.Adagrad)[2].optimizers[0].capture()
 
 
 def test_unsupported_optimizer_attributes_are_reported():
-    """Objects are not pickled but listed.
-
-    An unsupported entry of a state_dict is refused, because state_dict promises it.
-    """
-    _, _, tracking = built(ReinitializingOptimizer)
+    """Objects are listed and not pickled. An unsupported entry of a state_dict is refused."""
+    _, _, tracking = build_tracked(ReinitializingOptimizer)
     assert tracking.optimizers[0].unsaved == ["ReinitializingOptimizer.box"]
 
     class Wrong(UserAdagrad):
         def state_dict(self):
             return {**super().state_dict(), "box": PlainObject()}
 
-    _, _, tracking = built(Wrong)
+    _, _, tracking = build_tracked(Wrong)
     with pytest.raises(UserError, match=r"entry 'box' of Wrong"):
         tracking.optimizers[0].capture()
 
@@ -365,9 +362,9 @@ def test_a_wrapper_around_an_optimizer_keeps_its_own_counter():
 
     for share in (True, False):
         kind = lambda ps, share=share: StepCounter(torch.optim.SGD(ps, lr=0.1), share=share)  # noqa: E731
-        _, optimizer, source = built(kind)
+        _, optimizer, source = build_tracked(kind)
         optimizer.count = 7
-        _, other, target = built(kind)
+        _, other, target = build_tracked(kind)
         assert transfer(source, target) == []
         assert other.count == 7
 
@@ -378,7 +375,7 @@ def test_a_wrapper_around_an_optimizer_keeps_its_own_counter():
     [
         ReinitializingOptimizer,
         InPlaceReinitializingOptimizer,
-        Flagged,
+        FlaggedAdagrad,
         torch.optim.Adam,
         torch.optim.RMSprop,
         torch.optim.Adagrad,
@@ -388,17 +385,17 @@ def test_a_wrapper_around_an_optimizer_keeps_its_own_counter():
 def test_discarded_restored_state_is_reported(kind, sparse, caplog):
     """An optimizer that makes its state again at the first step is reported; one that decays or keeps it is not."""
     if sparse and kind in (torch.optim.Adam, torch.optim.RMSprop):
-        pytest.skip("torch has no such gradients for it")
-    model, optimizer, source = built(kind, sparse)
-    stepped(model, optimizer, torch.arange(30))
+        pytest.skip("this optimizer takes no such gradients")
+    model, optimizer, source = build_tracked(kind, sparse)
+    train_step(model, optimizer, torch.arange(30))
     source.refresh()
-    other_model, other, target = built(kind, sparse)
+    other_model, other, target = build_tracked(kind, sparse)
     transfer(source, target)
-    reports = watched(target)
+    reports = watch_first_step_reports(target)
     with caplog.at_level(logging.WARNING, "deltashard.tracking"):
-        stepped(model, optimizer, torch.tensor([1, 2]))
-        stepped(other_model, other, torch.tensor([1, 2]))
-        stepped(other_model, other, torch.tensor([1, 2]))
+        train_step(model, optimizer, torch.tensor([1, 2]))
+        train_step(other_model, other, torch.tensor([1, 2]))
+        train_step(other_model, other, torch.tensor([1, 2]))
     discards = issubclass(kind, ReinitializingOptimizer)
     assert caplog.text.count("initialises it at its first step") == (1 if discards else 0)
     assert reports == ([("optimizer_state_reset", {"table": "weight", "field": "sum"})] if discards else [])
@@ -413,21 +410,18 @@ def test_state_equal_to_the_last_gradient_is_not_discarded(discards):
     optimizer = (
         ReinitializingOptimizer(params) if discards else torch.optim.Adam(params, lr=0.01, betas=(0.0, 0.999))
     )
-    stepped(model, optimizer, torch.arange(9, 90, 2))  # a coarse check of each 8th row finds none
+    train_step(model, optimizer, torch.arange(9, 90, 2))  # a coarse check of each 8th row finds none
     tracking = Tracking(model, [optimizer])
-    reports = watched(tracking)
+    reports = watch_first_step_reports(tracking)
     if discards:
         optimizer.box.made = False
-    stepped(model, optimizer, torch.arange(200, 300))
+    train_step(model, optimizer, torch.arange(200, 300))
     tracking.close()
     assert bool(reports) == discards
 
 
 def test_kernel_updated_parameters_are_not_optimizer_state():
-    """TorchRec's scripts give an optimizer all parameters of a model.
-
-    Nothing of a shard is stored until it is stepped.
-    """
+    """TorchRec's scripts give an optimizer all parameters. Of a shard, nothing is stored until it is stepped."""
     dense, shard = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, 2))
     optimizer = torch.optim.Adam([dense, shard])
     (view,) = views_of([optimizer], {dense: "top"}, (), {shard})

@@ -1,4 +1,4 @@
-"""Partial or full recovery: unclear cases are full, all ranks decide alike, and PLS is the actual loss."""
+"""Partial or full recovery: unclear cases are full, all ranks decide the same, and PLS is the actual loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 WORLD = 4
 NOW = RecoveryInputs(
-    run="store run", world_size=WORLD, layout="laid", lineage="born", previous_attempt=5, seq=9, step=30, attempt=5,
+    run="store run", world_size=WORLD, layout="layout 1", lineage="lineage 1", previous_attempt=5, seq=9, step=30, attempt=5,
     pls=0.0, recoveries=0, rows=400.0,
 )  # fmt: skip
 TERMS = RecoveryTerms(pls_target=0.5, planned_steps=1000)
@@ -31,7 +31,7 @@ TERMS = RecoveryTerms(pls_target=0.5, planned_steps=1000)
 def part(**values: Any) -> StagedMetadata:
     """Return a usable part, except for what `values` changes."""
     fits: dict[str, Any] = {
-        "run": "store run", "attempt": 5, "rank": 0, "world_size": WORLD, "layout": "laid", "lineage": "born",
+        "run": "store run", "attempt": 5, "rank": 0, "world_size": WORLD, "layout": "layout 1", "lineage": "lineage 1",
         "covers": 9, "step": 40, "clean": True, "ahead": False, "pls": 0.0, "recoveries": 0,
     }  # fmt: skip
     return StagedMetadata(**fits | values)
@@ -63,7 +63,7 @@ UNUSABLE_PARTS = [
     ({"attempt": 6}, "of attempt 6"),
     ({"world_size": 3}, "of 3 ranks"),
     ({"layout": "other"}, "sharded differently"),
-    ({"lineage": "wiped"}, "another run of this name"),
+    ({"lineage": "lineage 2"}, "another run of this name"),
     ({"covers": 10}, "builds on checkpoint 10"),
     ({"step": 29}, "of step 29"),
 ]
@@ -83,10 +83,10 @@ UNCLEAR = {
         [dataclasses.replace(vote(1, lost=True), unusable="its bytes do not have its hash"), *OTHERS[1:]],
         "rank 0's staged part: its bytes",
     ),
-    "nobody": ([vote(r, lost=True) for r in range(4)], "no rank has staged"),
-    "nobody clean": ([vote(r, clean=False) for r in range(4)], "every survivor"),
+    "no part": ([vote(r, lost=True) for r in range(4)], "no rank has staged"),
+    "no clean part": ([vote(r, clean=False) for r in range(4)], "every survivor"),
     "the first is torn": ([vote(0, step=41, clean=False), *OTHERS], "was ahead"),
-    "another's": (
+    "misplaced": (
         [dataclasses.replace(vote(r, lost=True), misplaced_ranks=(3,) if r == 1 else ()) for r in range(4)],
         "rank 1 finds the part of rank 3",
     ),
@@ -132,7 +132,9 @@ VOTES = st.lists(
 
 
 @given(VOTES, st.floats(0.001, 0.05))
-def test_recovery_plan_for_any_votes(values: list[tuple[bool, dict[str, Any]]], target: float) -> None:
+def test_partial_recovery_is_consistent_for_any_votes(
+    values: list[tuple[bool, dict[str, Any]]], target: float
+) -> None:
     """Partial recovery needs usable parts, one clean donor that no rank is ahead of, and a loss within the target."""
     votes = [
         vote(rank, lost=lost, rows=float(each["rows"]), **{k: v for k, v in each.items() if k != "rows"})
@@ -162,20 +164,20 @@ def test_recovery_plan_for_any_votes(values: list[tuple[bool, dict[str, Any]]], 
     assert verdict.pls <= target
 
 
-def test_loaders_move_to_the_position_of_the_others() -> None:
-    mine, theirs = (
+def test_lost_loader_advances_to_the_survivors_position() -> None:
+    behind, ahead = (
         Position(epoch=1, delivered=n, samples=2 * n, start={"g": n}, fingerprint=f"{n}", first="b", own={"g": n}).tree()
         for n in (3, 8)
     )  # fmt: skip
-    there = {"delivered": 8, "samples": 16, "fingerprint": None}
-    found, notes = advance_positions({"a": mine}, {"a": theirs})
-    assert found["a"] == mine | there
+    moved = {"delivered": 8, "samples": 16, "fingerprint": None}
+    found, notes = advance_positions({"a": behind}, {"a": ahead})
+    assert found["a"] == behind | moved
     assert notes == []
-    found, notes = advance_positions({"a": mine}, {"a": theirs | {"epoch": 2}})
-    assert found["a"] == theirs | there | {"epoch": 2, "first": None, "own": {"g": 3}}
+    found, notes = advance_positions({"a": behind}, {"a": ahead | {"epoch": 2}})
+    assert found["a"] == ahead | moved | {"epoch": 2, "first": None, "own": {"g": 3}}
     assert "another rank's random order" in notes[0]
-    stateful = mine | {"kind": "stateful"}
-    found, notes = advance_positions({"a": stateful}, {"a": theirs | {"kind": "stateful", "epoch": 2}})
+    stateful = behind | {"kind": "stateful"}
+    found, notes = advance_positions({"a": stateful}, {"a": ahead | {"kind": "stateful", "epoch": 2}})
     assert found["a"] == stateful
     assert "repeats the batches" in notes[0]
-    assert advance_positions({"a": theirs, "b": mine}, {"a": mine}) == ({"a": theirs, "b": mine}, [])
+    assert advance_positions({"a": ahead, "b": behind}, {"a": behind}) == ({"a": ahead, "b": behind}, [])

@@ -46,10 +46,7 @@ def trained(steps: int) -> dict[str, memoryview]:
 
 @pytest.mark.parametrize("script", [False, True])
 def test_changed_hyperparameters_are_reported(script: bool) -> None:
-    """The message names whether the checkpoint's or the script's values apply.
-
-    A change by the scheduler is not reported.
-    """
+    """The message names whose values apply: the checkpoint's or the script's. Scheduler changes are not reported."""
     again = Script(lr=0.02)
     group = again.optimizers[0].param_groups[0]
     group["weight_decay"] = 0.5
@@ -76,13 +73,13 @@ def test_changed_requires_grad_is_reported() -> None:
 
 
 def test_replaced_optimizer_of_a_module_is_adopted() -> None:
-    """The script keeps the optimizer beside the model."""
+    """The script keeps the optimizer as an attribute of the model."""
     model: Any = nn.Linear(2, 1)
     model.optimizer = torch.optim.Adam(model.parameters())
-    handed = UserOptimizers(model.optimizer, model)
-    assert not handed.refresh()
+    optimizers = UserOptimizers(model.optimizer, model)
+    assert not optimizers.refresh()
     model.optimizer = torch.optim.SGD(model.parameters())
-    assert handed.refresh()
-    assert handed.now == [model.optimizer]
+    assert optimizers.refresh()
+    assert optimizers.now == [model.optimizer]
     model.optimizer = None
-    assert not handed.refresh()
+    assert not optimizers.refresh()

@@ -33,7 +33,7 @@ def test_first_available_plan_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_of_a_checkpoint_without_blobs_are_not_applied() -> None:
-    """Without blobs nothing was checked, and an older checkpoint may be whole: the model must not change."""
+    """Without blobs nothing was checked, and an older checkpoint may be complete, so the model must not change."""
     schema = TableSchema(fqn="t", rows=1, columns=4, dtype="float32", fields=())
     weights = np.zeros((1, 4), np.float32)
     rows = RowBlock(schema=schema, ids=range(1), weights=weights, fields={}, columns=range(4))

@@ -26,7 +26,7 @@ APPLIES_TO: dict[str, tuple[BlockReason, set[Asker]]] = {
 
 
 @pytest.mark.parametrize("asker", list(Asker))
-def test_first_applicable_block_reason_by_requester(asker: Asker) -> None:
+def test_first_reason_that_applies_to_the_requester_blocks(asker: Asker) -> None:
     for facts in itertools.product([False, True], repeat=len(APPLIES_TO)):
         holds = dict(zip(APPLIES_TO, facts, strict=True))
         gate = SnapshotGate.of(**holds)
@@ -47,20 +47,19 @@ def test_snapshot_serves_all_requests_with_compatible_metadata() -> None:
 
     first, plain, same, other = handle(loss="1"), handle(), handle(loss="1", epoch="2"), handle(loss="3")
     pins = [handle("best"), handle("best"), handle("epoch")]
-    taken, rest = split_compatible([first, plain, other, same, *pins])
-    assert (taken, rest) == ([first, plain, same, *pins], [other])
-    flight = InFlightSave(snapshot_id=1, step=1, reason="test", handles=taken)
+    compatible, rest = split_compatible([first, plain, other, same, *pins])
+    assert (compatible, rest) == ([first, plain, same, *pins], [other])
+    flight = InFlightSave(snapshot_id=1, step=1, reason="test", handles=compatible)
     assert flight.metadata == {"loss": "1", "epoch": "2"}
     assert [each.exact for each in (plain, pins[0], first)] == [False, True, True]
 
 
 def test_wait_for_a_running_comparison_is_bounded() -> None:
-    """A running comparison of precopied rows with live rows delays close() by a bounded time.
-
-    Comparisons not yet begun are dropped.
-    """
+    """close() waits for a running comparison with live rows for a bounded time, and drops those not begun."""
     job: Future[None] = Future()
-    comparison = Comparison(lambda _work: job, on_found=lambda: pytest.fail("it was not over"))
+    comparison = Comparison(
+        lambda _work: job, on_found=lambda: pytest.fail("a cancelled comparison reports nothing")
+    )
     comparison.begin(InFlightSave(snapshot_id=1, step=1, reason="timer"), [(None, None)])  # type: ignore[list-item]
     found = comparison.result(time.monotonic())
     assert found is not None

@@ -33,9 +33,9 @@ def test_changes_after_step_are_reported_once(loop: str, caplog: pytest.LogCaptu
         if loop == "parameter last":
             with torch.no_grad():
                 model.weight.mul_(0.5)
-    said = {
+    warning = {
         "scheduler last": "scheduler scheduler changed between step()",
         "parameter last": "weight changed between step()",
     }.get(loop)
-    assert caplog.text.count("changed between step()") == (said is not None)
-    assert said is None or said in caplog.text
+    assert caplog.text.count("changed between step()") == (warning is not None)
+    assert warning is None or warning in caplog.text

@@ -1,4 +1,4 @@
-"""What a fused kernel reports of its rows: which rows it updated, and when, for every form of its input."""
+"""Which rows a fused kernel reports as updated, and when, for every form of its input."""
 
 from __future__ import annotations
 
@@ -150,10 +150,7 @@ def test_learning_rates_and_counters_are_restored() -> None:
 
 
 def test_a_kernel_without_an_optimizer_is_refused() -> None:
-    """What such a kernel does with its gradients is unknown.
-
-    An unproven optimizer may change rows that had no lookup.
-    """
+    """The use of its gradients is unknown. An unproven optimizer may change rows that had no lookup."""
     holder = _Holder()
     batch = BatchedKernel(holder)
     holder.emb_module.optimizer = EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD

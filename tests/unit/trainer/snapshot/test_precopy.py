@@ -32,15 +32,15 @@ def stored(arena):
     found, order, fresh = {}, [], set()
     for batch in arena.sent:
         if not order or order[-1] != batch.block:
-            assert batch.block not in order, "a block that another closed"
+            assert batch.block not in order, "a batch in a block that was already closed"
             order.append(batch.block)
         ids, (weights, state) = arena.rows(batch, [torch.zeros(1, COLUMNS), torch.zeros(1)])
         for row, held in zip(
             (ids - FIRST).tolist(), zip(weights.tolist(), state.tolist(), strict=True), strict=True
         ):
-            assert (row in found) == batch.duplicated, "a row twice"
+            assert (row in found) == batch.duplicated, "a row in two batches"
             assert found.setdefault(row, held) == held, "two values of a row"
-            assert row not in fresh, "a fresh row twice"
+            assert row not in fresh, "a fresh row in two batches"
             if batch.fresh:
                 fresh.add(row)
     return found, fresh
@@ -86,13 +86,13 @@ during = st.lists(
     ),
     max_size=12,
 )
-lives = st.lists(
+scripts = st.lists(
     st.tuples(
         rows_of,
         st.sampled_from(MODES),
         during,
         st.sampled_from(["baseline", "commit", "failed", "lost"]),
-        st.sampled_from(["cut", "cut", "discard", "other mode"]),
+        st.sampled_from(["snapshot", "snapshot", "discard", "other mode"]),
         st.booleans(),
     ),
     min_size=1,
@@ -100,11 +100,11 @@ lives = st.lists(
 )
 
 
-def play(script):
+def check_script(script):
     """Take snapshots with precopies, and compare the delivered rows of each with the table."""
     table = TrainedTable()
-    for number, (before, mode, between, fate, end, wanted) in enumerate(script, 1):
-        apart = wanted and mode != "since_commit"
+    for number, (before, mode, between, outcome, end, wanted) in enumerate(script, 1):
+        split = wanted and mode != "since_commit"
         table.write(before)
         table.marks.mark(torch.tensor(sorted(before), dtype=torch.int64))
         arena = FakeArena(1 << 10)
@@ -112,7 +112,7 @@ def play(script):
         table.watch()
         ahead = TablePrecopy(table, table.take_snapshot())
         written = []
-        batches = ahead.copy(writer, mode, fresh_first=apart)
+        batches = ahead.copy(writer, mode, fresh_first=split)
         for what, how in between:
             if what == "copy":
                 for _ in range(how):
@@ -133,7 +133,7 @@ def play(script):
         refreshed = (
             None if end == "discard" or now != mode else ahead.refresh_copy(table.take_snapshot(), now)
         )
-        assert not ahead.has_unmarked_writes, "every write was marked"
+        assert not ahead.has_unmarked_writes, "a write without a mark"
         writer.redirect(block=arena.take, send=arena.send)
         copies = SimpleNamespace(writer=writer, stream=arena, _written=written)
         rows = Precopy.hand_over(copies, [] if refreshed is None else [ahead])
@@ -142,30 +142,30 @@ def play(script):
             writer.table(table.take_snapshot(selection=table.marks.select(now)))
         else:
             assert rows == ahead.rows
-            refreshed.write(writer, fresh_first=apart)
+            refreshed.write(writer, fresh_first=split)
         found, fresh = stored(arena)
         assert writer.copied.rows == len(found)
         want = set(range(ROWS)) if now == "all" else table.changed[now]
         assert found.keys() >= want, (now, sorted(want - found.keys()))
         if refreshed is not None:
-            assert fresh >= (table.changed["since_commit"] if apart else set()), "changed, and not fresh"
-            assert fresh <= (set(table.marks.find("since_commit", 0, ROWS)) if apart else set())
+            assert fresh >= (table.changed["since_commit"] if split else set()), "changed but not fresh"
+            assert fresh <= (set(table.marks.find("since_commit", 0, ROWS)) if split else set())
             assert refreshed.full == (len(found) == ROWS)
         for row, (weights, state) in found.items():
             assert weights == table.weights[row].tolist(), (row, "weights of another step")
             assert state == float(table.state[row]), (row, "state of another step")
         if refreshed is not None:
             ahead.compare()
-            assert not len(ahead.unmarked_rows), "what is stored is what is there"
+            assert not len(ahead.unmarked_rows), "a delivered row differs from the table"
         full = now == "all"
         table.marks.snapshot_taken(number, full=full)
-        if fate in ("commit", "baseline"):
-            baseline = full and fate == "baseline"
+        if outcome in ("commit", "baseline"):
+            baseline = full and outcome == "baseline"
             table.marks.committed(number, baseline=baseline)
             table.changed["since_commit"] = set()
             if baseline:
                 table.changed["since_baseline"] = set()
-        elif fate == "failed":
+        elif outcome == "failed":
             table.marks.failed(number)
 
 
@@ -176,41 +176,41 @@ def _small(monkeypatch):
 
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
-@given(lives)
+@given(scripts)
 def test_snapshot_holds_the_current_value_of_every_changed_row(script):
     """Rows are written at any point of the copy. Snapshots commit, fail or are lost."""
-    play(script)
+    check_script(script)
 
 
-WRITTEN_MEANWHILE = [({1, 2, 40}, "all", [("copy", 9), ("step", {2})], "baseline", "cut", False)]
+WRITTEN_AFTER_COPY = [({1, 2, 40}, "all", [("copy", 9), ("step", {2})], "baseline", "snapshot", False)]
 
 
-@pytest.mark.parametrize("blind", ["touched", "watch"])
-def test_checker_detects_rows_of_another_step(monkeypatch, blind):
+@pytest.mark.parametrize("disabled", ["touched", "watch"])
+def test_checker_detects_rows_of_another_step(monkeypatch, disabled):
     """The property is not vacuous: a row that is written after its copy must be copied again."""
     monkeypatch.setattr(precopy, "PROBE_ROWS", 0)
-    play(WRITTEN_MEANWHILE)
-    if blind == "touched":
+    check_script(WRITTEN_AFTER_COPY)
+    if disabled == "touched":
         monkeypatch.setattr(Marks, "touched", lambda _marks: np.empty(0, np.int64))
     else:
         mark = Marks.mark
 
-        def late(marks, ids):
+        def mark_then_watch(marks, ids):
             mark(marks, ids)
             marks.watch()
 
-        monkeypatch.setattr(Marks, "mark", late)
+        monkeypatch.setattr(Marks, "mark", mark_then_watch)
     with pytest.raises(AssertionError, match="another step"):
-        play(WRITTEN_MEANWHILE)
+        check_script(WRITTEN_AFTER_COPY)
 
 
 def test_checker_detects_changed_rows_that_are_not_resent(monkeypatch):
     """Two of 70 rows change. A third row, whose copy is in the same batch, is written in place only."""
     script = [
-        ({1}, "all", [], "baseline", "cut", False),
-        ({1, 2}, "all", [("copy", 99), ("step", {9})], "lost", "cut", True),
+        ({1}, "all", [], "baseline", "snapshot", False),
+        ({1, 2}, "all", [("copy", 99), ("step", {9})], "lost", "snapshot", True),
     ]
-    play(script)
+    check_script(script)
     write = precopy.RefreshedCopy.write
     monkeypatch.setattr(
         precopy.RefreshedCopy,
@@ -221,8 +221,8 @@ def test_checker_detects_changed_rows_that_are_not_resent(monkeypatch):
             fresh_first=fresh_first,
         ),
     )
-    with pytest.raises(AssertionError, match="changed, and not fresh"):
-        play(script)
+    with pytest.raises(AssertionError, match="changed but not fresh"):
+        check_script(script)
 
 
 def test_no_memory_is_moved_while_it_is_read():

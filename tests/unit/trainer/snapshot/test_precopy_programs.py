@@ -33,13 +33,10 @@ class TrackedProgram:
     """A program under tracking, with its store and its running precopy."""
 
     def __init__(self, case, seed, how, *, split_batches=False):
-        """`split_batches`: snapshots take all rows.
-
-        The rows that changed since the newest commit are in separate batches.
-        """
+        """`split_batches`: snapshots take all rows; rows changed since the newest commit are in separate batches."""
         self.split_batches, self.mode = split_batches, "all" if split_batches else "since_commit"
-        self.training, self.cutter = begin(*case, seed, how)
-        self.table, self.tracking = self.cutter.table, self.cutter.tracking
+        self.training, self.checker = begin(*case, seed, how)
+        self.table, self.tracking = self.checker.table, self.checker.tracking
         self.store = [part.clone() for part in section_tensors(self.take_snapshot())]
         self.ahead = None
         self.written = []
@@ -70,8 +67,8 @@ class TrackedProgram:
         self.training.train()
 
     def take(self):
-        cutter = self.cutter
-        cutter.snapshot_id += 1
+        checker = self.checker
+        checker.snapshot_id += 1
         self.tracking.audit_before_commit()
         self.tracking.refresh()
         refreshed = None if self.ahead is None else self.ahead.refresh_copy(self.take_snapshot(), self.mode)
@@ -100,8 +97,8 @@ class TrackedProgram:
         self.writer.flush()
         self.ahead = None
         self.apply()
-        self.tracking.snapshot_taken(cutter.snapshot_id, self.mode)
-        self.tracking.committed(cutter.snapshot_id, baseline=self.split_batches)
+        self.tracking.snapshot_taken(checker.snapshot_id, self.mode)
+        self.tracking.committed(checker.snapshot_id, baseline=self.split_batches)
         self.tracking.audit_sample()
 
     def apply(self):
@@ -110,14 +107,14 @@ class TrackedProgram:
         if len(parts) != len(self.store):  # a field was added or removed: all rows are sent
             self.store = [torch.full_like(part, 77) for part in parts]
         before = [part.clone() for part in self.store]
-        said, sent = (torch.zeros(ROWS, dtype=torch.int64, device="cpu") for _ in range(2))
+        fresh, sent = (torch.zeros(ROWS, dtype=torch.int64, device="cpu") for _ in range(2))
         for batch in self.arena.sent:
             rows, values = self.arena.rows(batch, parts)
             assert bool((sent[rows] > 0).all() if batch.duplicated else (sent[rows] == 0).all()), (
-                "a row twice"
+                "a row in two batches"
             )
             sent[rows] += 1
-            said[rows] += int(batch.fresh)
+            fresh[rows] += int(batch.fresh)
             for stored, found in zip(self.store, values, strict=True):
                 stored[rows] = found.to(stored.device)
         for part, stored in zip(parts, self.store, strict=True):
@@ -130,15 +127,15 @@ class TrackedProgram:
                 for was, now in zip(before, self.store, strict=True)
             ]
             assert bool((sent > 0).all())
-            assert bool((said <= 1).all())
-            unsaid = (torch.stack(changed).any(0) & (said == 0)).nonzero().view(-1).tolist()
-            assert not unsaid, f"rows {unsaid[:8]} changed, and no fresh batch has them"
+            assert bool((fresh <= 1).all())
+            missed = (torch.stack(changed).any(0) & (fresh == 0)).nonzero().view(-1).tolist()
+            assert not missed, f"rows {missed[:8]} changed, but no fresh batch has them"
 
 
 TRACKED = [case for case in CASES if case[0] in EXACT and case[1:] == ("embedding", True)]
 """Cases that are tracked by gradients. Tables of other cases are never precopied."""
 COMMON = [
-    "train", "train_and_copy", "train_and_copy", "watch", "copy", "copy", "cut", "cut", "step_again", "accumulate_and_step",
+    "train", "train_and_copy", "train_and_copy", "watch", "copy", "copy", "snapshot", "snapshot", "step_again", "accumulate_and_step",
 ]  # fmt: skip
 
 
@@ -167,16 +164,17 @@ def _small(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_stored_rows_equal_the_live_rows(device, case, events, seed, split_batches):
-    if "replace_module" in events:  # torch cannot give the state of a parameter that no group holds any more
+    if "replace_module" in events:
+        # torch cannot return the state of a parameter that is in no group any more
         events = [event for event in events if event != "reload_optimizer"]
     with quiet(), torch.device(device):
         program = TrackedProgram(
             case, seed, AUDIT_ALL if TRACELESS & set(events) else PLAIN, split_batches=split_batches
         )
-        for event in [*events, "cut"]:
+        for event in [*events, "snapshot"]:
             if event in ("watch", "copy", "train_and_copy"):
                 getattr(program, event)()
-            elif event == "cut":
+            elif event == "snapshot":
                 program.take()
             else:
                 getattr(program.training, event)()

@@ -288,12 +288,12 @@ def test_sharded_tensors_are_refused_at_construction() -> None:
 
     model = nn.Linear(2, 2)
     model.register_buffer("part", torch.zeros(2).as_subclass(ShardedSubclass))
-    for module, words in (
+    for module, message in (
         ("torch.distributed.tensor", "part is sharded"),
         ("mine", "part is a ShardedSubclass"),
     ):
         ShardedSubclass.__module__ = module
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=message):
             config.check_model(model)
     flat = nn.Linear(2, 2)
     flat.register_parameter("_flat_param", FlatParameter(torch.zeros(3)))
@@ -359,10 +359,10 @@ def test_cast_after_construction_is_reported_and_saved(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING, "deltashard"):
         raw = program.take_snapshot()
         program.take_snapshot()
-    (said,) = [
+    (warning,) = [
         r.getMessage() for r in caplog.records if "changed after the Checkpointer was built" in r.message
     ]
-    assert "items.weight changed from float32 to float16" in said
+    assert "items.weight changed from float32 to float16" in warning
     assert program.tracking.tables[0].schema.dtype == "float16"
     again = _table().half()
     BlobProgram(again).restore(raw)
@@ -376,21 +376,21 @@ def test_strict_false_restores_what_fits() -> None:
     model = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.Linear(4, 2)))
     mine = {"x": 1}
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    first = BlobProgram(model, optimizer, mine=mine, tensor=torch.zeros(3), gone={"y": 1})
+    first = BlobProgram(model, optimizer, mine=mine, tensor=torch.zeros(3), removed={"y": 1})
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
     raw = first.take_snapshot()
     again = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.Linear(4, 3), c=nn.Linear(3, 1)))
     optimizer = torch.optim.Adam(again.parameters(), lr=0.5)
-    theirs: dict[str, Any] = {}
-    program = BlobProgram(again, optimizer, mine=theirs, tensor=torch.zeros(5), new={"z": 1})
+    restored: dict[str, Any] = {}
+    program = BlobProgram(again, optimizer, mine=restored, tensor=torch.zeros(5), new={"z": 1})
     with pytest.raises(CheckpointMismatch):
         program.restore(raw)
     notes = "\n".join(program.restore(raw, strict=False))
-    for said in ("b.weight", "c.weight", "state['gone']", "state['new']", "state['tensor']"):
-        assert said in notes
+    for name in ("b.weight", "c.weight", "state['removed']", "state['new']", "state['tensor']"):
+        assert name in notes
     assert torch.equal(again.a.weight, model.a.weight)
-    assert theirs == mine
+    assert restored == mine
     assert optimizer.state[again.a.weight]["step"] == 1
     again(torch.randn(3, 4)).sum().backward()
     optimizer.step()
@@ -443,7 +443,7 @@ def test_wrapper_without_base_init_is_unwrapped_or_refused() -> None:
 def test_sharded_modules_have_no_contract() -> None:
     """Sharded modules declare their tables themselves. A contract of a module around them is refused."""
 
-    class Speaks(nn.Module):
+    class ExtraStateModule(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
             self.inner = inner
@@ -455,5 +455,7 @@ def test_sharded_modules_have_no_contract() -> None:
     sharded._register_state_dict_hook(lambda *_: None)
     inventory = Inventory(sharded=[sharded])
     assert contract.contracts_of(nn.ModuleDict({"it": sharded}), lambda: inventory) == []
-    with pytest.raises(StateError, match=r"its own get_extra_state and contains sharded tables.*Speaks"):
-        contract.contracts_of(nn.ModuleDict({"it": Speaks(sharded)}), lambda: inventory)
+    with pytest.raises(
+        StateError, match=r"its own get_extra_state and contains sharded tables.*ExtraStateModule"
+    ):
+        contract.contracts_of(nn.ModuleDict({"it": ExtraStateModule(sharded)}), lambda: inventory)

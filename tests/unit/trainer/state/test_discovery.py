@@ -62,10 +62,7 @@ def test_wrappers_do_not_change_names(wrap):
 
 
 def test_shared_memory_is_detected():
-    """Addresses show sharing: parameters over one storage, views, memory from outside.
-
-    Adjacent memory is not shared.
-    """
+    """Addresses show sharing: one storage, views, memory from outside. Adjacent memory is not shared."""
     whole = torch.zeros(30, 4)
     raw = bytearray(400)
     names = ("a", "b", "view", "left", "right", "raw", "again", "alone")

@@ -1,4 +1,4 @@
-"""Unsharded managed collisions of TorchRec: a restore returns what they collect between evictions."""
+"""Unsharded managed collisions of TorchRec: a restore returns the history that they collect between evictions."""
 
 from __future__ import annotations
 

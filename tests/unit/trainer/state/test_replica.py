@@ -30,5 +30,5 @@ def test_one_changed_value_of_a_small_tensor_is_detected() -> None:
     assert differing_replicas(zero, {0: sums(zero, 7), 1: sums(other, 7), 2: sums(zero, 7)}) == [
         "b on rank 1"
     ]
-    said = {0: sums(zero, 7)} | {rank: sums(other, 7) for rank in range(1, 7)}
-    assert differing_replicas(zero, said) == ["b on ranks 1, 2, 3, 4 and more"]
+    by_rank = {0: sums(zero, 7)} | {rank: sums(other, 7) for rank in range(1, 7)}
+    assert differing_replicas(zero, by_rank) == ["b on ranks 1, 2, 3, 4 and more"]

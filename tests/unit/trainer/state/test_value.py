@@ -11,7 +11,7 @@ from deltashard.errors import CheckpointMismatch, StateError
 from deltashard.state.value import decode_value, encode_value, source, sources
 
 
-def through(value: Any) -> Any:
+def round_trip(value: Any) -> Any:
     return decode_value(encode_value(value).to_bytes())
 
 
@@ -23,7 +23,7 @@ DTYPES = "float32", "float64", "float16", "bfloat16", "int64", "uint8", "bool", 
 def test_tensors_round_trip_with_dtype_shape_and_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """The cases include scalars, empty tensors, and types that numpy does not have."""
     value = (torch.rand(shape) * 10).to(dtype)
-    back = through({"t": value})["t"]
+    back = round_trip({"t": value})["t"]
     assert back.dtype == dtype
     assert back.shape == value.shape
     assert torch.equal(back, value)
@@ -31,10 +31,10 @@ def test_tensors_round_trip_with_dtype_shape_and_bits(dtype: torch.dtype, shape:
 
 def test_strided_and_conjugated_tensors_are_stored_by_value() -> None:
     base = torch.arange(12.0).view(3, 4)
-    assert torch.equal(through(base.t()), base.t())
-    assert torch.equal(through(base[:, ::2]), base[:, ::2])
+    assert torch.equal(round_trip(base.t()), base.t())
+    assert torch.equal(round_trip(base[:, ::2]), base[:, ::2])
     complex_value = torch.randn(3, dtype=torch.complex64).conj()
-    assert torch.equal(through(complex_value), complex_value.resolve_conj())
+    assert torch.equal(round_trip(complex_value), complex_value.resolve_conj())
 
 
 def test_uncoalesced_sparse_tensors_stay_uncoalesced() -> None:
@@ -42,13 +42,13 @@ def test_uncoalesced_sparse_tensors_stay_uncoalesced() -> None:
     value = torch.sparse_coo_tensor(
         torch.tensor([[1, 1, 0]]), torch.tensor([1.0, 2.0, 3.0]), (4,), check_invariants=True
     )
-    back = through(value)
+    back = round_trip(value)
     assert not back.is_coalesced()
     assert torch.equal(back._indices(), value._indices())
     assert torch.equal(back._values(), value._values())
 
 
-def test_mixed_torch_and_python_types() -> None:
+def test_mixed_torch_and_python_types_round_trip() -> None:
     value = {
         "size": torch.Size([2, 3]),
         "dtype": torch.bfloat16,
@@ -56,15 +56,12 @@ def test_mixed_torch_and_python_types() -> None:
         1: (None, 2**80, {1, 2}),
         "lambdas": [None, {"a": 1.5}],
     }
-    assert through(value) == value
+    assert round_trip(value) == value
 
 
 @pytest.mark.parametrize("value", [3, 2.5, "text", None, True, (1, 2), b"x"])
 def test_values_that_cannot_be_restored_are_refused(value: Any) -> None:
-    """A plain value does not change after construction.
-
-    The message names the entry; the remedy is a pair or a mutable object.
-    """
+    """A plain value cannot change in place. The message names the entry; the remedy is a pair or a mutable object."""
     with pytest.raises(StateError, match="get, set"):
         source("mine", value)
     with pytest.raises(StateError, match=r"state\['mine'\].*|deep"):
@@ -76,7 +73,7 @@ def test_values_that_cannot_be_restored_are_refused(value: Any) -> None:
 def test_all_supported_state_is_restored_in_place() -> None:
     box = [1]
     scheduler_like = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 2)
-    things: dict[str, Any] = {
+    values: dict[str, Any] = {
         "pair": (lambda: box[0], lambda v: box.__setitem__(0, v)),
         "dict": {"a": [1, 2]},
         "list": [1, {"b": 2}],
@@ -87,22 +84,22 @@ def test_all_supported_state_is_restored_in_place() -> None:
         "python": __import__("random").Random(1),
         "scheduler": scheduler_like,
     }
-    found = sources(things)
-    held = {each.name: through(each.get()) for each in found}
-    draws = (torch.rand(2, generator=things["torch"]), things["numpy"].random(2), things["python"].random())
+    found = sources(values)
+    held = {each.name: round_trip(each.get()) for each in found}
+    draws = (torch.rand(2, generator=values["torch"]), values["numpy"].random(2), values["python"].random())
     box[0] = 7
-    things["dict"]["a"].append(3)
-    things["list"].clear()
-    things["tensor"].fill_(0)
-    things["array"][:] = 0
+    values["dict"]["a"].append(3)
+    values["list"].clear()
+    values["tensor"].fill_(0)
+    values["array"][:] = 0
     for each in found:
         each.set(held[each.name])
-    again = (torch.rand(2, generator=things["torch"]), things["numpy"].random(2), things["python"].random())
+    again = (torch.rand(2, generator=values["torch"]), values["numpy"].random(2), values["python"].random())
     assert box == [1]
-    assert things["dict"] == {"a": [1, 2]}
-    assert things["list"] == [1, {"b": 2}]
-    assert things["tensor"].tolist() == [0, 1, 2, 3]
-    assert things["array"].tolist() == [0, 1, 2, 3]
+    assert values["dict"] == {"a": [1, 2]}
+    assert values["list"] == [1, {"b": 2}]
+    assert values["tensor"].tolist() == [0, 1, 2, 3]
+    assert values["array"].tolist() == [0, 1, 2, 3]
     assert torch.equal(draws[0], again[0])
     assert draws[1].tolist() == again[1].tolist()
     assert draws[2] == again[2]
@@ -112,20 +109,20 @@ def test_all_supported_state_is_restored_in_place() -> None:
 def test_containers_of_stateful_objects_are_restored(kind: type) -> None:
     def members(seed: int) -> Any:
         torch.manual_seed(seed)
-        things = [torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.Generator().manual_seed(seed)]
-        return {"a": things[0], "b": things[1], 3: things[2]} if kind is dict else kind(things)
+        objects = [torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.Generator().manual_seed(seed)]
+        return {"a": objects[0], "b": objects[1], 3: objects[2]} if kind is dict else kind(objects)
 
     def values(held: Any) -> list[Any]:
         return list(held.values() if kind is dict else held)
 
     saved, again = members(1), members(2)
     (mine,), (other,) = sources({"all": saved}), sources({"all": again})
-    other.set(through(mine.get()))
+    other.set(round_trip(mine.get()))
     assert torch.equal(values(saved)[0].weight, values(again)[0].weight)
     assert torch.equal(torch.rand(3, generator=values(saved)[2]), torch.rand(3, generator=values(again)[2]))
     fewer = {"a": saved["a"]} if kind is dict else kind(saved[:1])
     with pytest.raises(CheckpointMismatch, match="the checkpoint holds"):
-        sources({"all": fewer})[0].set(through(mine.get()))
+        sources({"all": fewer})[0].set(round_trip(mine.get()))
 
 
 def test_mixed_container_is_refused_with_a_remedy() -> None:

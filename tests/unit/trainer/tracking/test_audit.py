@@ -1,4 +1,4 @@
-"""The sampled audit finds writes without a trace as often as its documentation states."""
+"""The sampled audit finds silent writes at the rate that its documentation states."""
 
 from __future__ import annotations
 
@@ -81,10 +81,7 @@ def compare_ahead(tracking: Tracking) -> None:
 
 
 def test_comparison_before_a_snapshot_counts_for_the_snapshot():
-    """The early comparison finds the fault, and the snapshot does not repeat it.
-
-    A row that is marked meanwhile is no fault.
-    """
+    """The early comparison finds the fault; the snapshot does not repeat it. A row marked meanwhile is no fault."""
     table, tracking = audited()
     compare_ahead(tracking)
     assert tracking.audit_before_commit(ahead=True) == []
@@ -116,7 +113,7 @@ def test_full_sample_is_compared_only_at_snapshots():
     """The copying thread would miss writes before its first comparison or after its last."""
     table, tracking = audited(ROWS)
     commit_snapshot(tracking, 2)
-    tracking.audit_sample(lambda _: pytest.fail("looked at on another thread"))
+    tracking.audit_sample(lambda _: pytest.fail("compared on another thread"))
     assert tracking.audit_ahead() == []
     table.weight.data[17] += 1
     [fault] = tracking.audit_before_commit(ahead=True)

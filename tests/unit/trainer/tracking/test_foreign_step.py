@@ -18,10 +18,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 def test_unregistered_optimizer_is_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The given optimizer continues to step, so saves continue.
-
-    After close(), and for other models, nothing is reported.
-    """
+    """Saves continue, as the given optimizer steps. After close(), and for other models, nothing is reported."""
     caplog.set_level(logging.WARNING)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     given = torch.optim.Adam(model[0].parameters())

@@ -16,7 +16,7 @@ ROWS = 10
 rows_of = st.lists(st.integers(0, ROWS - 1), max_size=4)
 moves = st.one_of(
     st.tuples(st.just("change"), rows_of),
-    st.tuples(st.just("cut"), st.sampled_from(["all", "since_baseline", "since_commit"])),
+    st.tuples(st.just("snapshot"), st.sampled_from(["all", "since_baseline", "since_commit"])),
     # A notification about any earlier snapshot, also repeated, late, out of order, or after an assumed failure.
     st.tuples(st.just("committed"), st.integers(0, 30)),
     st.tuples(st.just("failed"), st.integers(0, 30)),
@@ -46,13 +46,13 @@ def selected(marks: Marks, mode: str) -> set[int]:
     return set(range(ROWS)) if selection.all else set(selection.ids.tolist())
 
 
-def play(script: list[tuple[str, object]], device: str = "cpu") -> tuple[Marks, MarksModel]:
+def check_script(script: list[tuple[str, object]], device: str = "cpu") -> tuple[Marks, MarksModel]:
     marks, model = Marks(ROWS, device), MarksModel()
     for kind, what in script:
         if kind == "change":
             marks.mark(torch.tensor(what, dtype=torch.int64, device=device))
             model.changed[-1].update(what)
-        elif kind == "cut":
+        elif kind == "snapshot":
             snapshot_id = len(model.changed)
             marks.snapshot_taken(snapshot_id, full=what == "all")
             model.full[snapshot_id] = what == "all"
@@ -84,7 +84,7 @@ def play(script: list[tuple[str, object]], device: str = "cpu") -> tuple[Marks, 
 @settings(max_examples=600, deadline=None)
 @given(script=st.lists(moves, max_size=30))
 def test_selection_contains_every_changed_row_for_any_notifications(device, script):
-    play(script, device)
+    check_script(script, device)
 
 
 @settings(max_examples=200, deadline=None)
@@ -120,21 +120,21 @@ def test_selection_is_exact_with_prompt_notifications(script):
 def test_checker_detects_marks_dropped_too_early(monkeypatch):
     """The property is not vacuous: clearing pending flags at any commit misses rows of a newer failed snapshot."""
 
-    def hasty(self, snapshot_id, *, baseline):
+    def clear_all_pending(self, snapshot_id, *, baseline):
         if self._in_flight.pop(snapshot_id, None) is not None:
             self.flags.bitwise_and_(0xFF ^ 2)
 
-    monkeypatch.setattr(Marks, "committed", hasty)
+    monkeypatch.setattr(Marks, "committed", clear_all_pending)
     script = [
         ("change", [1]),
-        ("cut", "all"),
+        ("snapshot", "all"),
         ("change", [2]),
-        ("cut", "since_commit"),
+        ("snapshot", "since_commit"),
         ("committed", 1),
         ("failed", 2),
     ]
     with pytest.raises(AssertionError):
-        play(script)
+        check_script(script)
 
 
 def test_full_snapshot_committed_as_a_delta_keeps_the_old_baseline():

@@ -1,4 +1,4 @@
-"""A program's stance: inside an optimizer's step, past a forward pass, or neither."""
+"""Whether a program is at a step boundary, or past a forward pass of training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def net() -> nn.Module:
 
 
 def watched(model: nn.Module, optimizers: Any) -> tuple[StepBoundaryMonitor, StepClock]:
-    """Return a program's stance, and the clock that counts its steps."""
+    """Return the step boundary monitor of a program, and the clock that counts its steps."""
     tracking = Tracking(model, optimizers)
     clock = StepClock(tracking)
     return StepBoundaryMonitor(tracking, clock), clock

@@ -92,25 +92,25 @@ BETWEEN = [name for name in vars(VersionsCase) if name.split("_")[0] in (
 
 
 @pytest.fixture
-def answers(monkeypatch):
-    """Return the answer of each version set before a step."""
-    said = []
+def checks(monkeypatch):
+    """Return the list of the results of `TensorVersionSet.unchanged`, one for each check."""
+    results = []
     real = TensorVersionSet.unchanged
-    monkeypatch.setattr(TensorVersionSet, "unchanged", lambda self: said.append(real(self)) or said[-1])
-    return said
+    monkeypatch.setattr(TensorVersionSet, "unchanged", lambda self: results.append(real(self)) or results[-1])
+    return results
 
 
 @pytest.mark.parametrize("between", BETWEEN)
-def test_external_changes_are_detected_by_the_next_step(answers, between):
+def test_external_changes_are_detected_by_the_next_step(checks, between):
     """All rows of the table count as changed; the other tables keep their marks."""
     case = VersionsCase()
     getattr(case, between)()
     case.train()
-    assert answers[-1] is False
+    assert checks[-1] is False
     dirty = case.dirty()
     assert dirty.pop(THIS) == list(range(ROWS))
     assert dirty == [[1, 2]] * (TABLES - 1)
     if case.tracking.tables[THIS].tracker == "gradients":
         case.train()  # the first step after a snapshot's check takes the tables one by one
         case.train()
-        assert answers[-1] is True
+        assert checks[-1] is True

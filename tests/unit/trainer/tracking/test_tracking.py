@@ -40,20 +40,20 @@ TRACELESS = {"write_data"}
 @given(
     case=st.sampled_from(CASES),
     events=st.lists(
-        st.one_of(st.sampled_from(EVENTS), st.sampled_from(["train", "cut"])), min_size=1, max_size=14
+        st.one_of(st.sampled_from(EVENTS), st.sampled_from(["train", "snapshot"])), min_size=1, max_size=14
     ),
     seed=st.integers(0, 1000),
 )
 @pytest.mark.slow
 def test_no_row_that_changed_is_missed(case, events, seed):
     with quiet():
-        training, cutter = begin(*case, seed, AUDIT_ALL if TRACELESS & set(events) else PLAIN)
+        training, checker = begin(*case, seed, AUDIT_ALL if TRACELESS & set(events) else PLAIN)
         for event in events:
-            if event == "cut":
-                cutter.take()
+            if event == "snapshot":
+                checker.take()
             else:
                 getattr(training, event)()
-        cutter.take()
+        checker.take()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
@@ -61,23 +61,23 @@ def test_no_row_that_changed_is_missed(case, events, seed):
 def test_plain_training_uses_the_cheapest_tracking(case):
     """Whitelisted optimizers stay on gradients, all others use hashes. Few unchanged rows are marked."""
     with quiet():
-        training, cutter = begin(*case)
+        training, checker = begin(*case)
         training.train()
-        cutter.take()
-        cutter.rows = cutter.changed = cutter.selected = 0
+        checker.take()
+        checker.rows = checker.changed = checker.selected = 0
         for _ in range(6):
             training.train()
             training.evaluate()
             training.evaluate_with_graph()
-            cutter.take()
+            checker.take()
     name, kind, sparse = case
     exact = sparse and name in EXACT and kind != "max_norm"
-    assert cutter.table.tracker == ("gradients" if exact else "hashes"), cutter.table.reason
-    over = (cutter.selected - cutter.changed) / max(cutter.changed, 1)
+    assert checker.table.tracker == ("gradients" if exact else "hashes"), checker.table.reason
+    extra = (checker.selected - checker.changed) / max(checker.changed, 1)
     if not exact:
-        assert over == 0
+        assert extra == 0
     elif kind not in ("padded", "bag_offsets", "bag_max"):  # some rows of these tables get no gradient
-        assert over < 0.05, over
+        assert extra < 0.05, extra
 
 
 def test_checker_detects_a_missed_row(monkeypatch):
@@ -85,11 +85,11 @@ def test_checker_detects_a_missed_row(monkeypatch):
     real = Marks.mark
     monkeypatch.setattr(Marks, "mark", lambda self, ids: real(self, ids[..., : ids.shape[-1] // 2]))
     with quiet():
-        training, cutter = begin("sgd", "embedding", True)
+        training, checker = begin("sgd", "embedding", True)
         training.train()
         training.train()
         with pytest.raises(AssertionError, match="missed"):
-            cutter.take()
+            checker.take()
 
 
 def commit_all(tracking, snapshot_id=1):
@@ -123,7 +123,7 @@ def test_tied_embeddings_are_one_table():
 
 
 def test_parameters_sharing_storage_are_hashed():
-    """The step of one changes rows of the other. Only addresses show it, also if the storage is shared later."""
+    """The step of one changes rows of the other. Only addresses show the sharing, also if it begins later."""
     _, _, tracking = pair(lambda first, second: setattr(second, "weight", nn.Parameter(first.weight.data)))
     for table in tracking.tables:
         assert table.select_rows("since_commit").ids.tolist() == [1, 2, 7]
@@ -137,8 +137,8 @@ def test_parameters_sharing_storage_are_hashed():
 
 def test_removed_table_is_no_longer_saved():
     """The table is added during training and then removed. After each change the next save holds all rows."""
-    training, cutter = begin("adagrad", "embedding", True)
-    tracking, late = cutter.tracking, make_table("embedding", True)
+    training, checker = begin("adagrad", "embedding", True)
+    tracking, late = checker.tracking, make_table("embedding", True)
     training.model["late"] = late
     training.optimizer.add_param_group({"params": [late.weight]})
     tracking.refresh()
@@ -153,30 +153,30 @@ def test_removed_table_is_no_longer_saved():
 
 def test_copies_and_pickles_of_the_model_are_not_tracked():
     """Averaged models are deep copies. Copies and pickles carry no marks and mark nothing."""
-    training, cutter = begin("sgd", "embedding", True)
-    twin = copy.deepcopy(training.model)
+    training, checker = begin("sgd", "embedding", True)
+    duplicate = copy.deepcopy(training.model)
     other = pickle.loads(pickle.dumps(training.model))
-    for model in (twin, other):
+    for model in (duplicate, other):
         with quiet():
             model["table"](torch.tensor([1, 2, 3])).sum().backward()
-    assert cutter.take() == set()
+    assert checker.take() == set()
 
 
 def test_replaced_parameter_is_detected_at_the_next_snapshot():
     """All rows of the new Parameter count. A Parameter of another shape is a new table of that name."""
-    training, cutter = begin("sgd", "embedding", True)
+    training, checker = begin("sgd", "embedding", True)
     training.model["table"].weight = nn.Parameter(torch.randn(ROWS, COLUMNS))
-    assert cutter.take() == set(range(ROWS))
-    assert cutter.table.param is training.weight
+    assert checker.take() == set(range(ROWS))
+    assert checker.table.param is training.weight
     training.model["table"].weight = nn.Parameter(torch.randn(ROWS + 1, COLUMNS))
-    cutter.tracking.refresh()
-    assert cutter.tracking.regrown
-    assert cutter.tracking.by_key["table.weight"].schema.rows == ROWS + 1
+    checker.tracking.refresh()
+    assert checker.tracking.regrown
+    assert checker.tracking.by_key["table.weight"].schema.rows == ROWS + 1
     training.weight.data = torch.randn(ROWS + 2, COLUMNS)  # in place: the same parameter object
-    cutter.tracking.snapshot_taken(7, "all")
-    cutter.tracking.refresh()
-    assert cutter.tracking.regrown
-    assert cutter.tracking.by_key["table.weight"].select_rows("since_commit").all
+    checker.tracking.snapshot_taken(7, "all")
+    checker.tracking.refresh()
+    assert checker.tracking.regrown
+    assert checker.tracking.by_key["table.weight"].select_rows("since_commit").all
 
 
 def test_close_removes_all_hooks():
@@ -188,7 +188,7 @@ def test_close_removes_all_hooks():
 
 
 def test_dense_and_sparse_gradients_of_one_table_do_not_hide_rows():
-    training, cutter = begin("sgd", "embedding", False)
+    training, checker = begin("sgd", "embedding", False)
     functional = torch.nn.functional
     with quiet():
         for together in (True, False):
@@ -200,7 +200,7 @@ def test_dense_and_sparse_gradients_of_one_table_do_not_hide_rows():
                 training.loss().backward()
                 sparse.backward()
             training.optimizer.step()
-            cutter.take()
+            checker.take()
 
 
 def test_hashed_tables_are_compared_in_chunks(monkeypatch):
@@ -219,7 +219,7 @@ def test_hashed_tables_are_compared_in_chunks(monkeypatch):
 
 
 class Rebinds(nn.Module):
-    """A table beside a buffer that each forward pass replaces."""
+    """A table, and a buffer that each forward pass replaces."""
 
     def __init__(self):
         super().__init__()

@@ -21,10 +21,7 @@ def lookup(module, *rows):
 
 
 class AuditlessProgram:
-    """Tables under optimizers, without audits.
-
-    Each snapshot commits at once, and fails if an unselected row has changed.
-    """
+    """Tables without audits. Each snapshot commits at once, and fails if an unselected row has changed."""
 
     def __init__(self, optimize=adagrad, later=lambda _self: None, settings=PLAIN, **kinds):
         torch.manual_seed(0)
@@ -102,13 +99,13 @@ def prepared(how):
     return lambda *shape: (made := Table(*shape), how(made))[0]
 
 
-def eps0(weights):
+def zero_eps_adagrad(weights):
     optimizer = adagrad(weights, eps=0.0, initial_accumulator_value=0.1)
     optimizer.state[weights[0]]["sum"][50] = 0
     return optimizer
 
 
-def one_state(weights):
+def shared_state_adagrad(weights):
     optimizer = adagrad(weights)
     optimizer.state[weights[1]]["sum"] = optimizer.state[weights[0]]["sum"]
     return optimizer
@@ -129,7 +126,7 @@ MINUS_ZERO = {
 class UnseenChangeCase(AuditlessProgram):
     """The cases of the table below that are more than plain training."""
 
-    def stash(self, *more):
+    def probe_backward_before_step(self, *more):
         """Run a probe's backward pass between a backward pass and its step."""
 
         def probe():
@@ -141,9 +138,9 @@ class UnseenChangeCase(AuditlessProgram):
 
         self.train_three_steps(between=probe)
 
-    late_opt_two_passes = partialmethod(stash, 51)
+    probe_and_lookup_before_step = partialmethod(probe_backward_before_step, 51)
 
-    def late(self):
+    def gradients_applied_one_step_late(self):
         """Apply gradients one step late, after a snapshot."""
         pending = [None]
 
@@ -164,18 +161,18 @@ class UnseenChangeCase(AuditlessProgram):
         self.step()
         assert self.take_snapshot() == {"e": {1, 2, 7}}
 
-    def tiedgrad(self):
+    def shared_gradient_tensor(self):
         self.train_three_steps(
             lambda i: lookup(self.a, i), lambda: setattr(self.b.weight, "grad", self.a.weight.grad)
         )
 
-    def grad_swap_tables(self):
+    def gradients_swapped_between_tables(self):
         def swap():
             self.a.weight.grad, self.b.weight.grad = self.b.weight.grad, self.a.weight.grad
 
         self.train_three_steps(lambda i: lookup(self.a, i) + lookup(self.b, 100 + i), swap)
 
-    def ema_model_grad_tracked(self):
+    def gradients_made_on_a_replica(self):
         """Make the gradients on a tracked replica, which then receives the weights."""
 
         def give():
@@ -184,7 +181,7 @@ class UnseenChangeCase(AuditlessProgram):
 
         self.train_three_steps(lambda i: lookup(self.b, 20 + i), give)
 
-    def torn(self):
+    def step_fails_after_one_group(self):
         """Fail a step after one group, which has a gradient from before a snapshot. The program continues."""
         self.flow(lookup(self.a, 50), lookup(self.b, 50))
         self.take_snapshot()
@@ -195,7 +192,7 @@ class UnseenChangeCase(AuditlessProgram):
         state["sum"] = kept
         self.train_three_steps()
 
-    def pre_only_cleared(self):
+    def step_pre_hooks_removed(self):
         """Remove all hooks that run before steps, and clear the gradient in a hook that runs after them."""
         self.train_three_steps()
         optimizer = self.optimizers[0]
@@ -209,7 +206,7 @@ class UnseenChangeCase(AuditlessProgram):
         before.update(ours)
         self.train_three_steps()
 
-    def moved(self, at=1, back=()):
+    def moved_to_another_optimizer(self, at=1, back=()):
         """Move a table, with a gradient from before a snapshot, to another optimizer. The first one steps no more."""
         self.flow(lookup(self.a, 50), lookup(self.b, 50))
         self.take_snapshot()
@@ -222,10 +219,10 @@ class UnseenChangeCase(AuditlessProgram):
         self.train_three_steps()
 
     # At the front: all parameters of all optimizers are the same, in the same order.
-    moved_in_front = partialmethod(moved, at=0)
-    moved_and_back = partialmethod(moved, back=[1])
+    moved_to_the_front = partialmethod(moved_to_another_optimizer, at=0)
+    moved_and_back = partialmethod(moved_to_another_optimizer, back=[1])
 
-    def classpatch(self):
+    def step_replaced_on_the_class(self):
         real = sgd.step
 
         def step(optimizer, closure=None):
@@ -235,15 +232,15 @@ class UnseenChangeCase(AuditlessProgram):
         with mock.patch.object(sgd, "step", step):
             self.train_three_steps()
 
-    def denormal(self):
+    def subnormal_weight(self):
         if not torch.set_flush_denormal(True):
-            pytest.skip("this processor flushes nothing")
+            pytest.skip("this processor does not flush subnormals")
         try:
             self.train_three_steps()
         finally:
             torch.set_flush_denormal(False)
 
-    def key_swap(self):
+    def state_fields_swapped(self):
         """Exchange the names of two fields of the state, and nothing else."""
         self.train_three_steps()
         state = self.optimizers[0].state[self.e.weight]
@@ -252,7 +249,7 @@ class UnseenChangeCase(AuditlessProgram):
         state.update(step=step, exp_avg_sq=mean, exp_avg=square)
         self.train_three_steps()
 
-    def hogwild(self):
+    def hogwild_write(self):
         """Writes of another process leave no trace in this one, as `.data` writes do not."""
         self.e.weight.share_memory_()
         self.train_three_steps(between=lambda: self.e.weight.data[50].add_(1))
@@ -261,22 +258,33 @@ class UnseenChangeCase(AuditlessProgram):
 DENSE = "its gradient is dense"
 # Name -> how the program is made, the tables that end on hashes, and what their reason names.
 CASES = {
-    **dict.fromkeys(["stash", "late_opt_two_passes", "late", "accumulated_over_snapshots"], ({}, {})),
-    **dict.fromkeys(["moved", "moved_in_front", "moved_and_back"], (MOVED, {})),
-    "dense_flip_backward": ({"later": lambda p: setattr(p.e, "sparse", False)}, {"e": DENSE}),
-    "tiedgrad": (TWO, {}),
-    "grad_swap_tables": (TWO, {}),
-    "ema_model_grad_tracked": (EACH, {"b": "is written outside of its optimizer"}),
-    "torn": (GROUPS, {}),
-    "pre_only_cleared": ({}, {}),
-    "classpatch": ({"optimize": sgd}, {"e": "replaced on the class"}),
-    "denormal": ({"e": SUBNORMAL, "optimize": sgd}, {}),
-    "neg_lr": (MINUS_ZERO, {}),
-    "eps0_init": ({"optimize": eps0}, {}),
-    "half": ({"e": partial(Table, dtype=torch.float16)}, {}),
-    "shared_state": (TWO | {"optimize": one_state}, {"a": "the state of b", "b": "the state of a"}),
-    "key_swap": ({"optimize": torch.optim.SparseAdam}, {}),
-    "hogwild": ({}, {"e": "shared with other processes"}),
+    **dict.fromkeys(
+        [
+            "probe_backward_before_step",
+            "probe_and_lookup_before_step",
+            "gradients_applied_one_step_late",
+            "accumulated_over_snapshots",
+        ],
+        ({}, {}),
+    ),
+    **dict.fromkeys(["moved_to_another_optimizer", "moved_to_the_front", "moved_and_back"], (MOVED, {})),
+    "switched_to_dense_gradients": ({"later": lambda p: setattr(p.e, "sparse", False)}, {"e": DENSE}),
+    "shared_gradient_tensor": (TWO, {}),
+    "gradients_swapped_between_tables": (TWO, {}),
+    "gradients_made_on_a_replica": (EACH, {"b": "is written outside of its optimizer"}),
+    "step_fails_after_one_group": (GROUPS, {}),
+    "step_pre_hooks_removed": ({}, {}),
+    "step_replaced_on_the_class": ({"optimize": sgd}, {"e": "replaced on the class"}),
+    "subnormal_weight": ({"e": SUBNORMAL, "optimize": sgd}, {}),
+    "negative_learning_rate": (MINUS_ZERO, {}),
+    "adagrad_with_zero_eps": ({"optimize": zero_eps_adagrad}, {}),
+    "float16_weights": ({"e": partial(Table, dtype=torch.float16)}, {}),
+    "shared_state": (
+        TWO | {"optimize": shared_state_adagrad},
+        {"a": "the state of b", "b": "the state of a"},
+    ),
+    "state_fields_swapped": ({"optimize": torch.optim.SparseAdam}, {}),
+    "hogwild_write": ({}, {"e": "shared with other processes"}),
 }
 
 

@@ -27,10 +27,7 @@ def registry_at(step: int = 0) -> tuple[LoaderRegistry, Callable[[], None]]:
 def test_reused_batches_of_a_parallel_loader_are_reported(
     caplog: pytest.LogCaptureFixture, first: bool
 ) -> None:
-    """In zip(long, cycle(short)) the long loader delivers a batch for each step.
-
-    That hides the end of the short one.
-    """
+    """In zip(long, cycle(short)) the batches of the long loader hide the end of the short one."""
     registry, step_done = registry_at()
     long, short = registry.wrap(list(range(9)), name="long"), registry.wrap(list(range(3)), name="short")
     both = (itertools.cycle(short), long) if first else (long, itertools.cycle(short))
@@ -67,10 +64,7 @@ class RandomDataset(Dataset[float]):
     ("data", "reported"), [(RandomDataset(), True), (list(range(12)), False)], ids=["drawn", "plain"]
 )
 def test_worker_count_matters_if_fetching_uses_randomness(data: Any, reported: bool) -> None:
-    """The number of workers must match in mid-epoch.
-
-    Without randomness any number of workers delivers the same batches.
-    """
+    """Mid-epoch the number of workers must match. Without randomness, any number delivers the same batches."""
     registry, step_done = registry_at()
     for _, _ in zip(range(5), registry.wrap(DataLoader(data, 2)), strict=False):
         step_done()

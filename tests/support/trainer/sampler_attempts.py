@@ -1,4 +1,4 @@
-"""Lives of a training whose loaders draw from ResumableSamplers: killed at any step, resumed from the saved state."""
+"""Training attempts whose loaders draw from ResumableSamplers: killed at any step, resumed from the saved state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CountingDataset(Dataset[int]):
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The data that all lives share."""
+    """The data set and sampler options, the same in every attempt."""
 
     samples: int
     seed: int = 3
@@ -56,8 +56,8 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplerLife:
-    """One life of all ranks."""
+class SamplerAttempt:
+    """One training attempt of all ranks, from a resume to a kill."""
 
     saved: int
     """Steps before the save."""
@@ -72,7 +72,7 @@ class SamplerLife:
 class SamplerRank:
     """One rank's loader; every batch is a step."""
 
-    def __init__(self, data: Data, life: SamplerLife, rank: int, **options: Any) -> None:
+    def __init__(self, data: Data, attempt: SamplerAttempt, rank: int, **options: Any) -> None:
         self.steps = StepCount()
         self.data = CountingDataset(data.samples)
         self.seen: dict[int, list[int]] = defaultdict(list)
@@ -80,27 +80,27 @@ class SamplerRank:
         self.last: list[int] = []
         """Samples of the last batch."""
         kind = (
-            partial(DistributedSampler, num_replicas=life.world)
+            partial(DistributedSampler, num_replicas=attempt.world)
             if data.distributed
-            else partial(ResumableSampler, world_size=life.world)
+            else partial(ResumableSampler, world_size=attempt.world)
         )
         sampler = kind(self.data, rank=rank, seed=data.seed, shuffle=data.shuffle, drop_last=data.drop_last)
         self.registry = LoaderRegistry(self.steps)
         self.loader = self.registry.wrap(
             DataLoader(
                 self.data,
-                batch_size=life.batch_size,
+                batch_size=attempt.batch_size,
                 sampler=sampler,
                 drop_last=data.drop_batch,
-                num_workers=life.workers,
-                persistent_workers=life.persistent,
+                num_workers=attempt.workers,
+                persistent_workers=attempt.persistent,
             ),
             **options,
         )
         self._run = _train_steps(self)
 
     def take(self, steps: int) -> None:
-        """Take so many steps, over epochs."""
+        """Take `steps` steps, across epochs."""
         until = self.steps.now + steps
         while self.steps.now < until:
             next(self._run)
@@ -111,7 +111,7 @@ class SamplerRank:
             pass
 
     def close(self) -> None:
-        """End its workers: for a loader that the garbage collector ends, torch waits 5 s per worker."""
+        """Stop the workers: when the garbage collector ends a loader, torch waits 5 s per worker."""
         self._run.close()
         self.registry.close()
 
@@ -119,7 +119,7 @@ class SamplerRank:
         return decode_value(encode_value(self.registry.capture()[1]).to_bytes())["loader"]
 
     def resume(self, tree: dict[str, Any]) -> None:
-        """Resume at the position of `tree`; another loader is refused."""
+        """Resume at the position of `tree`; refuse a changed loader."""
         self.registry.resume({"loader": tree}, capture_globals(), step=self.steps.now, on_change="refuse")
 
 
@@ -149,12 +149,14 @@ def resharded(trees: list[dict[str, Any]], rank: int, world: int) -> dict[str, A
     return found.positions["loader"]
 
 
-def resume(data: Data, life: SamplerLife, trees: list[dict[str, Any]], **options: Any) -> list[SamplerRank]:
-    """Resume its ranks at the position of `trees`."""
-    ranks = [SamplerRank(data, life, rank, **options) for rank in range(life.world)]
+def resume(
+    data: Data, attempt: SamplerAttempt, trees: list[dict[str, Any]], **options: Any
+) -> list[SamplerRank]:
+    """Return the attempt's ranks, resumed at the positions of `trees` (from the start if empty)."""
+    ranks = [SamplerRank(data, attempt, rank, **options) for rank in range(attempt.world)]
     for rank, each in enumerate(ranks):
         if trees:
-            each.resume(resharded(trees, rank, life.world))
+            each.resume(resharded(trees, rank, attempt.world))
     return ranks
 
 
@@ -168,46 +170,46 @@ def order(data: Data, epoch: int) -> list[int]:
     return list(alone.share(epoch))
 
 
-def trained_samples(data: Data, lives: list[SamplerLife]) -> dict[int, Counter[int]]:
-    """Return samples by epoch that were trained on in steps that a save records; the last life ends its epoch.
+def trained_samples(data: Data, attempts: list[SamplerAttempt]) -> dict[int, Counter[int]]:
+    """Return the samples, by epoch, that were trained on in saved steps. The last attempt finishes its epoch.
 
-    It fails where a life reads samples that were used before it in the epoch of its resume, except each rank's last
+    Fail if an attempt reads samples that earlier attempts used in the epoch it resumes in, except each rank's last
     batch.
     """
     used: dict[int, Counter[int]] = defaultdict(Counter)
     trees: list[dict[str, Any]] = []
     last: set[int] = set()
-    for number, life in enumerate(lives, 1):
-        ranks = resume(data, life, trees)
+    for number, attempt in enumerate(attempts, 1):
+        ranks = resume(data, attempt, trees)
         epoch = ranks[0].loader.epoch
         before = set(used[epoch])
         for rank in ranks:
-            rank.take(life.saved)
-            if number == len(lives):
+            rank.take(attempt.saved)
+            if number == len(attempts):
                 rank.rest_of_epoch()
-        again = last if len(trees) == life.world else set()
+        again = last if len(trees) == attempt.world else set()
         trees = [rank.tree() for rank in ranks]
         last = {
             sample for rank in ranks for sample in rank.last
-        } or last  # a life without a step leaves it the last
+        } or last  # an attempt without a step keeps the previous batch
         for rank in ranks:
             for each, seen in rank.seen.items():
                 used[each].update(seen)
-        # What a life repeats at the epoch's end, so that all ranks get as many, are the epoch's first samples.
-        repeated = set() if data.drop_last else set(order(data, epoch)[: life.world - 1])
+        # An attempt repeats the epoch's first samples at its end, so that all ranks get the same number.
+        repeated = set() if data.drop_last else set(order(data, epoch)[: attempt.world - 1])
         for rank in ranks:
-            rank.take(life.lost)
-            # The draws of the workers' first batches prove nothing: where these batches are the last ones, all samples are read.
-            if rank.seen.keys() <= {epoch} and not life.workers:
+            rank.take(attempt.lost)
+            # Not checked with workers: they prefetch, and may read all remaining samples.
+            if rank.seen.keys() <= {epoch} and not attempt.workers:
                 assert not (set(rank.data.reads().nonzero()[0].tolist()) & before) - repeated - again
                 assert int(rank.data.reads().sum()) <= len(rank.seen[epoch]) + len(again)
             rank.close()
     return used
 
 
-def check_each_once(data: Data, lives: list[SamplerLife], used: dict[int, Counter[int]]) -> None:
-    """Check that every epoch has each sample once, except those that sampler and loader declare to omit or repeat at its end."""
-    worlds = {life.world for life in lives}
+def check_each_once(data: Data, attempts: list[SamplerAttempt], used: dict[int, Counter[int]]) -> None:
+    """Check that every epoch has each sample once, except those that sampler or loader omit or repeat at its end."""
+    worlds = {attempt.world for attempt in attempts}
     for epoch, seen in used.items():
         if not seen:
             continue
@@ -218,5 +220,9 @@ def check_each_once(data: Data, lives: list[SamplerLife], used: dict[int, Counte
         assert data.distributed or repeated <= set(order(data, epoch)[: max(worlds) - 1])
         assert all(seen[sample] == 2 for sample in repeated)
         missing = set(range(data.samples)) - seen.keys()
-        allowed = max(life.world * life.batch_size for life in lives) if data.drop_batch else max(worlds)
+        allowed = (
+            max(attempt.world * attempt.batch_size for attempt in attempts)
+            if data.drop_batch
+            else max(worlds)
+        )
         assert len(missing) < allowed if data.drop_last or data.drop_batch else not missing
