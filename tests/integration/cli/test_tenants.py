@@ -99,7 +99,7 @@ def test_documented_keys_cover_own_runs_only(
     began, weights = mine.train(STEPS)
     assert began == 0
     began, again = mine.train(STEPS)
-    assert began == STEPS, "it restored"
+    assert began == STEPS, "the second training restores"
     assert all(map(torch.equal, weights, again))
 
     def stored() -> list[tuple[str, str]]:

@@ -218,8 +218,8 @@ def test_encryption_at_rest(tls_minio, bundle, options, header, monkeypatch):
         assert get_range(store, "replaced", 1, 2) == b"ne"
     client = tls_minio.client()
     for key in ("replaced", "created"):
-        said = client.stat_object(bucket, key).metadata or {}
-        assert header.items() <= {name.lower(): value for name, value in said.items()}.items()
+        reported = client.stat_object(bucket, key).metadata or {}
+        assert header.items() <= {name.lower(): value for name, value in reported.items()}.items()
     client._http.clear()
 
 

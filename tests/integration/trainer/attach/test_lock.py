@@ -26,12 +26,12 @@ def in_child(work: Callable[[], object]) -> str:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        said = ""
+        raised = ""
         try:
             work()
         except BaseException as error:
-            said = type(error).__name__
-        os.write(write, said.encode())
+            raised = type(error).__name__
+        os.write(write, raised.encode())
         os._exit(0)
     os.close(write)
     os.waitpid(pid, 0)

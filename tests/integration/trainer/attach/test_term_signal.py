@@ -67,9 +67,9 @@ def test_forked_child_has_previous_handler() -> None:
 
 @pytest.fixture
 def received() -> Iterator[list[str]]:
-    said: list[str] = []
-    before = signal.signal(signal.SIGTERM, lambda *_: said.append("user"))
-    yield said
+    signals: list[str] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: signals.append("user"))
+    yield signals
     signal.signal(signal.SIGTERM, before)
 
 

@@ -20,7 +20,7 @@ from tests.integration.trainer.loader.loader_program import (
     loop,
     shuffled,
 )
-from tests.integration.trainer.loader.loader_world import (
+from tests.integration.trainer.loader.simulated_trainer import (
     CapturedWarnings,
     LoaderProgram,
     SimulatedTrainer,

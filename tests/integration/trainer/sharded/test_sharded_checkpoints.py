@@ -112,7 +112,7 @@ def test_restored_sharded_training_continues_exactly(tmp_path: Path, sharding: s
     ckpt = _checkpointer(tmp_path, again.model, [again.model.fused_optimizer, again.dense])
     restored = ckpt.restore()
     assert restored.step == 5
-    assert restored.notes, "this script gives another learning rate"
+    assert restored.notes, "the script sets another learning rate"
     assert all("set other hyperparameters than this one (lr " in note for note in restored.notes)
     _equal(_whole(ckpt), saved)
     for step in range(5, 8):

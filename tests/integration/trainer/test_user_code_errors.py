@@ -106,7 +106,9 @@ def test_user_code_exceptions_do_not_reach_loop(
             loop.ckpt.save().wait(60)
     hooks.getter = None
     assert loop.ckpt.stats.failures.total() == len(RAISED)
-    assert caplog.text.count("a save failed at step") == 1, "once until one is whole again"
+    assert caplog.text.count("a save failed at step") == 1, (
+        "the warning is repeated after a successful save only"
+    )
 
     for error in RAISED:
         hooks.judge = error
