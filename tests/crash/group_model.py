@@ -76,7 +76,7 @@ class GroupViolation(AssertionError):
 
 
 class RankKilled(BaseException):
-    """The process has died: not an Exception, so no code in it can continue."""
+    """The process was killed. This is no Exception, so no code in it can continue."""
 
 
 @dataclass(eq=False)
@@ -119,7 +119,7 @@ class SimEvent:
 
 @dataclass(eq=False)
 class SimProcess:
-    """A rank's threads, which die together."""
+    """A rank's threads, which a kill ends together."""
 
     dead: bool = False
     frozen: bool = False

@@ -38,7 +38,7 @@ class Mutant:
         self.rule, self.patches, self.weights = rule, patches, weights
 
 
-def hunt(mutant: Mutant) -> tuple[int, str] | None:
+def find_violation(mutant: Mutant) -> tuple[int, str] | None:
     """Return (schedules until the model failed, its message); None when it never failed."""
     with ExitStack() as stack:
         for where, name, new in mutant.patches:

@@ -148,7 +148,7 @@ def test_sidecar_killed_during_a_save(scenario: KillScenario, point: str, commit
     trainer.restore(opened.resume_seq)
     with pytest.raises((SaveStreamFailed, grpc.RpcError)):  # noqa: PT012 - whichever notices first
         trainer.committed(scenario.take_snapshot(trainer))
-        # The acknowledgement itself arrived, so only the sidecar's death is visible.
+        # The acknowledgement itself arrived, so only the end of the sidecar is visible.
         assert point == "ack.after_send"
         raise SaveStreamFailed("gone", "acknowledged, then killed")
     assert_killed(process)

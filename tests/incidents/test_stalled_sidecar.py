@@ -1,4 +1,4 @@
-"""A dead or unresponsive sidecar blocks training once, for a small budget; waiting callers get an error."""
+"""A killed or unresponsive sidecar blocks training once, for a small budget; waiting callers get an error."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurat
 Document = dict[str, Any]
 
 
-def kubectl(*words: str | Path) -> str:
+def kubectl(*arguments: str | Path) -> str:
     done = subprocess.run(
-        [str(require_tool("kubectl")), *map(str, words)],
+        [str(require_tool("kubectl")), *map(str, arguments)],
         check=False,
         capture_output=True,
         text=True,

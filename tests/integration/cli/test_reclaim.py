@@ -133,21 +133,21 @@ def test_reclaim_job_command_on_claim(cli: Cli, tmp_path: Path) -> None:
     reclaim = reclaim_job.manifest(WatchedRun(workload=workload), policy)
     for run in "other", f"train-{MINE}":
         make_run(url.replace("/mnt/shared", str(tmp_path)), tmp_path / "w" / run, f"team/{run}")
-    for job, says in (rewind, "step 100"), (reclaim, f'"team/train-{MINE}"'):
+    for job, message in (rewind, "step 100"), (reclaim, f'"team/train-{MINE}"'):
         pod = job["spec"]["template"]["spec"]
         (container,) = pod["containers"]
         assert claim in pod["volumes"]
         assert {"name": "deltashard-store", "mountPath": "/mnt/shared"} in container["volumeMounts"]
         assert not [each for each in container["env"] if each["name"].startswith(("AWS_", "HTTPS_", "SSL_"))]
-        words = [
-            word.replace("$(DELTASHARD_URL)", url)
+        arguments = [
+            argument.replace("$(DELTASHARD_URL)", url)
             .replace("/mnt/shared", str(tmp_path))
             .replace("/dev/termination-log", str(tmp_path / "termination-log"))
-            for word in [*container["command"][1:], *container.get("args", ())]
+            for argument in [*container["command"][1:], *container.get("args", ())]
         ]
-        code, text = cli(*words)
+        code, text = cli(*arguments)
         assert code == 0, text
-        assert says in text
+        assert message in text
     assert remaining(f"file://{tmp_path}/training", f"team/train-{MINE}") == 0
 
 

@@ -56,10 +56,10 @@ BAD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_invalid_field_is_refused_with_message(http: Rest, name: str) -> None:
-    spec, says = BAD[name]
+    spec, message = BAD[name]
     reply = http.create(asked(spec))
     assert reply.status == 422
-    assert says in reply.document["message"]
+    assert message in reply.document["message"]
 
 
 def test_spec_is_immutable_and_status_is_stored_unchanged(http: Rest) -> None:

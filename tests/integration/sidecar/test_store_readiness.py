@@ -130,7 +130,7 @@ def test_open_waits_for_late_store(
     repair: Callable[[], object]
     if store == "bucket":
         minio = request.getfixturevalue("own_minio")
-        url, cause, says = minio.url("made-later"), "bucket_missing", "create the bucket"
+        url, cause, message = minio.url("made-later"), "bucket_missing", "create the bucket"
         repair = lambda: minio.client().make_bucket("made-later")  # noqa: E731
     else:
         mount = tmp_path / "mount"
@@ -138,12 +138,12 @@ def test_open_waits_for_late_store(
         (tmp_path / "volume").mkdir()
         (tmp_path / "next").symlink_to("volume")
         url, cause = f"file://{mount}/training", "denied"
-        says = f"let user {os.geteuid()} read and write in the store's directory"
+        message = f"let user {os.geteuid()} read and write in the store's directory"
         repair = lambda: (tmp_path / "next").rename(mount)  # noqa: E731
     with sidecar(tmp_path, url, **pod(**server.flags(tmp_path))) as process:
         with delayed_open(process, server, fleet.INCIDENT_KIND_STORE_UNAVAILABLE, "store_ok") as incident:
             assert incident.cause == cause
-            assert says in incident.message
+            assert message in incident.message
             repair()
 
 

@@ -156,11 +156,11 @@ def test_clouds_go_through_a_proxy(cloud: CloudServer, monkeypatch: pytest.Monke
             store.now_s()
         assert len(proxy.requests) == seen
     monkeypatch.delenv("NO_PROXY")
-    dead = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setenv("HTTP_PROXY", dead)
+    unreachable = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("HTTP_PROXY", unreachable)
     with open_store(url, policy=ONCE) as store:
         for ask in (lambda: store.get("a"), store.now_s):
-            with pytest.raises(StoreUnavailable, match=f"through the proxy {dead}"):
+            with pytest.raises(StoreUnavailable, match=f"through the proxy {unreachable}"):
                 ask()
 
 

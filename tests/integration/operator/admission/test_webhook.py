@@ -32,8 +32,8 @@ OF_JOB = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "0b4f", "
 
 def test_webhook_outage_affects_annotated_objects_only(http: Rest) -> None:
     """Under failurePolicy Fail, objects without the annotation are admitted, with or without an annotations map."""
-    dead = {"url": f"https://127.0.0.1:{free_port()}/mutate"}
-    with registered(http, dead):
+    unreachable = {"url": f"https://127.0.0.1:{free_port()}/mutate"}
+    with registered(http, unreachable):
         for annotations in (None, {}, {"other.io/policy": "x"}, {cluster_name.ENCODING: "q8"}):
             assert http.create(job("free", annotations), dry_run=True).status == 201
             assert http.create(pod("free", annotations), dry_run=True).status == 201

@@ -52,7 +52,7 @@ def second_apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiSe
 
 @dataclass
 class IsolatedController:
-    """A controller of one test, not started yet, and a namespace. It also sees objects of other tests."""
+    """A controller of one test, not started yet, and a namespace. The controller also watches objects of other tests."""
 
     controller: ControllerProcess
     cluster: NamespaceObjects
@@ -322,9 +322,9 @@ def test_unauthorized_report_is_refused_and_run_id_stays_held(
     second = cluster.job("second", {cluster_name.RUN_ID: "ctr"})
     pod = cluster.running_pod(second)
     wait_for_pods(cluster, second)
-    stranger = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "stranger"}}
+    unrelated = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "unrelated"}}
     spec = {"containers": [{"name": "c", "image": "i"}]}
-    unknown = cluster.http.create({**stranger, "spec": spec}, cluster.namespace).document
+    unknown = cluster.http.create({**unrelated, "spec": spec}, cluster.namespace).document
     assert ReportingSidecar(controller, cluster, unknown, second).post().status == 404
     answer = ReportingSidecar(controller, cluster, pod, first).post()
     assert (answer.status, second["metadata"]["uid"] in answer.text) == (403, True)

@@ -68,7 +68,7 @@ def holder(http: Rest, namespace: str) -> Any:
 
 @async_test
 async def test_one_of_two_leads_until_lease_expires(api: ApiAccess, http: Rest, namespace: str) -> None:
-    """A disconnected leader steps down before the other takes over, and ends when it sees the other's identity."""
+    """A disconnected leader steps down before the other takes over, and ends when it reads the other's identity."""
     world = LeaseHarness(api, namespace)
     first, second = world.lease("first"), world.lease("second")
     await first.acquire()
