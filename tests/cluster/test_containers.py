@@ -1,4 +1,4 @@
-"""A container is killed and its pod stays: the kubelet restarts the container, and training resumes from a known state."""
+"""A container is killed and its pod stays: the kubelet restarts it, and training resumes from a known state."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.cluster.scenario.kubeflow_group import pytorch_job
 pytestmark = pytest.mark.timeout(900, func_only=True)
 
 STEPS, PACE_S = 330, 0.2
-"""More steps than an epoch of three ranks has; slow, since the operator reports the cause of a pod's end half a minute later."""
+"""More than an epoch of three ranks. The pace is slow: the operator reports the cause of an end half a minute later."""
 
 
 def test_pytorch_job_recovers_lost_pods(bench: ScenarioBench, tmp_path: Path) -> None:

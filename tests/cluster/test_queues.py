@@ -50,7 +50,7 @@ def read(usage: Object) -> dict[str, Fraction]:
 
 
 def test_queued_job_counts_sidecar_and_resumes(bench: ScenarioBench, tmp_path: Path) -> None:
-    """The queue has room for one Job and the training container of a second, but not for its sidecar, so the second waits.
+    """The queue has room for one Job and the trainer of a second, but not for its sidecar, so the second waits.
 
     The first Job loses its pod, resumes, and ends; then the second trains.
     """

@@ -182,7 +182,7 @@ def test_controller_writes_no_user_objects(stage: ClusterStage, stage_lock: None
 
 
 def test_uninstall_and_upgrade(bench: ScenarioBench, tmp_path: Path) -> None:
-    """Without deltashard Jobs train and checkpoints are readable. A run of an older version resumes under the newer one."""
+    """Jobs train and checkpoints are readable without deltashard. An older version's run resumes under the newer one."""
     cluster, system = bench.cluster, bench.stage.system
     job = bench.job("survivor")
     start = bench.start_event(job, 0)

@@ -134,7 +134,7 @@ def _log_order(state: run_state.RunState, entry: Any, part: Any) -> int | None:
 
 
 def _same_rank(state: run_state.RunState, seq: int, boxes: Any = None, *, strict: bool = True) -> Any:
-    """Follow rank r of one checkpoint to rank r of the next, whatever boxes it had there."""
+    """Follow rank r of one checkpoint to rank r of the next, even if its boxes there differ."""
     links = []
     for part in lineages.parts_of(state, seq):
         at, here = seq, part

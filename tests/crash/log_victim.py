@@ -91,7 +91,7 @@ def save_two_ranks(directory: Path, log: RunLog, step: int = 5) -> int:
 
 
 def prepare(directory: Path) -> None:
-    """Write baselines at steps 1, 2 and 3, and a delta at step 4; the first is retired; an uncommitted snapshot leaves an object."""
+    """Write baselines at steps 1, 2, 3 and a delta at step 4, retire the first, and leave an uncommitted object."""
     log = log_of(directory)
     attempt = attempts.open_attempt(log, owner="me").attempt
     everything = np.arange(ROWS)

@@ -1,4 +1,7 @@
-"""SIGKILL at every commit point of a copy and of a removal: the remaining objects restore correctly or not at all, and a retry completes the operation."""
+"""SIGKILL at every commit point of a copy and of a removal: remaining objects restore correctly or not at all.
+
+A retry completes the operation.
+"""
 
 import shutil
 from pathlib import Path

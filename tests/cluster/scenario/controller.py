@@ -1,4 +1,4 @@
-"""Third-party controllers in the cluster: their programs as images on the nodes, and the wait until they accept objects."""
+"""Third-party controllers in the cluster: their images on the nodes, and the wait until they accept objects."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def indexed_job(
 def jobset(
     bench: ScenarioBench, name: str, *, pods: int, labels: Mapping[str, str] | None = None, **more: Any
 ) -> TrainingGroup:
-    """Build a JobSet of one Job with so many pods; the end of any pod restarts all of them."""
+    """Build a JobSet of one Job with `pods` pods; the end of any pod restarts all of them."""
     made = bench.manifest(name, **more)
     template = made["spec"]["template"]
     template["spec"] = ranked(template["spec"], first=f"{name}-workers-0-0.{name}", nodes=str(pods))

@@ -1,4 +1,6 @@
-"""The training script of several ranks in several pods, as a user would write it for torchrun. It also sends events to the test.
+"""The training script of several ranks in several pods, as a user would write it for torchrun.
+
+It also sends events to the test.
 
 It trains tables of TorchRec, sharded by rows over the ranks; its loader yields every sample once per epoch, for any
 number of ranks. Every rank reports after each step, without deltashard, the sums over its rows: the sums of all ranks

@@ -38,7 +38,7 @@ def test_missing_base_is_detected_and_next_save_is_baseline(
         trainer.model.train()
         commits = []
         if noticed_by == "maintenance":
-            # Its commit makes the check due. On a slow machine the second save's check is late enough to detect the loss.
+            # Its commit makes the check due. On a slow machine the second save's check detects it.
             commits.append(trainer.save_and_commit())
             eventually(lambda: "deltashard_chain_broken_total 1.0" in process.metrics_page())
         else:

@@ -1,4 +1,4 @@
-"""Training continues whatever the user's code raises inside a save: the failed save is counted, and its error named."""
+"""Training continues after any error of user code inside a save: the failed save is counted, and its error named."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def second_apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiSe
 
 @dataclass
 class IsolatedController:
-    """A controller of one test, not started yet, and a namespace. The controller also watches objects of other tests."""
+    """A controller of one test, not started yet, and a namespace. It also watches objects of other tests."""
 
     controller: ControllerProcess
     cluster: NamespaceObjects

@@ -1,4 +1,4 @@
-"""Scenarios for `rank_zygote`: TorchRec's tables over several ranks, one of which is killed, under `recovery="partial"`."""
+"""Scenarios for `rank_zygote`: TorchRec's tables over several ranks; one is killed, under `recovery="partial"`."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def assert_recovers(run: RunRanks, workdir: Path, nodes: int) -> None:
 def run_with_kill(
     run: RunRanks, workdir: Path, nodes: int, commits: int, victim: str, point: str, nth: int
 ) -> None:
-    """Run the group while `victim` is killed at `point`. A killed sidecar's ranks restore and train, and are killed later."""
+    """Kill `victim` at `point` while the group runs. A killed sidecar's ranks restore, train, and are killed later."""
     results = run(
         workdir, RANKS, "trained", agent=True,
         nodes=nodes, commits=commits, end="kill", victim=victim, point=point, nth=nth,

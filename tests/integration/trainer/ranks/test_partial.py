@@ -116,7 +116,7 @@ def check_restored(workdir: Path, kept: dict[int, dict[str, np.ndarray]], lost: 
 
 @pytest.fixture(scope="module")
 def crashed(run: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run whose rank 2 was killed at step 6, with a checkpoint of step 3, and copies of store and staged parts."""
+    """Return a run, killed on rank 2 at step 6, with a checkpoint of step 3, and copies of store and staged parts."""
     workdir = tmp_path_factory.mktemp("crashed")
     run(workdir, 4, "train", until=20, save_at=3, kill_at=6, kill="2")
     shutil.copytree(workdir / "store", workdir / "store-then")
