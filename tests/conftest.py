@@ -21,8 +21,7 @@ from tests.support.trainer.rank_zygote import RankZygote
 
 # The time in which a busy machine answers a snapshot is not under test.
 os.environ.setdefault("DELTASHARD_HOLD_S", "30")
-# The time in which its sidecar finishes a save after the acknowledgement is not under test either: until then the
-# sidecar rejects the next save as busy.
+# Until its sidecar has finished a save the next save is rejected as busy. That time is not under test either.
 os.environ.setdefault("DELTASHARD_BRIEF_WAIT_S", "10")
 
 TEMPORARY = "deltashard-tests-"

@@ -39,14 +39,14 @@ def test_job_trains_and_resumes_in_strict_cluster(bench: ScenarioBench) -> None:
     ):
         document: Object = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "all"}, "spec": spec}
         api.create(f"/api/v1/namespaces/{namespace}/{kind.lower()}s", document)
-    security_context = {**RESTRICTED, "runAsUser": 1000730000, "runAsGroup": 1000730000}
+    security = {**RESTRICTED, "runAsUser": 1000730000, "runAsGroup": 1000730000}
     inits = [
-        {"name": "istio-proxy", "restartPolicy": "Always", "securityContext": security_context, **_SLEEPER},
+        {"name": "istio-proxy", "restartPolicy": "Always", "securityContext": security, **_SLEEPER},
         {
             "name": "fetch",
             **_SLEEPER,
             "command": ["/bin/sh", "-c", "echo fetched > /tmp/data"],
-            "securityContext": security_context,
+            "securityContext": security,
             "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
         },
     ]
@@ -56,10 +56,7 @@ def test_job_trains_and_resumes_in_strict_cluster(bench: ScenarioBench) -> None:
         "strict",
         steps=300,  # long enough for a kill on a busy machine
         notes={"deltashard.io/policy": "strict"},
-        container={
-            "securityContext": security_context,
-            "resources": {"limits": {"cpu": "400m", "memory": "2Gi"}},
-        },
+        container={"securityContext": security, "resources": {"limits": {"cpu": "400m", "memory": "2Gi"}}},
         pod={"initContainers": copy.deepcopy(inits)},
     )
     start = bench.start_event(job, 0)

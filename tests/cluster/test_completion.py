@@ -25,9 +25,7 @@ def test_job_completes(bench: ScenarioBench) -> None:
     assert [each["name"] for each in pod["spec"]["initContainers"]] == [SIDECAR]
     job.wait_phase("Training", timeout_s=90)
     job.wait_complete()
-    finished = bench.event_server.wait(
-        job.key, lambda e: e["kind"] == "finished", timeout_s=5, what="finished"
-    )
+    finished = bench.event_server.wait(job.key, lambda e: e["kind"] == "finished", timeout_s=5, what="end")
     assert finished["digest"] == bench.reference.digest(300)
     assert bench.newest(job) == 300
     bench.assert_store_whole(job)
@@ -45,9 +43,7 @@ def test_job_completes(bench: ScenarioBench) -> None:
         phase, step = (rows[0][head.index(column) :].split()[0] for column in ("PHASE", "LAST-STEP"))
         return phase, step
 
-    wait_until(
-        lambda: row() == ("Finished", "300"), timeout_s=60, what=lambda: f"the table reports the end: {row()}"
-    )
+    wait_until(lambda: row() == ("Finished", "300"), timeout_s=60, what=lambda: f"the end: {row()}")
 
 
 def test_request_makes_pinned_checkpoint(bench: ScenarioBench) -> None:

@@ -48,9 +48,7 @@ def assert_store_problem(
     bench.note(f"{condition} is over")
 
 
-def test_training_continues_during_store_problems(
-    bench: ScenarioBench, own_bridge_minio: MinioServer, full: bool
-) -> None:
+def test_store_problems_fail_saves(bench: ScenarioBench, own_bridge_minio: MinioServer, full: bool) -> None:
     minio, namespace = own_bridge_minio, f"{bench.namespace}-tenant"
     old, new = Tenant(minio, bench.bucket), Tenant(minio, bench.bucket)
     bench.namespace_with_store(namespace, keys=old.environment)

@@ -172,13 +172,11 @@ def test_leader_node_loss_fails_over(bench: ScenarioBench) -> None:
 
 def test_controller_writes_no_user_objects(stage: ClusterStage, stage_lock: None) -> None:
     """The API server's audit log has no write of the controller to a user's object, in all scenarios so far."""
-    requests = list(
-        audit.requests(stage.cluster.audit_log, f"system:serviceaccount:{NAMESPACE}:{CONTROLLER}")
-    )
-    statuses = [each for each in requests if each.resource == "checkpointruns/status" and each.status == 200]
+    calls = list(audit.requests(stage.cluster.audit_log, f"system:serviceaccount:{NAMESPACE}:{CONTROLLER}"))
+    statuses = [each for each in calls if each.resource == "checkpointruns/status" and each.status == 200]
     assert statuses, "the controller wrote no status"
     # A namespace that is being deleted refuses its own Events: refusals are not findings here.
-    assert not audit.violations(each for each in requests if each.status < 400)
+    assert not audit.violations(each for each in calls if each.status < 400)
 
 
 def test_uninstall_and_upgrade(bench: ScenarioBench, tmp_path: Path) -> None:

@@ -616,28 +616,18 @@ class GroupMember:
             return MESSAGE[BlockReason.BACK_OFF] if self.failure_tracker.backing_off and not urgent else ""
 
         coordinator_type = type(
-            "WatchedCoordinator",
-            (CoordinatorThread,),
-            {n: watched(sim, n) for n in ("_request", "_held_step")},
+            "WatchedThread", (CoordinatorThread,), {n: watched(sim, n) for n in ("_request", "_held_step")}
         )
         with mock.patch.object(sim, "running", None):
             self.coordinator_thread = coordinator_type(
                 rank, RANKS, clock=self.clock, not_ready_reason=not_ready_reason
             )
-        snapshot_coordinator = SnapshotCoordinator(
-            self.coordinator_thread, loop, member, records, self.outcomes, parts
-        )
+        rounds = SnapshotCoordinator(self.coordinator_thread, loop, member, records, self.outcomes, parts)
         self.loop_of = lambda: SaveLoop(
-            loop,
-            member,
-            records,
-            self.outcomes,
-            parts,
-            opener=SimpleNamespace(),
-            coordinator=snapshot_coordinator,
+            loop, member, records, self.outcomes, parts, opener=SimpleNamespace(), coordinator=rounds
         )
         self.last_of = lambda: LastSnapshot(
-            loop, member, records, self.outcomes, parts, save_loop=self.loop, coordinator=snapshot_coordinator
+            loop, member, records, self.outcomes, parts, save_loop=self.loop, coordinator=rounds
         )
 
     def open(self) -> None:

@@ -516,9 +516,7 @@ class LogWorld:
                 if basis is not None:
                     self.counts["late"] += 1
                     if (opened.resume and opened.resume.seq) != (chosen and chosen.seq):
-                        raise LogViolation(
-                            f"attempt {opened.attempt} was opened late on a checkpoint that was not loaded"
-                        )
+                        raise LogViolation(f"late attempt {opened.attempt}: its checkpoint was not loaded")
                     if before is not None and chosen is not None:
                         wanted = self.expected[chosen.attempt, chosen.snapshot_id]
                         if before[0] != wanted:
@@ -927,9 +925,7 @@ class LogWorld:
             if seq == resumes_from:
                 return
             if not lineages.closure(state, [seq]) & excluded and entry.seq in self.excluding:
-                raise LogViolation(
-                    f"attempt {entry.seq} resumes from {resumes_from}, although {seq} is newer and valid"
-                )
+                raise LogViolation(f"attempt {entry.seq} resumes from {resumes_from}, newer {seq} is valid")
 
     def _check_content(self, state: RunState, seq: int) -> None:
         entry = state.checkpoints[seq]

@@ -257,9 +257,7 @@ def _collect_unnamed(log: commit_log.RunLog, **options: Any) -> garbage_collecti
 _orphaned = garbage_collection.orphaned_prefixes
 
 
-def _orphaned_named_once(
-    log: commit_log.RunLog, state: run_state.RunState, **options: Any
-) -> tuple[str, ...]:
+def _orphan_named_once(log: commit_log.RunLog, state: run_state.RunState, **options: Any) -> tuple[str, ...]:
     """Return orphaned prefixes that no retire entry of the log has named before."""
     slots = [log.read_slot(seq) for seq in range(state.tip + 1)]
     entries = [slot.entry for slot in slots if isinstance(slot, Sealed)]
@@ -403,7 +401,7 @@ MUTANTS = (
     ),
     Mutant(
         "an object under a forgotten prefix is orphaned, and named again",
-        (garbage_collection, "orphaned_prefixes", _orphaned_named_once),
+        (garbage_collection, "orphaned_prefixes", _orphan_named_once),
     ),
     Mutant(
         "a rewind fences every attempt before it", (replay, "_apply_rewind", lambda state, entry: replace(_apply_rewind(state, entry), attempt=state.attempt, attempts=state.attempts)), rewind=4

@@ -1,7 +1,4 @@
-"""SIGKILL at every commit point of a copy and of a removal: remaining objects restore correctly or not at all.
-
-A retry completes the operation.
-"""
+"""SIGKILL at every commit point of a copy and of a removal: the rest restores or not at all, and a retry completes."""
 
 import shutil
 from pathlib import Path

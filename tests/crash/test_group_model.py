@@ -17,8 +17,7 @@ FIRST, CHUNK = 40, 10
 """Schedules 42 and 67: a held step ends between two reads of the training thread."""
 CHUNKS = max(1, int(os.environ.get("DELTASHARD_TEST_GROUP_SCHEDULES", "20")) // CHUNK)
 COUNTED = """
-schedules attempts steps switches snapshots commits cancelled declined failed_parts vetoes disconnects kills zombies slow
-pins pins_failed
+schedules attempts steps switches snapshots commits cancelled declined failed_parts vetoes disconnects kills zombies slow pins pins_failed
 waits waits_failed held
 """
 

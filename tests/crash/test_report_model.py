@@ -70,12 +70,8 @@ def _due_once() -> Callable[..., Any]:
 _acknowledged, _due, _event = ledger.acknowledged_id, directive.due, writer.event
 _write, _with_incident = status.write, report_change._with_incident
 MUTANTS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
-    "an incident is acknowledged before it is durable": (ledger, "acknowledged_id", lambda: _acknowledge_all),
-    "an incident is acknowledged past one that is not durable": (
-        ledger,
-        "acknowledged_id",
-        lambda: _acknowledge_with_gaps,
-    ),
+    "acknowledged before it is durable": (ledger, "acknowledged_id", lambda: _acknowledge_all),
+    "acknowledged past one that is not durable": (ledger, "acknowledged_id", lambda: _acknowledge_with_gaps),
     "a status is patched in any version": (status, "write", lambda: _write_over),
     "a restore is counted by process, not by attempt": (
         report_change,

@@ -182,11 +182,8 @@ def test_run_with_checkpoints_requires_restore(tmp_path: Path) -> None:
     with ToyRun(tmp_path / "store") as run:
         run.train(2)
         run.save()
-    with (
-        ToyRun(tmp_path / "store", restore=False) as unrestored,
-        pytest.raises(deltashard.errors.NotRestored),
-    ):
-        unrestored.train(1)
+    with ToyRun(tmp_path / "store", restore=False) as fresh, pytest.raises(deltashard.errors.NotRestored):
+        fresh.train(1)
 
 
 def test_partially_restored_model_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

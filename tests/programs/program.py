@@ -550,10 +550,7 @@ class UserProgram:
                     group["params"] = [after if p is before else p for p in group["params"]]
                     if optimizer.state.pop(before, None) and isinstance(optimizer, optim.Adagrad):
                         optimizer.state[after] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(after)}
-        self.dense = [
-            next((after for before, after in zip(old, new, strict=True) if p is before), p)
-            for p in self.dense
-        ]
+        self.dense = [next((b for a, b in zip(old, new, strict=True) if p is a), p) for p in self.dense]
 
     def _maybe_kill(self, where: str) -> None:
         if self.kill and where == self.s.kill_where and self.n >= self.kill - (where != "step"):

@@ -166,29 +166,25 @@ def evaluate(spec: Spec) -> dict[str, Any]:
 
 def _compare(spec: Spec, whole: dict[str, Any], killed: list[dict[str, Any]]) -> dict[str, Any]:
     last = killed[-1]
-    messages = [message for each in (whole, *killed) for message in each["reported"]]
-    verdict: dict[str, Any] = {
-        "reported": reported_lines(messages),
-        "restored": last["restored"],
-        "differs": [],
-    }
+    texts = [text for each in (whole, *killed) for text in each["reported"]]
+    verdict: dict[str, Any] = {"reported": reported_lines(texts), "restored": last["restored"], "differs": []}
     if last["error"]:
         crash = last["error"].startswith("crash")
         return verdict | {
             "outcome": "crash" if crash else "reported",
-            "reported": [last["error"], *reported_lines(messages)],
+            "reported": [last["error"], *reported_lines(texts)],
         }
     if last["bits"] == whole["bits"]:
         return verdict | {"outcome": "exact"}
     between = spec["restart"] in CHANGES and any(
         each["restored"] and each.get("between_epochs") for each in killed
     )
-    if not explanations(messages) and between:
+    if not explanations(texts) and between:
         return verdict | {"outcome": "another loader between epochs"}
     if spec["restart"] != "same" and not any(each["restored"] for each in killed):
         return verdict | {"outcome": "another program from its beginning"}
     return verdict | {
-        "outcome": "reported" if explanations(messages) else "silent",
+        "outcome": "reported" if explanations(texts) else "silent",
         "differs": differing(whole["bits"], last["bits"]),
     }
 

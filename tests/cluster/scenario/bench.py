@@ -99,12 +99,7 @@ class ScenarioBench:
         **more: Any,
     ) -> Object:
         return training_job(
-            name,
-            event_server=self.event_server.address,
-            steps=steps,
-            pace_s=pace_s,
-            notes=notes or {},
-            **more,
+            name, server=self.event_server.address, steps=steps, pace_s=pace_s, notes=notes or {}, **more
         )
 
     def job(self, name: str, *, namespace: str = "", **more: Any) -> TrainingJob:
@@ -121,9 +116,7 @@ class ScenarioBench:
     def start_event(self, job: TrainingJob, number: int, *, timeout_s: float = 240.0) -> Event:
         """Return the start event of a Job's trainer process `number`, counted from 0."""
         event = self.event_server.start_event(job.key, number, timeout_s=timeout_s)
-        self.note(
-            f"{job.name}: trainer {number} on {event['node']} from step {event['step']} ({event['source']})"
-        )
+        self.note(f"{job.name}: {number} on {event['node']} from step {event['step']} ({event['source']})")
         return event
 
     def wait_commits(self, job: TrainingJob, *, beyond: int = 0, count: int = 1, url: str = "") -> int:
@@ -151,8 +144,7 @@ class ScenarioBench:
     ) -> Event:
         """Assert that a removed pod commits in its grace period, so that the next one loses at most one step.
 
-        `start` is the pod's start event; `remove` starts the removal. Return the start event of trainer `number`, which
-        follows.
+        `start` is the pod's start event; `remove` starts the removal. Return the next start event, number `number`.
         """
         self.event_server.wait_step(start["process"], start["step"] + 30, timeout_s=120)
         remove()

@@ -165,7 +165,7 @@ class TrainingGroup:
 
         The comparison is bit for bit, and the dense part is that of step `at` on all ranks.
         """
-        steps_done = {
+        done = {
             (each["rank"], each["step"]): each
             for each in self.events("step")
             if each["attempt"] == before.attempt
@@ -174,12 +174,10 @@ class TrainingGroup:
         for rank, each in back.ranks.items():
             assert (each["mode"], each["exact"], each["step"]) == ("partial", False, at), each
             assert each["rank_steps"] == steps, each
-            assert each["sums"] == steps_done[rank, steps[rank]]["sums"], (
+            assert each["sums"] == done[rank, steps[rank]]["sums"], (
                 f"rows of rank {rank} at step {steps[rank]}"
             )
-            assert each["dense"] == steps_done[0 if lost else 1, at]["dense"], (
-                f"dense parameters of rank {rank}"
-            )
+            assert each["dense"] == done[0 if lost else 1, at]["dense"], f"dense parameters of rank {rank}"
         assert len({each["pls"] for each in back.ranks.values()}) == 1, back
 
     def assert_every_sample_once(self) -> None:

@@ -63,7 +63,7 @@ def credentials(keys: Mapping[str, str]) -> dict[str, str]:
 def training_job(
     name: str,
     *,
-    event_server: str,
+    server: str,
     steps: int,
     pace_s: float,
     notes: Mapping[str, str],
@@ -73,7 +73,7 @@ def training_job(
     pod: Mapping[str, Any] | None = None,
     spec: Mapping[str, Any] | None = None,
 ) -> Object:
-    env = {"STEPS": str(steps), "PACE_S": str(pace_s), "EVENT_SERVER": event_server}
+    env = {"STEPS": str(steps), "PACE_S": str(pace_s), "EVENT_SERVER": server}
     trainer: Object = {
         "name": "trainer",
         "image": f"{TRAINER}:{TAG}",
@@ -192,16 +192,13 @@ class TrainingJob:
     def wait_status(self, what: str, matches: Callable[[Object], Any], *, timeout_s: float = 120.0) -> Object:
         found: Object = {}
 
-        def matched() -> Any:
+        def done() -> Any:
             found.clear()
             found.update(self.status())
             return matches(found)
 
         wait_until(
-            matched,
-            timeout_s=timeout_s,
-            every_s=0.3,
-            what=lambda: f"{self.name}, {what}: {json.dumps(found)}",
+            done, timeout_s=timeout_s, every_s=0.3, what=lambda: f"{self.name}, {what}: {json.dumps(found)}"
         )
         return found
 
@@ -281,13 +278,11 @@ class TrainingJob:
     def wait_container(self, pod: str, name: str, **wanted: Any) -> dict[str, Any]:
         """Return a container's status once it runs, with these values: its kubelet may report with a delay."""
 
-        def reported() -> bool:
+        def runs() -> bool:
             found = self.container(pod, name)
             return "running" in found["state"] and all(found[key] == value for key, value in wanted.items())
 
-        wait_until(
-            reported, timeout_s=60, what=lambda: f"{name} running, {wanted}: {self.container(pod, name)}"
-        )
+        wait_until(runs, timeout_s=60, what=lambda: f"{name} running, {wanted}: {self.container(pod, name)}")
         return self.container(pod, name)
 
     def evict(self, pod: str) -> None:

@@ -1,6 +1,4 @@
-"""The parts that all scenarios share: the cluster, a MinIO on its bridge, the chart installed by Helm.
-
-They are built once for many processes.
+"""The parts that all scenarios share, built once: the cluster, a MinIO on its bridge, the chart installed by Helm.
 
 The tests run in several processes at once (pytest-xdist's workers). The controlling process builds the stage before
 the workers start and takes it down after they end; each worker attaches. A scenario that disturbs shared parts takes the

@@ -1,6 +1,4 @@
-"""The training script of several ranks in several pods, as a user would write it for torchrun.
-
-It also sends events to the test.
+"""The training script of several ranks in several pods, as for torchrun. It also sends events to the test.
 
 It trains tables of TorchRec, sharded by rows over the ranks; its loader yields every sample once per epoch, for any
 number of ranks. Every rank reports after each step, without deltashard, the sums over its rows: the sums of all ranks
@@ -165,9 +163,7 @@ def main() -> None:
         model,
         optimizer,
         on_event=lambda name, facts: (
-            events.send("snapshot", step=facts["step"], stall_s=facts["stall_s"])
-            if name == "snapshot"
-            else None
+            events.send(name, step=facts["step"], stall_s=facts["stall_s"]) if name == "snapshot" else None
         ),
         **terms,
     )

@@ -149,10 +149,7 @@ COMMITTED, BEGUN, NEVER = {LAST: gauge_series(1.0)}, {SINCE: gauge_series(0.5)},
 EVERY_5_MIN = {INTERVAL: gauge_series(300)}
 JUST_STARTED = {SINCE: gauge_series(HOUR - 60)}
 FAILS = {FAILURES % "unavailable": counter_series(begins_s=2400)}
-SAVES_FAIL, OTHER_CONDITION = (
-    {CONDITION % "SavesFailing": gauge_series(1)},
-    {CONDITION % "Stale": gauge_series(1)},
-)
+SAVES_FAIL, STALE_RUN = {CONDITION % "SavesFailing": gauge_series(1)}, {CONDITION % "Stale": gauge_series(1)}
 LASTING = {NOT_AFTER % "webhook": gauge_series(HOUR + 80 * DAY)}
 SENT, UNSENT = NUDGES % "sent", NUDGES % "failed"
 
@@ -167,7 +164,7 @@ CASES: list[tuple[str, str, Samples, bool]] = [
     ("CheckpointStale", "no timer", COMMITTED | BEGUN | NEVER, False),
     ("SavesFailing", "the controller and the pod report failures: one alert", SAVES_FAIL | FAILS, True),
     ("SavesFailing", "only the controller reports failures", SAVES_FAIL, True),
-    ("SavesFailing", "another condition", OTHER_CONDITION, False),
+    ("SavesFailing", "another condition", STALE_RUN, False),
     ("SavesFailing", "every save fails", FAILS, True),
     (
         "SavesFailing",
@@ -184,23 +181,18 @@ CASES: list[tuple[str, str, Samples, bool]] = [
         False,
     ),
     ("RestoresFallingBack", "one fell back", {CONDITION % "FellBack": gauge_series(1)}, True),
-    ("RestoresFallingBack", "other conditions", OTHER_CONDITION, False),
+    ("RestoresFallingBack", "other conditions", STALE_RUN, False),
     ("TrackingFault", "one", {CONDITION % "TrackingFault": gauge_series(1)}, True),
-    ("TrackingFault", "other conditions", OTHER_CONDITION, False),
+    ("TrackingFault", "other conditions", STALE_RUN, False),
     ("StuckOnLostNode", "one run", {CONDITION % "StuckOnLostNode": gauge_series(1)}, True),
-    ("StuckOnLostNode", "other conditions", OTHER_CONDITION, False),
+    ("StuckOnLostNode", "other conditions", STALE_RUN, False),
     (
         "WebhookErrors",
         "no replica",
         {REJECTED % "calling_webhook_error": rising_counter(begins_s=3300)},
         True,
     ),
-    (
-        "WebhookErrors",
-        "refusals by the webhook",
-        {REJECTED % "no_error": rising_counter(begins_s=3300)},
-        False,
-    ),
+    ("WebhookErrors", "refusals", {REJECTED % "no_error": rising_counter(begins_s=3300)}, False),
     ("WebhookErrors", "failed admissions", {ADMITTED % "failed": rising_counter(begins_s=3300)}, True),
     (
         "WebhookErrors",
@@ -216,12 +208,7 @@ CASES: list[tuple[str, str, Samples, bool]] = [
         True,
     ),
     ("CertificateNearExpiry", "of the authority", {AUTHORITY: gauge_series(HOUR + 80 * DAY)}, True),
-    (
-        "CertificateNearExpiry",
-        "15 days are left",
-        {NOT_AFTER % "webhook": gauge_series(HOUR + 15 * DAY)},
-        False,
-    ),
+    ("CertificateNearExpiry", "in 15 days", {NOT_AFTER % "webhook": gauge_series(HOUR + 15 * DAY)}, False),
     ("CertificateNearExpiry", "no certificate is loaded", {NOT_AFTER % "webhook": gauge_series(0)}, False),
     ("ReclaimFailing", "one failed", {RECLAIMS % "failed": rising_counter(begins_s=3000, every_s=500)}, True),
     ("ReclaimFailing", "runs are removed", {RECLAIMS % "removed": rising_counter(begins_s=3000)}, False),
@@ -344,12 +331,7 @@ RECORDS: list[tuple[str, str, Samples, float | None]] = [
         {STEP % (0, 0): constant(12), STEP % (1, 8): constant(9)},
         9.0,
     ),
-    (
-        "run_slowest_rank:step",
-        "one step behind",
-        {STEP % (0, 0): constant(12), STEP % (1, 8): constant(11)},
-        None,
-    ),
+    ("run_slowest_rank:step", "1 step", {STEP % (0, 0): constant(12), STEP % (1, 8): constant(11)}, None),
     ("pod_saves_failed:increase1d", "some", {FAILURES % "full": sampled(lambda at: at // 900)}, DAY / 900),
     ("pod_saves_failed:increase1d", "fenced", {FAILURES % "fenced": sampled(lambda at: at)}, None),
     ("run_checkpoint_fresh:bool", "young", FRESH, 1.0),

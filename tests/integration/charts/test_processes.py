@@ -131,8 +131,6 @@ def test_programs_run_with_namespaced_rights(apiserver: ApiServer, http: Rest, t
         return str(reply.document["message"])
 
     sentence = "namespace team-c is not watched by deltashard; add it to watchNamespaces of the chart"
-    eventually(
-        lambda: sentence in refusal("team-c"), what="the admission policy refuses the Job", timeout_s=WAIT_S
-    )
+    eventually(lambda: sentence in refusal("team-c"), what="the policy's refusal", timeout_s=WAIT_S)
     assert "jobs.deltashard.io" in refusal("team-a"), "the API server calls the stopped webhook"
     assert http.create(annotated("before-2", **ours), "team-c", dry_run=True).status == 201

@@ -347,14 +347,11 @@ def test_multi_rank_checkpoint_is_imported(
     for kind in ("rows", "columns", "sharded", "plain", "replicated"):
         code, text = cli("import", tmp_path / "store", tmp_path / f"saved-{kind}", "--run", kind, "--json")
         assert code == 0, text
-        document = json.loads(text)
-        assert document["verified"] is True
-        assert document["imported"]["tables"] == sorted(name for name in whole if name.startswith("emb"))
-        assert (document["imported"]["tables_guessed"], document["imported"]["matrices"]) == (
-            True,
-            ["top.weight"],
-        )
-        assert document["imported"]["left_out"] == ["step"]
+        done = json.loads(text)
+        assert done["verified"] is True
+        assert done["imported"]["tables"] == sorted(name for name in whole if name.startswith("emb"))
+        assert (done["imported"]["tables_guessed"], done["imported"]["matrices"]) == (True, ["top.weight"])
+        assert done["imported"]["left_out"] == ["step"]
         stored = dcp.FileSystemReader(tmp_path / f"saved-{kind}").read_metadata().state_dict_metadata
         chunks = {f"model.{name}": len(stored[f"model.{name}"].chunks) for name in whole if "emb" in name}
         assert set(chunks.values()) == ({1} if kind in ("plain", "replicated") else {2})

@@ -104,13 +104,9 @@ def test_foreign_prefix_grants_no_foreign_credentials(teams: Teams) -> None:
     try:
         spec, sidecar = teams.sidecar(opted(policy="p"))
         volume = next(each for each in spec["volumes"] if each["name"] == cluster_name.STORE_VOLUME)
-        assert set(volume["secret"]) <= {"secretName", "optional", "defaultMode"}, (
-            "the Secret is in the pod's namespace"
-        )
+        assert set(volume["secret"]) <= {"secretName", "optional", "defaultMode"}, "the pod's own Secret"
         values = sample.expanded(sidecar, {"metadata.namespace": teams.mine})
-        assert values["DELTASHARD_RUN"].startswith(f"{teams.mine}/"), (
-            "the run's name starts with the namespace under any URL"
-        )
+        assert values["DELTASHARD_RUN"].startswith(f"{teams.mine}/"), "also under the URL of another"
         entry = next(each for each in sidecar["env"] if each["name"] == "POD_NAMESPACE")
         assert entry["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.namespace"
         spec, sidecar = teams.sidecar(opted(policy="bare"))

@@ -1,9 +1,8 @@
 """Thousands of simulated sidecars in one process and event loop; each report has its own TLS connection and address.
 
 The sidecars report a training without failures: restoring, training, commits at the same moments in all pods of a run,
-increasing steps, and an ordered save that is durable at once. The real schedule of reports
-(`deltashard_sidecar.fleet.report_schedule`) applies; only the data path is missing. All addresses receive nudges at one
-port.
+increasing steps, and an ordered save that is durable at once. The real schedule of reports applies
+(`deltashard_sidecar.fleet.report_schedule`). Only the data path is missing. All addresses have one port for nudges.
 
 The process executes commands (JSON lines on standard input) and answers each with a line:
 

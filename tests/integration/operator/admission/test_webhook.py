@@ -110,9 +110,7 @@ def test_new_policy_is_found_and_missing_one_is_named(http: Rest, shared_webhook
         assert (values["DELTASHARD_ENCODING"], values["DELTASHARD_URL"]) == ("q4", "s3://own-bucket")
         shared = policy_object("shared", store={"url": "s3://x-y/z", "secretRef": {"name": "own"}})
         http.create({**shared, "kind": "ClusterCheckpointPolicy"})
-        assert "'secretName': 'own'" in str(asked("cluster/shared").document), (
-            "the Secret is in the workload's namespace"
-        )
+        assert "'secretName': 'own'" in str(asked("cluster/shared").document), "the workload's own Secret"
         # The value is valid alone, but exceeds the default's max.
         broken = policy_object("broken", interval={"min": "2h", "goal": {"type": "Auto"}})
         assert http.create(broken).status == 201
@@ -201,10 +199,7 @@ def test_webhook_lifecycle_from_no_certificate_to_drain(
     """The process is live without a certificate, and ready with it. After SIGTERM it drains requests."""
     webhook = WebhookProcess(apiserver, tmp_path, drain_s=10.0)
     webhook.start(certificate=False)
-    eventually(
-        lambda: webhook.get("healthz") == (503, "no certificate is loaded"),
-        what="the webhook reports the missing certificate",
-    )
+    eventually(lambda: webhook.get("healthz") == (503, "no certificate is loaded"), what="no certificate")
     put(tmp_path, webhook.authority.issue())
     eventually(lambda: webhook.get("healthz")[0] == 200, what="ready")
     assert webhook.process is not None
@@ -309,9 +304,7 @@ def test_run_id_held_by_live_workload_is_refused(http: Rest, shared_webhook: Web
             assert http("PATCH", f"{path}/status", {"status": status}, content=MERGE).status == 200
             refused = asked(http, "second", **notes)
             assert (message in refused, bool(refused)) == (True, bool(message)), refused
-        assert http.create(own, dry_run=True).document["reason"] == "StoreMoved", (
-            "the check also covers the holder's next pod"
-        )
+        assert http.create(own, dry_run=True).document["reason"] == "StoreMoved", "the holder's next pod"
 
 
 def test_copied_pod_reaches_webhook_but_job_pod_does_not(http: Rest, shared_webhook: WebhookProcess) -> None:

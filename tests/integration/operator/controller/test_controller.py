@@ -185,8 +185,8 @@ def test_new_controller_continues_after_kill(isolated_controller: IsolatedContro
     sidecar = ReportingSidecar(controller, cluster, pod, job)
     other = ReportingSidecar(controller, cluster, cluster.running_pod(still), still)
     restored = incident(1, "RESTORED", step=4, lost_steps=2, attempt=2)
-    progress = {"seq": 1, "committed": 4, "attempt": 2, "incidents": [restored]}
-    sidecar.report(step=5, **progress)
+    state = {"seq": 1, "committed": 4, "attempt": 2, "incidents": [restored]}
+    sidecar.report(step=5, **state)
     other.report(step=5, seq=1, committed=4)
     cluster.wait_for_status(job, phase="Training", restores=1)
     eventually(lambda: cluster.run(gone), "the other Job's CheckpointRun")
@@ -200,13 +200,11 @@ def test_new_controller_continues_after_kill(isolated_controller: IsolatedContro
     eventually(lambda: "losses" in cluster.status(job), "the loss by the restart")
     moving = {"observedTime": "", "trainedSeconds": 0}
     assert cluster.status(still) | moving == quiet | moving
-    sidecar.report(step=6, **progress)
+    sidecar.report(step=6, **state)
     after = cluster.wait_for_status(job, step=6)
     assert (after["restores"], after["lostSteps"]) == (1, 2)
     assert [each["cause"] for each in after["losses"]] == ["OOMKilled"]
-    eventually(
-        lambda: sidecar.report(step=6, **progress).acknowledged_incident == 1, "the incident is acknowledged"
-    )
+    eventually(lambda: sidecar.report(step=6, **state).acknowledged_incident == 1, "the acknowledgement")
     assert len(cluster.events("Restored")) == 2
     assert controller.stop() == 0, controller.log
 

@@ -56,9 +56,7 @@ def test_each_sidecar_is_nudged_once_without_blocking_others(monkeypatch: pytest
                 for address in (silent, four, six, redirecting, f"127.0.0.1:{free_port()}", "nonsense", ""):
                     nudger.nudge(address)
             counted = lambda outcome: metrics.nudges.labels(outcome)._value.get()  # noqa: E731
-            await eventually_async(
-                lambda: (counted("sent"), counted("failed")) == (2, 4), "all addresses are nudged"
-            )
+            await eventually_async(lambda: (counted("sent"), counted("failed")) == (2, 4), "all nudges")
             assert [each.split(b"\r\n")[0] for each in received] == [b"POST /v1/report HTTP/1.1"]
             assert len(received_six) == 1
             nudger.nudge(four)

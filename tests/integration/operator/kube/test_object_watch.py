@@ -69,7 +69,7 @@ class WatchRecorder:
         self.known[name] = document["size"]
 
     def _drop(self, key: ObjectKey, last: Document | None) -> None:
-        self.notifications.append(("gone" if last is not None else "missed_deletion", key.name))
+        self.notifications.append(("gone" if last is not None else "missed", key.name))
         self.known.pop(key.name, None)
 
     def _listed(self) -> None:
@@ -236,12 +236,7 @@ def test_watch_resumes_and_relists_on_gone(
         proxy.upstream_port = server.port
         eventually(lambda: found.lists == 2, what="the second list", timeout_s=240)
         notifications = found.notifications[found.notifications.index(("gone", "goes")) + 2 :]
-        again = [
-            ("missed_deletion", "replaced"),
-            ("there", "replaced"),
-            ("there", "comes"),
-            ("missed_deletion", "stays"),
-        ]
+        again = [("missed", "replaced"), ("there", "replaced"), ("there", "comes"), ("missed", "stays")]
         assert notifications == [*again, ("listed", "")]
         things.create("later", 3)
         found.wait_for_keys(replaced=2, comes=1, later=3)

@@ -19,7 +19,7 @@ from tests.support.tool import ROOT
 STEPS = 60
 
 
-def train_in_process(store: Path, *, code: int = 0, **how: Any) -> list[dict[str, Any]]:
+def train(store: Path, *, code: int = 0, **how: Any) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "DELTASHARD_SOCKET"}
     environment |= {"XDG_CACHE_HOME": str(store.parent / "cache"), "DELTASHARD_PRECOPY_BYTES": "1"}
     arguments = json.dumps({"url": f"file://{store}", **how})
@@ -41,15 +41,13 @@ def test_killed_training_resumes_exactly(tmp_path: Path, device: str) -> None:
 
     The restored state equals the snapshot, and the end equals an uninterrupted run.
     """
-    first = train_in_process(tmp_path / "store", device=device, steps=STEPS, kill_at=37, code=-signal.SIGKILL)
+    first = train(tmp_path / "store", device=device, steps=STEPS, kill_at=37, code=-signal.SIGKILL)
     snapshots = {line["step"]: line["digest"] for line in first if line["what"] == "snapshot"}
-    second = train_in_process(tmp_path / "store", device=device, steps=STEPS)
+    second = train(tmp_path / "store", device=device, steps=STEPS)
     restored, end = second[0], end_of(second)
     assert restored["step"] in snapshots
     assert restored["digest"] == snapshots[restored["step"]], "the restored state differs from the snapshot"
-    whole, again = (
-        end_of(train_in_process(tmp_path / name, device=device, steps=STEPS)) for name in ("whole", "again")
-    )
+    whole, again = (end_of(train(tmp_path / name, device=device, steps=STEPS)) for name in ("whole", "again"))
     print(json.dumps({"deterministic": whole["digest"] == again["digest"], **whole}))
     if whole["digest"] == again["digest"]:  # atomics may make two runs differ legitimately
         assert end["digest"] == whole["digest"], "the resumed run differs from the uninterrupted one"
@@ -66,6 +64,6 @@ def test_killed_training_resumes_exactly(tmp_path: Path, device: str) -> None:
 def test_checkpoint_from_another_device(tmp_path: Path, way: tuple[str, str]) -> None:
     """Tables, state and dense parameters are device-independent. Generators are not, and strict=False skips them."""
     there, here = way
-    train_in_process(tmp_path / "store", device=there, steps=17, strict=False)
-    second = train_in_process(tmp_path / "store", device=here, steps=24, strict=False)
+    train(tmp_path / "store", device=there, steps=17, strict=False)
+    second = train(tmp_path / "store", device=here, steps=24, strict=False)
     assert (second[0]["step"], end_of(second)["step"]) == (17, 24)

@@ -83,18 +83,12 @@ def main(url: str, *, device: str, steps: int, kill_at: int | None = None, stric
     def report(what: str, **facts: Any) -> None:
         print(json.dumps({"what": what, **facts}), flush=True)
 
-    def on_event(name: str, facts: Any) -> None:
+    def event(name: str, facts: Any) -> None:
         if name == "snapshot":
             report("snapshot", step=facts["step"], digest=digest(net, optimizers, generator))
 
     state = {"generator": generator} if strict else {}
-    options = {
-        "run": "r",
-        "encoding": "fp32",
-        "every_steps": 8,
-        "arena_bytes": 128 << 20,
-        "on_event": on_event,
-    }
+    options = {"run": "r", "encoding": "fp32", "every_steps": 8, "arena_bytes": 128 << 20, "on_event": event}
     ckpt = deltashard.Checkpointer(net, optimizers, state=state, url=url, **options)
     ckpt.restore(strict=strict)
     report("restored", step=ckpt.steps, digest=digest(net, optimizers, generator))

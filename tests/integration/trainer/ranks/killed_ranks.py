@@ -190,7 +190,7 @@ def stale(rank: int, workdir: Path) -> Any:
         if all_agree(training.commits >= 1):
             break
     if rank != 2:
-        eventually(stopped.exists, "rank 2 has stopped")
+        eventually(stopped.exists, "rank 2 to stop")
         os.kill(os.getpid(), signal.SIGKILL)
     stopped.with_suffix(".new").write_text(str(os.getpid()))
     stopped.with_suffix(".new").rename(stopped)
@@ -235,8 +235,7 @@ def uneven(rank: int, workdir: Path) -> Any:
                 os.kill(os.getpid(), signal.SIGSTOP)
             if rank == 0:
                 eventually(
-                    lambda: b"T" in Path(f"/proc/{pids[1]}/stat").read_bytes().split()[2],
-                    "rank 1 has stopped",
+                    lambda: b"T" in Path(f"/proc/{pids[1]}/stat").read_bytes().split()[2], "rank 1 to stop"
                 )
                 threading.Thread(target=wake, args=(orders.cancelled,), daemon=True).start()
                 training.ckpt.save("while rank 1 is stopped")

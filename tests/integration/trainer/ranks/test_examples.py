@@ -134,11 +134,7 @@ def test_restarted_group_resumes_exactly(torchrun: Start, tmp_path: Path, exampl
             return len(begun) >= 4 and max(_steps(tmp_path / "store")) > max(begun)
 
         with contextlib.suppress(EventuallyTimeout):  # gloo, see `_run_to_end`
-            eventually(
-                lambda: back() or process.poll() is not None,
-                what="the restarted group has committed",
-                timeout_s=30,
-            )
+            eventually(lambda: back() or process.poll() is not None, what="a new commit", timeout_s=30)
         process.terminate()
         process.wait(limit_s(60))
     until = _last(log) + MORE

@@ -225,9 +225,7 @@ def test_stale_rank_commits_nothing_and_gets_reason(run: RunRanks, tmp_path: Pat
 def test_slow_or_stopped_rank_costs_at_most_one_save(run: RunRanks, tmp_path: Path) -> None:
     results = run(tmp_path, RANKS, "uneven")
     assert results[0]["cancelled"] >= 1
-    commits = [
-        [facts for what, facts in records(tmp_path, rank) if what == "notified"] for rank in range(RANKS)
-    ]
-    assert len(commits[0]) >= 3
-    assert all(each == commits[0] for each in commits)
+    seen = [[facts for what, facts in records(tmp_path, rank) if what == "notified"] for rank in range(RANKS)]
+    assert len(seen[0]) >= 3
+    assert all(each == seen[0] for each in seen)
     check(tmp_path)
