@@ -19,9 +19,9 @@ from tests.support.server.minio_server import MinioServer
 from tests.support.tool import MISSING
 from tests.support.trainer.rank_zygote import RankZygote
 
-# The time that a busy machine takes to answer a snapshot is not under test.
+# The time in which a busy machine answers a snapshot is not under test.
 os.environ.setdefault("DELTASHARD_HOLD_S", "30")
-# Nor is the time that its sidecar takes to finish a save after the acknowledgement: it would refuse the next as busy.
+# Until its sidecar has finished a save the next save is rejected as busy. That time is not under test either.
 os.environ.setdefault("DELTASHARD_BRIEF_WAIT_S", "10")
 
 TEMPORARY = "deltashard-tests-"
@@ -32,7 +32,7 @@ LEAST_FREE_GIB = 2
 
 pytest.register_assert_rewrite("tests.support.checkpoint.store_conformance")
 # The duration of an example depends on the machine and is not under test.
-# The examples are the same in every run, so that a change is judged by what it changes; DELTASHARD_FUZZ=1 draws new ones.
+# The examples are the same in every run, so that a new failure comes from a change; DELTASHARD_FUZZ=1 draws new ones.
 settings.register_profile(
     "any-machine",
     parent=settings(),
@@ -49,13 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
     timeout_scale()
     if not hasattr(config, "workerinput"):
         # A run's directory in /dev/shm is named by a hash of its store's URL, and outlives the tests. pytest would use
-        # the names of its temporary directories again once /tmp is emptied: tests would find what earlier ones left.
+        # the names of its temporary directories again once /tmp is emptied: tests would find the files of earlier ones.
         config.option.basetemp = config.option.basetemp or tempfile.mkdtemp(prefix=TEMPORARY)
         free_gib = shutil.disk_usage(tempfile.gettempdir()).free / (1 << 30)
         if free_gib < LEAST_FREE_GIB:
             raise pytest.UsageError(
                 f"{tempfile.gettempdir()} has {free_gib:.1f} GiB free, and the tests need {LEAST_FREE_GIB}: on a full disk "
-                "their object stores refuse writes, and tests fail that have no fault. Make room, or set TMPDIR"
+                "their object stores refuse writes, and correct tests fail. Free disk space, or set TMPDIR"
             )
         config.pluginmanager.register(progress.ProgressReporter(config), "deltashard-progress")
         if config.getoption("numprocesses", None):
@@ -77,8 +77,8 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Keep the temporary folder of a failed run; delete that of a passed one."""
     temporary = Path(session.config.option.basetemp)
-    controls = not hasattr(session.config, "workerinput")
-    if controls and exitstatus == pytest.ExitCode.OK and temporary.name.startswith(TEMPORARY):
+    is_controller = not hasattr(session.config, "workerinput")
+    if is_controller and exitstatus == pytest.ExitCode.OK and temporary.name.startswith(TEMPORARY):
         shutil.rmtree(temporary, ignore_errors=True)
 
 

@@ -18,10 +18,10 @@ import pytest
 from tests.cluster.kubernetes import cluster
 from tests.cluster.kubernetes.host import HOST, HOST_ADDRESS
 from tests.cluster.scenario.bench import ScenarioBench
+from tests.cluster.scenario.event_server import EventServer
 from tests.cluster.scenario.reference import Reference
 from tests.cluster.scenario.report import sections
 from tests.cluster.scenario.stage import ClusterStage, hold_stage
-from tests.cluster.scenario.witness import WitnessServer
 from tests.support.machine import limit_s
 from tests.support.server.minio_server import MinioServer
 
@@ -36,7 +36,7 @@ def _is_full() -> bool:
 
 def _skip_reason() -> str:
     if os.environ.get("DELTASHARD_TEST_CLUSTER") not in {"1", "full"}:
-        return "it changes the host while it runs, so ask for it: `make test-cluster`"
+        return "it changes the host while it runs, so it runs only on request: `make test-cluster`"
     lacks = cluster.missing()
     return f"this machine lacks {', '.join(lacks)}" if lacks else ""
 
@@ -79,8 +79,8 @@ ROUNDS = 3
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """In the long variant, every scenario that leaves the stage unchanged runs several times."""
-    alone = any(mark.name == "exclusive" for mark in metafunc.definition.iter_markers())
-    if _is_full() and "bench" in metafunc.fixturenames and not alone:
+    exclusive = any(mark.name == "exclusive" for mark in metafunc.definition.iter_markers())
+    if _is_full() and "bench" in metafunc.fixturenames and not exclusive:
         metafunc.fixturenames.append("again")
         metafunc.parametrize("again", range(ROUNDS))
 
@@ -90,8 +90,8 @@ _ORDER = (
     "test_nodes", "test_pytorchjobs", "test_groups", "test_tenants", "test_stores",
     "test_reclaims", "test_completion", "test_admissions", "test_departures",
 )  # fmt: skip
-"""Files are one process' work, one scenario after the other, and each process is given a second one at once, which waits
-behind the first: so a long one stands behind a short one."""
+"""The order of the files. xdist assigns two files to each process at once and a process runs one scenario after the
+other, so a long file follows a short one."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -134,11 +134,11 @@ def stage(pytestconfig: pytest.Config) -> ClusterStage:
 
 
 @pytest.fixture(scope="session")
-def witness(stage: ClusterStage) -> Iterator[WitnessServer]:
-    """Receive the reports of every trainer of this process' scenarios."""
-    heard = WitnessServer(HOST_ADDRESS)
-    yield heard
-    heard.close()
+def event_server(stage: ClusterStage) -> Iterator[EventServer]:
+    """Receive the events of every trainer of this process' scenarios."""
+    server = EventServer(HOST_ADDRESS)
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -153,7 +153,7 @@ def full() -> bool:
 
 @pytest.fixture
 def stage_lock(request: pytest.FixtureRequest, stage: ClusterStage) -> Iterator[None]:
-    """Share the stage with other scenarios; the mark `exclusive` takes it alone."""
+    """Share the stage with other scenarios; a test marked `exclusive` has it for itself."""
     with hold_stage(exclusive=request.node.get_closest_marker("exclusive") is not None):
         yield
 
@@ -175,7 +175,7 @@ def bench(
     request: pytest.FixtureRequest,
     stage: ClusterStage,
     stage_lock: None,
-    witness: WitnessServer,
+    event_server: EventServer,
     reference: Reference,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -186,7 +186,7 @@ def bench(
     for name, value in minio.environment.items():
         monkeypatch.setenv(name, value)
     name = re.sub("[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower())[:40].strip("-")
-    made = ScenarioBench(stage, witness, reference, name=name, minio=minio, folder=tmp_path)
+    made = ScenarioBench(stage, event_server, reference, name=name, minio=minio, folder=tmp_path)
     try:
         yield made
     finally:

@@ -1,4 +1,4 @@
-"""Pods that strict clusters and meshes require: the real admission chain, the real kubelet."""
+"""Pods as strict clusters and meshes require them, with the real admission chain and kubelet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SLEEPER: Object = {
 }
 
 
-def test_strict_cluster(bench: ScenarioBench) -> None:
+def test_job_trains_and_resumes_in_strict_cluster(bench: ScenarioBench) -> None:
     api, namespace = bench.cluster.api, bench.namespace
     hard = {f"{what}.cpu": "2" for what in ("requests", "limits")}
     hard |= {f"{what}.memory": "4Gi" for what in ("requests", "limits")}
@@ -39,14 +39,14 @@ def test_strict_cluster(bench: ScenarioBench) -> None:
     ):
         document: Object = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "all"}, "spec": spec}
         api.create(f"/api/v1/namespaces/{namespace}/{kind.lower()}s", document)
-    whoever = {**RESTRICTED, "runAsUser": 1000730000, "runAsGroup": 1000730000}
+    security = {**RESTRICTED, "runAsUser": 1000730000, "runAsGroup": 1000730000}
     inits = [
-        {"name": "istio-proxy", "restartPolicy": "Always", "securityContext": whoever, **_SLEEPER},
+        {"name": "istio-proxy", "restartPolicy": "Always", "securityContext": security, **_SLEEPER},
         {
             "name": "fetch",
             **_SLEEPER,
             "command": ["/bin/sh", "-c", "echo fetched > /tmp/data"],
-            "securityContext": whoever,
+            "securityContext": security,
             "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
         },
     ]
@@ -56,17 +56,17 @@ def test_strict_cluster(bench: ScenarioBench) -> None:
         "strict",
         steps=300,  # long enough for a kill on a busy machine
         notes={"deltashard.io/policy": "strict"},
-        container={"securityContext": whoever, "resources": {"limits": {"cpu": "400m", "memory": "2Gi"}}},
+        container={"securityContext": security, "resources": {"limits": {"cpu": "400m", "memory": "2Gi"}}},
         pod={"initContainers": copy.deepcopy(inits)},
     )
-    life = bench.start_event(job, 0)
-    pod = job.pod(life["pod"])
+    start = bench.start_event(job, 0)
+    pod = job.pod(start["pod"])
     assert pod is not None
     assert [each["name"] for each in pod["spec"]["initContainers"]] == ["istio-proxy", SIDECAR, "fetch"]
     assert pod["status"]["qosClass"] == "Guaranteed"
     committed = bench.wait_commits(job)
-    trainer = job.wait_container(life["pod"], "trainer")["containerID"]
-    os.kill(bench.cluster.nodes[life["node"]].container_pid(trainer), signal.SIGKILL)
+    trainer = job.wait_container(start["pod"], "trainer")["containerID"]
+    os.kill(bench.cluster.nodes[start["node"]].container_pid(trainer), signal.SIGKILL)
     bench.assert_resumed(bench.start_event(job, 1), at_least=committed)
     job.wait_complete()
     assert bench.newest(job) == 300

@@ -20,7 +20,7 @@ DAY_S = 86400.0
 SECRET = f"/api/v1/namespaces/{NAMESPACE}/secrets/{authority.SECRET}"
 
 
-def test_rolling_upgrade(bench: ScenarioBench) -> None:
+def test_admissions_succeed_during_upgrade(bench: ScenarioBench) -> None:
     system = bench.stage.system
     old = {pod["metadata"]["uid"] for pod in system.webhooks()}
     with AdmissionLoad(bench.cluster.api, bench.namespace, bench.manifest("load")) as load:
@@ -37,14 +37,14 @@ def test_rolling_upgrade(bench: ScenarioBench) -> None:
 
 
 def served(pod: dict[str, dict[str, str]]) -> bytes:
-    """Return the certificate that a webhook's pod serves, PEM; empty while it serves none."""
+    """Return the PEM certificate that a webhook pod serves; empty while it serves none."""
     try:
         return ssl.get_server_certificate((pod["status"]["podIP"], 9443), timeout=10).strip().encode()
     except (OSError, KeyError):  # no answer in time, or a pod without an address yet
         return b""
 
 
-def test_rotated_certificate(bench: ScenarioBench) -> None:
+def test_admissions_succeed_during_rotation(bench: ScenarioBench) -> None:
     api, system = bench.cluster.api, bench.stage.system
 
     def stored(key: str = "tls.crt") -> bytes:

@@ -19,13 +19,13 @@ def test_job_completes(bench: ScenarioBench) -> None:
     job = bench.job("completes", steps=300, pace_s=0.1)  # long enough to be observed while it trains
     start_event = bench.start_event(job, 0)
     assert start_event["step"] == 0
-    assert start_event["library"].startswith("/opt/deltashard/"), "what runs must be the wheel"
+    assert start_event["library"].startswith("/opt/deltashard/"), "the pod must run the wheel"
     assert not start_event["secrets"], "the store's credentials reach the sidecar only"
     (pod,) = job.pods()
     assert [each["name"] for each in pod["spec"]["initContainers"]] == [SIDECAR]
     job.wait_phase("Training", timeout_s=90)
     job.wait_complete()
-    finished = bench.witness.wait(job.key, lambda e: e["kind"] == "finished", timeout_s=5, what="finished")
+    finished = bench.event_server.wait(job.key, lambda e: e["kind"] == "finished", timeout_s=5, what="end")
     assert finished["digest"] == bench.reference.digest(300)
     assert bench.newest(job) == 300
     bench.assert_store_whole(job)
@@ -43,12 +43,12 @@ def test_job_completes(bench: ScenarioBench) -> None:
         phase, step = (rows[0][head.index(column) :].split()[0] for column in ("PHASE", "LAST-STEP"))
         return phase, step
 
-    wait_until(lambda: row() == ("Finished", "300"), timeout_s=60, what=lambda: f"the table says it: {row()}")
+    wait_until(lambda: row() == ("Finished", "300"), timeout_s=60, what=lambda: f"the end: {row()}")
 
 
 def test_request_makes_pinned_checkpoint(bench: ScenarioBench) -> None:
     """`kubectl apply` of a CheckpointRequest, without a save timer: the checkpoint has the requested name."""
-    job = bench.job("asked", notes=NO_TIMER)
+    job = bench.job("requested", notes=NO_TIMER)
     bench.start_event(job, 0)
     job.wait_phase("Training")
     file = bench.folder / "request.json"
@@ -72,18 +72,18 @@ def test_request_makes_pinned_checkpoint(bench: ScenarioBench) -> None:
 
 def test_kubectl_rewinds_run(bench: ScenarioBench) -> None:
     """A suspended run is rewound by the plugin's Job with the sidecar's own keys, and resumes from exactly that checkpoint."""
-    job = bench.job("goes-back", notes=NO_TIMER)
-    life = bench.start_event(job, 0)
+    job = bench.job("rewound", notes=NO_TIMER)
+    start = bench.start_event(job, 0)
     for number in (1, 2):  # each leaves a checkpoint of its last step
-        bench.witness.wait_step(life["life"], life["step"] + 20, timeout_s=60)
-        pod = life["pod"]
+        bench.event_server.wait_step(start["process"], start["step"] + 20, timeout_s=60)
+        pod = start["pod"]
         job.delete_pod(pod)
-        life = bench.start_event(job, number)
+        start = bench.start_event(job, number)
     older, newer = (each for each in checkpoints(bench.url, job.run)[-2:])
-    assert older.step < newer.step == life["step"]
+    assert older.step < newer.step == start["step"]
     back_to = ("rewind", job.name, "-c", f"seq:{older.seq}")
     refused = json.loads(bench.plugin(*back_to, "--json", status=2))
-    assert "the run is training, in goes-back-" in refused["error"]["what"], refused
+    assert "the run is training, in rewound-" in refused["error"]["what"], refused
     job.patch({"spec": {"suspend": True}})
     wait_until(lambda: not job.pods(), timeout_s=90, what="the suspended pods gone")
     job.wait_phase("Pending")

@@ -1,4 +1,4 @@
-"""A container dies and its pod stays: the kubelet restarts the container, and training resumes from a known state."""
+"""A container is killed and its pod stays: the kubelet restarts it, and training resumes from a known state."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tests.cluster.scenario.job import SIDECAR
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
-def test_killed_containers(bench: ScenarioBench) -> None:
+def test_killed_containers_restart_and_resume(bench: ScenarioBench) -> None:
     limits = {"requests": {"cpu": "10m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}}
     job = bench.job("killed", container={"resources": limits})
     start_event = bench.start_event(job, 0)
     node, pod = bench.cluster.nodes[start_event["node"]], start_event["pod"]
 
-    def strike(container: str, number: signal.Signals) -> None:
+    def send_signal(container: str, number: signal.Signals) -> None:
         os.kill(node.container_pid(job.wait_container(pod, container)["containerID"]), number)
 
     bench.wait_commits(job, count=2)
-    strike("trainer", signal.SIGKILL)
+    send_signal("trainer", signal.SIGKILL)
     again = bench.start_event(job, 1)
     assert again["pod"] == pod
     assert again["source"] == "cache"
@@ -31,20 +31,20 @@ def test_killed_containers(bench: ScenarioBench) -> None:
     job.wait_container(pod, "trainer", restartCount=1)
 
     bench.wait_commits(job, beyond=again["step"])
-    strike(SIDECAR, signal.SIGKILL)
-    at_kill = bench.witness.last_step(again["life"])
+    send_signal(SIDECAR, signal.SIGKILL)
+    at_kill = bench.event_server.last_step(again["process"])
     job.wait_container(pod, SIDECAR, restartCount=1)
-    bench.note("the sidecar was killed and is back")
+    bench.note("the sidecar was killed and runs again")
     bench.wait_commits(job, beyond=at_kill)
-    bench.witness.wait_step(again["life"], at_kill + 1, timeout_s=60)
+    bench.event_server.wait_step(again["process"], at_kill + 1, timeout_s=60)
     assert job.container(pod, "trainer")["restartCount"] == 1
 
     committed = bench.newest(job)
-    strike("trainer", signal.SIGUSR1)  # which makes the trainer allocate memory
+    send_signal("trainer", signal.SIGUSR1)  # the trainer allocates memory without end
     third = bench.start_event(job, 2)
     assert third["pod"] == pod
-    told = job.wait_container(pod, "trainer", restartCount=2)
-    assert told["lastState"]["terminated"]["reason"] == "OOMKilled"
+    status = job.wait_container(pod, "trainer", restartCount=2)
+    assert status["lastState"]["terminated"]["reason"] == "OOMKilled"
     bench.assert_resumed(third, at_least=committed)
     assert job.container(pod, SIDECAR)["restartCount"] == 1
     bench.assert_store_whole(job)

@@ -1,4 +1,4 @@
-"""A pod is preempted: it saves in its grace period, and its successor begins there."""
+"""A pod is preempted: it saves in its grace period, and its successor resumes from that step."""
 
 from __future__ import annotations
 
@@ -32,25 +32,27 @@ def slots(bench: ScenarioBench) -> None:
             )
 
 
-def test_preempted(bench: ScenarioBench, slots: None) -> None:
-    """The pod commits an urgent snapshot within the grace period; test_groups covers eviction and deletion."""
-    wants = {"cpu": "10m", "memory": "512Mi", SLOT: "1"}
+def test_preempted_pod_saves_in_grace_period(bench: ScenarioBench, slots: None) -> None:
+    """The pod commits an urgent snapshot; test_groups covers eviction and deletion."""
+    requests = {"cpu": "10m", "memory": "512Mi", SLOT: "1"}
     limits = {"memory": "2Gi", SLOT: "1"}
-    job = bench.job("departs", notes=NO_TIMER, container={"resources": {"requests": wants, "limits": limits}})
-    life = bench.start_event(job, 0)
-    heir = bench.assert_graceful_exit(
-        job, life, 1, lambda: preempt(bench.cluster.api, bench.namespace, life["node"])
+    job = bench.job(
+        "preempted", notes=NO_TIMER, container={"resources": {"requests": requests, "limits": limits}}
     )
-    assert heir["node"] != life["node"]
+    start = bench.start_event(job, 0)
+    successor = bench.assert_graceful_exit(
+        job, start, 1, lambda: preempt(bench.cluster.api, bench.namespace, start["node"])
+    )
+    assert successor["node"] != start["node"]
     bench.assert_store_whole(job)
 
 
 def preempt(api: KubeApi, namespace: str, node: str) -> None:
-    """A pod with a higher priority takes the node's only slot."""
+    """Create a pod with a higher priority that takes the node's only slot."""
     classes = "/apis/scheduling.k8s.io/v1/priorityclasses"
-    if api.find(f"{classes}/matters-more") is None:
+    if api.find(f"{classes}/high-priority") is None:
         document = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "value": 1000}
-        api.create(classes, {**document, "metadata": {"name": "matters-more"}})
+        api.create(classes, {**document, "metadata": {"name": "high-priority"}})
     container = {
         "name": "sleeper",
         "image": f"{TRAINER}:{TAG}",
@@ -61,9 +63,9 @@ def preempt(api: KubeApi, namespace: str, node: str) -> None:
     pod: Object = {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"name": "matters-more"},
+        "metadata": {"name": "high-priority"},
         "spec": {
-            "priorityClassName": "matters-more",
+            "priorityClassName": "high-priority",
             "nodeSelector": {"kubernetes.io/hostname": node},
             "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
             "containers": [container],

@@ -19,9 +19,9 @@ def test_pod_group_recovers(bench: ScenarioBench) -> None:
     """
     group = indexed_job(bench, "four", pods=4, nodes="2:4", notes=NO_TIMER)
     first = group.wait_round(world_size=4)
-    group.job.wait_status("all are there", lambda status: status.get("ranks") == "4/4")
+    group.job.wait_status("all ranks are there", lambda status: status.get("ranks") == "4/4")
     second = remove_pod(group, first.attempt, lambda: group.job.delete_pod(first.pods[2]))
-    # torchrun's ranks meet at pod 0: without it all ranks restart.
+    # torchrun's rendezvous is at pod 0: without it all ranks restart.
     third = remove_pod(group, second, lambda: group.job.evict(group.rounds()[-1].pods[0]))
 
     group.wait_step(group.rounds()[-1].step + 30, attempt=third)
@@ -36,19 +36,19 @@ def test_pod_group_recovers(bench: ScenarioBench) -> None:
     group.assert_every_sample_once()
 
     status = group.job.wait_status(
-        "both, and every failure is counted",
+        "both ranks, and every failure is counted",
         lambda status: status.get("ranks") == "2/2" and status["failures"] == 3,
     )
     assert status["phase"] == "Training"
     assert {each["cause"] for each in status["losses"]} >= {"Deleted", "Evicted", "Suspended"}
 
 
-def remove_pod(group: TrainingGroup, attempt: int, leave: object) -> int:
+def remove_pod(group: TrainingGroup, attempt: int, remove: object) -> int:
     """Remove a pod; the whole group saves within its grace period and resumes. Return the next attempt."""
-    assert callable(leave)
+    assert callable(remove)
     began = next(each for each in group.rounds() if each.attempt == attempt)
     group.wait_step(began.step + 40, attempt=attempt)
-    leave()
+    remove()
     back = group.wait_round(after=attempt)
     group.bench.note(f"{group.name} had reached step {group.last_step(attempt)}")
     group.assert_restored(back, at_least=group.last_step(attempt) - 1)

@@ -1,4 +1,4 @@
-"""A group as a JobSet, whose own controller runs in the cluster, and as a TrainJob, of which Kubeflow makes a JobSet."""
+"""A group as a JobSet, and as a TrainJob, from which Kubeflow makes a JobSet; both controllers run in the cluster."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ pytestmark = pytest.mark.timeout(900, func_only=True)
 
 def test_restarted_jobset_keeps_run(bench: ScenarioBench, tmp_path: Path) -> None:
     jobset.install(bench.cluster, tmp_path)
-    bench.note("the JobSet controller answers")
+    bench.note("the JobSet controller is installed")
     group = group_of_jobset(bench, "pair", pods=2, notes=NO_TIMER)
     before, after, pods = recover_evicted_pod(group, f"{group.name}-workers-0")
     assert before != after, "the JobSet restarted"
-    assert pods == 0, "none stayed"
+    assert pods == 0, "a pod was not replaced"
 
 
 def test_train_job_recovers_evicted_pod(bench: ScenarioBench, tmp_path: Path) -> None:
     """The annotation is on the runtime; the run belongs to the JobSet that its controller makes, whose Job stays."""
     jobset.install(bench.cluster, tmp_path)
     kubeflow.trainer(bench.cluster, tmp_path)
-    bench.note("the Trainer's controller answers")
+    bench.note("the Trainer's controller is installed")
     group = train_job(bench, "night", nodes=2, notes=NO_TIMER)
     before, after, pods = recover_evicted_pod(group, f"{group.name}-node-0")
     assert before == after
-    assert pods == 1, "the other one"
+    assert pods == 1, "the other pod stays"
 
 
 def recover_evicted_pod(group: TrainingGroup, job: str) -> tuple[str, str, int]:
@@ -40,7 +40,7 @@ def recover_evicted_pod(group: TrainingGroup, job: str) -> tuple[str, str, int]:
     bench = group.bench
     path = f"/apis/batch/v1/namespaces/{bench.namespace}/jobs/{job}"
     first = group.wait_round(world_size=2)
-    group.job.wait_status("both are there", lambda status: status.get("ranks") == "2/2")
+    group.job.wait_status("both ranks are there", lambda status: status.get("ranks") == "2/2")
     before = bench.cluster.api.get(path)["metadata"]["uid"]
     group.wait_step(first.step + 40, attempt=first.attempt)
     group.job.evict(first.pods[1])
@@ -50,7 +50,7 @@ def recover_evicted_pod(group: TrainingGroup, job: str) -> tuple[str, str, int]:
     group.wait_step(second.step + 30, attempt=second.attempt)
     group.assert_every_sample_once()
     status = group.job.wait_status(
-        "both are there again, and the eviction is counted",
+        "both ranks are there again, and the eviction is counted",
         lambda status: status.get("ranks") == "2/2" and status["failures"] == 1,
         timeout_s=180,
     )

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.kubernetes.cluster import DIRTY
+from tests.cluster.kubernetes.cluster import UNRELIABLE
 from tests.cluster.scenario.bench import ScenarioBench
+from tests.cluster.scenario.event_server import Event
 from tests.cluster.scenario.job import TrainingJob
 from tests.cluster.scenario.reference import checkpoints
-from tests.cluster.scenario.witness import Event
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
 def wait_fenced(bench: ScenarioBench, job: TrainingJob, zombie: Event) -> None:
-    fenced = bench.witness.wait(
+    fenced = bench.event_server.wait(
         job.key,
-        lambda e: e["life"] == zombie["life"] and e["kind"] == "fenced",
+        lambda e: e["process"] == zombie["process"] and e["kind"] == "fenced",
         timeout_s=120,
         what=f"the zombie {zombie['pod']} is fenced",
     )
@@ -28,16 +28,16 @@ def wait_fenced(bench: ScenarioBench, job: TrainingJob, zombie: Event) -> None:
 
 
 def assert_successor_owns_run(bench: ScenarioBench, job: TrainingJob, replacement: Event) -> None:
-    """Assert that only the newest attempt writes the run, whatever the zombie does."""
+    """Assert that the newest attempt commits and the run's data is valid while the zombie runs."""
     bench.wait_commits(job, beyond=replacement["step"])
     assert checkpoints(bench.url, job.run)[-1].attempt == replacement["attempt"]
-    bench.witness.wait_step(replacement["life"], replacement["step"] + 1, timeout_s=60)
+    bench.event_server.wait_step(replacement["process"], replacement["step"] + 1, timeout_s=60)
     bench.assert_store_whole(job)
 
 
 @contextlib.contextmanager
 def cordoned(bench: ScenarioBench, node: str) -> Iterator[None]:
-    """No new pod is scheduled on this node meanwhile."""
+    """Keep new pods off this node inside the context."""
     bench.cluster.kubectl("cordon", node)
     try:
         yield
@@ -45,17 +45,17 @@ def cordoned(bench: ScenarioBench, node: str) -> Iterator[None]:
         bench.cluster.kubectl("uncordon", node)
 
 
-def test_lost_node(bench: ScenarioBench) -> None:
+def test_job_of_lost_node_resumes_on_other_node(bench: ScenarioBench) -> None:
     """The other node resumes from the last commit, also for a Job whose lost pod needs manual action.
 
-    The cluster names that Job with both remedies; the test applies one. The zombies are fenced after their node
+    That run's condition and event name both remedies; the test applies one. The zombies are fenced after their node
     resumes.
     """
     spare = bench.cluster.nodes["m2"]
     with cordoned(bench, spare.name):
-        job = bench.job("orphaned", pool=DIRTY)
+        job = bench.job("orphaned", pool=UNRELIABLE)
         # The pod is replaced only when its failure is seen, which does not happen on a lost node.
-        stuck = bench.job("stuck", pool=DIRTY, spec={"podReplacementPolicy": "Failed"})
+        stuck = bench.job("stuck", pool=UNRELIABLE, spec={"podReplacementPolicy": "Failed"})
         zombie, stuck_zombie = bench.start_event(job, 0), bench.start_event(stuck, 0)
     lost = bench.cluster.nodes[zombie["node"]]
     assert stuck_zombie["node"] == lost.name != spare.name
@@ -74,18 +74,18 @@ def test_lost_node(bench: ScenarioBench) -> None:
         condition = stuck.wait_condition("StuckOnLostNode", timeout_s=120)
         event = stuck.wait_event("StuckOnLostNode")
         remedy = f"kubectl taint node {lost.name} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
-        for told in (condition["message"], event["message"]):
-            assert remedy in told
-            assert f"kubectl delete node {lost.name}" in told
-        bench.note("the run is named as stuck")
+        for message in (condition["message"], event["message"]):
+            assert remedy in message
+            assert f"kubectl delete node {lost.name}" in message
+        bench.note("the run is reported as stuck")
         bench.cluster.kubectl(*remedy.split()[1:])
-        stuck_heir = bench.start_event(stuck, 1)
-        assert stuck_heir["node"] == spare.name
-        bench.assert_resumed(stuck_heir, at_least=stuck_committed)
+        stuck_successor = bench.start_event(stuck, 1)
+        assert stuck_successor["node"] == spare.name
+        bench.assert_resumed(stuck_successor, at_least=stuck_committed)
         stuck.wait_condition("StuckOnLostNode", "False")
 
-        lost.thaw_containers()  # and no kubelet runs yet that would end them
-        for each, back, successor in ((job, zombie, replacement), (stuck, stuck_zombie, stuck_heir)):
+        lost.thaw_containers()  # the kubelet, which would end them, is still frozen
+        for each, back, successor in ((job, zombie, replacement), (stuck, stuck_zombie, stuck_successor)):
             wait_fenced(bench, each, back)
             assert_successor_owns_run(bench, each, successor)
     finally:
@@ -95,8 +95,8 @@ def test_lost_node(bench: ScenarioBench) -> None:
     job.wait_gone(zombie["pod"], timeout_s=120)
 
 
-def test_lost_kubelet(bench: ScenarioBench) -> None:
-    job = bench.job("doubled", pool=DIRTY)
+def test_pod_of_lost_kubelet_is_fenced(bench: ScenarioBench) -> None:
+    job = bench.job("doubled", pool=UNRELIABLE)
     zombie = bench.start_event(job, 0)
     node = bench.cluster.nodes[zombie["node"]]
     bench.wait_commits(job, count=2)

@@ -15,20 +15,20 @@ from tests.cluster.scenario.kubeflow_group import pytorch_job
 pytestmark = pytest.mark.timeout(900, func_only=True)
 
 STEPS, PACE_S = 330, 0.2
-"""Beyond the end of the first epoch of three ranks; slow, since the operator reports the cause of an end half a minute later."""
+"""More than an epoch of three ranks. The pace is slow: the operator reports the cause of an end half a minute later."""
 
 
-def test_pytorch_job_recovers_lost_worker_and_master(bench: ScenarioBench, tmp_path: Path) -> None:
+def test_pytorch_job_recovers_lost_pods(bench: ScenarioBench, tmp_path: Path) -> None:
     """The worker is evicted after a save by all; the master is lost without notice, and all ranks return to that save.
 
     In the end the PyTorchJob has succeeded, the run is finished, and every sample of the epoch was trained once.
     """
     kubeflow.training_operator(bench.cluster, tmp_path)
-    bench.note("the training operator answers")
+    bench.note("the training operator is installed")
     group = pytorch_job(bench, "ranks", workers=2, notes=NO_TIMER, steps=STEPS, pace_s=PACE_S)
     first = group.wait_round(world_size=3)
     assert first.pods == ["ranks-master-0", "ranks-worker-0", "ranks-worker-1"]
-    group.job.wait_status("all are there", lambda status: status.get("ranks") == "3/3")
+    group.job.wait_status("all ranks are there", lambda status: status.get("ranks") == "3/3")
     uids = uids_of(group)
 
     group.wait_step(first.step + 20, attempt=first.attempt)
@@ -40,11 +40,11 @@ def test_pytorch_job_recovers_lost_worker_and_master(bench: ScenarioBench, tmp_p
     group.lose_pod(second, 0)
     third = group.wait_round(after=second.attempt, world_size=3)
     group.assert_restored(third, at_least=second.step)
-    assert first.pods == second.pods == third.pods, "names stay"
+    assert first.pods == second.pods == third.pods, "a pod has another name"
     now = uids_of(group)
     assert {name for name in now if now[name] != uids[name]} == {"ranks-master-0", "ranks-worker-1"}
     status = group.job.wait_status(
-        "all are there again, and every end is counted",
+        "all ranks are there again, and every end is counted",
         lambda status: status.get("ranks") == "3/3" and status["failures"] == 2,
     )
     assert {each["cause"] for each in status["losses"]} >= {"Deleted", "Evicted"}
@@ -60,8 +60,8 @@ def test_pytorch_job_recovers_lost_worker_and_master(bench: ScenarioBench, tmp_p
     runs = bench.cluster.api.items(
         f"/apis/deltashard.io/v1alpha1/namespaces/{bench.namespace}/checkpointruns"
     )
-    spoken = [(each["spec"]["workload"]["kind"], each["spec"]["workload"]["apiVersion"]) for each in runs]
-    assert spoken == [("PyTorchJob", "kubeflow.org/v1")]
+    workloads = [(each["spec"]["workload"]["kind"], each["spec"]["workload"]["apiVersion"]) for each in runs]
+    assert workloads == [("PyTorchJob", "kubeflow.org/v1")]
     assert runs[0]["spec"]["runId"] == group.job.run_id
     assert not [each for each in group.job.events() if each["reason"] == "UnsupportedKind"]
 

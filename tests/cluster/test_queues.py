@@ -50,31 +50,31 @@ def read(usage: Object) -> dict[str, Fraction]:
 
 
 def test_queued_job_counts_sidecar_and_resumes(bench: ScenarioBench, tmp_path: Path) -> None:
-    """The queue has room for one Job and another's training container, but not for that one's sidecar, so it waits.
+    """The queue has room for one Job and the trainer of a second, but not for its sidecar, so the second waits.
 
-    The first Job loses its pod, resumes, and ends; then the other trains.
+    The first Job loses its pod, resumes, and ends; then the second trains.
     """
     kueue.install(bench.cluster, tmp_path)
-    bench.note("Kueue answers")
+    bench.note("Kueue is installed")
     manifest = bench.manifest("first", steps=STEPS, labels=QUEUED)
     path = f"/apis/batch/v1/namespaces/{bench.namespace}/jobs?dryRun=All"
     template = bench.cluster.api.create(path, manifest)["spec"]["template"]["spec"]
-    alone, whole = resource_requests(template["containers"]), pod_requests([template])
-    quota = {what: f"{int((alone[what] + whole[what]) * 1000)}m" for what in COUNTED}
+    trainer, whole = resource_requests(template["containers"]), pod_requests([template])
+    quota = {what: f"{int((trainer[what] + whole[what]) * 1000)}m" for what in COUNTED}
     kueue.queue(bench, **quota)
     first = bench.job("first", steps=STEPS, labels=QUEUED)
     kueue.wait_condition(first, "Admitted")
     assert [(count, read(usage)) for count, usage in kueue.counted(first)] == [(1, whole)]
     second = bench.job("second", labels=QUEUED)
-    told = kueue.wait_condition(second, "QuotaReserved", "False")
-    assert "insufficient unused quota" in told["message"], told
-    bench.note(told["message"])
+    condition = kueue.wait_condition(second, "QuotaReserved", "False")
+    assert "insufficient unused quota" in condition["message"], condition
+    bench.note(condition["message"])
 
-    life = bench.start_event(first, 0)
+    start = bench.start_event(first, 0)
     committed = bench.wait_commits(first)
-    first.delete_pod(life["pod"], force=True)
+    first.delete_pod(start["pod"], force=True)
     back = bench.start_event(first, 1)
-    assert back["pod"] != life["pod"]
+    assert back["pod"] != start["pod"]
     bench.assert_resumed(back, at_least=committed)
     assert second.get()["spec"]["suspend"]
     assert not second.pods(), "neither a trainer nor a sidecar"

@@ -12,22 +12,22 @@ pytestmark = pytest.mark.timeout(600, func_only=True)
 POLICY = "/apis/deltashard.io/v1alpha1/namespaces/{}/checkpointpolicies/training"
 
 
-def test_finished_run_is_deleted_and_pinned_run_kept(bench: ScenarioBench) -> None:
-    goes, stays = (bench.job(name, steps=60) for name in ("goes", "stays"))
-    for job in (goes, stays):
+def test_finished_run_is_deleted_unless_pinned(bench: ScenarioBench) -> None:
+    deleted, pinned = (bench.job(name, steps=60) for name in ("deleted", "pinned"))
+    for job in (deleted, pinned):
         job.wait_complete()
         job.wait_phase("Finished")
         assert bench.newest(job) == 60
         assert "reclaim" not in (job.checkpoint_run() or {})["status"], "the policy retains"
-    command_line("pin", bench.url, "--run", stays.run, "paper")
+    command_line("pin", bench.url, "--run", pinned.run, "paper")
     change = {"reclaim": {"policy": "Delete", "after": "0s"}}
     bench.cluster.api.patch(POLICY.format(bench.namespace), {"spec": change})
-    said = bench.reclaimed(goes, "Removed")
-    assert "1 runs" in said["message"], said
-    assert objects(bench, goes) == []
-    said = bench.reclaimed(stays, "Kept")
-    assert "it has a pin, 'paper'" in said["message"], said
-    bench.assert_store_whole(stays)
+    status = bench.reclaimed(deleted, "Removed")
+    assert "1 runs" in status["message"], status
+    assert objects(bench, deleted) == []
+    status = bench.reclaimed(pinned, "Kept")
+    assert "it has a pin, 'paper'" in status["message"], status
+    bench.assert_store_whole(pinned)
     removals = [
         each
         for each in bench.cluster.api.items(f"/apis/batch/v1/namespaces/{bench.namespace}/jobs")

@@ -1,4 +1,4 @@
-"""Partial recovery over pods: one of a group is lost without notice, the others keep their rows, without manual action."""
+"""Partial recovery over pods: a pod of a group is lost without notice, and the others keep their rows."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ pytestmark = pytest.mark.timeout(900, func_only=True)
 
 WORLD, PLANNED = 3, 2000
 FIRST, SECOND = (20, 40, 2), (65, 130, 0)
-"""(step of the checkpoint, last step of all ranks, rank that is lost before it counts that step)."""
+"""(step of the checkpoint, last step of all ranks, rank that is lost before it ends that step)."""
 LAST_SAVE = 150
-VOLUME = "/kept"
+VOLUME = "/staged"
 
 
 def test_survivors_keep_rows_after_pod_loss(bench: ScenarioBench) -> None:
-    """Pod 2 is lost, whose ranks' launchers stay; then pod 0, the meeting point: the others' containers end and restart.
+    """Pod 2 is lost, and the other launchers stay. Then pod 0 with the rendezvous is lost: the other containers restart.
 
-    A survivor's rows are in a volume of its pod. The lost ranks' rows are those of the newest checkpoint. The
-    CheckpointRun reports the cost: as many samples as the trainers' steps.
+    A survivor's rows are in a volume of its pod. The lost rank has the rows of the newest checkpoint. The CheckpointRun
+    reports the cost: the share of lost samples.
     """
     group = indexed_job(
         bench,
@@ -42,10 +42,10 @@ def test_survivors_keep_rows_after_pod_loss(bench: ScenarioBench) -> None:
     assert [group.job.container(pod, "trainer")["restartCount"] for pod in second.pods] == [0] * WORLD
 
     status = group.job.wait_status(
-        "the checkpoint after it says what was lost", lambda each: each.get("partialRecoveries") == 1
+        "the next checkpoint records the loss", lambda each: each.get("partialRecoveries") == 1
     )
     assert float(status["lostSamplesShare"]) == pytest.approx(lost, rel=1e-5)
-    snapshots = [each["stall_s"] for each in group.events("cut") if each["step"] == SECOND[0]]
+    snapshots = [each["stall_s"] for each in group.events("snapshot") if each["step"] == SECOND[0]]
     assert len(snapshots) == WORLD
     assert 0 < float(status["stallSeconds"]) <= max(snapshots) * 1.01
 
@@ -67,17 +67,17 @@ def lose_pod_at(group: TrainingGroup, before: Round, saved: int, at: int, rank: 
     """Lose a pod after step `at`, where all ranks wait; return the next round, in which all others kept their rows."""
     job, pod = group.job, before.pods[rank]
     group.bench.wait_commits(job, beyond=saved - 1)
-    group.bench.witness.wait(
+    group.bench.event_server.wait(
         job.key,
-        lambda each: each["kind"] == "stands" and each["pod"] == pod and each["step"] == at,
+        lambda each: each["kind"] == "paused" and each["pod"] == pod and each["step"] == at,
         timeout_s=180,
-        what=f"{pod} stands at step {at}",
+        what=f"{pod} pauses at step {at}",
     )
-    for other in range(WORLD):  # whose next collective waits for it
+    for other in range(WORLD):  # their next collective waits for the paused rank
         group.wait_rank_step(other, at, attempt=before.attempt)
     group.lose_pod(before, rank)
     back = group.wait_round(after=before.attempt, world_size=WORLD)
-    assert [there != then for there, then in zip(back.pods, before.pods, strict=True)] == [
+    assert [now != then for now, then in zip(back.pods, before.pods, strict=True)] == [
         each == rank for each in range(WORLD)
     ]
     group.assert_kept(back, before, lost=rank, at=at, saved=saved)

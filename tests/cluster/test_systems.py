@@ -1,6 +1,6 @@
 """deltashard itself disappears and returns: training continues, and unrelated workloads are unaffected.
 
-These scenarios have the stage to themselves, each from a fresh installation of the chart.
+Each of these scenarios has the stage for itself and begins with a fresh installation of the chart.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.kubernetes import image
 from tests.cluster.kubernetes.api import ApiError, Object
-from tests.cluster.kubernetes.cluster import DIRTY
+from tests.cluster.kubernetes.cluster import UNRELIABLE
 from tests.cluster.kubernetes.image import OLD_TAG, OLD_VERSION, TAG, TRAINER
 from tests.cluster.kubernetes.node import POOL
 from tests.cluster.kubernetes.process import wait_until
@@ -39,7 +39,7 @@ def installed(stage: ClusterStage, stage_lock: None) -> None:
 
 
 def unrelated_objects(bench: ScenarioBench) -> list[tuple[str, Object]]:
-    """Path and object of work unrelated to deltashard: without annotations, or only with those of other tools."""
+    """Return (path, object) of workloads without annotations, or with those of other tools."""
     container = {"name": "c", "image": f"{TRAINER}:{TAG}", "args": ["-c", "0"], "securityContext": RESTRICTED}
     spec = {
         "containers": [container],
@@ -48,7 +48,7 @@ def unrelated_objects(bench: ScenarioBench) -> list[tuple[str, Object]]:
     }
     found: list[tuple[str, Object]] = []
     for number, notes in enumerate(({}, {"annotations": {}}, {"annotations": {"else/where": "x"}})):
-        metadata = {"name": f"stranger-{number}", **notes}
+        metadata = {"name": f"unrelated-{number}", **notes}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
         template = {
             "metadata": {key: value for key, value in metadata.items() if key != "name"},
@@ -63,15 +63,15 @@ def unrelated_objects(bench: ScenarioBench) -> list[tuple[str, Object]]:
 
 
 def test_helm_test_passes(bench: ScenarioBench) -> None:
-    said = bench.stage.system.helm("test", RELEASE, "--logs", f"--timeout={limit_s(180):.0f}s")
-    assert "Phase:          Succeeded" in said, said
-    bench.note(said[said.index("POD LOGS") :])
+    output = bench.stage.system.helm("test", RELEASE, "--logs", f"--timeout={limit_s(180):.0f}s")
+    assert "Phase:          Succeeded" in output, output
+    bench.note(output[output.index("POD LOGS") :])
 
 
 def test_training_continues_without_operator(bench: ScenarioBench) -> None:
     cluster, system = bench.cluster, bench.stage.system
-    job = bench.job("alone")
-    life = bench.start_event(job, 0)
+    job = bench.job("no-operator")
+    start = bench.start_event(job, 0)
     bench.wait_commits(job)
     cluster.kubectl(
         "delete", "deployment", WEBHOOK, CONTROLLER, "-n", NAMESPACE, "--cascade=foreground", "--wait"
@@ -81,18 +81,18 @@ def test_training_continues_without_operator(bench: ScenarioBench) -> None:
 
     before = bench.newest(job)
     bench.wait_commits(job, beyond=before, count=2)
-    job.delete_pod(life["pod"])
+    job.delete_pod(start["pod"])
     successor = bench.start_event(job, 1)
-    bench.assert_resumed(successor, at_least=bench.witness.last_step(life["life"]) - 1)
+    bench.assert_resumed(successor, at_least=bench.event_server.last_step(start["process"]) - 1)
     for path, document in unrelated_objects(bench):
         cluster.api.create(path, document)
     wait_until(
         lambda: (
-            cluster.api.get(f"/api/v1/namespaces/{bench.namespace}/pods/stranger-0")["status"]["phase"]
+            cluster.api.get(f"/api/v1/namespaces/{bench.namespace}/pods/unrelated-0")["status"]["phase"]
             == "Succeeded"
         ),
         timeout_s=90,
-        what="a stranger's pod ran",
+        what="an unrelated pod ran",
     )
     jobs = f"/apis/batch/v1/namespaces/{bench.namespace}/jobs"
     with pytest.raises(ApiError, match="failed calling webhook"):
@@ -112,11 +112,11 @@ def test_training_continues_without_operator(bench: ScenarioBench) -> None:
 
     at_return = bench.newest(job)
     system.install()
-    bench.note("the system is back")
+    bench.note("the system is installed again")
     status = job.wait_status(
         "newer commits are known", lambda run: run.get("lastCommittedStep", 0) > at_return, timeout_s=90
     )
-    assert status["restores"] == 1, "the restore it did not see"
+    assert status["restores"] == 1, "the restore while no controller ran"
     bench.assert_store_whole(job)
 
 
@@ -124,18 +124,18 @@ def test_leader_node_loss_fails_over(bench: ScenarioBench) -> None:
     """The replica on another node serves within 30 s: a changed policy reaches a pod, and a new Job gets its run."""
     cluster, system = bench.cluster, bench.stage.system
     selector = {"matchLabels": {"app.kubernetes.io/component": "controller"}}
-    apart = [{"topologyKey": "kubernetes.io/hostname", "labelSelector": selector}]
+    anti_affinity = [{"topologyKey": "kubernetes.io/hostname", "labelSelector": selector}]
     system.install(
         values={
-            "controller.nodeSelector": {POOL: DIRTY},
-            "controller.tolerations": [{"key": POOL, "value": DIRTY, "effect": "NoSchedule"}],
+            "controller.nodeSelector": {POOL: UNRELIABLE},
+            "controller.tolerations": [{"key": POOL, "value": UNRELIABLE, "effect": "NoSchedule"}],
             "controller.affinity": {
-                "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": apart}
+                "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": anti_affinity}
             },
         }
     )
-    bench.policy(bench.namespace, "patient", interval={"every": "1h"})
-    job = bench.job("follows", notes={POLICY: "patient"})
+    bench.policy(bench.namespace, "hourly", interval={"every": "1h"})
+    job = bench.job("changed-policy", notes={POLICY: "hourly"})
     bench.start_event(job, 0)
     job.wait_phase("Training")
     assert not checkpoints(bench.url, job.run), "no timer yet"
@@ -152,9 +152,9 @@ def test_leader_node_loss_fails_over(bench: ScenarioBench) -> None:
         began_s = time.monotonic()
         bench.note(f"{lost.name} is frozen, and {leader} with it")
         change = {"spec": {"interval": {"every": "1s"}}}
-        path = f"/apis/deltashard.io/v1alpha1/namespaces/{bench.namespace}/checkpointpolicies/patient"
+        path = f"/apis/deltashard.io/v1alpha1/namespaces/{bench.namespace}/checkpointpolicies/hourly"
         cluster.api.patch(path, change)
-        other = bench.job("comes")
+        other = bench.job("new")
         wait_until(
             lambda: other.checkpoint_run() and checkpoints(bench.url, job.run),
             timeout_s=SERVED_S,
@@ -163,7 +163,7 @@ def test_leader_node_loss_fails_over(bench: ScenarioBench) -> None:
         )
         bench.note(f"another controller serves after {time.monotonic() - began_s:.1f} s")
         assert cluster.api.get(LEASE)["spec"]["holderIdentity"] in {*replicas} - {leader}
-        job.wait_status("it says so", lambda run: run.get("intervalSeconds") == 1, timeout_s=90)
+        job.wait_status("the new interval", lambda run: run.get("intervalSeconds") == 1, timeout_s=90)
     finally:
         lost.thaw()
     cluster.wait_node(lost.name)
@@ -171,24 +171,24 @@ def test_leader_node_loss_fails_over(bench: ScenarioBench) -> None:
 
 
 def test_controller_writes_no_user_objects(stage: ClusterStage, stage_lock: None) -> None:
-    """The API server's audit log shows that the controller wrote no user's object in all scenarios so far."""
-    asked = list(audit.requests(stage.cluster.audit_log, f"system:serviceaccount:{NAMESPACE}:{CONTROLLER}"))
-    statuses = [each for each in asked if each.resource == "checkpointruns/status" and each.status == 200]
-    assert statuses, "it was at work"
+    """The API server's audit log has no write of the controller to a user's object, in all scenarios so far."""
+    calls = list(audit.requests(stage.cluster.audit_log, f"system:serviceaccount:{NAMESPACE}:{CONTROLLER}"))
+    statuses = [each for each in calls if each.resource == "checkpointruns/status" and each.status == 200]
+    assert statuses, "the controller wrote no status"
     # A namespace that is being deleted refuses its own Events: refusals are not findings here.
-    assert not audit.violations(each for each in asked if each.status < 400)
+    assert not audit.violations(each for each in calls if each.status < 400)
 
 
 def test_uninstall_and_upgrade(bench: ScenarioBench, tmp_path: Path) -> None:
-    """After uninstallation Jobs train on and checkpoints are readable. A run of an older version resumes under the newer."""
+    """Jobs train and checkpoints are readable without deltashard. An older version's run resumes under the newer one."""
     cluster, system = bench.cluster, bench.stage.system
     job = bench.job("survivor")
-    life = bench.start_event(job, 0)
+    start = bench.start_event(job, 0)
     bench.wait_commits(job)
     system.uninstall()
     bench.note("uninstalled")
     bench.wait_commits(job, beyond=bench.newest(job), count=2)
-    bench.witness.wait_step(life["life"], 1, timeout_s=60)
+    bench.event_server.wait_step(start["process"], 1, timeout_s=60)
     bench.assert_store_whole(job)
     assert command_line("ls", bench.url)
     plain = bench.manifest("plain", steps=1)
@@ -223,7 +223,7 @@ def test_uninstall_and_upgrade(bench: ScenarioBench, tmp_path: Path) -> None:
     newer = bench.job("upgraded", notes={"deltashard.io/run-id": old.run_id})
     second = bench.start_event(newer, 1)
     assert image_of_sidecar(bench, second["pod"]).endswith(f":{TAG}")
-    bench.assert_resumed(second, at_least=bench.witness.last_step(first["life"]) - 1)
+    bench.assert_resumed(second, at_least=bench.event_server.last_step(first["process"]) - 1)
     bench.wait_commits(old, beyond=second["step"])
     bench.assert_store_whole(old)
 

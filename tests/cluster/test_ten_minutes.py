@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.exclusive, pytest.mark.timeout(1200, func_only=True)]
 
 @pytest.fixture
 def empty_cluster(stage: ClusterStage, stage_lock: None, tmp_path: Path) -> Iterator[ClusterStage]:
-    """The cluster without deltashard, its nodes with the images that users name; later tests install deltashard again."""
+    """Uninstall deltashard and import the published images into the nodes; later tests install deltashard again."""
     archive = published.build(tmp_path / "published.tar", require_tool("minio"))
     for node in stage.cluster.nodes.values():
         node.ctr("images", "import", archive)

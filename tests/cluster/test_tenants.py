@@ -13,7 +13,7 @@ from tests.cluster.scenario.tenant import Tenant
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
-def test_two_tenants(bench: ScenarioBench) -> None:
+def test_tenants_save_by_their_own_policy(bench: ScenarioBench) -> None:
     other_bucket = bench.minio.new_bucket()
     tenants = [Tenant(bench.minio, bucket) for bucket in (bench.bucket, other_bucket)]
     names = [f"{bench.namespace}-{each}" for each in ("one", "two")]
@@ -25,24 +25,24 @@ def test_two_tenants(bench: ScenarioBench) -> None:
         bench.namespace_with_store(name, bucket=tenant.bucket, keys=tenant.environment, **spec)
     jobs = [bench.job("train", namespace=name) for name in names]
     urls = [bench.minio.url(tenant.bucket) for tenant in tenants]
-    lives = [bench.start_event(job, 0) for job in jobs]
+    starts = [bench.start_event(job, 0) for job in jobs]
     for job, url in zip(jobs, urls, strict=True):
         bench.wait_commits(job, count=2, url=url)
     statuses = [job.wait_status("how it saves", lambda run: "lastCommittedStep" in run) for job in jobs]
-    told = [(status.get("intervalSeconds", 0), status.get("everySteps", 0)) for status in statuses]
-    assert told == [(1, 0), (0, 20)], "each saves as its own policy says"
-    for job, life in zip(jobs, lives, strict=True):
-        job.delete_pod(life["pod"])
-    for job, url, life in zip(jobs, urls, lives, strict=True):
+    timers = [(status.get("intervalSeconds", 0), status.get("everySteps", 0)) for status in statuses]
+    assert timers == [(1, 0), (0, 20)], "a run saves by another policy"
+    for job, start in zip(jobs, starts, strict=True):
+        job.delete_pod(start["pod"])
+    for job, url, start in zip(jobs, urls, starts, strict=True):
         successor = bench.start_event(job, 1)
         assert successor["source"] == "store"
-        bench.assert_resumed(successor, at_least=bench.witness.last_step(life["life"]) - 1)
+        bench.assert_resumed(successor, at_least=bench.event_server.last_step(start["process"]) - 1)
         bench.assert_store_whole(job, url=url)
     client = bench.minio.client()
     for job, tenant in zip(jobs, tenants, strict=True):
         objects = [each.object_name for each in client.list_objects(tenant.bucket, recursive=True)]
         assert objects
-        assert all(job.namespace in name for name in objects), "a stranger's object"
+        assert all(job.namespace in name for name in objects), "another run's object"
 
 
 def test_suspend_and_recreate_job(bench: ScenarioBench) -> None:
@@ -50,11 +50,11 @@ def test_suspend_and_recreate_job(bench: ScenarioBench) -> None:
     name = f"train-{secrets.token_hex(2)}"
     job = bench.job(name, spec={"suspend": True})
     job.patch({"spec": {"suspend": False}})
-    life = bench.start_event(job, 0)
+    start = bench.start_event(job, 0)
     bench.wait_commits(job, count=1)
     job.patch({"spec": {"suspend": True}})
-    job.wait_gone(life["pod"], timeout_s=60)
-    done = bench.witness.last_step(life["life"])
+    job.wait_gone(start["pod"], timeout_s=60)
+    done = bench.event_server.last_step(start["process"])
     assert bench.newest(job) >= done - 1
     job.patch({"spec": {"suspend": False}})
     second = bench.start_event(job, 1)
@@ -62,7 +62,7 @@ def test_suspend_and_recreate_job(bench: ScenarioBench) -> None:
     assert str(second["step"]) in job.wait_event("Restored")["message"]
 
     job.delete()
-    done = bench.witness.last_step(second["life"])
+    done = bench.event_server.last_step(second["process"])
     assert bench.newest(job) >= done - 1
     again = bench.job(name)
     assert again.uid != job.uid
@@ -74,5 +74,5 @@ def test_suspend_and_recreate_job(bench: ScenarioBench) -> None:
     continued = bench.job(name, notes={"deltashard.io/run-id": job.run_id})
     fourth = bench.start_event(continued, 3)
     bench.assert_resumed(fourth, at_least=done - 1)
-    wait_until(lambda: bench.newest(job) > fourth["step"], timeout_s=60, what="the old run goes on")
+    wait_until(lambda: bench.newest(job) > fourth["step"], timeout_s=60, what="the old run continues")
     bench.assert_store_whole(job)

@@ -1,4 +1,4 @@
-"""A process that dies in the middle of a copy or a removal: `python -m tests.crash.copy_victim DIRECTORY ACTION`.
+"""A process that is killed during a copy or a removal: `python -m tests.crash.copy_victim DIRECTORY ACTION`.
 
 The run in DIRECTORY is `log_victim`'s, `job`; its copies are `job` in `store2`, and `one` in the same store.
 """

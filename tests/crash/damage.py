@@ -52,12 +52,12 @@ DAMAGES: dict[str, Callable[[bytes, bytes], bytes | None]] = {
     "bit flipped at the end": lambda data, other: _flipped(data, 1.0),
     "replaced by another": lambda data, other: other,
 }
-"""Possible damages of an object's bytes; `other` are the bytes of another object of its kind."""
+"""Possible damages of an object's bytes; `other` is another object of the same kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """A run as a store holds it."""
+    """A run's objects in a store."""
 
     name: str
     objects: Objects
@@ -70,9 +70,9 @@ class StoredRun:
 class DamageOutcome:
     """The result of one damage. Checkpoints are slots; None means no checkpoint."""
 
-    story: str
+    run: str
     kind: str
-    """Of the object."""
+    """The kind of the damaged object."""
     damage: str
     key: str
     newest: int
@@ -80,8 +80,8 @@ class DamageOutcome:
     possible: int | None
     """The newest checkpoint that the remaining objects restore."""
     repair: int | None
-    """The newest checkpoint that `deltashard repair` keeps and that restores; None also where it changes nothing."""
-    back: int | None
+    """The newest checkpoint that `deltashard repair` keeps and that restores; None if it changes nothing."""
+    resumed: int | None
     """The checkpoint that a plain restart restored."""
     reported: bool
     """Whether the restart reported the damage."""
@@ -90,10 +90,10 @@ class DamageOutcome:
     @property
     def good(self) -> bool:
         """Whether no newer checkpoint was restorable, and a loss is reported."""
-        if self.back is None:
+        if self.resumed is None:
             return self.possible is None and self.repair is None and bool(self.error)
         least = max(self.possible or 0, self.repair or 0)
-        return self.back >= least and (self.back == self.newest or self.reported)
+        return self.resumed >= least and (self.resumed == self.newest or self.reported)
 
 
 def kind_of(key: str) -> str:
@@ -105,29 +105,29 @@ def kind_of(key: str) -> str:
 
 
 def stored_runs(directory: Path) -> Iterator[StoredRun]:
-    """Yield a run of one rank with every operation, ending in each kind of entry; and one of two ranks."""
+    """Yield a run of one rank with every operation, once per kind of last entry, and a run of two ranks."""
     store, expected, step = MemoryStore(), dict[int, np.ndarray](), 0
     log, weights = _log(store), np.zeros((ROWS, log_victim.COLUMNS), np.float32)
-    for life in range(3):
+    for number in range(3):
         opened = attempts.open_attempt(log, owner="me", closing_wait_s=0.0)
         covers: int | None = None
         for snapshot_id in range(1, 7):
             step += 1
             rows = np.arange(ROWS) if snapshot_id == 1 else np.arange(step % 8, ROWS, 8)
             weights[rows] = log_victim.values(step, rows)
-            if life == 2 and snapshot_id == 1:
+            if number == 2 and snapshot_id == 1:
                 yield StoredRun("ends in an attempt", _objects(store), dict(expected))
             covers = log_victim.save(directory, log, opened.attempt, snapshot_id, step, rows, covers)
             expected[covers] = weights.copy()
             if snapshot_id == 4:
-                if life == 2:
+                if number == 2:
                     yield StoredRun("ends in a checkpoint", _objects(store), dict(expected))
                 with PackCache(directory / f"compaction-{step}", budget_bytes=64 << 20) as cache:
                     compaction.compact(log, covers, row_mover.mover(cache))
-                if life == 2:
+                if number == 2:
                     yield StoredRun("ends in a compaction", _objects(store), dict(expected))
                 retention.append_retirement(log, retention.Retention(keep_last=2))
-                if life == 2:
+                if number == 2:
                     yield StoredRun("ends in a retirement", _objects(store), dict(expected))
                 garbage_collection.collect(log, grace_s=0.0, min_reclaim_prefixes=1)
         user_entry.pin(log, "kept", f"{covers}")
@@ -156,40 +156,40 @@ def _objects(store: MemoryStore) -> Objects:
     return {info.key: store.get(info.key) for info in store.list("")}
 
 
-def restored(store: MemoryStore, story: StoredRun, seq: int) -> int:
+def restored(store: MemoryStore, run: StoredRun, seq: int) -> int:
     """Restore a checkpoint, compare every bit, return its slot. Raises `InvalidCheckpoint` and `AssertionError`."""
     state = _log(store).refresh(deadline_s=0.0)  # no other process writes, so a missing object stays missing
     found = read_checkpoint(store, RUN, f"seq:{seq}", state=state).tables[TABLE.fqn].weights
-    np.testing.assert_array_equal(found, story.expected[seq])
+    np.testing.assert_array_equal(found, run.expected[seq])
     return seq
 
 
-def restart(store: MemoryStore, story: StoredRun) -> tuple[int, bool]:
+def restart(store: MemoryStore, run: StoredRun) -> tuple[int, bool]:
     """Return (checkpoint, whether damage was reported) of a process that starts on this store."""
     excluded: set[int] = set()
     reported = False
     while True:
         opened = attempts.open_attempt(
-            _log(store), owner="me", world_size=story.ranks,
-            layout=log_victim.layout_of_two().data if story.ranks == 2 else None, exclude=excluded,
+            _log(store), owner="me", world_size=run.ranks,
+            layout=log_victim.layout_of_two().data if run.ranks == 2 else None, exclude=excluded,
             closing_wait_s=0.0, deadline_s=0.0,
         )  # fmt: skip
         reported |= opened.fell_back or bool(opened.damage)
-        assert opened.resume is not None, "the run began anew"
+        assert opened.resume is not None, "the run starts from the beginning"
         try:
-            return restored(store, story, opened.resume.seq), reported
+            return restored(store, run, opened.resume.seq), reported
         except InvalidCheckpoint:
             excluded.add(opened.resume.seq)
 
 
 def outcomes(
-    story: StoredRun, *, chosen: Callable[[str], bool] = lambda _key: True, every: int = 1
+    run: StoredRun, *, chosen: Callable[[str], bool] = lambda _key: True, every: int = 1
 ) -> Iterator[DamageOutcome]:
     """Yield every object of a `chosen` key with every damage, one at a time; `every` keeps the first of that many cases."""
-    newest = _log(_store(story.objects)).refresh().newest()
+    newest = _log(_store(run.objects)).refresh().newest()
     assert newest is not None
     by_kind: dict[str, list[str]] = {}
-    for key in story.objects:
+    for key in run.objects:
         by_kind.setdefault(kind_of(key.removeprefix(f"{RUN}/")), []).append(key)
     cases = [
         (kind, damage, key, keys[place - 1])
@@ -199,48 +199,48 @@ def outcomes(
         if chosen(key)
     ]
     for kind, damage, key, other in cases[::every]:
-        data = DAMAGES[damage](story.objects[key], story.objects[other])
-        if data == story.objects[key]:
+        data = DAMAGES[damage](run.objects[key], run.objects[other])
+        if data == run.objects[key]:
             continue
-        objects = {name: held for name, held in story.objects.items() if name != key}
+        objects = {name: held for name, held in run.objects.items() if name != key}
         if data is not None:
             objects[key] = data
-        yield _outcome(story, objects, kind, damage, key.removeprefix(f"{RUN}/"), newest.seq)
+        yield _outcome(run, objects, kind, damage, key.removeprefix(f"{RUN}/"), newest.seq)
 
 
 def _outcome(
-    story: StoredRun, objects: Objects, kind: str, damage: str, key: str, newest: int
+    run: StoredRun, objects: Objects, kind: str, damage: str, key: str, newest: int
 ) -> DamageOutcome:
     repair: int | None = None
     with suppress(NothingToRepair):
-        repair = _restorable(story, objects, salvage(_log(_store(objects)), deadline_s=0.0).state.checkpoints)
-    back, reported, error = None, False, ""
+        repair = _restorable(run, objects, salvage(_log(_store(objects)), deadline_s=0.0).state.checkpoints)
+    resumed, reported, error = None, False, ""
     try:
-        back, reported = restart(_store(objects), story)
+        resumed, reported = restart(_store(objects), run)
     except (DeltashardError, AssertionError) as raised:
         error = f"{type(raised).__name__}: {raised}"[:300]
-    possible = _possible(story, objects, key)
-    return DamageOutcome(story.name, kind, damage, key, newest, possible, repair, back, reported, error)
+    possible = _possible(run, objects, key)
+    return DamageOutcome(run.name, kind, damage, key, newest, possible, repair, resumed, reported, error)
 
 
-def _possible(story: StoredRun, objects: Objects, key: str) -> int | None:
+def _possible(run: StoredRun, objects: Objects, key: str) -> int | None:
     """Return the newest checkpoint that the undamaged log restores with the remaining objects.
 
     The newest entry is excluded where that entry is the damaged one: no other object holds its content. The
     restarting ranks know the layout.
     """
-    whole = {name: data for name, data in story.objects.items() if "/log/" in name or "/layout/" in name}
-    state = _log(_store(story.objects)).refresh()
+    whole = {name: data for name, data in run.objects.items() if "/log/" in name or "/layout/" in name}
+    state = _log(_store(run.objects)).refresh()
     live = [seq for seq in state.checkpoints if key != entry_key(state.tip) or seq < state.tip]
-    return _restorable(story, {**objects, **whole}, live)
+    return _restorable(run, {**objects, **whole}, live)
 
 
-def _restorable(story: StoredRun, objects: Objects, seqs: Iterable[int]) -> int | None:
+def _restorable(run: StoredRun, objects: Objects, seqs: Iterable[int]) -> int | None:
     """Return the newest of these checkpoints that these objects restore."""
     store = _store(objects)
     for seq in sorted(seqs, reverse=True):
         with suppress(DeltashardError):
-            return restored(store, story, seq)
+            return restored(store, run, seq)
     return None
 
 
@@ -250,12 +250,12 @@ def table(found: Iterable[DamageOutcome]) -> str:
     for each in found:
         kinds.setdefault(each.kind, []).append(each)
     lines = [
-        "| damaged object | cases | newest checkpoint comes back | an older one does: nothing newer could, reported | other |",
+        "| damaged object | cases | newest checkpoint restored | older one restored and reported: no newer one could be | other |",
         "|---|---:|---:|---:|---:|",
     ]
     for kind, cases in kinds.items():
-        same = sum(case.good and case.back == case.newest for case in cases)
-        older = sum(case.good and case.back != case.newest for case in cases)
+        same = sum(case.good and case.resumed == case.newest for case in cases)
+        older = sum(case.good and case.resumed != case.newest for case in cases)
         lines.append(f"| {kind} | {len(cases)} | {same} | {older} | {len(cases) - same - older} |")
     return "\n".join(lines)
 
@@ -263,14 +263,14 @@ def table(found: Iterable[DamageOutcome]) -> str:
 def main() -> None:
     found: list[DamageOutcome] = []
     with tempfile.TemporaryDirectory() as name:
-        for story in stored_runs(Path(name)):
-            folder = "" if story.name in {"ends in a pin", "two ranks"} else "/log/"
-            found += outcomes(story, chosen=lambda key, folder=folder: folder in key)
-            print(f"{story.name}: {len(story.objects)} objects, {len(found)} cases so far")
+        for run in stored_runs(Path(name)):
+            folder = "" if run.name in {"ends in a pin", "two ranks"} else "/log/"
+            found += outcomes(run, chosen=lambda key, folder=folder: folder in key)
+            print(f"{run.name}: {len(run.objects)} objects, {len(found)} cases so far")
     bad = [case for case in found if not case.good]
     for case in bad:
         print("NOT GOOD", case)
-    counts = Counter((case.kind, case.damage, case.back == case.newest, case.good) for case in found)
+    counts = Counter((case.kind, case.damage, case.resumed == case.newest, case.good) for case in found)
     rows = [
         {"kind": kind, "damage": damage, "newest": same, "good": good, "cases": n}
         for (kind, damage, same, good), n in sorted(counts.items())
@@ -280,7 +280,7 @@ def main() -> None:
     page = PAGE.read_text()
     head, tail = page.partition(begin)[0], page.partition(end)[2]
     PAGE.write_text(f"{head}{begin}\n{table(found)}\n\n{end}{tail}")
-    sys.exit(f"{len(bad)} of {len(found)} cases lost more than they had to" if bad else 0)
+    sys.exit(f"{len(bad)} of {len(found)} cases lost more than necessary" if bad else 0)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
 The code under test is the real one, from `save()` and `step()` down; its dependencies are stand-ins. A thread is a
 greenlet, which stops at each read of shared state and at each call of the group's store; a seeded scheduler selects
-the next thread, and time passes when all wait. A schedule is a few lives of a group over one store: ranks save
-together or alone, pin, wait; sidecars request saves, are absent, or fail one; validate= vetoes; a rank may be slow,
-may die, which ends a life, and leave a zombie.
+the next thread, and time passes when all wait. A schedule is a sequence of attempts of a group over one store: ranks save
+together or alone, pin, wait; sidecars request saves, disconnect, or fail one; validate= vetoes; a rank may be slow, and
+may be killed, which ends the attempt and may leave a zombie.
 
-Invariants: all parts of a snapshot are of one step; every living rank takes or declines a granted snapshot; no boundary is held
-longer than the product documents; a program without a death reaches its end, with its last step committed; a save
-that all ranks request and await at one step is never lost for lack of a meeting.
+Invariants: all parts of a snapshot are of one step; every running rank takes or declines a granted snapshot; no boundary is held
+longer than the product documents; a program without a kill reaches its end, with its last step committed; a save
+that all ranks request and await at one step never fails for lack of an agreement.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from deltashard.attach.lifecycle import AttachEvent, TrainingAttempt
 from deltashard.attach.rank import Rank
 from deltashard.attach.session import Attached, Lost
 from deltashard.errors import SaveFailed, WaitError
-from deltashard.group import coordinator_thread as conductors
-from deltashard.group import rendezvous as meetings
+from deltashard.group import coordinator_thread as coordinator_threads
+from deltashard.group import rendezvous as rendezvous_module
 from deltashard.group.coordinator_thread import HOLD_S, CoordinatorThread
 from deltashard.group.rendezvous import Rendezvous
 from deltashard.group.snapshot_round import RoundVerdict, SnapshotRounds
@@ -68,7 +68,7 @@ CALM = 12
 PART_S = 60.0
 """Time for which a pod waits for the other ranks' parts."""
 LIMIT_S = 600.0
-"""Virtual seconds: a longer life contains an endless wait."""
+"""Virtual seconds: a longer attempt contains an endless wait."""
 
 
 class GroupViolation(AssertionError):
@@ -76,7 +76,7 @@ class GroupViolation(AssertionError):
 
 
 class RankKilled(BaseException):
-    """The process has died: not an Exception, so no code in it can continue."""
+    """The process was killed. This is no Exception, so no code in it can continue."""
 
 
 @dataclass(eq=False)
@@ -87,11 +87,11 @@ class Thread:
     run: Callable[[], None]
     until_s: float = 0.0
     awaits: SimEvent | None = None
-    let: greenlet.greenlet | None = None
+    coroutine: greenlet.greenlet | None = None
     failure: BaseException | None = None
 
     def is_alive(self) -> bool:
-        return self.let is None or not self.let.dead
+        return self.coroutine is None or not self.coroutine.dead
 
 
 class SimEvent:
@@ -119,7 +119,7 @@ class SimEvent:
 
 @dataclass(eq=False)
 class SimProcess:
-    """A rank's threads, which die together."""
+    """A rank's threads, which a kill ends together."""
 
     dead: bool = False
     frozen: bool = False
@@ -127,7 +127,7 @@ class SimProcess:
 
 
 class Sim:
-    """Time and the order of turns."""
+    """The virtual clock and the scheduler."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -144,12 +144,12 @@ class Sim:
             with contextlib.suppress(RankKilled, greenlet.GreenletExit):
                 run()
 
-        thread.let = greenlet.greenlet(body, parent=self.main)
+        thread.coroutine = greenlet.greenlet(body, parent=self.main)
         self.threads.append(thread)
         return thread
 
     def switch(self) -> None:
-        """Give another thread a turn here."""
+        """Let another thread run, with a probability of 0.2."""
         if self.running is not None and self.chance.random() < 0.2:
             self._yield()
 
@@ -174,10 +174,10 @@ class Sim:
     def run_next(self) -> bool:
         """Run one thread to its next stop; return False when all threads wait forever."""
         self.threads = [thread for thread in self.threads if thread.is_alive()]
-        going = [thread for thread in self.threads if not thread.process.frozen]
-        ready = [t for t in going if t.until_s <= self.now_s or (t.awaits is not None and t.awaits.on)]
+        active = [thread for thread in self.threads if not thread.process.frozen]
+        ready = [t for t in active if t.until_s <= self.now_s or (t.awaits is not None and t.awaits.on)]
         if not ready:
-            ahead = [thread.until_s for thread in going if thread.until_s < math.inf]
+            ahead = [thread.until_s for thread in active if thread.until_s < math.inf]
             if not ahead:
                 return False
             self.now_s = max(self.now_s, min(ahead))
@@ -188,9 +188,9 @@ class Sim:
         thread.until_s = 0.0
         self.switches += 1
         self.running = thread
-        assert thread.let is not None
+        assert thread.coroutine is not None
         try:
-            thread.let.switch()
+            thread.coroutine.switch()
         finally:
             self.running = None
         return True
@@ -199,8 +199,8 @@ class Sim:
         process.dead, process.frozen = True, False
         for thread in [t for t in self.threads if t.process is process]:
             self.running = thread
-            if thread.let:  # the thread has started
-                thread.let.throw(RankKilled)
+            if thread.coroutine:  # the thread has started
+                thread.coroutine.throw(RankKilled)
             self.running = None
         self.threads = [t for t in self.threads if t.process is not process]
 
@@ -232,7 +232,7 @@ class Sim:
 
 
 def watched(sim: Sim, name: str) -> Any:
-    """An attribute that several threads use: each read gives the other threads a turn."""
+    """Return a property for an attribute that several threads use: each access lets the other threads run."""
     held = f"_watched_{name.strip('_')}"
 
     def get(self: Any) -> Any:
@@ -300,7 +300,7 @@ class SimLink:
 
 
 class SimSession:
-    """The stand-in for a session thread: events arrive when the world sends them."""
+    """A stand-in for a session thread: the world posts its events."""
 
     def __init__(self, link: SimLink) -> None:
         self.link: SimLink | None = link
@@ -312,7 +312,7 @@ class SimSession:
         return self.events.pop(0) if self.events else None
 
     def suspect(self, link: SimLink, why: str) -> None:
-        raise GroupViolation(f"the sidecar is doubted: {why}")
+        raise GroupViolation(f"the session suspects the sidecar: {why}")
 
     @contextlib.contextmanager
     def hold_link(self, link: SimLink) -> Iterator[None]:
@@ -320,7 +320,7 @@ class SimSession:
 
 
 class SimParts(SnapshotTaker):
-    """The real parts without the bytes: a snapshot's part goes to the world."""
+    """The real `SnapshotTaker`, which reports a part to the model instead of copying rows."""
 
     member: GroupMember
 
@@ -338,11 +338,11 @@ class SnapshotRecord:
     """Step by rank."""
     declined: dict[int, str] = field(default_factory=dict)
     notified: set[int] = field(default_factory=set)
-    """Ranks that know, or will know, the result of their part."""
+    """Ranks that have or will get the result of their part."""
 
 
 class GroupWorld:
-    """The world of one schedule."""
+    """One schedule: its store, its attempts and its counts."""
 
     def __init__(self, seed: int, *, faults: bool = True) -> None:
         self.sim = Sim(seed)
@@ -357,8 +357,8 @@ class GroupWorld:
     def run(self) -> Counter[str]:
         with self._patched():
             for _ in range(self.chance.randrange(3) if self.faults else 0):
-                self._life(dies=True)
-            self._life(dies=False)
+                self._run_attempt(killed=True)
+            self._run_attempt(killed=False)
             for zombie in self.zombies:
                 self.sim.end(zombie.process)
         self.counts["switches"] = self.sim.switches
@@ -366,9 +366,9 @@ class GroupWorld:
 
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:
-        sim, orders = self.sim, type("WatchedOrders", (SnapshotRounds,), {})
+        sim, rounds = self.sim, type("WatchedRounds", (SnapshotRounds,), {})
         for name in ("limit", "due", "missed", "number"):
-            setattr(orders, name, watched(sim, name))
+            setattr(rounds, name, watched(sim, name))
 
         def store(prefix: str) -> SimGroupStore:
             return SimGroupStore(sim, self.held, prefix)
@@ -376,8 +376,8 @@ class GroupWorld:
         tokens = (f"{n:016x}" for n in itertools.count(1))
         with contextlib.ExitStack() as stack:
             for module in (
-                conductors,
-                meetings,
+                coordinator_threads,
+                rendezvous_module,
                 closing,
                 coordinator,
                 outcome,
@@ -386,71 +386,71 @@ class GroupWorld:
                 taker,
             ):
                 stack.enter_context(mock.patch.object(module, "time", sim.time))
-            for module in (conductors, meetings, save_loop):
+            for module in (coordinator_threads, rendezvous_module, save_loop):
                 stack.enter_context(mock.patch.object(module, "threading", sim.threading))
-            for module, name, stands_in in (
-                (conductors, "GroupStore", store),
-                (meetings, "GroupStore", store),
+            for module, name, replacement in (
+                (coordinator_threads, "GroupStore", store),
+                (rendezvous_module, "GroupStore", store),
                 (step_clock, "_time_ns", lambda: 0),  # the watchdog does not poll
-                (conductors, "SnapshotRounds", orders),
-                (conductors, "_live", set()),
-                (meetings, "_numbers", itertools.repeat(1)),
-                (meetings, "secrets", SimpleNamespace(token_hex=lambda _: next(tokens))),
+                (coordinator_threads, "SnapshotRounds", rounds),
+                (coordinator_threads, "_live", set()),
+                (rendezvous_module, "_numbers", itertools.repeat(1)),
+                (rendezvous_module, "secrets", SimpleNamespace(token_hex=lambda _: next(tokens))),
             ):
-                stack.enter_context(mock.patch.object(module, name, stands_in))
+                stack.enter_context(mock.patch.object(module, name, replacement))
             yield
 
-    def _life(self, *, dies: bool) -> None:
+    def _run_attempt(self, *, killed: bool) -> None:
         self.attempt += 1
-        self.counts["lives"] += 1
-        life = GroupLife(self, self.attempt)
+        self.counts["attempts"] += 1
+        group = SimGroup(self, self.attempt)
         began_s = self.sim.now_s
-        dies_at = self.chance.randrange(STEPS) if dies else None
-        how_long = self.chance.randrange(4000)
-        while any(not member.done for member in life.members):
+        kill_step = self.chance.randrange(STEPS) if killed else None
+        turns_left = self.chance.randrange(4000)
+        while any(not member.done for member in group.members):
             if not self.sim.run_next() or self.sim.now_s - began_s > LIMIT_S:
-                raise GroupViolation(f"somebody waits for ever: {[m.stands for m in life.members]}")
+                raise GroupViolation(f"a rank waits without end: {[m.activity for m in group.members]}")
             for thread in self.sim.threads:
                 if thread.failure is not None:
                     raise thread.failure
-            if dies_at is not None and max(m.clock.step for m in life.members) >= dies_at:
-                how_long -= 1
-                if how_long <= 0:
-                    self._end(life)
+            if kill_step is not None and max(m.clock.step for m in group.members) >= kill_step:
+                turns_left -= 1
+                if turns_left <= 0:
+                    self._kill_rank(group)
                     return
             for zombie in self.zombies:
                 zombie.process.frozen = self.chance.random() < 0.9
-        life.check(everyone=True)
-        for member in life.members:
+        group.check(complete=True)
+        for member in group.members:
             self.sim.end(member.process)
 
-    def _end(self, life: GroupLife) -> None:
-        """End one dead rank; the other ranks make no progress and are killed, except a stopped one."""
-        self.counts["deaths"] += 1
-        victim = self.chance.choice(life.members)
+    def _kill_rank(self, group: SimGroup) -> None:
+        """Kill one rank. The other ranks run for a while and are killed as well, except a zombie."""
+        self.counts["kills"] += 1
+        victim = self.chance.choice(group.members)
         self.sim.end(victim.process)
-        life.gone.add(victim.rank)
+        group.killed.add(victim.rank)
         for _ in range(self.chance.randrange(3000)):
             if not self.sim.run_next():
                 break
-        zombie = self.chance.choice(life.members) if self.chance.random() < 0.5 else None
-        for member in life.members:
+        zombie = self.chance.choice(group.members) if self.chance.random() < 0.5 else None
+        for member in group.members:
             if member is zombie and member is not victim and not member.done:
                 self.counts["zombies"] += 1
                 self.zombies.append(member)
             elif member is not victim:
                 self.sim.end(member.process)
-            life.gone.add(member.rank)
-        life.check(everyone=False)
+            group.killed.add(member.rank)
+        group.check(complete=False)
 
 
-class GroupLife:
-    """The ranks of one attempt, and the pods that they save to."""
+class SimGroup:
+    """The ranks of one attempt, and their pods' sidecars."""
 
     def __init__(self, world: GroupWorld, attempt: int) -> None:
         self.world, self.sim, self.attempt = world, world.sim, attempt
         self.counts = world.counts
-        self.gone: set[int] = set()
+        self.killed: set[int] = set()
         self.snapshots: defaultdict[int, SnapshotRecord] = defaultdict(SnapshotRecord)
         self.arrived: defaultdict[int, set[int]] = defaultdict(set)
         self.prefix = ""
@@ -482,7 +482,7 @@ class GroupLife:
             self.sim.sleep(PART_S)
             if rank not in snapshot.notified:
                 self.counts["overdue"] += 1
-                snapshot.declined.setdefault(rank, "the others' parts did not come")
+                snapshot.declined.setdefault(rank, "the parts of other ranks are missing")
                 self.resolve(number)
 
         self.sim.start(self.pods, overdue)
@@ -495,7 +495,7 @@ class GroupLife:
     def resolve(self, number: int) -> None:
         """Report the commit, or the failure, to each rank at a separate time."""
         snapshot = self.snapshots[number]
-        if self.gone:
+        if self.killed:
             return
         if snapshot.declined:
             for rank in snapshot.parts.keys() - snapshot.notified:
@@ -518,34 +518,34 @@ class GroupLife:
         member = self.members[rank]
         wait_s = self.sim.chance.choice([0.001, 0.01, 0.1, 1.0]) * self.sim.chance.random()
 
-        def tell() -> None:
+        def post_later() -> None:
             self.sim.sleep(wait_s)
             member.post(notice)
 
-        self.sim.start(self.pods, tell)
+        self.sim.start(self.pods, post_later)
 
-    def check(self, *, everyone: bool) -> None:
+    def check(self, *, complete: bool) -> None:
         for key, text in self.world.held.items():
             if not self.prefix or not key.startswith(f"{self.prefix}verdict/"):
                 continue
             number, at = int(key.rpartition("/")[2]), RoundVerdict.of(text).at
             snapshot = self.snapshots.get(number, SnapshotRecord())
             if at is None:
-                self.counts["off"] += 1
+                self.counts["cancelled"] += 1
                 if snapshot.parts:
-                    raise GroupViolation(f"snapshot {number} was off, and taken: {snapshot}")
+                    raise GroupViolation(f"snapshot {number} was cancelled, and taken: {snapshot}")
                 continue
             if any(step < at for step in snapshot.parts.values()):
                 raise GroupViolation(f"snapshot {number} was granted at {at}, and is {snapshot}")
             missing = set(range(RANKS)) - snapshot.parts.keys() - snapshot.declined.keys()
-            if everyone and snapshot.parts and missing and not snapshot.declined:
+            if complete and snapshot.parts and missing and not snapshot.declined:
                 raise GroupViolation(
                     f"snapshot {number} was granted at {at}: ranks {missing} neither took nor declined it: {snapshot}"
                 )
 
 
 def script(chance: random.Random) -> dict[int, tuple[str, str]]:
-    """Return the program, equal on all ranks: after a step "save" or "pin", and "wait" for it at once, "later" or never."""
+    """Return the program of all ranks: step -> ("save" or "pin", when to wait for it: "wait" (at once), "later" or "")."""
     found = {}
     for step in range(1, STEPS + 1):
         if chance.random() < 0.12:
@@ -554,15 +554,15 @@ def script(chance: random.Random) -> dict[int, tuple[str, str]]:
 
 
 class GroupMember:
-    """A rank: its process, its parts, its program."""
+    """A rank: its process, the real objects of its Checkpointer, its program."""
 
-    def __init__(self, life: GroupLife, rank: int) -> None:
-        self.life, self.rank, self.sim = life, rank, life.sim
-        self.chance = random.Random(life.sim.chance.random())
+    def __init__(self, group: SimGroup, rank: int) -> None:
+        self.group, self.rank, self.sim = group, rank, group.sim
+        self.chance = random.Random(group.sim.chance.random())
         self.process = SimProcess()
         self.slow = 1.0
         self.done = False
-        self.stands = "begins"
+        self.activity = "start"
         self.vetoes = False
         self.fails = False
         self.pace_s = 0.01 * self.chance.choice([0.1, 1, 1, 10])
@@ -588,10 +588,10 @@ class GroupMember:
             requests=Requests(self.failure_tracker), failure_tracker=self.failure_tracker, stats=stats,
             watchdog=Watchdog(self.clock, listener, timer=lambda: (0.0, 0), now_s=lambda: 0.0),
         )  # fmt: skip
-        shelf = LoaderRegistry(lambda: self.clock.step)
+        loaders = LoaderRegistry(lambda: self.clock.step)
         loop = TrainingLoop(
             program=program,
-            loaders=shelf,
+            loaders=loaders,
             clock=self.clock,
             step_boundary=StepBoundaryMonitor(tracking, self.clock),
         )
@@ -615,49 +615,49 @@ class GroupMember:
                 return MESSAGE[BlockReason.SIDECAR_DISCONNECTED]
             return MESSAGE[BlockReason.BACK_OFF] if self.failure_tracker.backing_off and not urgent else ""
 
-        conductor_type = type(
-            "WatchedConductor", (CoordinatorThread,), {n: watched(sim, n) for n in ("_request", "_held_step")}
+        coordinator_type = type(
+            "WatchedThread", (CoordinatorThread,), {n: watched(sim, n) for n in ("_request", "_held_step")}
         )
         with mock.patch.object(sim, "running", None):
-            self.coordinator_thread = conductor_type(
+            self.coordinator_thread = coordinator_type(
                 rank, RANKS, clock=self.clock, not_ready_reason=not_ready_reason
             )
-        book = SnapshotCoordinator(self.coordinator_thread, loop, member, records, self.outcomes, parts)
+        rounds = SnapshotCoordinator(self.coordinator_thread, loop, member, records, self.outcomes, parts)
         self.loop_of = lambda: SaveLoop(
-            loop, member, records, self.outcomes, parts, opener=SimpleNamespace(), coordinator=book
+            loop, member, records, self.outcomes, parts, opener=SimpleNamespace(), coordinator=rounds
         )
         self.last_of = lambda: LastSnapshot(
-            loop, member, records, self.outcomes, parts, save_loop=self.loop, coordinator=book
+            loop, member, records, self.outcomes, parts, save_loop=self.loop, coordinator=rounds
         )
 
     def open(self) -> None:
         """See `PreopenedStream`."""
 
     def take(self, link: Any) -> Any:
-        """See `PreopenedStream`; only a snapshot without a part arrives here."""
-        said: list[int] = []
+        """See `PreopenedStream`; called only for a snapshot that this rank declines."""
+        snapshot_ids: list[int] = []
 
         def abort(why: str) -> None:
-            self.life.decline(self.rank, said[0], why)
+            self.group.decline(self.rank, snapshot_ids[0], why)
 
-        return SimpleNamespace(begin=lambda begin, _: said.append(begin.snapshot_id), abort=abort)
+        return SimpleNamespace(begin=lambda begin, _: snapshot_ids.append(begin.snapshot_id), abort=abort)
 
     def part(self, snapshot_id: int, step: int) -> None:
         self.sim.sleep(self.chance.random() * 0.02 * self.slow)
         if self.fails:
             self.fails = False
-            self.life.counts["failed_parts"] += 1
-            self.life.decline(self.rank, snapshot_id, "failed")
-            raise SnapshotFailed("error", "made to fail")
+            self.group.counts["failed_parts"] += 1
+            self.group.decline(self.rank, snapshot_id, "failed")
+            raise SnapshotFailed("error", "injected fault")
         if self.link.line[URGENT]:
             self.link.line[URGENT] = 0
         self.link.line[SAVE_AT_STEP] = NEVER
-        self.life.part(self.rank, snapshot_id, step)
+        self.group.part(self.rank, snapshot_id, step)
 
     def _validate(self) -> bool:
         if self.vetoes:
             self.vetoes = False
-            self.life.counts["vetoes"] += 1
+            self.group.counts["vetoes"] += 1
             return False
         return True
 
@@ -675,38 +675,38 @@ class GroupMember:
             self.thread.failure = error
 
     def _train(self) -> None:
-        life = self.life
+        group = self.group
         self.sim.sleep(self.chance.random())
-        met = Rendezvous(self.rank, RANKS, b"")
-        life.prefix = f"{met.prefix}1/"
-        self.attempt.grant(life.attempt, "")
-        self.attempt.begin(life.attempt, resumed_step=None)
+        rendezvous = Rendezvous(self.rank, RANKS, b"")
+        group.prefix = f"{rendezvous.prefix}1/"
+        self.attempt.grant(group.attempt, "")
+        self.attempt.begin(group.attempt, resumed_step=None)
         self.loop = self.loop_of()
-        self.coordinator_thread.begin(life.prefix)
+        self.coordinator_thread.begin(group.prefix)
         later: SaveHandle | None = None
         for step in range(1, STEPS + 1):
-            self.stands = f"collective of step {step}"
+            self.activity = f"collective of step {step}"
             self.sim.sleep(self.pace_s * self.slow * self.chance.random())
-            life.collective(self.rank, step)
+            group.collective(self.rank, step)
             self._inject_fault(step)
-            self.stands = f"step {step}"
+            self.activity = f"step {step}"
             self._step()
-            life.counts["steps"] += self.rank == 0
+            group.counts["steps"] += self.rank == 0
             if later is not None:
                 self._wait(later, step)
                 later = None
-            what, wait = life.script.get(step, ("", ""))
+            what, wait = group.script.get(step, ("", ""))
             if what:
                 later = self._save(what, wait, step)
             if self.chance.random() < 0.04:
                 self.loop.submit(SaveHandle(reason="own", pin=None, metadata={}, waiter=self.loop.wait))
-        self.stands = "close"
+        self.activity = "close"
         self.last_of().finish(self.sim.now_s + 100.0)
         if self.outcomes.committed_step != STEPS:
             raise GroupViolation(f"rank {self.rank} closed, and step {STEPS} is not committed")
         self.coordinator_thread.close()
         self.outcomes.close(until_s=self.sim.now_s)
-        life.counts["held"] += self.coordinator_thread.held_s > 0
+        group.counts["held"] += self.coordinator_thread.held_s > 0
 
     def _step(self) -> None:
         began_s = self.sim.now_s
@@ -718,44 +718,44 @@ class GroupMember:
             raise GroupViolation(f"rank {self.rank}: step {self.clock.step} was held for {took_s:.0f} s")
 
     def _inject_fault(self, step: int) -> None:
-        """Inject what a pod does, or suffers, while training continues."""
+        """Inject requests and faults of the pod while training continues."""
         if self.rank == 0 and self.chance.random() < 0.06:
             self.link.line[SAVE_AT_STEP] = step + self.chance.randrange(6)
         if self.chance.random() < 0.01:
             self.link.line[URGENT] = 1
             self.clock.request_boundary()
-        if not self.life.world.faults or step > STEPS - CALM:
+        if not self.group.world.faults or step > STEPS - CALM:
             self.vetoes = self.fails = False
             return
         self.vetoes = self.vetoes or self.chance.random() < 0.01
         self.fails = self.fails or self.chance.random() < 0.01
         if self.chance.random() < 0.005 and self.session.link is not None:
-            self.life.counts["away"] += 1
+            self.group.counts["disconnects"] += 1
             self.session.link = None
             self.post(Lost(why="gone"))
             wait_s = self.chance.random() * 3
 
-            def back() -> None:
+            def reattach() -> None:
                 self.sim.sleep(wait_s)
                 self.link = SimLink(self.link.reply.epoch + 1, self.link.tables)
                 self.session.link = self.link
                 self.post(Attached(link=self.link))
 
-            self.sim.start(self.process, back)
+            self.sim.start(self.process, reattach)
 
     def _save(self, what: str, wait: str, step: int) -> SaveHandle | None:
         pin = f"pin-{step}" if what == "pin" else None
-        self.life.counts["pins"] += pin is not None
+        self.group.counts["pins"] += pin is not None
         handle = SaveHandle(reason="user", pin=pin, metadata={}, waiter=self.loop.wait)
-        self.stands = f"{what} {wait} at step {step}"
+        self.activity = f"{what} {wait} at step {step}"
         self.loop.submit(handle)
         if wait == "wait":
             self._wait(handle, step)
         return handle if wait == "later" else None
 
     def _wait(self, handle: SaveHandle, step: int) -> None:
-        self.stands = f"wait at step {step} for {handle}"
-        self.life.counts["waits"] += 1
+        self.activity = f"wait at step {step} for {handle}"
+        self.group.counts["waits"] += 1
         began_s = self.sim.now_s
         try:
             handle.wait()
@@ -764,8 +764,8 @@ class GroupMember:
                 f"rank {self.rank}, step {step}, after {self.sim.now_s - began_s:.0f} s: {error}"
             ) from error
         except SaveFailed:
-            self.life.counts["waits_failed"] += 1
-            self.life.counts["pins_failed"] += handle.pin is not None
+            self.group.counts["waits_failed"] += 1
+            self.group.counts["pins_failed"] += handle.pin is not None
 
 
 def run_schedule(seed: int, *, faults: bool = True) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""A model of a run in which every operation may fail, and the reference that knows the invariants.
+"""A model of a run in which every operation may fail, with a reference that checks the invariants.
 
 The code under test is the real one, over the real faulty store. Every process is a greenlet that stops before each
 store call; a seeded scheduler decides which process continues, which is killed there, which becomes a zombie, and
@@ -9,8 +9,8 @@ so no two are equal.
 Invariants (`LogWorld.check`): the log is dense, its entries never change, none breaks a rule; zombies never commit;
 every live checkpoint restores exactly what was in the model at its snapshot; an acknowledged commit is in the log; the
 newest checkpoint, or that of a rewind, and pinned checkpoints are never retired; an attempt resumes from the newest
-valid checkpoint, and loads exactly that. At the end a new trainer opens, restores, trains, saves; a last round of
-housekeeping leaves no unneeded object, and no record of deleted ones (`LogWorld.finish`).
+valid checkpoint, and loads exactly that. At the end a new trainer opens, restores, trains, saves; a last maintenance
+round leaves no unneeded object, and no record of deleted ones (`LogWorld.finish`).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LogViolation(AssertionError):
 
 
 class Killed(BaseException):
-    """The process has died: not an Exception, so no code in it can continue."""
+    """The process was killed: not an Exception, so no code in it can continue."""
 
 
 def cells_of(boxes: tuple[Box, ...]) -> Iterator[Cell]:
@@ -98,7 +98,7 @@ def cells_of(boxes: tuple[Box, ...]) -> Iterator[Cell]:
 
 
 class WatchedStore(MemoryStore):
-    """The store itself; it counts relevant changes, so the checks run only after a change."""
+    """The store without faults. It counts relevant changes, so that the checks run only after a change."""
 
     log_changes = 0
     deletions = 0
@@ -155,7 +155,7 @@ class SteppedStore(Store):
 
 @dataclass(eq=False)
 class SimTask:
-    """One process (or one of its threads) at work."""
+    """A running process, or one of its threads."""
 
     name: str
     run: greenlet.greenlet
@@ -180,7 +180,7 @@ class SnapshotJob:
 
 
 class ModelRank:
-    """One rank: its trainer's marks, and the sidecar that uploads. The marks follow the format page's rules one by one."""
+    """One rank: its trainer's marks, as docs/format.md defines them, and the sidecar that uploads."""
 
     def __init__(self, gang: Gang, rank: int, boxes: tuple[Box, ...]) -> None:
         self.gang = gang
@@ -200,9 +200,9 @@ class ModelRank:
         self.base.add(cell)
 
     def take_snapshot(self, snapshot_id: int, step: int, mode: str) -> SnapshotJob:
-        """Return what this snapshot holds and covers, and update the marks."""
+        """Return the snapshot's cells and `covers`, and update the marks."""
         if mode == "rebased":
-            # The newest commit takes the baseline's place: later deltas build on it, whether or not it gets compacted.
+            # The newest commit replaces the baseline: later deltas build on it, whether or not it gets compacted.
             self.known_base, mode = self.known_commit, "since_commit"
             self.base, self.base_pending = self.since_commit(), set()
         if mode == "full" or (self.known_base if mode == "since_baseline" else self.known_commit) is None:
@@ -223,11 +223,11 @@ class ModelRank:
         return job
 
     def since_commit(self) -> set[Cell]:
-        """A snapshot taken while another is in flight also holds the rows of that one."""
+        """Return the rows changed since the newest commit, with those of a snapshot in flight."""
         return self.fresh | self.fresh_pending
 
     def acknowledge(self, job: SnapshotJob) -> None:
-        """The trainer gets the commit's acknowledgement: now, late, or never."""
+        """Handle the commit's acknowledgement, which may be late."""
         job.acknowledged = True
         assert job.committed is not None
         if job is self.jobs[-1]:
@@ -243,7 +243,7 @@ class ModelRank:
     def reseed(
         self, seq: int, links: tuple[lineages.ChainLink, ...], cells: dict[str, dict[Cell, int]]
     ) -> None:
-        """After a restore, the marks since the baseline are the rows of the deltas that were read."""
+        """Set the marks after a restore: the rows of the deltas that were read."""
         mine = set(cells_of(self.boxes))
         roots = {link.seq for link in links if link.part.covers is None and mine & set(cells_of(link.boxes))}
         self.known_commit = seq
@@ -253,8 +253,8 @@ class ModelRank:
                 if link.part.covers is not None:
                     self.base |= set(cells[link.part.index_key]) & mine & set(cells_of(link.boxes))
 
-    def forget(self) -> None:
-        """The record of covered rows is lost: the next snapshot is a baseline."""
+    def drop_marks(self) -> None:
+        """Drop the record of covered rows, so that the next snapshot is a baseline."""
         self.known_commit = self.known_base = None
 
 
@@ -281,7 +281,7 @@ class Gang:
 
 
 def shards(split: str, size: int) -> list[tuple[Box, ...]]:
-    """Return the boxes of each rank: rows cut evenly, or columns (two ranks); `torn`: a row is missing or duplicated."""
+    """Return the boxes of each rank: rows divided evenly, or columns (two ranks); `torn`: a row is missing or duplicated."""
     if split == "torn":
         held = [list(boxes) for boxes in shards("rows", size)]
         first = held[0][0]
@@ -302,7 +302,7 @@ def layout_of(split: str, size: int) -> Layout:
 
 
 class LogWorld:
-    """One run, its store, its processes, and the known truth about it."""
+    """One run, its store, its processes, and its expected state."""
 
     def __init__(self, seed: int, *, faults: bool = True) -> None:
         self.random = random.Random(seed)
@@ -323,7 +323,7 @@ class LogWorld:
         self.seen: dict[int, bytes] = {}
         self.sealed: list[Sealed] = []
         self.state = RunState(run=RUN)
-        self.looked = (0, 0)
+        self.checked = (0, 0)
         self.acknowledged: list[tuple[int, int, int]] = []
         self.manifests = Manifests(self.memory, RUN)
         self.broken: set[str] = set()
@@ -423,12 +423,12 @@ class LogWorld:
                 break
         else:
             raise CorruptObject("index", where=part.index_key)
-        said = json.loads(index)
+        parsed = json.loads(index)
         for _ in range(4):
-            pack = get(f"{RUN}/{said['pack']}")
-            if hashlib.sha256(pack).hexdigest() == said["hash"]:
+            pack = get(f"{RUN}/{parsed['pack']}")
+            if hashlib.sha256(pack).hexdigest() == parsed["hash"]:
                 return {(row, col): value for row, col, value in json.loads(pack)}
-        raise CorruptObject("pack", where=said["pack"])
+        raise CorruptObject("pack", where=parsed["pack"])
 
     def restore(
         self, state: RunState, seq: int, get: Callable[[str], bytes]
@@ -472,16 +472,16 @@ class LogWorld:
                 return self.store.get(key)
             except StoreUnavailable:
                 self.sleep(0.1)
-        raise StoreUnavailable("store stays away", where=key)
+        raise StoreUnavailable("the store stays unavailable", where=key)
 
     # Moves
 
     def move_open(
         self, *, split: str, size: int, which: str = "latest", laid_out: bool = False, late: bool = False
     ) -> SimTask:
-        """A job (re)starts: rank 0 opens the attempt, all load, and fall back past invalid checkpoints.
+        """Start or restart a job: rank 0 opens the attempt, all ranks load, and fall back past invalid checkpoints.
 
-        `late`: one rank loads first, as from a store that accepted no entry then, and opens afterwards.
+        `late`: one rank loads first, as from a read-only store, and opens the attempt afterwards.
         """
         layout = layout_of(split, size) if laid_out else None
 
@@ -497,7 +497,7 @@ class LogWorld:
                     try:
                         before = chosen and self.restore(state, chosen.seq, self.get_with_retries)
                     except (CorruptObject, ObjectNotFound):
-                        basis = None  # the code below finds what is not whole again
+                        basis = None  # the code below finds the damage again
                 # A late open is requested again with the same basis when its answer was lost.
                 log, tries = self.log(), 1 if basis is None else 3
                 while True:
@@ -516,7 +516,7 @@ class LogWorld:
                 if basis is not None:
                     self.counts["late"] += 1
                     if (opened.resume and opened.resume.seq) != (chosen and chosen.seq):
-                        raise LogViolation(f"attempt {opened.attempt} was opened late on what was not loaded")
+                        raise LogViolation(f"late attempt {opened.attempt}: its checkpoint was not loaded")
                     if before is not None and chosen is not None:
                         wanted = self.expected[chosen.attempt, chosen.snapshot_id]
                         if before[0] != wanted:
@@ -545,7 +545,7 @@ class LogWorld:
                         f"attempt {opened.attempt} loaded {weights} instead of {wanted} from {seq}"
                     )
                 gang = Gang(self, opened, dict(weights), split, size, layout)
-                # After a change of layout the first snapshot is a baseline: marks do not record what was handed over.
+                # After a change of layout the first snapshot is a baseline: marks do not record rows of other ranks.
                 for rank in gang.ranks if opened.resume.layout == gang.layout else ():
                     rank.reseed(seq, links, read)
                 break
@@ -556,7 +556,7 @@ class LogWorld:
         return self.spawn("open", work)
 
     def is_newest(self, attempt: int) -> bool:
-        """Whether no higher attempt is in the log (as the store has it) and this one has not committed."""
+        """Return whether the stored log has no later attempt, rewind or checkpoint."""
         for seq, data in self.raw().items():
             entry = parse(data, seq).entry
             if seq > attempt and isinstance(entry, (AttemptOpened, Checkpoint, Rewound)):
@@ -573,7 +573,7 @@ class LogWorld:
                 rank.touch(cell)
 
     def move_snapshot(self, gang: Gang, mode: str, *, mixed: bool = False) -> None:
-        """All ranks copy at one step (`mixed`: the last a step later); each sidecar uploads and commits separately."""
+        """Take a snapshot of all ranks at one step (`mixed`: the last rank a step later); each sidecar uploads and commits."""
         gang.snapshots += 1
         snapshot_id = gang.snapshots
         self.expected[gang.attempt, snapshot_id] = dict(gang.weights)
@@ -586,7 +586,7 @@ class LogWorld:
             self.upload(rank, job)
 
     def upload(self, rank: ModelRank, job: SnapshotJob) -> SimTask:
-        """A sidecar's save. A second one of the same job (a restarted sidecar) has another token."""
+        """Start a sidecar's save. A second save of the same job (by a restarted sidecar) has another token."""
         gang, token = rank.gang, f"{self.random.getrandbits(64):016x}"
         world_size = len(gang.ranks)
 
@@ -619,11 +619,11 @@ class LogWorld:
             except SnapshotAbandoned as error:
                 self.counts["abandoned"] += 1
                 if "covers" in str(error):
-                    rank.forget()
+                    rank.drop_marks()
                 return
             rank.state = log.state
             self.acknowledged.append((done.seq, gang.attempt, job.snapshot_id))
-            # The part named in the entry counts: with two sidecars of one rank it may be the other one's, equally whole.
+            # With two sidecars of one rank the entry may name the part of the other one, which has the same cells.
             job.committed = done.seq
 
         return self.spawn("save", work, rank)
@@ -648,10 +648,10 @@ class LogWorld:
 
         def work() -> None:
             log = self.log(state)
-            litter = garbage_collection.orphaned_prefixes(
+            orphaned = garbage_collection.orphaned_prefixes(
                 log, log.refresh(deadline_s=20.0), compaction_timeout_s=patience_s
             )
-            entry = retentions.append_retirement(log, retention, orphaned_prefixes=litter, deadline_s=20.0)
+            entry = retentions.append_retirement(log, retention, orphaned_prefixes=orphaned, deadline_s=20.0)
             self.counts["retired"] += 0 if entry is None else len(entry.checkpoints)
 
         return self.spawn("retire", work)
@@ -669,7 +669,7 @@ class LogWorld:
         return self.spawn("gc", work)
 
     def move_compact(self) -> SimTask | None:
-        state = self.truth()
+        state = self.log_state()
         if not state.checkpoints:
             return None
         seq = self.random.choice(sorted(state.checkpoints)[-3:])
@@ -698,22 +698,22 @@ class LogWorld:
         return self.spawn("compact", work)
 
     def move_stall(self) -> None:
-        """A compaction stalls with objects put and no entry, while housekeeping abandons it; then it continues."""
+        """Stall a compaction after its puts and before its entry, while maintenance abandons it; then it continues."""
         task = self.move_compact()
-        there = self.compacted()
-        while task is not None and not task.done and self.compacted() == there:
+        count = self.compacted()
+        while task is not None and not task.done and self.compacted() == count:
             self.advance(task)
         for tidy in (functools.partial(self.move_retire, patience_s=0.0), self.move_gc):
             self.advance(tidy(), 80)
             self.check_new_entries()
 
     def compacted(self) -> int:
-        """Return the objects of compactions that the store holds."""
+        """Return the number of stored objects of compactions."""
         return sum(1 for _ in self.memory.list(f"{RUN}/data/compact-"))
 
     def move_pin(self) -> SimTask | None:
-        """A person pins a checkpoint, or removes the name."""
-        live = sorted(self.truth().checkpoints)
+        """A user pins a checkpoint, or removes the name."""
+        live = sorted(self.log_state().checkpoints)
         if not live:
             return None
         which = None if self.random.random() < 0.4 else f"seq:{self.random.choice(live[-4:])}"
@@ -725,12 +725,12 @@ class LogWorld:
         return self.spawn("pin", work)
 
     def move_rewind(self) -> SimTask | None:
-        """A person rewinds the run to an older, whole checkpoint, and assumes that its trainer has ended."""
-        truth = self.truth()
+        """A user rewinds the run to an older, whole checkpoint, and asserts that its trainer has ended."""
+        current = self.log_state()
         live = [
             seq
-            for seq in sorted(truth.checkpoints)
-            if not self.tainted(truth, lineages.closure(truth, [seq]))
+            for seq in sorted(current.checkpoints)
+            if not self.tainted(current, lineages.closure(current, [seq]))
         ]
         if not live:
             return None
@@ -742,7 +742,7 @@ class LogWorld:
         return self.spawn("rewind", work)
 
     def move_hint(self) -> None:
-        """HINT is best effort: it may hold any slot, except one that was never taken."""
+        """Write a HINT that is current, old, or damaged: HINT is best effort."""
         if not self.seen:
             return
         tip = max(self.seen)
@@ -752,7 +752,7 @@ class LogWorld:
         self.memory.put(f"{RUN}/log/HINT", self.random.choice([*(hint.data for hint in hints), *mangled]))
 
     def move_hide(self) -> None:
-        """An entry is hidden for a while (a manual error): a listing of the log shows the gap, and no process may write there.
+        """Hide an entry for a while (a manual error): a listing shows the gap, and no process may write there.
 
         Only entries that every process has passed are hidden. A process that is behind the gap, or listed before it,
         and writes without a new listing cannot detect it.
@@ -773,12 +773,12 @@ class LogWorld:
         try:
             self.memory.put_if_absent(f"{RUN}/{entry_key(seq)}", data)
         except ObjectExists:
-            raise LogViolation(f"log entry {seq} was written anew while it was missing") from None
+            raise LogViolation(f"log entry {seq} was written again while it was hidden") from None
         self.hidden = None
 
     def move_break(self) -> None:
-        """A data object is damaged. Only where another chain remains: the store's replication handles two failures at once."""
-        state = self.truth()
+        """Damage a data object while another chain remains: the store's replication handles two failures at once."""
+        state = self.log_state()
         newest = state.newest()
         if newest is None or self.broken:
             return
@@ -786,11 +786,11 @@ class LogWorld:
         current = state.checkpoints.keys() - state.detached
         if all(lineages.closure(state, [seq]) & chain for seq in current):
             return
-        if any(task.name == "rewind" for task in self.tasks):  # a person checks the target of the rewind
+        if any(task.name == "rewind" for task in self.tasks):  # the user checks the target of the rewind
             return
         part = self.random.choice(self.parts_of(state, self.random.choice(sorted(chain))))
         if self.random.random() < 0.5:
-            self.memory.put(f"{RUN}/{part.index_key}", b"rotten")
+            self.memory.put(f"{RUN}/{part.index_key}", b"damaged")
         else:
             self.memory.delete([f"{RUN}/{part.index_key}"])
         self.broken.add(part.index_key)
@@ -798,10 +798,10 @@ class LogWorld:
     def tainted(self, state: RunState, seqs: frozenset[int]) -> bool:
         return any(part.index_key in self.broken for seq in seqs for part in self.parts_of(state, seq))
 
-    # The known truth
+    # The expected state
 
     def raw(self) -> dict[int, bytes]:
-        """Return the log's bytes as the store holds them; a hidden entry counts as present."""
+        """Return the stored entries by slot, with the hidden one."""
         found = {} if self.hidden is None else {self.hidden[0]: self.hidden[1]}
         for info in self.memory.list(f"{RUN}/log/0"):
             seq = seq_of(info.key[len(RUN) + 1 :])
@@ -809,8 +809,8 @@ class LogWorld:
                 found[seq] = self.memory.get(info.key)
         return dict(sorted(found.items()))
 
-    def truth(self) -> RunState:
-        """Return the state that the stored log means, folded by a reader without faults."""
+    def log_state(self) -> RunState:
+        """Return the state of the stored log, folded by a reader without faults."""
         self.check_new_entries()
         return self.state
 
@@ -819,11 +819,11 @@ class LogWorld:
         return self.random.choice(states) if states else None
 
     def check_new_entries(self) -> None:
-        """Check new entries as soon as they exist, before gc can hide their faults."""
+        """Check new entries as soon as they exist, before gc deletes what they name."""
         changes, deletions = self.memory.log_changes, self.memory.deletions
-        if (changes, deletions) == self.looked:
+        if (changes, deletions) == self.checked:
             return
-        if changes != self.looked[0]:
+        if changes != self.checked[0]:
             raw = self.raw()
             for seq, data in self.seen.items():
                 if raw.get(seq) != data:
@@ -833,9 +833,9 @@ class LogWorld:
             for seq in range(len(self.seen), len(raw)):
                 self.seen[seq] = raw[seq]
                 self._check_entry(_parse_once(raw[seq], seq))
-        if deletions != self.looked[1]:
+        if deletions != self.checked[1]:
             self._check_contents()
-        self.looked = (changes, deletions)
+        self.checked = (changes, deletions)
 
     def _check_entry(self, sealed: Sealed) -> None:
         """Check the invariants of an entry at its slot."""
@@ -865,7 +865,7 @@ class LogWorld:
         now = state.newest()
         if (None if now is None else now.seq) != self.head:
             raise LogViolation(
-                f"the newest is {now and now.seq}, {self.head} was committed or rewound to last"
+                f"the newest is {now and now.seq}, but the last commit or rewind was to {self.head}"
             )
         if isinstance(entry, Checkpoint):
             self.counts["checkpoints"] += 1
@@ -879,7 +879,7 @@ class LogWorld:
             self._check_contents()
 
     def _track_entry(self, entry: object) -> None:
-        """Track what entries record of the newest checkpoint and of pinned names, in log order."""
+        """Track the newest checkpoint and the pinned names, in log order."""
         match entry:
             case Checkpoint():
                 self.head = entry.seq
@@ -912,20 +912,20 @@ class LogWorld:
                 )
         fresh = commit_log.fold(RunState(run=RUN), [parse(data, seq) for seq, data in self.raw().items()])
         if fresh != self.state:
-            raise LogViolation("folding anew gives another state")
+            raise LogViolation("a fold of the whole log gives another state")
         self._check_contents()
 
     def _check_attempt(self, state: RunState, entry: AttemptOpened) -> None:
         newest = state.newest()
-        said = entry.resumes_from
-        if said is None and newest is not None:
-            raise LogViolation(f"attempt {entry.seq} starts from nothing, {newest.seq} was there")
+        resumes_from = entry.resumes_from
+        if resumes_from is None and newest is not None:
+            raise LogViolation(f"attempt {entry.seq} starts from nothing, although {newest.seq} exists")
         excluded = self.excluding.get(entry.seq, frozenset())
         for seq in sorted(state.checkpoints.keys() - state.detached, reverse=True):
-            if seq == said:
+            if seq == resumes_from:
                 return
             if not lineages.closure(state, [seq]) & excluded and entry.seq in self.excluding:
-                raise LogViolation(f"attempt {entry.seq} resumes from {said}, newer {seq} was valid")
+                raise LogViolation(f"attempt {entry.seq} resumes from {resumes_from}, newer {seq} is valid")
 
     def _check_content(self, state: RunState, seq: int) -> None:
         entry = state.checkpoints[seq]
@@ -941,7 +941,7 @@ class LogWorld:
             raise LogViolation(f"checkpoint {seq} restores {found} instead of {wanted}")
 
     def finish(self) -> None:
-        """End the faults: late puts land or never do, half the processes die, then one more save must succeed."""
+        """End the faults: late puts arrive or are lost, half the processes are killed, then one more save must succeed."""
         self.move_unhide()
         self.faulty.rates = {}
         for task in list(self.tasks):
@@ -962,7 +962,7 @@ class LogWorld:
             self.move_snapshot(gang, mode)
             self.drain()
             self.check_new_entries()
-            state = self.truth()
+            state = self.log_state()
             last = state.commit_of(gang.attempt, gang.snapshots)
             if last is None and mode == "full":
                 raise LogViolation("the next save did not succeed")
@@ -971,21 +971,21 @@ class LogWorld:
         self.check()
 
     def tidy(self) -> None:
-        """Run one round without grace: the rest is live, or of a snapshot that may still arrive; no other record remains."""
+        """Run one maintenance round without grace: only live objects and those of snapshots in flight may remain."""
         log = self.log()
-        litter = garbage_collection.orphaned_prefixes(log, log.refresh(), compaction_timeout_s=0.0)
-        retentions.append_retirement(log, retentions.Retention(keep_last=1), orphaned_prefixes=litter)
+        orphaned = garbage_collection.orphaned_prefixes(log, log.refresh(), compaction_timeout_s=0.0)
+        retentions.append_retirement(log, retentions.Retention(keep_last=1), orphaned_prefixes=orphaned)
         garbage_collection.collect(log, grace_s=0.0, min_reclaim_prefixes=1)
-        state = self.truth()
+        state = self.log_state()
         live = lineages.live_prefixes(state)
         for prefix, _ in garbage_collection.data_objects(log):
             place = snapshot_of(prefix)
             if is_protected(state, prefix):
                 continue  # the previous attempt may have abandoned an object that an entry names
             if prefix not in live and (place is None or is_uncommittable(state, *place)):
-                raise LogViolation(f"{prefix} lies there for ever: nobody needs it, nobody deletes it")
+                raise LogViolation(f"{prefix} remains, although no live checkpoint needs it")
         if state.retired:
-            raise LogViolation(f"{min(state.retired)} is gone, and remembered all the same")
+            raise LogViolation(f"{min(state.retired)} is deleted, and its retirement is still recorded")
 
     def drain(self) -> None:
         while self.tasks:
@@ -997,7 +997,7 @@ class LogWorld:
 
 MOVES = {
     "step": 60, "train": 6, "snapshot": 9, "acknowledge": 8, "open": 2, "kill_task": 2, "kill_gang": 1, "reupload": 1,
-    "retire": 4, "gc": 3, "compact": 3, "pin": 1, "rewind": 0.4, "janitor": 3, "stall": 0.5, "hint": 1, "hide": 0.3,
+    "retire": 4, "gc": 3, "compact": 3, "pin": 1, "rewind": 0.4, "maintenance": 3, "stall": 0.5, "hint": 1, "hide": 0.3,
     "unhide": 1, "break": 1, "late": 1,
 }  # fmt: skip
 MODES = ("full", "rebased", *["since_baseline"] * 3, *["since_commit"] * 2)
@@ -1020,8 +1020,8 @@ def act(world: LogWorld, move: str) -> None:
                 world.move_snapshot(gang, rnd.choice(MODES), mixed=rnd.random() < 0.06)
         case "open" if not any(task.name == "open" for task in world.tasks) or rnd.random() < 0.2:
             which = "latest"
-            if rnd.random() < 0.25 and (live := sorted(world.truth().checkpoints)):
-                which = f"seq:{rnd.choice(live)}"  # rewind: the old branch stays behind
+            if rnd.random() < 0.25 and (live := sorted(world.log_state().checkpoints)):
+                which = f"seq:{rnd.choice(live)}"  # the old branch remains
             split, size = rnd.choice(["rows", "columns"]), rnd.choice([1, 1, 2, 3, 4])
             laid_out = size > 1 and rnd.random() < 0.7
             if world.gangs and rnd.random() < 0.75:  # most restarts change nothing
@@ -1058,7 +1058,7 @@ def act(world: LogWorld, move: str) -> None:
             | "break"
         ):
             getattr(world, f"move_{move}")()
-        case "janitor":
+        case "maintenance":
             # Compaction, retirement, gc, all or a part of it, while every other process waits.
             for tidy in (world.move_compact, world.move_retire, world.move_gc):
                 task = tidy() if rnd.random() < 0.6 else None
@@ -1072,7 +1072,7 @@ def act(world: LogWorld, move: str) -> None:
 
 def run_schedule(seed: int, *, moves: int = 90, faults: bool = True) -> Counter[str]:
     """Run one schedule; raise `LogViolation` (or any error that escaped the code under test)."""
-    # Parsing is pure, and every process of a world parses the same few entries: a cache makes schedules twice as fast.
+    # Parsing is pure, and every process of a schedule parses the same few entries: a cache makes schedules twice as fast.
     # Names decide the order of listings, so tokens come from the seed as well.
     tokens = random.Random(seed)
     with (

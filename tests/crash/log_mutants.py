@@ -31,14 +31,14 @@ BOUND = 3000
 class Mutant:
     """A removed rule: `patches` are (object, attribute, replacement).
 
-    `weights` make moves more (or less) likely during the hunt, for rules that few schedules depend on.
+    `weights` change the frequency of moves, for rules that few schedules depend on.
     """
 
     def __init__(self, rule: str, *patches: tuple[Any, str, Any], **weights: float) -> None:
         self.rule, self.patches, self.weights = rule, patches, weights
 
 
-def hunt(mutant: Mutant) -> tuple[int, str] | None:
+def find_violation(mutant: Mutant) -> tuple[int, str] | None:
     """Return (schedules until the model failed, its message); None when it never failed."""
     with ExitStack() as stack:
         for where, name, new in mutant.patches:
@@ -134,7 +134,7 @@ def _log_order(state: run_state.RunState, entry: Any, part: Any) -> int | None:
 
 
 def _same_rank(state: run_state.RunState, seq: int, boxes: Any = None, *, strict: bool = True) -> Any:
-    """Follow rank r of one checkpoint to rank r of the next, whatever boxes it had there."""
+    """Follow rank r of one checkpoint to rank r of the next, even if its boxes there differ."""
     links = []
     for part in lineages.parts_of(state, seq):
         at, here = seq, part
@@ -174,7 +174,7 @@ def _no_reseed(self: ModelRank, seq: int, links: Any, cells: Any) -> None:
 
 
 def _late_acknowledge(self: ModelRank, job: Any) -> None:
-    """Any acknowledgement counts, also one that arrives after the next snapshot."""
+    """Accept any acknowledgement, also one that arrives after the next snapshot."""
     job.acknowledged = True
     self.fresh_pending = set()
     self.known_commit = job.committed
@@ -187,7 +187,7 @@ _original_take_snapshot = ModelRank.take_snapshot
 
 
 def _rebase_own_marks_only(self: ModelRank, snapshot_id: int, step: int, mode: str) -> Any:
-    """A snapshot in flight counts as committed when the newest commit becomes the baseline."""
+    """Treat a snapshot in flight as committed when the newest commit becomes the baseline."""
     if mode == "rebased":
         self.known_base, mode = self.known_commit, "since_commit"
         self.base, self.base_pending = set(self.fresh), set()
@@ -195,7 +195,7 @@ def _rebase_own_marks_only(self: ModelRank, snapshot_id: int, step: int, mode: s
 
 
 def _covers_of_rank_0(self: ModelRank, snapshot_id: int, step: int, mode: str) -> Any:
-    """One `covers` for the whole cut, as rank 0 knows it; rows by each rank's separate marks."""
+    """Use rank 0's `covers` for the whole snapshot, and each rank's own marks for its rows."""
     job = _original_take_snapshot(self, snapshot_id, step, mode)
     first = self.gang.ranks[0].jobs[-1]
     if job.covers is not None and first.covers is not None:
@@ -209,14 +209,14 @@ def _covers_of_rank_0(self: ModelRank, snapshot_id: int, step: int, mode: str) -
 _validate_checkpoint = replay._validate_checkpoint
 
 
-def _judge_without_fence(state: run_state.RunState, entry: Any) -> None:
+def _validate_without_fence(state: run_state.RunState, entry: Any) -> None:
     _validate_checkpoint(replace(state, attempt=entry.attempt), entry)
 
 
 _existing_commit = commit._existing_commit
 
 
-def _settled_in_any_order(snapshot: Any, state: run_state.RunState) -> Any:
+def _existing_in_any_order(snapshot: Any, state: run_state.RunState) -> Any:
     if entry := state.commit_of(snapshot.attempt, snapshot.snapshot_id):
         return commit.Committed(seq=entry.seq, entry=entry, by_us=False)
     if state.attempt is not None and state.attempt > snapshot.attempt:
@@ -224,7 +224,7 @@ def _settled_in_any_order(snapshot: Any, state: run_state.RunState) -> Any:
     return None
 
 
-def _judge_in_any_order(state: run_state.RunState, entry: Any) -> None:
+def _validate_in_any_order(state: run_state.RunState, entry: Any) -> None:
     opened = replace(state.attempts[entry.attempt], last_snapshot=None, last_step=None)
     _validate_checkpoint(replace(state, attempts={**state.attempts, entry.attempt: opened}), entry)
 
@@ -233,7 +233,7 @@ _append = commit_log.RunLog.append
 
 
 def _append_chosen_early(self: commit_log.RunLog, build: Any, **options: Any) -> Any:
-    """An attempt's resume point is chosen once, before the slot is won."""
+    """Choose an attempt's resume point once, before the slot is won."""
     if not options.get("voiding"):
         return _append(self, build, **options)
     early = self.refresh()
@@ -245,7 +245,7 @@ def _closure_is_itself(state: run_state.RunState, seqs: Any) -> frozenset[int]:
 
 
 def _collect_unnamed(log: commit_log.RunLog, **options: Any) -> garbage_collection.CollectResult:
-    """Delete what no live checkpoint reads, named or not."""
+    """Delete every object that no live checkpoint reads, named or not."""
     done = _collect(log, **options)
     live = lineages.live_prefixes(log.state)
     log.store.delete(
@@ -254,15 +254,15 @@ def _collect_unnamed(log: commit_log.RunLog, **options: Any) -> garbage_collecti
     return done
 
 
-_debris = garbage_collection.orphaned_prefixes
+_orphaned = garbage_collection.orphaned_prefixes
 
 
-def _debris_named_once(log: commit_log.RunLog, state: run_state.RunState, **options: Any) -> tuple[str, ...]:
-    """An object that any retire entry of the log has named is not named again."""
+def _orphan_named_once(log: commit_log.RunLog, state: run_state.RunState, **options: Any) -> tuple[str, ...]:
+    """Return orphaned prefixes that no retire entry of the log has named before."""
     slots = [log.read_slot(seq) for seq in range(state.tip + 1)]
     entries = [slot.entry for slot in slots if isinstance(slot, Sealed)]
     once = {prefix for entry in entries if isinstance(entry, Retired) for prefix in entry.prefixes}
-    return tuple(prefix for prefix in _debris(log, state, **options) if prefix not in once)
+    return tuple(prefix for prefix in _orphaned(log, state, **options) if prefix not in once)
 
 
 # Manual operations
@@ -353,11 +353,11 @@ MUTANTS = (
     ),
     Mutant("a restore re-seeds bits from the delta frames it used", (ModelRank, "reseed", _no_reseed)),
     Mutant(
-        "ranks may learn of a commit at different times, or never (a late word drops newer bits)",
+        "ranks may learn of a commit at different times, or never (a late acknowledgement drops newer bits)",
         (ModelRank, "acknowledge", _late_acknowledge),
     ),
     Mutant(
-        "what changed since the newest commit takes the place of what changed since the baseline, all of it",
+        "rows changed since the newest commit replace all rows changed since the baseline",
         (ModelRank, "take_snapshot", _rebase_own_marks_only),
     ),
     Mutant(
@@ -366,15 +366,15 @@ MUTANTS = (
     ),
     Mutant(
         "an older attempt that tries to commit gets FencedError",
-        (replay, "_validate_checkpoint", _judge_without_fence), (commit, "_existing_commit", lambda snapshot, state: _existing_commit(snapshot, replace(state, attempt=snapshot.attempt))),
+        (replay, "_validate_checkpoint", _validate_without_fence), (commit, "_existing_commit", lambda snapshot, state: _existing_commit(snapshot, replace(state, attempt=snapshot.attempt))),
     ),
     Mutant(
         "an opener that loses the slot to a zombie's commit resumes from that commit",
         (commit_log.RunLog, "append", _append_chosen_early), open=10,
     ),
     Mutant(
-        "snapshots commit in increasing order", (replay, "_validate_checkpoint", _judge_in_any_order),
-        (commit, "_existing_commit", _settled_in_any_order),
+        "snapshots commit in increasing order", (replay, "_validate_checkpoint", _validate_in_any_order),
+        (commit, "_existing_commit", _existing_in_any_order),
     ),
     Mutant(
         "the live set is closed over covers", (retention, "closure", _closure_is_itself),
@@ -382,7 +382,7 @@ MUTANTS = (
     ),
     Mutant(
         "the newest attempt's resume point is not retired before that attempt's first commit",
-        (run_state.RunState, "resuming_from", _no_check), open=8, janitor=20, stall=0,
+        (run_state.RunState, "resuming_from", _no_check), open=8, maintenance=20, stall=0,
     ),
     Mutant(
         "an uncommitted snapshot is named only when a higher attempt or an equal or later snapshot is in the log, "
@@ -400,29 +400,29 @@ MUTANTS = (
         stall=5,
     ),
     Mutant(
-        "what lies under a forgotten prefix is debris, and named anew",
-        (garbage_collection, "orphaned_prefixes", _debris_named_once),
+        "an object under a forgotten prefix is orphaned, and named again",
+        (garbage_collection, "orphaned_prefixes", _orphan_named_once),
     ),
     Mutant(
         "a rewind fences every attempt before it", (replay, "_apply_rewind", lambda state, entry: replace(_apply_rewind(state, entry), attempt=state.attempt, attempts=state.attempts)), rewind=4
     ),
     Mutant(
-        "what came after the checkpoint of a rewind is set aside",
+        "checkpoints after the target of a rewind are detached",
         (replay, "_apply_rewind", lambda state, entry: replace(_apply_rewind(state, entry), detached=frozenset())),
     ),
     Mutant(
-        "a rewind to what was set aside brings it back, with its own line",
+        "a rewind to a detached checkpoint attaches its lineage again",
         (replay, "_apply_rewind", lambda state, entry: replace(_apply_rewind(state, entry), detached=_apply_rewind(state, entry).detached | state.detached)), rewind=4,
     ),
     Mutant(
-        "of a pinned name the newest commit or word counts, and retention keeps who has it",
+        "the newest commit or user entry decides a pinned name, and retention keeps its checkpoint",
         (run_state.RunState, "pinned", _committed_pins),
     ),
     Mutant(
-        "a folded state has what people said", (folded_state, "dump", lambda state: _dump(replace(state, user_entries={}, detached=frozenset()))), pin=4, rewind=2
+        "a folded state has the user entries", (folded_state, "dump", lambda state: _dump(replace(state, user_entries={}, detached=frozenset()))), pin=4, rewind=2
     ),
     Mutant(
-        "ranks that cut at different steps make no checkpoint",
+        "ranks with snapshots of different steps make no checkpoint",
         (snapshot_reports, "parse_report_name", _named_at_any_step), snapshot_id=20, open=6,
     ),
     Mutant(
@@ -438,11 +438,11 @@ MUTANTS = (
         (commit, "put_idempotent", _put_no_manifest),
     ),
     Mutant(
-        "an entry says what its parts cover, so that the law is judged without a manifest",
+        "an entry has its parts' covers, so that rules are checked without a manifest",
         (Manifest, "listed", _listed_as_baseline),
     ),
     Mutant(
-        "the part of a rank speaks for the boxes of that rank in the layout",
+        "the part of a rank has the boxes of that rank in the layout",
         (Layout, "boxes_of", lambda self, rank: _layout_boxes_of(self, (rank + 1) % self.world_size)),
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A process that dies at DELTASHARD_CRASH_AT: `python -m tests.crash.log_victim DIRECTORY ACTION`.
+"""A process that is killed at DELTASHARD_CRASH_AT: `python -m tests.crash.log_victim DIRECTORY ACTION`.
 
 `prepare` builds the run in DIRECTORY: two chains, the older one retired and waiting for gc, one delta on top.
 """
@@ -91,7 +91,7 @@ def save_two_ranks(directory: Path, log: RunLog, step: int = 5) -> int:
 
 
 def prepare(directory: Path) -> None:
-    """Write baselines at steps 1, 2 and 3, and a delta at step 4; the first is retired; an uncommitted snapshot leaves litter."""
+    """Write baselines at steps 1, 2, 3 and a delta at step 4, retire the first, and leave an uncommitted object."""
     log = log_of(directory)
     attempt = attempts.open_attempt(log, owner="me").attempt
     everything = np.arange(ROWS)
@@ -99,7 +99,7 @@ def prepare(directory: Path) -> None:
         base = save(directory, log, attempt, snapshot_id, snapshot_id, everything, None)
     save(directory, log, attempt, 4, 4, np.arange(8), base)
     retention.append_retirement(log, retention.Retention(keep_last=2))
-    # The objects of an older process' cut that was never committed: the next retirement names them.
+    # The object of an older process' snapshot that was never committed: the next retirement names it.
     log.store.put(
         log.key(pack_key(attempt=attempt, snapshot_id=0, rank=0, token=new_token(), n=0)), b"litter"
     )
@@ -123,8 +123,8 @@ def act(directory: Path, action: str) -> None:
                 orphaned_prefixes=garbage_collection.orphaned_prefixes(log, state),
             )
         case "retire these":
-            gone = min(state.checkpoints)
-            retention.retire_selected(log, lambda _state: [gone])
+            oldest = min(state.checkpoints)
+            retention.retire_selected(log, lambda _state: [oldest])
         case "pin":
             user_entry.pin(log, "paper", "step:3")
         case "rewind":

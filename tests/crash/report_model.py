@@ -2,12 +2,12 @@
 
 The code under test is the controller's (counts, notices, writes, orders) and the sidecar's (its client, its
 incidents, its orders). Between them are a network that loses calls, delivers them late and twice, and loses answers;
-an API that fails before or after a write, or answers late; and up to two controllers that both believe that they
-lead. Controllers and sidecars end and start again at any moment. A schedule is its seed, and repeats exactly.
+an API that fails before or after a write, or answers late; and up to two controllers that both act as
+leader. Controllers and sidecars end and start again at any moment. A schedule is its seed, and repeats exactly.
 
-Invariants (`ReportWorld.look`, `ReportWorld.finish`): no restore is counted twice, at any time; a late report changes
+Invariants (`ReportWorld.check`, `ReportWorld.finish`): no restore is counted twice, at any time; a late report changes
 nothing; no ordered save is made twice; and once the faults end, every restore and its lost steps are counted, every
-incident has one Event for each object, no sidecar keeps one any more, every sidecar follows the newest policy, and
+incident has one Event for each object, no sidecar keeps an incident, every sidecar follows the newest policy, and
 every request is completed.
 """
 
@@ -69,9 +69,9 @@ class VersionedApi:
     async def __call__(self, method: str, path: str, body: Any = None, **_: Any) -> ApiResponse:
         fault = self.world.random.choices(("", "before", "after"), (8, 1, 1))[0] if self.world.faulty else ""
         if fault == "before":
-            raise ApiUnavailable("nobody answers")
+            raise ApiUnavailable("no answer")
         answer = self.answer(method, path, copy.deepcopy(body))
-        self.world.look()
+        self.world.check()
         if self.world.faulty and self.world.random.random() < 0.2:
             self.late.append(asyncio.Event())
             await self.late[-1].wait()
@@ -106,7 +106,7 @@ class VersionedApi:
 
 
 class ModelSidecar:
-    """A process of one pod's sidecar: the real parts that report, and a stand-in for the others."""
+    """A process of one pod's sidecar: the real reporting code, and stand-ins for the other parts."""
 
     def __init__(self, world: ReportWorld, rank: int) -> None:
         self.world, self.rank, self.is_reporter = world, rank, rank == 0
@@ -159,21 +159,21 @@ class ModelSidecar:
 
 
 class ReportWorld:
-    """The complete model and its known truth."""
+    """The complete model and its expected state."""
 
     def __init__(self, seed: int, defaults: Path) -> None:
         self.random = random.Random(seed)
         self.faulty, self.wall_s, self._defaults = True, 1.8e9, defaults
         self.api, self.late = VersionedApi(self), list[bytes]()
         """Calls that are still in the network."""
-        self.attempt, self.lost, self.said, self.every_s = 1, dict[int, int](), list[str](), 1
-        """Lost steps by restored attempt; texts of incidents that must be reported."""
+        self.attempt, self.lost, self.messages, self.every_s = 1, dict[int, int](), list[str](), 1
+        """Lost steps by restored attempt; messages of incidents that must be reported."""
         self.checkpoints: dict[int, Any] = {}
         self.controllers: list[Controller] = []
         self.sidecars = [ModelSidecar(self, rank) for rank in range(2)]
 
     async def start(self) -> None:
-        """Start another controller: it has read the runs, and then sees all objects."""
+        """Start another controller: it reads the runs, then receives all objects."""
         api: Any = self.api
         controller = controller_of(api, default_policy=self._defaults, wall=lambda: self.wall_s)
         await controller.load()
@@ -183,10 +183,10 @@ class ReportWorld:
             document["metadata"] |= {"name": name, "uid": f"p-{rank}"}
             controller.watches.on_pod(document)
         self.controllers.append(controller)
-        self.seen(controller)
+        self.deliver_watches(controller)
 
-    def seen(self, controller: Controller) -> None:
-        """Deliver the policy and the requests by the watches."""
+    def deliver_watches(self, controller: Controller) -> None:
+        """Deliver the policy and the requests through the watches."""
         metadata = {"namespace": "n", "name": "default", "uid": "q-1", "generation": self.every_s}
         spec = {"interval": {"every": f"{self.every_s}s"}}
         controller.watches.on_policy({"metadata": metadata, "spec": spec})
@@ -200,7 +200,7 @@ class ReportWorld:
             task.cancel()
 
     def posted(self, body: bytes, token: str, deadline_s: float) -> tuple[int, float, bytes]:
-        """Make a sidecar's call; raise `TimeoutError` when the call or its answer is lost or late."""
+        """Send a sidecar's call; raise `TimeoutError` when the call or its answer is lost or late."""
         fault = self.random.choices(("", "lost", "late", "answer"), (7, 1, 2, 2))[0] if self.faulty else ""
         if fault == "late":
             self.late.append(body)
@@ -212,14 +212,14 @@ class ReportWorld:
     def deliver(self, body: bytes) -> bytes:
         """Deliver a call to one of the controllers, which answers."""
         controller = self.random.choice(self.controllers)
-        said = reports.parse_report(fleet.ReportRequest.FromString(body))
+        report = reports.parse_report(fleet.ReportRequest.FromString(body))
         (entry,) = controller._run_store
-        before, known = entry.run, entry.run.last_reports.get(said.identity.pod_uid)
-        reply = controller.report(said)
-        newest = known.report if known is not None and known.report.process == said.process else None
-        stale = newest is not None and said.sequence <= newest.sequence
+        before, known = entry.run, entry.run.last_reports.get(report.identity.pod_uid)
+        reply = controller.report(report)
+        newest = known.report if known is not None and known.report.process == report.process else None
+        stale = newest is not None and report.sequence <= newest.sequence
         if stale and entry.run is not before:
-            raise ReportViolation("a report that is late changed something")
+            raise ReportViolation("a late report changed the run")
         return reply.SerializeToString()
 
     async def move(self, name: str) -> None:
@@ -231,7 +231,7 @@ class ReportWorld:
             case "tick":
                 controller = self.random.choice(self.controllers)
                 if self.random.random() < 0.5:
-                    self.seen(controller)
+                    self.deliver_watches(controller)
                 controller.tick()
             case "answer" if self.api.late:
                 self.api.late.pop(self.random.randrange(len(self.api.late))).set()
@@ -244,9 +244,9 @@ class ReportWorld:
                         lost_steps=self.lost[self.attempt], seconds=1.0,
                     )  # fmt: skip
             case "incident":
-                self.said.append(f"trouble {len(self.said)} of {side.rank}")
+                self.messages.append(f"failure {len(self.messages)} of {side.rank}")
                 side.incidents.add(
-                    fleet.INCIDENT_KIND_SAVE_FAILED, cause=self.said[-1], message=self.said[-1]
+                    fleet.INCIDENT_KIND_SAVE_FAILED, cause=self.messages[-1], message=self.messages[-1]
                 )
             case "snapshot":  # all ranks together; it replaces a save in flight
                 orders = {order.id: order for each in self.sidecars for order in each.orders.open()}
@@ -298,17 +298,17 @@ class ReportWorld:
             if each is not ends:
                 each.orders.ended(save)
 
-    def look(self) -> None:
+    def check(self) -> None:
         status = self.api.objects.get(RUN, {}).get("status", {})
         counted = status.get("restores", 0), status.get("lostSteps", 0)
         if counted[0] > len(self.lost) or counted[1] > sum(self.lost.values()):
-            raise ReportViolation(f"{counted} restores and steps are counted, there were {self.lost}")
+            raise ReportViolation(f"{counted} restores and steps are counted, expected {self.lost}")
         done = " ".join(each.metadata[ORDERS_KEY] for each in self.checkpoints.values()).split()
         if len(set(done)) < len(done):
             raise ReportViolation(f"saves were made twice: {done}")
 
     async def finish(self) -> None:
-        """The faults end, one controller remains, and after some minutes the state is correct."""
+        """End the faults, keep one controller, and check that the state becomes correct within minutes."""
         self.faulty = False
         while len(self.controllers) > 1:
             self.end(0)
@@ -319,16 +319,16 @@ class ReportWorld:
             self.wall_s += 61.0
             for answer in self.api.late:
                 answer.set()
-            self.seen(self.controllers[0])
+            self.deliver_watches(self.controllers[0])
             for name in ("tick", "report", "report", "report", "snapshot", "commit"):
                 await self.move(name)
-            self.look()
+            self.check()
         raise ReportViolation(f"{mismatches}")
 
     def mismatches(self) -> dict[str, Any]:
-        """Return what is not yet correct."""
+        """Return (actual, expected) of each value that is not yet correct."""
         status, objects = self.api.objects[RUN].get("status", {}), self.api.objects
-        told = [
+        recorded = [
             each["message"].partition(": ")[2]
             for each in objects.values()
             if each.get("reason") == "SaveFailed"
@@ -337,7 +337,7 @@ class ReportWorld:
         found = {
             "restores": (status.get("restores"), len(self.lost)),
             "lost steps": (status.get("lostSteps"), sum(self.lost.values())),
-            "Events": (sorted(told), sorted(2 * self.said)),
+            "Events": (sorted(recorded), sorted(2 * self.messages)),
             "kept incidents": ([len(each.incidents.pending()) for each in self.sidecars], [0, 0]),
             "intervals": ([each.directive.policy.every_s for each in self.sidecars], 2 * [self.every_s]),
             "requests": (phases - {"Completed"}, set[str]()),
@@ -360,7 +360,7 @@ def run_schedule(seed: int, steps: int = 250) -> None:
             await world.start()
             for _ in range(steps):
                 await world.move(world.random.choices([*MOVES], [*MOVES.values()])[0])
-                world.look()
+                world.check()
             await world.finish()
             for number in range(len(world.controllers)):
                 world.end(number)

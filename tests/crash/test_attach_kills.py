@@ -16,8 +16,8 @@ POINTS = (
 
 @pytest.fixture(scope="module")
 def started_store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
-    """A store with a checkpoint, and the state that it holds."""
-    root = tmp_path_factory.mktemp("begun")
+    """Return a store with one checkpoint, and the state in it."""
+    root = tmp_path_factory.mktemp("started")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
         with ToyRun(root / "store") as run:

@@ -1,4 +1,4 @@
-"""SIGKILL at every commit point of a copy and of a removal: the rest restores correctly or not at all, and continues."""
+"""SIGKILL at every commit point of a copy and of a removal: the rest restores or not at all, and a retry completes."""
 
 import shutil
 from pathlib import Path
@@ -33,7 +33,7 @@ REMOVAL_POINTS = [
 def prepared(tmp_path_factory):
     directory = tmp_path_factory.mktemp("run")
     log_victim.prepare(directory)
-    # A run whose name starts with the other's shares its folders.
+    # A run whose name starts with the other run's name shares its folders.
     other = RunLog(log_of(directory).store, "job/inner")
     open_attempt(other, owner="me")
     return directory
@@ -62,7 +62,7 @@ def test_killed_copy_is_not_a_run_and_resumes(prepared, tmp_path, action, point)
     if point == "cp.after_last_entry":
         np.testing.assert_array_equal(weights(target), wanted)
     elif point in {"cp.after_packs", "cp.after_data"}:
-        assert RunLog(target.store, target.run).refresh().tip == -1, "nothing but data is there"
+        assert RunLog(target.store, target.run).refresh().tip == -1, "only data objects exist"
     else:
         with pytest.raises(LogGap):
             RunLog(target.store, target.run).refresh(deadline_s=0.05)
@@ -72,8 +72,8 @@ def test_killed_copy_is_not_a_run_and_resumes(prepared, tmp_path, action, point)
     done = act(directory, action)
     whole = point == "cp.after_last_entry"
     assert (done.step, done.entries == 0) == (4, whole)
-    passed_over = whole if action == "cp one" else point != "cp.after_packs"
-    assert not passed_over or done.objects == 0, "what was there was passed over"
+    skipped = whole if action == "cp one" else point != "cp.after_packs"
+    assert not skipped or done.objects == 0, "existing objects are not copied again"
     assert target.hint().whole
     log = RunLog(target.store, target.run)
     found = verify(Target(store=log.store, run=log.run), deep=True)
@@ -109,7 +109,7 @@ def test_killed_removal_is_unrestorable_and_resumes(prepared, tmp_path, point):
             except LogGap:
                 pass
             else:
-                assert state.tip == -1, "a shorter log looks whole"
+                assert state.tip == -1, "a truncated log reads as whole"
             if point in {"rm.after_barrier", "rm.during_delete:1", "rm.after_folds"}:
                 break  # only folded states are deleted so far, which a log does not need
             (directory / "store/job/log/HINT").unlink(missing_ok=True)

@@ -10,12 +10,12 @@ from tests.crash import damage
 
 @pytest.fixture(scope="module")
 def stored_runs(tmp_path_factory):
-    return list(damage.stored_runs(tmp_path_factory.mktemp("stories")))
+    return list(damage.stored_runs(tmp_path_factory.mktemp("runs")))
 
 
 def test_newest_intact_checkpoint_is_restored(stored_runs):
     """Every eleventh case: eleven is coprime to the number of damages, so every pair of damage and object kind occurs."""
-    found = [case for story in stored_runs for case in damage.outcomes(story, every=11)]
+    found = [case for run in stored_runs for case in damage.outcomes(run, every=11)]
     assert [case for case in found if not case.good] == []
     kinds = Counter(case.kind for case in found)
     assert kinds.keys() >= {
@@ -31,13 +31,13 @@ def test_newest_intact_checkpoint_is_restored(stored_runs):
 
 
 def test_damaged_maintenance_entry_keeps_newest_commit(stored_runs):
-    for story in stored_runs:
-        newest = max(story.expected)
-        if story.ranks == 1 and story.name != "ends in a checkpoint":
-            tip = max(key for key in story.objects if "/log/0" in key)
-            cases = list(damage.outcomes(story, chosen=tip.__eq__))
+    for run in stored_runs:
+        newest = max(run.expected)
+        if run.ranks == 1 and run.name != "ends in a checkpoint":
+            tip = max(key for key in run.objects if "/log/0" in key)
+            cases = list(damage.outcomes(run, chosen=tip.__eq__))
             assert len(cases) == len(damage.DAMAGES)
-            assert {case.back for case in cases} == {newest}, story.name
+            assert {case.resumed for case in cases} == {newest}, run.name
 
 
 def test_page_matches_measurements():

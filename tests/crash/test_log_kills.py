@@ -1,6 +1,6 @@
-"""Real SIGKILL at every commit point of the log: a process, a file store, and what remains of them.
+"""SIGKILL of a process with a file store at every commit point of the log.
 
-After each: the newest committed checkpoint restores exactly, every live object is whole, and the next save succeeds.
+After each kill: the newest committed checkpoint restores exactly, every live object is whole, and the next save succeeds.
 """
 
 import shutil
@@ -41,7 +41,7 @@ def prepared(tmp_path_factory):
 
 
 def expected(step: int) -> np.ndarray:
-    """Step 3 everywhere, except the first eight rows of step 4 and the next eight of step 5."""
+    """Return the rows of step 3, with the first eight of step 4 and the next eight of step 5."""
     rows = np.arange(ROWS)
     whole = values(min(step, 3), rows)
     for delta, changed in ((4, rows[:8]), (5, rows[8:16])):

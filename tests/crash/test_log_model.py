@@ -1,4 +1,4 @@
-"""The real log code, over a faulty store, under random schedules of every event that may happen to a run.
+"""The real log code over a faulty store, under random schedules of all events of a run.
 
 `DELTASHARD_TEST_SCHEDULES=100000` runs as many; a failing seed repeats with `run_schedule(SEED)`.
 """
@@ -19,12 +19,12 @@ COUNTED = """
 schedules steps entries checkpoints deltas multi_rank laid_out mixed torn attempts late overtaken fenced
 abandoned fallbacks compactions retired deleted reclaimed pinned rewound kills failures
 """
-"""Events that schedules must contain: a model without them would detect nothing."""
+"""Events that schedules must contain: a model without them detects nothing."""
 
 
 @functools.cache
 def counts_of(chunk: int) -> Counter[str]:
-    """Return what occurred in a chunk's schedules, none of which broke a rule."""
+    """Run the schedules of a chunk; return how often each event occurred."""
     found: Counter[str] = Counter()
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
         try:
@@ -40,7 +40,7 @@ def test_newest_commit_restores_and_zombies_never_commit(chunk):
 
 
 def test_schedules_cover_all_events():
-    """The test combines all chunks: a rare event may be absent from one."""
+    """The chunks are combined, because one chunk may lack a rare event."""
     counts = sum(map(counts_of, range(CHUNKS)), Counter())
     assert counts.keys() >= set(COUNTED.split())
     assert counts["deltas"] > counts["checkpoints"] / 5

@@ -37,7 +37,10 @@ def _acknowledge_all(_durable: Any, _recorded: Any, report: Any, _part: str) -> 
 
 
 def _acknowledge_with_gaps(durable: Any, recorded: Any, report: Any, part: str) -> int:
-    kept = [_told(durable, recorded, replace(report, incidents=(each,)), part) for each in report.incidents]
+    kept = [
+        _acknowledged(durable, recorded, replace(report, incidents=(each,)), part)
+        for each in report.incidents
+    ]
     return max(kept, default=0)
 
 
@@ -45,40 +48,40 @@ async def _write_over(call: Any, path: str, known: Any, change: Any) -> Any:
     return await _write(call, path, {**known, "resourceVersion": ""}, change)
 
 
-def _restored_by_process(run: Any, report: Any, said: Any, part: str, **more: Any) -> Any:
+def _restored_by_process(run: Any, report: Any, incident: Any, part: str, **more: Any) -> Any:
     known = replace(run.ledger, restored={}) if more["is_new"] else run.ledger
-    return _with_incident(replace(run, ledger=known), report, said, part, **more)
+    return _with_incident(replace(run, ledger=known), report, incident, part, **more)
 
 
-def _named_by_chance(about: Any, notice: Any, _digest: str, now_s: float) -> Any:
+def _named_randomly(about: Any, notice: Any, _digest: str, now_s: float) -> Any:
     return _event(about, notice, uuid.uuid4().hex, now_s)
 
 
 def _due_once() -> Callable[..., Any]:
-    given: dict[int, int] = {}
+    sent: dict[int, int] = {}
 
     def due(wanted: Any, *state: Any) -> Any:
         found = _due(wanted, *state)
-        return found if found is not None and given.setdefault(found.id, id(found)) == id(found) else None
+        return found if found is not None and sent.setdefault(found.id, id(found)) == id(found) else None
 
     return due
 
 
-_told, _due, _event = ledger.acknowledged_id, directive.due, writer.event
+_acknowledged, _due, _event = ledger.acknowledged_id, directive.due, writer.event
 _write, _with_incident = status.write, report_change._with_incident
 MUTANTS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
-    "told before it is durable": (ledger, "acknowledged_id", lambda: _acknowledge_all),
-    "told past one that is not durable": (ledger, "acknowledged_id", lambda: _acknowledge_with_gaps),
+    "acknowledged before it is durable": (ledger, "acknowledged_id", lambda: _acknowledge_all),
+    "acknowledged past one that is not durable": (ledger, "acknowledged_id", lambda: _acknowledge_with_gaps),
     "a status is patched in any version": (status, "write", lambda: _write_over),
     "a restore is counted by process, not by attempt": (
         report_change,
         "_with_incident",
         lambda: _restored_by_process,
     ),
-    "an Event's name is not made of its incident": (writer, "event", lambda: _named_by_chance),
-    "a report that is late is taken": (report_change, "_is_late", lambda: lambda *_: False),
-    "a directive is given once": (directive, "due", _due_once),
-    "an order is not looked for in the log": (save_orders, "ORDERS_KEY", lambda: "elsewhere"),
+    "an Event's name does not depend on its incident": (writer, "event", lambda: _named_randomly),
+    "a late report is applied": (report_change, "_is_late", lambda: lambda *_: False),
+    "a directive is sent once": (directive, "due", _due_once),
+    "an order is not searched for in the log": (save_orders, "ORDERS_KEY", lambda: "elsewhere"),
 }
 
 

@@ -1,7 +1,7 @@
-"""Lives of trainers and sidecars on a real MinIO behind a proxy with network faults, with kills in between.
+"""Trainers and sidecars, one after the other, on a real MinIO behind a proxy with network faults.
 
 Acknowledgements are lost; requests are doubled, delivered late, refused in storms, truncated, flipped and hung; each
-life ends in a different way. In all cases, each restore is exactly that of the newest checkpoint; no acknowledged
+sidecar ends in a random way. In all cases, each restore is exactly that of the newest checkpoint; no acknowledged
 checkpoint is missing; a checkpoint is never reported invalid; once the faults end `verify --deep` is clean, and every
 live checkpoint reads back.
 
@@ -35,8 +35,8 @@ from tests.support.sidecar_process import SidecarProcess
 
 pytestmark = [pytest.mark.minio, pytest.mark.slow]
 
-LIVES = 8
-CUTS = 3
+SIDECARS = 8
+SNAPSHOTS = 3
 RATE = 0.15
 LONGER_S = float(os.environ.get("DELTASHARD_TEST_FAULTS_S", "0"))
 POINTS = """
@@ -45,9 +45,9 @@ index.after_put:2 commit.after_list commit.before_log_put:2 commit.after_log_put
 ack.before_send:2 attempt.before_open attempt.after_open restore.planned restore.first_filled retire.before_put
 retire.after_put gc.during_delete gc.after_delete compact.after_packs compact.after_index compact.after_log_put
 """
-FAIR = {"UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "ABORTED", "PERMISSION_DENIED"}
-"""Allowed errors of a call: a retryable one; a slot taken by a zombie's late entry; a token that expired twice in a row."""
-ENDS = ("crash", "crash", "crash", "kill", "vanish", "server", "well")
+ALLOWED_ERRORS = {"UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "ABORTED", "PERMISSION_DENIED"}
+"""Error codes that a call may return: retryable; a slot taken by a zombie's late entry; a token that expired twice."""
+ENDS = ("crash", "crash", "crash", "kill", "disconnect", "server", "graceful")
 
 
 class FaultScenario:
@@ -73,38 +73,38 @@ class FaultScenario:
             self.root, self.url, encoding="fp32", crash_at=crash_at, differential=differential, **flags
         )  # type: ignore[arg-type]
 
-    def lives(self) -> None:
+    def run_sidecar(self) -> None:
         end = self.chance.choice(ENDS)
         point = self.chance.choice(POINTS.split())
         process = self.sidecar(point if end == "crash" else "")
         try:
-            self.run_trainer(process, snapshots=CUTS, end=end)
-            if end == "vanish":
+            self.run_trainer(process, snapshots=SNAPSHOTS, end=end)
+            if end == "disconnect":
                 self.run_trainer(process, snapshots=1)
-            if end == "well" and process.poll() is None:
+            if end == "graceful" and process.poll() is None:
                 assert process.terminate() == 0
         finally:
             process.kill()
-        assert '.unexpected"' not in process.log(), "an error of ours"
+        assert '.unexpected"' not in process.log(), "an unexpected error is logged"
 
     def run_trainer(self, process: SidecarProcess, *, snapshots: int, end: str = "") -> None:
-        """A trainer resumes and saves until an error ends it."""
+        """Run a trainer that resumes and saves until an error ends it."""
         trainer: Trainer | None = None
         try:
             trainer = Trainer(process.socket, self.model, consecutive=self.consecutive)
             self.assert_recovers(trainer)
             for number in range(snapshots):
-                if end == "vanish" and number == 1:
+                if end == "disconnect" and number == 1:
                     self.model.train()
                     snapshot = trainer.begin()
                     snapshot.rows_of(0, None)
                     snapshot.disconnect()
                     return
-                self.save_snapshot(trainer, self.server_restarts if end == "server" and number == 1 else None)
+                self.save_snapshot(trainer, self.restart_server if end == "server" and number == 1 else None)
                 if trainer.gone:
                     return
         except grpc.RpcError as error:
-            if error.code().name not in FAIR:  # type: ignore[attr-defined]
+            if error.code().name not in ALLOWED_ERRORS:  # type: ignore[attr-defined]
                 raise
             self.messages[error.code().name] += 1  # type: ignore[attr-defined]
         except SaveStreamFailed as error:
@@ -125,15 +125,15 @@ class FaultScenario:
         opened = trainer.open()
         newest = max(self.acknowledged, default=0)
         if not opened.HasField("resume_seq"):
-            assert not newest, f"checkpoint {newest} was acknowledged, and nothing is restored"
+            assert not newest, f"checkpoint {newest} was acknowledged, but nothing is restored"
             return
         assert opened.resume_seq >= newest
         self.model.wipe()
         trainer.restore(opened.resume_seq)
         assert same(self.model.state(), self.states[opened.resume_attempt, opened.snapshot_id])
 
-    def server_restarts(self) -> None:
-        """The server is killed, as with its node, and restarts."""
+    def restart_server(self) -> None:
+        """Kill the server, as a node failure does, and start it again."""
         self.server.kill()
         self.server.start()
         self.proxy.upstream_port = self.server.port
@@ -182,18 +182,18 @@ class FaultScenario:
 
 
 def run_scenario(root: Path, server: MinioServer, seed: int) -> None:
-    """Run all lives of one seed, with a report of their faults on stdout."""
+    """Run all sidecars of one seed; print the faults."""
     root.mkdir()
     with FaultyS3Proxy(server.port, by_seed(seed, RATE)) as proxy:
-        story = FaultScenario(root, server, proxy, seed)
-        for _ in range(LIVES):
-            story.lives()
-        story.assert_healthy()
+        scenario = FaultScenario(root, server, proxy, seed)
+        for _ in range(SIDECARS):
+            scenario.run_sidecar()
+        scenario.assert_healthy()
         injected = ", ".join(
-            f"{kind} {trouble} {count}" for (kind, trouble), count in sorted(proxy.injected.items())
+            f"{kind} {fault} {count}" for (kind, fault), count in sorted(proxy.injected.items())
         )
         print(
-            f"seed {seed}: {len(story.acknowledged)} acknowledged; said {dict(story.messages)}; met {injected}"
+            f"seed {seed}: {len(scenario.acknowledged)} acknowledged; errors {dict(scenario.messages)}; injected {injected}"
         )
 
 
@@ -201,6 +201,6 @@ def run_scenario(root: Path, server: MinioServer, seed: int) -> None:
 def test_runs_survive_store_faults(own_minio: MinioServer, tmp_path: Path) -> None:
     until_s = time.monotonic() + LONGER_S
     for seed in itertools.count(1):
-        run_scenario(tmp_path / f"story-{seed}", own_minio, seed)
+        run_scenario(tmp_path / f"seed-{seed}", own_minio, seed)
         if time.monotonic() >= until_s:
             break

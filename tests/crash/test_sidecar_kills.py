@@ -1,8 +1,8 @@
 """kill -9 of the sidecar at every named instant, and of its trainer at every stage of a snapshot or restore.
 
-After each: the newest committed checkpoint restores and equals its cut by content; every live checkpoint reads back
-whole and equals its snapshot; the next save succeeds. The log entry decides whether the interrupted cut counts: before it
-the snapshot does not count, after it the snapshot does.
+After each: the newest committed checkpoint restores and equals its snapshot by content; every live checkpoint reads
+back whole and equals its snapshot; the next save succeeds. The interrupted snapshot is committed exactly if its log entry
+was written before the kill.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.sidecar_process import SidecarProcess, sidecar
 
 States = dict[tuple[int, int], list[np.ndarray]]
 
-# Instants of a save, and whether the interrupted cut is committed afterwards.
+# Crash points of a save, and whether the interrupted snapshot is committed afterwards.
 BEFORE_ENTRY = [
     "stage.granted", "stage.batch_received", "stage.batch_received:3", "encode.first", "encode.first:2",
     "stage.sealed", "pack.before_put", "pack.during_put", "pack.after_put", "index.before_put", "index.after_put",
@@ -93,8 +93,8 @@ class KillScenario:
         self.check()
         trainer.close()
 
-    def killed(self, process: SidecarProcess, trainer: Trainer, **flags: object) -> None:
-        interrupted(process)
+    def assert_recovers_after_kill(self, process: SidecarProcess, trainer: Trainer, **flags: object) -> None:
+        assert_killed(process)
         trainer.close()
         with sidecar(self.root, self.url, encoding="fp32", **flags) as again:
             self.assert_recovers(again)
@@ -111,9 +111,9 @@ class KillScenario:
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> KillScenario:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> KillScenario:
     """A run with a baseline and a delta; tests use copies."""
-    scenario = KillScenario(tmp_path_factory.mktemp("begun"))
+    scenario = KillScenario(tmp_path_factory.mktemp("prepared"))
     with sidecar(scenario.root, scenario.url, encoding="fp32") as process:
         trainer = Trainer(process.socket, scenario.model)
         trainer.open()
@@ -125,16 +125,16 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> KillScenario:
 
 
 @pytest.fixture
-def scenario(begun: KillScenario, tmp_path: Path) -> KillScenario:
+def scenario(prepared: KillScenario, tmp_path: Path) -> KillScenario:
     """A copy of the prepared run, at the same model."""
-    shutil.copytree(begun.root / "store", tmp_path / "store")
-    shutil.copytree(begun.root / "cache", tmp_path / "cache")
+    shutil.copytree(prepared.root / "store", tmp_path / "store")
+    shutil.copytree(prepared.root / "cache", tmp_path / "cache")
     copy = KillScenario(tmp_path)
-    copy.states = dict(begun.states)
+    copy.states = dict(prepared.states)
     return copy
 
 
-def interrupted(process: SidecarProcess) -> None:
+def assert_killed(process: SidecarProcess) -> None:
     assert process.wait_exit() == -signal.SIGKILL, process.log()[-2000:]
 
 
@@ -148,16 +148,16 @@ def test_sidecar_killed_during_a_save(scenario: KillScenario, point: str, commit
     trainer.restore(opened.resume_seq)
     with pytest.raises((SaveStreamFailed, grpc.RpcError)):  # noqa: PT012 - whichever notices first
         trainer.committed(scenario.take_snapshot(trainer))
-        # The acknowledgement itself arrived, so only the sidecar's death is visible.
+        # The acknowledgement itself arrived, so only the end of the sidecar is visible.
         assert point == "ack.after_send"
         raise SaveStreamFailed("gone", "acknowledged, then killed")
-    interrupted(process)
+    assert_killed(process)
     assert scenario.newest() == ((trainer.attempt, 1) if committed else before)
-    scenario.killed(process, trainer)
+    scenario.assert_recovers_after_kill(process, trainer)
 
 
 def test_sidecar_killed_while_snapshot_waits_for_blocks(tmp_path: Path) -> None:
-    """Encoding continues beside the copy then, and the trainer waits for the next block of a dead process."""
+    """The sidecar encodes while the trainer copies, so the trainer waits for a block of a killed process."""
     scenario = KillScenario(tmp_path)
     scenario.model = FakeModel(rows=100_000, columns=32)
     process = scenario.sidecar(crash_at="encode.first:2", arena_bytes="32MiB")
@@ -165,9 +165,9 @@ def test_sidecar_killed_while_snapshot_waits_for_blocks(tmp_path: Path) -> None:
     trainer.open()
     with pytest.raises((SaveStreamFailed, grpc.RpcError)):
         scenario.take_snapshot(trainer)
-    interrupted(process)
+    assert_killed(process)
     assert scenario.newest() is None
-    scenario.killed(process, trainer, arena_bytes="32MiB")
+    scenario.assert_recovers_after_kill(process, trainer, arena_bytes="32MiB")
 
 
 @pytest.mark.parametrize("point", ["stage.batch_received", "index.after_put", "commit.after_log_put"])
@@ -179,7 +179,7 @@ def test_trainer_survives_killed_sidecar(scenario: KillScenario, point: str) -> 
     epoch = trainer.reply.epoch
     with pytest.raises((SaveStreamFailed, grpc.RpcError)):
         trainer.committed(scenario.take_snapshot(trainer))
-    interrupted(process)
+    assert_killed(process)
     with sidecar(scenario.root, scenario.url, encoding="fp32"):
         reply = trainer.attach()
         assert reply.epoch != epoch
@@ -200,7 +200,7 @@ COPY_POINTS = [
 
 @pytest.mark.parametrize("point", COPY_POINTS)
 def test_sidecar_killed_during_warm_start(scenario: KillScenario, point: str) -> None:
-    """The run never starts at step 0: it starts with that checkpoint, although the other run has continued meanwhile."""
+    """The run starts with the copied checkpoint, never at step 0, although the source run has continued meanwhile."""
     newest = scenario.newest()
     assert newest is not None
     names = {"run": "warm", "restore_from": "run", "owner": "warm"}
@@ -208,16 +208,16 @@ def test_sidecar_killed_during_warm_start(scenario: KillScenario, point: str) ->
     trainer = Trainer(process.socket, FakeModel())
     with pytest.raises(grpc.RpcError):
         trainer.open()
-    interrupted(process)
+    assert_killed(process)
     trainer.close()
-    begun = point not in {"pack.during_put", "index.after_put", "cp.after_data", "cp.after_hint"}
+    copied = point not in {"pack.during_put", "index.after_put", "cp.after_data", "cp.after_hint"}
     with sidecar(scenario.root, scenario.url, encoding="fp32") as source:
         trainer = Trainer(source.socket, scenario.model)
         trainer.restore(trainer.open().resume_seq)
         trainer.committed(scenario.take_snapshot(trainer))
         scenario.check()
         trainer.close()
-    if not begun:
+    if not copied:
         newest = scenario.newest()
         assert newest is not None
     process = scenario.sidecar(**names)
@@ -241,7 +241,7 @@ def test_missing_copy_source_is_reported_with_fix(scenario: KillScenario) -> Non
     trainer = Trainer(process.socket, FakeModel())
     with pytest.raises(grpc.RpcError):
         trainer.open()
-    interrupted(process)
+    assert_killed(process)
     trainer.close()
     shutil.rmtree(scenario.root / "store/run")
     other = KillScenario(scenario.root)
@@ -270,7 +270,7 @@ def test_sidecar_killed_during_run_creation(tmp_path: Path, point: str) -> None:
     trainer = Trainer(process.socket, scenario.model)
     with pytest.raises(grpc.RpcError):
         trainer.open()
-    scenario.killed(process, trainer)
+    scenario.assert_recovers_after_kill(process, trainer)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_sidecar_killed_during_trainer_restart(scenario: KillScenario, point: st
     trainer = Trainer(process.socket, scenario.model)
     with pytest.raises((SaveStreamFailed, grpc.RpcError)):
         trainer.restore(trainer.open().resume_seq)
-    scenario.killed(process, trainer)
+    scenario.assert_recovers_after_kill(process, trainer)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_sidecar_killed_during_maintenance(scenario: KillScenario, point: str) -
     trainer = Trainer(process.socket, scenario.model)
     trainer.restore(trainer.open().resume_seq)
     scenario.save_until_killed(process, trainer)
-    scenario.killed(process, trainer, **flags)
+    scenario.assert_recovers_after_kill(process, trainer, **flags)
 
 
 @pytest.mark.parametrize("point", ["compact.after_packs", "compact.after_index", "compact.after_log_put"])
@@ -305,21 +305,21 @@ def test_sidecar_killed_during_compaction(scenario: KillScenario, point: str) ->
     trainer = Trainer(process.socket, scenario.model, consecutive=True)
     trainer.restore(trainer.open().resume_seq)
     scenario.save_until_killed(process, trainer)
-    interrupted(process)
+    assert_killed(process)
     compactions = RunLog(open_store(scenario.url), "run").refresh().compactions
     assert bool(compactions) == (point == "compact.after_log_put")
-    scenario.killed(process, trainer, **flags)
+    scenario.assert_recovers_after_kill(process, trainer, **flags)
 
 
 @pytest.mark.parametrize("point", ["after_packs", "after_index", "before_log_put", "after_log_put"])
 def test_sidecar_killed_during_synthetic_baseline(scenario: KillScenario, point: str) -> None:
-    """The killed cut builds on a compaction that has not happened, or just has. Its trainer continues to build on it."""
+    """The interrupted snapshot covers a compaction that is pending or just done, and the trainer's next snapshot as well."""
     flags = {"maintenance-interval-s": 0, "keep-last": 20}
     process = scenario.sidecar(crash_at=f"compact.{point}", **flags)
     trainer = Trainer(process.socket, scenario.model, rebases=True)
     trainer.restore(trainer.open().resume_seq)
     scenario.save_until_killed(process, trainer, 12)
-    interrupted(process)
+    assert_killed(process)
     state = RunLog(open_store(scenario.url), "run").refresh()
     (rebased,) = {
         event["covers"] for event in process.events() if event["event"] == "save.content_overridden"
@@ -333,9 +333,9 @@ def test_sidecar_killed_during_synthetic_baseline(scenario: KillScenario, point:
         state = RunLog(open_store(scenario.url), "run").refresh()
         assert state.checkpoints[commit.seq].covered == (rebased,)
         made = lambda: rebased in RunLog(open_store(scenario.url), "run").refresh().compactions  # noqa: E731
-        eventually(made, what="what was owed is made")
+        eventually(made, what="the pending compaction is done")
         scenario.check()
-    scenario.killed(process, trainer, **flags)
+    scenario.assert_recovers_after_kill(process, trainer, **flags)
 
 
 TRAINER = """
@@ -347,31 +347,31 @@ from tests.support.fake_model import FakeModel
 from tests.support.fake_trainer import Trainer
 
 stage = sys.argv[2]
-def die(at):
+def kill_at(at):
     if stage == at:
         os.kill(os.getpid(), signal.SIGKILL)
 
 model = FakeModel()
 trainer = Trainer(Path(sys.argv[1]), model)
-die("attached")
+kill_at("attached")
 opened = trainer.open()
-die("opened")
-trainer.restore(opened.resume_seq, hold=lambda n: die("restoring"))
-die("restored")
+kill_at("opened")
+trainer.restore(opened.resume_seq, hold=lambda n: kill_at("restoring"))
+kill_at("restored")
 model.train()
-cut = trainer.begin()
-die("begun")
-cut.rows_of(0, None)
-die("first table")
-cut.rows_of(1, None)
+snapshot = trainer.begin()
+kill_at("begun")
+snapshot.rows_of(0, None)
+kill_at("first table")
+snapshot.rows_of(1, None)
 for name, data in model.blobs().items():
-    cut.blob(name, data)
-die("before seal")
+    snapshot.blob(name, data)
+kill_at("before seal")
 np.savez(sys.argv[3], *model.state())
-cut.seal(full=True)
-die("staged")
-trainer.committed(cut.number)
-die("committed")
+snapshot.seal(full=True)
+kill_at("staged")
+trainer.committed(snapshot.number)
+kill_at("committed")
 """
 BEFORE_SEAL = ("attached", "opened", "restoring", "restored", "begun", "first table", "before seal")
 STAGES = {**dict.fromkeys(BEFORE_SEAL, False), "staged": True, "committed": True}
@@ -381,7 +381,7 @@ STAGES = {**dict.fromkeys(BEFORE_SEAL, False), "staged": True, "committed": True
 def test_trainer_killed(scenario: KillScenario, stage: str, commits: bool) -> None:
     """Before the seal no part of the snapshot is in the log; after it the sidecar finishes and commits alone."""
     before = scenario.newest()
-    saved = scenario.root / "cut.npz"
+    saved = scenario.root / "snapshot.npz"
     with sidecar(scenario.root, scenario.url, encoding="fp32") as process:
         code = TRAINER.format(tests=str(Path(__file__).parents[2]))
         child = subprocess.run(
@@ -389,7 +389,7 @@ def test_trainer_killed(scenario: KillScenario, stage: str, commits: bool) -> No
             timeout=240, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert child.returncode == -signal.SIGKILL, child.stderr
-        assert lock_is_free(process.dir / "arena", 0), "a lock dies with its process"
+        assert lock_is_free(process.dir / "arena", 0), "the lock of a killed process is free"
         if commits:
             eventually(lambda: scenario.newest() != before, what="the sidecar commits alone")
             newest = scenario.newest()

@@ -1,8 +1,8 @@
 """Kills a trainer at one of its crash points and resumes it: run as a script, `trainer_kills.py WORKDIR POINT...`.
 
 Every process is forked from this one, which has imported everything and started no thread. For a save's point: train
-to step 6, save (durable), continue, die inside the next save; then resume. For a restore's point: resume, die inside
-the restore, resume again. The script prints one JSON line per point: what the last process restored.
+to step 6, save (durable), continue, be killed inside the next save; then resume. For a restore's point: resume, be
+killed inside the restore, resume again. The script prints one JSON line per point: what the last process restored.
 """
 
 import json
@@ -26,7 +26,7 @@ ROWS, FIRST, SECOND = 5000, 6, 10
 
 
 def arm(point: str) -> None:
-    """Arm the point for this forked process only, as DELTASHARD_CRASH_AT would (its sidecar must live)."""
+    """Arm the point for this forked process only, as DELTASHARD_CRASH_AT would (its sidecar must continue)."""
     crash_point._armed, crash_point._left = point, 1
 
 
@@ -60,17 +60,17 @@ class CheckpointedModel:
             self.ckpt.step()
 
 
-def first_life(work: Path, run: str) -> None:
+def train_until_killed(work: Path, run: str) -> None:
     trained = CheckpointedModel(work, run)
     assert trained.ckpt.restore() is None
     trained.train(FIRST)
     trained.ckpt.save().wait(60)
     torch.save(trained.table.weight.detach(), work / f"{run}.pt")
-    if run.startswith(("cut.", "precopy.")):
+    if run.startswith(("snapshot.", "precopy.")):
         arm(run)
         trained.train(SECOND)
         if run.startswith("precopy."):
-            # Train to the step before the timer's cut: the copying thread dies, however late it runs.
+            # Train to the step before the timer's snapshot: the copying thread is killed, however late it runs.
             trained.train(FIRST + SECOND - 1)
             threading.Event().wait(60)
             raise TimeoutError(f"nothing was copied ahead of step {FIRST + SECOND}")
@@ -78,13 +78,13 @@ def first_life(work: Path, run: str) -> None:
     os.kill(os.getpid(), 9)
 
 
-def dying_restore(work: Path, run: str) -> None:
+def restore_until_killed(work: Path, run: str) -> None:
     trained = CheckpointedModel(work, run)
     arm(run)
     trained.ckpt.restore()
 
 
-def last_life(work: Path, run: str) -> None:
+def resume(work: Path, run: str) -> None:
     trained = CheckpointedModel(work, run)
     restored = trained.ckpt.restore()
     assert restored is not None
@@ -104,12 +104,12 @@ def last_life(work: Path, run: str) -> None:
     print(json.dumps(found), flush=True)
 
 
-def forked(life: Callable[[Path, str], None], work: Path, run: str) -> int:
+def forked(action: Callable[[Path, str], None], work: Path, run: str) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            life(work, run)
+            action(work, run)
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -125,11 +125,11 @@ def main() -> int:
     torch.set_num_threads(1)
     work = Path(sys.argv[1])
     for point in sys.argv[2:]:
-        if forked(first_life, work, point) != -9:
+        if forked(train_until_killed, work, point) != -9:
             return 1
-        if point.startswith("restore.") and forked(dying_restore, work, point) != -9:
+        if point.startswith("restore.") and forked(restore_until_killed, work, point) != -9:
             return 1
-        if forked(last_life, work, point) != 0:
+        if forked(resume, work, point) != 0:
             return 1
     return 0
 

@@ -18,7 +18,7 @@ def _isolated_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_unknown_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail a test whose production code logs an event that the trainer's state does not know."""
+    """Fail a test whose trainer logs an event that is illegal in its state."""
 
     def refuse(bug: lifecycle.IllegalEvent) -> None:
         raise bug

@@ -46,7 +46,7 @@ def test_changed_environment_replaces_lingering_sidecar(
     first.ensure()
     again = launcher(tmp_path)
     again.ensure()
-    assert again.pid == first.pid, "nothing changed: the living one is used"
+    assert again.pid == first.pid, "the running sidecar is used: nothing changed"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     corrected = launcher(tmp_path)
     corrected.ensure()
@@ -62,17 +62,17 @@ def test_changed_environment_replaces_lingering_sidecar(
 
 
 def test_sidecar_still_starting_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dead trainer has just started it: the next trainer sees no sidecar and starts a redundant one."""
+    """A killed trainer has just started a sidecar: the next trainer must not start a second one."""
     first = launcher(tmp_path)
     first.ensure()
     again = launcher(tmp_path)
-    living, looks = again._running_pid, iter([None])
-    monkeypatch.setattr(again, "_running_pid", lambda: next(looks, living()))
+    running_pid, first_answers = again._running_pid, iter([None])
+    monkeypatch.setattr(again, "_running_pid", lambda: next(first_answers, running_pid()))
     again.ensure()
     try:
         assert again.pid == first.pid
         assert again._spawned == 1
-        assert again.ready_path.exists(), "nobody would find it any more"
+        assert again.ready_path.exists(), "a later trainer could not find it"
     finally:
         for each in (again, first):
             each.close()
@@ -88,7 +88,7 @@ def test_environment_hash_covers_only_sidecar_variables() -> None:
 
 
 def test_closed_checkpointer_raises_immediately(stored: Path) -> None:
-    """A restore does not search for a sidecar for minutes, and steps and saves are not accepted."""
+    """A restore does not search for a sidecar for minutes; steps and saves are rejected."""
     run = ToyRun(stored)
     run.ckpt.close()
     began_s = time.monotonic()
@@ -211,6 +211,6 @@ def test_second_checkpointer_of_run_in_process_is_refused(stored: Path) -> None:
             ToyRun(stored)
         assert "close()" in caught.value.remedy
         first.train(1)
-        assert first.save().step == 3, "the first one is not disturbed"
+        assert first.save().step == 3, "the first Checkpointer is unaffected"
     with ToyRun(stored) as again:
         assert again.ckpt.steps == 3

@@ -70,7 +70,7 @@ def test_source_run_advancing_during_read_is_reread(tmp_path: Path, monkeypatch:
             assert np.array_equal(target.state()[name], values)
 
 
-def test_run_started_from_another_never_trains_without_it(tmp_path: Path) -> None:
+def test_warm_run_never_trains_without_restore(tmp_path: Path) -> None:
     """A script that ignores the source run or skips `restore()`, or a missing source run, gets an error."""
     with ToyRun(tmp_path / "store", "source", encoding="fp32") as source:
         source.train(3)
@@ -78,15 +78,15 @@ def test_run_started_from_another_never_trains_without_it(tmp_path: Path) -> Non
         at_three = source.state()
     options = {"encoding": "fp32", "sidecar": {"restore_from": "source"}}
     with (
-        ToyRun(tmp_path / "store", "warm", restore=False, **options) as silent,
+        ToyRun(tmp_path / "store", "warm", restore=False, **options) as unrestored,
         pytest.raises(deltashard.DeltashardError, match="the newest is of step 3"),
     ):
-        silent.train(1)
+        unrestored.train(1)
     with ToyRun(tmp_path / "store", "warm", **options) as warm:
         assert (warm.resumed.step, warm.resumed.exact) == (3, True)
         assert all(np.array_equal(warm.state()[name], values) for name, values in at_three.items())
     with pytest.raises(deltashard.DeltashardError, match="there is no such run in the store"):
-        ToyRun(tmp_path / "store", "third", sidecar={"restore_from": "nobody"})
+        ToyRun(tmp_path / "store", "third", sidecar={"restore_from": "missing"})
 
 
 def test_misplaced_frame_falls_back_with_warning(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_damaged_newest_log_entry_falls_back_with_warning(
 
 
 def test_warm_start_from_damaged_run_is_reported(tmp_path: Path) -> None:
-    """`from_run` reads the other run's log: its damage is in the notes and in the sidecar's metrics."""
+    """`from_run` reads the other run's log: the notes and the sidecar's metrics report its damage."""
     with ToyRun(tmp_path / "store", "other", keep_last=5) as other:
         other.train(3)
         other.save()
@@ -173,17 +173,17 @@ def test_run_with_unreadable_only_commit_is_not_restarted(tmp_path: Path) -> Non
     trace = "".join(traceback.format_exception(raised.value))
     assert "grpc" not in trace.lower().replace(str(Path(deltashard.__file__).parent).lower(), "")
     refused.__exit__()
-    with ToyRun(tmp_path / "store", restore=False, fresh=True) as anew:
-        anew.train(1)
-        assert anew.save().baseline
+    with ToyRun(tmp_path / "store", restore=False, fresh=True) as restarted:
+        restarted.train(1)
+        assert restarted.save().baseline
 
 
 def test_run_with_checkpoints_requires_restore(tmp_path: Path) -> None:
     with ToyRun(tmp_path / "store") as run:
         run.train(2)
         run.save()
-    with ToyRun(tmp_path / "store", restore=False) as forgetful, pytest.raises(deltashard.errors.NotRestored):
-        forgetful.train(1)
+    with ToyRun(tmp_path / "store", restore=False) as fresh, pytest.raises(deltashard.errors.NotRestored):
+        fresh.train(1)
 
 
 def test_partially_restored_model_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_partially_restored_model_is_not_committed(tmp_path: Path, monkeypatch: 
         source.save()
 
     def lost(*_: object) -> None:
-        raise deltashard.errors.RestoreFailed("the store is gone", where="test", remedy="")
+        raise deltashard.errors.RestoreFailed("the store is unavailable", where="test", remedy="")
 
     with ToyRun(tmp_path / "store", "target", restore=False) as target:
         with monkeypatch.context() as patched:

@@ -52,10 +52,10 @@ def test_dlrover_1585_overlapping_save_keeps_uploading_blocks(own_minio: MinioSe
             assert "eviction" in [facts["reason"] for facts in run.kinds("snapshot")]
 
 
-def test_megatron_1435_sidecar_death_is_survived_and_counted(
+def test_megatron_1435_sidecar_kill_is_survived_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sidecar dies during a save: training continues, a new sidecar starts, and the next save covers all rows.
+    """The sidecar is killed during a save: training continues, a new sidecar starts, and the next save covers all rows.
 
     Differentials are consecutive: rows of the lost save that no later step touches are in no other save.
     """

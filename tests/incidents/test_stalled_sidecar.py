@@ -1,4 +1,4 @@
-"""A dead or unresponsive sidecar blocks training once, for a small budget; waiting callers get an error."""
+"""A killed or unresponsive sidecar blocks training once, for a small budget; waiting callers get an error."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def assert_saves_resume(ckpt: deltashard.Checkpointer, train: Callable[[], None]
 
 
 def test_stopped_sidecar_fails_one_save(tmp_path: Path) -> None:
-    """The save fails by name while the sidecar is stopped. No further save is tried until the sidecar answers."""
+    """The save fails with a reason while the sidecar is stopped. No further save is tried until the sidecar answers."""
     with ToyRun(tmp_path / "store") as run:
         run.train(2)
         run.save()
@@ -67,7 +67,7 @@ def test_stopped_sidecar_fails_one_save(tmp_path: Path) -> None:
             assert handle.done
             with pytest.raises(SaveFailed, match="silent"):
                 handle.wait()
-            eventually(lambda: run.ckpt._session.link is None, what="the sidecar counts as away")
+            eventually(lambda: run.ckpt._session.link is None, what="the sidecar counts as disconnected")
             failures = run.ckpt.stats.failures.total()
             for _ in range(5):
                 run.train(1)
@@ -140,11 +140,11 @@ def test_close_meets_deadline_with_stopped_sidecar(tmp_path: Path) -> None:
             run.train(1)
             if known:
                 assert run.ckpt.save().done
-                eventually(lambda run=run: run.ckpt._session.link is None, what="away")
+                eventually(lambda run=run: run.ckpt._session.link is None, what="disconnected")
             with pytest.raises(SaveFailed, match="not durable"):
                 run.ckpt.close(deadline_s=1)
             thread = run.ckpt._session._thread
-            eventually(lambda thread=thread: not thread.is_alive(), what="no thread is left")
+            eventually(lambda thread=thread: not thread.is_alive(), what="the session thread ends")
         assert newest_step(tmp_path / str(known)) == 1
 
 
@@ -159,7 +159,7 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SidecarProc
 def test_wait_without_timeout_ends_when_sidecar_is_gone(
     tmp_path: Path, pod: SidecarProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Waits on the training thread, which would have to snapshot, and on another thread. Fencing ends pending saves."""
+    """The training thread, which takes snapshots, and another thread wait. Fencing ends pending saves."""
     with ToyRun(tmp_path / "store") as run:
         run.train(1)
         run.save()
@@ -182,7 +182,7 @@ def test_wait_without_timeout_ends_when_sidecar_is_gone(
         thread.start()
         thread.join(60)
         assert ["has been disconnected" in str(error) for error in raised] == [True]
-        run.ckpt._session.fence(FencedError("somebody else trains", where="test"))
+        run.ckpt._session.fence(FencedError("another process trains", where="test"))
         with pytest.raises(FencedError):
             run.train(1)
         assert isinstance(other.error, FencedError)
@@ -197,10 +197,10 @@ def test_save_failing_before_send_backs_off(tmp_path: Path) -> None:
         def broken() -> Any:
             nonlocal tries
             tries += 1
-            raise RuntimeError("no look at the tables")
+            raise RuntimeError("the tables cannot be read")
 
         refresh, run.ckpt._program.tracking.refresh = run.ckpt._program.tracking.refresh, broken
-        with pytest.raises(SaveFailed, match="no look at the tables"):
+        with pytest.raises(SaveFailed, match="the tables cannot be read"):
             run.ckpt.save().wait()
         handles = []
         for _ in range(5):

@@ -1,4 +1,4 @@
-"""A snapshot is of one whole step and has that step's metadata; otherwise the save fails by name."""
+"""A snapshot is of one whole step and has that step's metadata; otherwise the save fails with a reason."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_no_snapshot_within_a_step_interrupted_by_ctrl_c(tmp_path: Path, torn: s
         run.ckpt.step()
         assert run.ckpt.stats.snapshots == snapshots
         run.train()
-        assert handle.snapshot_id is not None, "cut by the first whole step"
+        assert handle.snapshot_id is not None, "the first whole step takes the snapshot"
         was = run.state()
         assert handle.wait(60).step == 4
         assert_holds(stored(tmp_path / "store", "step:4"), was)

@@ -53,7 +53,7 @@ def test_no_admission_fails(system: LoadSystem) -> None:
     print(measure.spread(outcome.latencies_s), outcome.webhook, outcome.hooks)
     assert not outcome.failures
     assert len(outcome.latencies_s) == 200
-    # The webhook sees an injected pod twice, because the API server adds a volume to the new container.
+    # The webhook reviews an injected pod twice, because the API server adds a volume to the new container.
     assert outcome.webhook.count == outcome.hooks.count <= 300
     assert outcome.webhook.quantile(0.5) < limit_s(0.5)
 

@@ -1,4 +1,4 @@
-"""The dimensions of user programs in one table: the first value of each is the plainest, and the default.
+"""The dimensions of user programs in one table: the first value of each is the simplest, and the default.
 
 A program is a dict with one value for each dimension. `draw` returns a random program, `consistent` replaces
 combinations that PyTorch refuses, and `differences` returns what a report shows.
@@ -69,7 +69,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "reseed": (False, True),  # at the start of each epoch
     "wrap_first": (False, True),
     # the checkpoints
-    "save": ("every", "wait", "pin", "asked", "each_step"),
+    "save": ("every", "wait", "pin", "request", "each_step"),
     "differential": ("intermittent", "full", "consecutive", "one-shot"),
     "content_hash": (False, True),
     "precopy": (True, False),
@@ -87,7 +87,7 @@ _TWO_LOADERS = ("zip", "nested", "alternate")
 
 
 def draw(seed: int) -> Spec:
-    """Draw a consistent program; some differ from the plain one in few dimensions, others in most."""
+    """Draw a consistent program; some differ from the plain program in few dimensions, others in most."""
     chooser = random.Random(seed)
     odd = chooser.choice((0.1, 0.2, 0.35, 0.5))
     spec = {

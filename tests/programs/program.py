@@ -270,16 +270,16 @@ class UserProgram:
 
     def _optimizers(self) -> list[Any]:
         s = self.s
-        rest = [{"params": self.dense}]
+        dense_groups = [{"params": self.dense}]
         if s.groups == 2:
-            rest = [{"params": self.dense[:-1]}, {"params": self.dense[-1:], "lr": 0.02}]
+            dense_groups = [{"params": self.dense[:-1]}, {"params": self.dense[-1:], "lr": 0.02}]
         if s.optimizers == "one":
             rule = RULES[s.table_rule]
-            made = [rule([{"params": self.tables}, *rest])]
+            made = [rule([{"params": self.tables}, *dense_groups])]
         else:
             rule = RULES[s.table_rule]
             tables = [[t] for t in self.tables] if s.optimizers == "each" else [self.tables]
-            made = [*(rule(t) for t in tables), RULES[s.dense_rule](rest)]
+            made = [*(rule(t) for t in tables), RULES[s.dense_rule](dense_groups)]
         if self.restarted and s.restart == "rate":
             for group in made[-1].param_groups:
                 group["lr"] *= 3
@@ -435,7 +435,7 @@ class UserProgram:
             self._change()
         if s.freeze == "while" and CHANGE_AT <= n <= CHANGE_AT + 4:
             self.tables[0].requires_grad_(n == CHANGE_AT + 4)
-        if n + 1 == self.kill and s.save == "asked":
+        if n + 1 == self.kill and s.save == "request":
             self.ckpt.save("user")  # with a batch in hand
         zeros = s.zero_grad == "zeros"
         if n % s.accumulate == 0 and s.zero_grad != "after":
@@ -546,11 +546,11 @@ class UserProgram:
     def _exchange(self, old: list[Any], new: list[Any]) -> None:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                for gone, come in zip(old, new, strict=True):
-                    group["params"] = [come if p is gone else p for p in group["params"]]
-                    if optimizer.state.pop(gone, None) and isinstance(optimizer, optim.Adagrad):
-                        optimizer.state[come] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(come)}
-        self.dense = [next((c for g, c in zip(old, new, strict=True) if p is g), p) for p in self.dense]
+                for before, after in zip(old, new, strict=True):
+                    group["params"] = [after if p is before else p for p in group["params"]]
+                    if optimizer.state.pop(before, None) and isinstance(optimizer, optim.Adagrad):
+                        optimizer.state[after] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(after)}
+        self.dense = [next((b for a, b in zip(old, new, strict=True) if p is a), p) for p in self.dense]
 
     def _maybe_kill(self, where: str) -> None:
         if self.kill and where == self.s.kill_where and self.n >= self.kill - (where != "step"):

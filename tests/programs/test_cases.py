@@ -26,13 +26,13 @@ EXACT: dict[str, Spec] = {
     "an iterable that counts its position in an attribute, under a pipeline": {"loader": "counting", "loop": "pipelined"},
     "an iterable that counts its position in an attribute": {"loader": "counting"},
     "a spare iterator, as frameworks make to probe a loader": {"between": "spare"},
-    "a batch is looked at before training": {"between": "peek"},
-    "a table that is frozen once, in mid-run": {"freeze": "table"},
-    "a table that is trained from a step on": {"freeze": "unfreeze"},
+    "a batch is read before training": {"between": "peek"},
+    "a table that is frozen in mid-run": {"freeze": "table"},
+    "a table that is unfrozen in mid-run": {"freeze": "unfreeze"},
     "zeroed gradients of a table that few batches use": {"tables": 2, "sparse": False, "table_rule": "adam", "rarely_used": True, "zero_grad": "zeros"},
     "zeroed gradients of a table that is frozen for a while": {"sparse": False, "table_rule": "adam", "freeze": "while", "zero_grad": "zeros"},
-    "a batch in hand when the save is asked for": {"save": "asked", "kill": 8, "second_kill": 4},
-    "a wrapper around an optimizer with state of its own": {"wrapper": "lookahead"},
+    "a save is requested between a batch and its step": {"save": "request", "kill": 8, "second_kill": 4},
+    "a wrapper around an optimizer, with separate state": {"wrapper": "lookahead"},
     "random numbers drawn between restore and the first batch": {"restart": "draws", "dropout": True},
     "other workers of a map-style loader": {"restart": "workers"},
     "float64 tables and state, which fp32 would round": {"dtype": "float64"},
@@ -40,17 +40,17 @@ EXACT: dict[str, Spec] = {
     **{f"a sparse table under {rule}": {"table_rule": rule} | _TRAINED for rule in ("sgd", "momentum", "adagrad", "rowwise")},
 }  # fmt: skip
 REPORTED: dict[str, tuple[Spec, str]] = {
-    "batches that are kept and given again": ({"loop": "cycle"}, "without a new batch"),
+    "batches that are cached and repeated": ({"loop": "cycle"}, "without a new batch"),
     "batches in a list": ({"loop": "kept"}, "without a new batch"),
     "another batch size in mid-epoch": ({"restart": "batch_size"}, "batch_size"),
     "more samples in mid-epoch": ({"restart": "longer"}, "but it has changed"),
-    "no shuffling any more, in mid-epoch": ({"restart": "unshuffled"}, "but it has changed"),
+    "shuffling disabled in mid-epoch": ({"restart": "unshuffled"}, "but it has changed"),
     "other workers of a stateful loader": (
         {"loader": "stateful", "workers": 2, "restart": "workers"},
         "workers",
     ),
     "a generator that no checkpoint holds": ({"augment": "hidden"}, "content"),
-    "a table that grows, in a program that is restarted as it began": ({"growth": "module"}, "tables.0"),
+    "a table that grows, and has its first size after the restart": ({"growth": "module"}, "tables.0"),
     "a parameter that grows": ({"growth": "parameter"}, "tables.0"),
     "an optimizer that is replaced": ({"replaced": "optimizer"}, "optimizer"),
 }
@@ -74,7 +74,7 @@ def _verdict(runner: ProgramRunner, spec: Spec) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
-def test_exact(runner: ProgramRunner, name: str) -> None:
+def test_program_resumes_exactly(runner: ProgramRunner, name: str) -> None:
     verdict = _verdict(runner, EXACT[name])
     assert verdict["outcome"] == "exact", verdict
     assert verdict["restored"] > 0
@@ -83,8 +83,8 @@ def test_exact(runner: ProgramRunner, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*REPORTED, *WARNED])
-def test_reported(runner: ProgramRunner, name: str) -> None:
-    spec, words = (REPORTED | WARNED)[name]
+def test_program_reports_difference(runner: ProgramRunner, name: str) -> None:
+    spec, text = (REPORTED | WARNED)[name]
     verdict = _verdict(runner, spec)
     assert verdict["outcome"] == ("exact" if name in WARNED else "reported"), verdict
-    assert any(words in word for word in verdict["reported"]), verdict["reported"]
+    assert any(text in message for message in verdict["reported"]), verdict["reported"]

@@ -12,10 +12,9 @@ from tests.programs.program_runner import ProgramRunner
 
 COUNT = int(os.environ.get("DELTASHARD_TEST_PROGRAMS", "10"))
 """500 take about half an hour."""
-GOOD = ("exact", "reported", "another loader between epochs", "another program from its beginning")
-"""A program may change its loader between epochs, and anything before the first checkpoint: then no uninterrupted run
-is comparable.
-"""
+ALLOWED = ("exact", "reported", "another loader between epochs", "another program from its beginning")
+"""In the last two, no uninterrupted run is comparable: the loader changed between epochs, or anything before the first
+checkpoint."""
 
 
 @pytest.mark.slow
@@ -33,6 +32,6 @@ def test_random_programs_resume_exactly_or_report() -> None:
                 sep="\n    ",
                 flush=True,
             )
-            if verdict["outcome"] not in GOOD:
+            if verdict["outcome"] not in ALLOWED:
                 bad.append(f"{json.dumps(differences(spec))}: {verdict}")
     assert not bad, "\n".join(bad)

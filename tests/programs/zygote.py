@@ -1,4 +1,4 @@
-"""Runs programs: whole, and killed and resumed. As a module, it reads specs as JSON lines and writes verdicts.
+"""Runs programs without interruption, and killed and resumed. As a module, it reads specs as JSON lines and writes verdicts.
 
 All processes are forked from this one, which has imported everything and has no threads: sidecars, and the processes of
 a program. A verdict is `{"outcome", "reported", "differs", "restored"}`, with one of the outcomes
@@ -44,7 +44,7 @@ def _sidecar(root: Path, spec: Spec) -> int:
     }  # fmt: skip
     if spec["save"] in ("every", "each_step"):
         options["every-steps"] = 2 if spec["save"] == "every" else 1
-    argv = ["serve", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+    argv = ["serve", *(argument for name, value in options.items() for argument in (f"--{name}", str(value)))]
     pid = os.fork()
     if pid == 0:
         log = str(root / "sidecar.log")
@@ -113,10 +113,10 @@ class MessageLog(list[str]):
         self._path = path
         path.touch()
 
-    def append(self, word: str) -> None:
-        super().append(word)
+    def append(self, message: str) -> None:
+        super().append(message)
         with self._path.open("a") as file:
-            file.write(json.dumps(word) + "\n")
+            file.write(json.dumps(message) + "\n")
 
 
 def _read(out: Path) -> dict[str, Any]:
@@ -143,21 +143,19 @@ def evaluate(spec: Spec) -> dict[str, Any]:
         if whole["error"]:
             outcome = "reported" if whole["error"].startswith("refused") else "broken"
             return {"outcome": outcome, "reported": [whole["error"]]}
-        lives = [_run_process(root / "killed", spec, root / "killed.out", kill=spec["kill"], restarted=False)]
+        codes = [_run_process(root / "killed", spec, root / "killed.out", kill=spec["kill"], restarted=False)]
         if spec["second_kill"]:
             second = _run_process(
                 root / "killed", spec, root / "second.out", kill=spec["second_kill"], restarted=True
             )
-            lives.append(second)
-        lives.append(_run_process(root / "killed", spec, root / "resumed.out", kill=0, restarted=True))
-        if None in lives:
-            return {"outcome": "hung", "reported": [f"life {lives.index(None) + 1} of the killed run"]}
-        if lives[0] >= 0:
+            codes.append(second)
+        codes.append(_run_process(root / "killed", spec, root / "resumed.out", kill=0, restarted=True))
+        if None in codes:
+            return {"outcome": "hung", "reported": [f"process {codes.index(None) + 1} of the killed run"]}
+        if codes[0] >= 0:
             return {"outcome": "broken", "reported": [f"not killed: {_read(root / 'killed.out')['error']}"]}
         outs = [root / f"{n}.out" for n in ("killed", "second", "resumed")]
-        return _compare_lives(
-            spec, whole, [_read(out) for out in outs if out.with_suffix(".reported").exists()]
-        )
+        return _compare(spec, whole, [_read(out) for out in outs if out.with_suffix(".reported").exists()])
     finally:
         for pid in sidecars:
             os.kill(pid, signal.SIGKILL)
@@ -166,27 +164,27 @@ def evaluate(spec: Spec) -> dict[str, Any]:
             shutil.rmtree(root, ignore_errors=True)
 
 
-def _compare_lives(spec: Spec, whole: dict[str, Any], lives: list[dict[str, Any]]) -> dict[str, Any]:
-    last = lives[-1]
-    words = [word for life in (whole, *lives) for word in life["reported"]]
-    verdict: dict[str, Any] = {"reported": reported_lines(words), "restored": last["restored"], "differs": []}
+def _compare(spec: Spec, whole: dict[str, Any], killed: list[dict[str, Any]]) -> dict[str, Any]:
+    last = killed[-1]
+    texts = [text for each in (whole, *killed) for text in each["reported"]]
+    verdict: dict[str, Any] = {"reported": reported_lines(texts), "restored": last["restored"], "differs": []}
     if last["error"]:
         crash = last["error"].startswith("crash")
         return verdict | {
             "outcome": "crash" if crash else "reported",
-            "reported": [last["error"], *reported_lines(words)],
+            "reported": [last["error"], *reported_lines(texts)],
         }
     if last["bits"] == whole["bits"]:
         return verdict | {"outcome": "exact"}
     between = spec["restart"] in CHANGES and any(
-        life["restored"] and life.get("between_epochs") for life in lives
+        each["restored"] and each.get("between_epochs") for each in killed
     )
-    if not explanations(words) and between:
+    if not explanations(texts) and between:
         return verdict | {"outcome": "another loader between epochs"}
-    if spec["restart"] != "same" and not any(life["restored"] for life in lives):
+    if spec["restart"] != "same" and not any(each["restored"] for each in killed):
         return verdict | {"outcome": "another program from its beginning"}
     return verdict | {
-        "outcome": "reported" if explanations(words) else "silent",
+        "outcome": "reported" if explanations(texts) else "silent",
         "differs": differing(whole["bits"], last["bits"]),
     }
 

@@ -1,9 +1,9 @@
 # ruff: noqa: NPY002 - recbole draws from numpy's global generator
-"""Small programs as users of public libraries write them; each is run whole, and killed and resumed.
+"""Small programs as users of public libraries write them; each runs without interruption, and killed and resumed.
 
 Run as a module, `libraries WORKDIR {PROGRAM: STEP}`: three processes of each program are forked from this one, which
 has imported its library and has no threads. The second is killed after that step. It prints
-{PROGRAM: {LIFE: exit code}}.
+{PROGRAM: {PROCESS: exit code}}.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _final_state(model: nn.Module, optimizer: Any, **more: Any) -> dict[str, byt
     return bits("model", model.state_dict()) | optimizer_bits("optimizer", optimizer) | bits("more", more)
 
 
-def lightning(life: LibraryProgramRun, *, manual: bool = False, workers: int = 0) -> dict[str, bytes]:
+def lightning(process: LibraryProgramRun, *, manual: bool = False, workers: int = 0) -> dict[str, bytes]:
     """Train with Lightning's Trainer, validation and a schedule; a callback calls `Checkpointer.step()`."""
     import lightning as pl
 
@@ -130,11 +130,11 @@ def lightning(life: LibraryProgramRun, *, manual: bool = False, workers: int = 0
 
         def on_train_batch_end(self, *_: Any) -> None:
             ckpt.step()
-            life.stepped(ckpt)
+            process.stepped(ckpt)
 
     pl.seed_everything(3, workers=True, verbose=False)
     module = LightningClickModel()
-    ckpt = life.checkpointer(module, module.rule, schedule=module.schedule)
+    ckpt = process.checkpointer(module, module.rule, schedule=module.schedule)
     loader = ckpt.wrap(DataLoader(_clicks(), BATCH, shuffle=True, num_workers=workers))
     before = loader.delivered
     trainer = pl.Trainer(
@@ -146,11 +146,11 @@ def lightning(life: LibraryProgramRun, *, manual: bool = False, workers: int = 0
     return _final_state(module, module.rule, schedule=module.schedule.state_dict())
 
 
-def lightning_manual(life: LibraryProgramRun) -> dict[str, bytes]:
-    return lightning(life, manual=True, workers=2)
+def lightning_manual(process: LibraryProgramRun) -> dict[str, bytes]:
+    return lightning(process, manual=True, workers=2)
 
 
-def accelerate(life: LibraryProgramRun, **loaders: Any) -> dict[str, bytes]:
+def accelerate(process: LibraryProgramRun, **loaders: Any) -> dict[str, bytes]:
     """Train with Accelerate's prepared objects; gradients of two batches are accumulated."""
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import set_seed
@@ -166,7 +166,7 @@ def accelerate(life: LibraryProgramRun, **loaders: Any) -> dict[str, bytes]:
         net, optimizer, DataLoader(_clicks(), BATCH, shuffle=True), schedule
     )
     accelerator_step = (lambda: accelerator.step, lambda n: setattr(accelerator, "step", n))
-    ckpt = life.checkpointer(net, prepared, schedule=schedule, accelerator_step=accelerator_step)
+    ckpt = process.checkpointer(net, prepared, schedule=schedule, accelerator_step=accelerator_step)
     loader = ckpt.wrap(loader)
     for _ in range(loader.epoch, EPOCHS):
         for batch in loader:
@@ -176,21 +176,21 @@ def accelerate(life: LibraryProgramRun, **loaders: Any) -> dict[str, bytes]:
                 prepared_schedule.step()
                 prepared.zero_grad()
             ckpt.step()
-            life.stepped(ckpt)
+            process.stepped(ckpt)
     ckpt.close()
     return _final_state(net, optimizer, schedule=schedule.state_dict())
 
 
-def accelerate_stateful(life: LibraryProgramRun) -> dict[str, bytes]:
-    return accelerate(life, use_stateful_dataloader=True)
+def accelerate_stateful(process: LibraryProgramRun) -> dict[str, bytes]:
+    return accelerate(process, use_stateful_dataloader=True)
 
 
-def accelerate_seedable(life: LibraryProgramRun) -> dict[str, bytes]:
+def accelerate_seedable(process: LibraryProgramRun) -> dict[str, bytes]:
     """Train with Accelerate's sampler, whose order is a function of seed and epoch."""
-    return accelerate(life, use_seedable_sampler=True)
+    return accelerate(process, use_seedable_sampler=True)
 
 
-def torch_rechub(life: LibraryProgramRun) -> dict[str, bytes]:
+def torch_rechub(process: LibraryProgramRun) -> dict[str, bytes]:
     from torch_rechub.basic.features import DenseFeature, SparseFeature
     from torch_rechub.models.ranking import DeepFM
     from torch_rechub.trainers import CTRTrainer
@@ -212,15 +212,15 @@ def torch_rechub(life: LibraryProgramRun) -> dict[str, bytes]:
     loader, _, _ = DataGenerator(x, y).generate_dataloader(
         x_val=x, y_val=y, x_test=x, y_test=y, batch_size=BATCH
     )
-    ckpt = life.checkpointer(model, trainer.optimizer)
+    ckpt = process.checkpointer(model, trainer.optimizer)
     loader = ckpt.wrap(loader)
     for _ in range(loader.epoch, EPOCHS):
-        trainer.train_one_epoch(life.stepping(loader, ckpt))
+        trainer.train_one_epoch(process.stepping(loader, ckpt))
     ckpt.close()
     return _final_state(model, trainer.optimizer)
 
 
-def recbole(life: LibraryProgramRun) -> dict[str, bytes]:
+def recbole(process: LibraryProgramRun) -> dict[str, bytes]:
     """Train BPR with recbole's trainer, whose loader draws negative samples while it collates."""
     # recbole 1.2.1 uses these names of numpy 1.
     for name, value in (("float_", np.float64), ("complex_", np.complex128), ("unicode_", np.str_)):
@@ -229,7 +229,7 @@ def recbole(life: LibraryProgramRun) -> dict[str, bytes]:
     from recbole.data import create_dataset, data_preparation
     from recbole.utils import get_model, get_trainer, init_seed
 
-    data = life.store.parent / "data" / "tiny"
+    data = process.store.parent / "data" / "tiny"
     data.mkdir(parents=True, exist_ok=True)
     draws = np.random.default_rng(5)
     pairs = sorted({(int(u), int(i)) for u, i in draws.integers(0, 40, (120, 2))})
@@ -239,20 +239,20 @@ def recbole(life: LibraryProgramRun) -> dict[str, bytes]:
     config = Config(
         model="BPR", dataset="tiny",
         config_dict={
-            "data_path": str(data.parent), "checkpoint_dir": str(life.store.parent / "saved"), "embedding_size": 16,
+            "data_path": str(data.parent), "checkpoint_dir": str(process.store.parent / "saved"), "embedding_size": 16,
             "load_col": {"inter": ["user_id", "item_id"]}, "train_batch_size": BATCH, "epochs": EPOCHS, "worker": 0,
             "state": "ERROR", "show_progress": False, "use_gpu": False, "seed": 7, "reproducibility": True,
         },
     )  # fmt: skip
     init_seed(config["seed"], config["reproducibility"])
-    os.chdir(life.store.parent)  # recbole's trainer writes log_tensorboard/
+    os.chdir(process.store.parent)  # recbole's trainer writes log_tensorboard/
     train, _, _ = data_preparation(config, create_dataset(config))
     model = get_model(config["model"])(config, train._dataset)
     trainer = get_trainer(config["MODEL_TYPE"], config["model"])(config, model)
-    ckpt = life.checkpointer(model, trainer.optimizer)
+    ckpt = process.checkpointer(model, trainer.optimizer)
     loader = ckpt.wrap(train)
     for epoch in range(loader.epoch, EPOCHS):
-        trainer._train_epoch(life.stepping(loader, ckpt), epoch)
+        trainer._train_epoch(process.stepping(loader, ckpt), epoch)
     ckpt.close()
     return _final_state(model, trainer.optimizer)
 
@@ -274,27 +274,27 @@ def _seed() -> None:
 
 
 def _forked(
-    program: Callable[[LibraryProgramRun], dict[str, bytes]], life: LibraryProgramRun, out: Path
+    program: Callable[[LibraryProgramRun], dict[str, bytes]], process: LibraryProgramRun, out: Path
 ) -> int:
     pid = os.fork()
     if pid == 0:
         log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        found: dict[str, Any] = {"reported": life.reported, "bits": None}
+        found: dict[str, Any] = {"reported": process.reported, "bits": None}
         code = 1
         try:
-            CapturedLog(life.reported)
-            found["bits"] = program(life)
+            CapturedLog(process.reported)
+            found["bits"] = program(process)
             code = 0
         except deltashard.errors.DeltashardError as error:
             traceback.print_exc()
-            life.reported.append(f"error: {type(error).__name__}: {error}")
+            process.reported.append(f"error: {type(error).__name__}: {error}")
             code = 0
         except BaseException:
             traceback.print_exc()
         finally:
-            found["resumed_at"] = getattr(life, "resumed_at", 0)
+            found["resumed_at"] = getattr(process, "resumed_at", 0)
             out.write_bytes(pickle.dumps(found))
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -50,7 +50,7 @@ def test_killed_library_program_resumes(name: str, results: tuple[Path, dict[str
     work, codes = results[0] / name, results[1][name]
     logs = "\n".join(path.read_text()[-3000:] for path in sorted(work.glob("*.log")))
     assert codes == {"whole": 0, "killed": -9, "resumed": 0}, logs
-    whole, resumed = (pickle.loads((work / life).read_bytes()) for life in ("whole", "resumed"))
+    whole, resumed = (pickle.loads((work / process).read_bytes()) for process in ("whole", "resumed"))
     assert resumed["resumed_at"] == kill - 2, logs
 
     reported = explanations(resumed["reported"])

@@ -33,8 +33,8 @@ FOLDER = Path("/var/lib/deltashard-cluster")
 PROGRAMS = ("containerd", "runc", "ctr", "iptables", "ip")
 PACKAGES = ("containerd", "runc", "containernetworking-plugins", "iptables", "iproute2")
 NODES = ("n1", "n2", "m1", "m2")
-"""Nodes whose names begin with m are for scenarios that harm nodes: only pods that request them run there."""
-DIRTY = "harmed"
+"""Nodes whose names begin with m are for scenarios that stop nodes: only pods that request them run there."""
+UNRELIABLE = "unreliable"
 """Pool of the nodes whose names begin with m."""
 TOOLS = (
     "minio",
@@ -51,7 +51,7 @@ TOOLS = (
 
 
 def missing() -> list[str]:
-    """Why no cluster can run here; empty when one can."""
+    """Return the requirements that this machine lacks; empty when a cluster can run."""
     lacks = [] if os.geteuid() == 0 else ["root"]
     lacks += [f"the program {name}" for name in PROGRAMS if shutil.which(name) is None]
     if not Path(CNI_BINARIES, "bridge").exists():
@@ -81,13 +81,13 @@ class LocalCluster:
                 network=FOLDER / "network",
                 ledger=self._ledger,
                 host=self._host,
-                pool=DIRTY if name.startswith("m") else "",
+                pool=UNRELIABLE if name.startswith("m") else "",
             )
             for number, name in enumerate(NODES)
         }
 
     def attach(self) -> None:
-        """Use the cluster that another process of the tests has started."""
+        """Use the cluster that another test process started."""
         certificates = FOLDER / "certificates"
         admin = certificates / "admin.crt", certificates / "admin.key"
         self.api = KubeApi(SERVER, ca=certificates / "ca.crt", certificate=admin)
@@ -122,7 +122,7 @@ class LocalCluster:
         self.attach()
         url = f"http://127.0.0.1:{free_port()}"
         self._serve("etcd", etcd, flag.etcd(FOLDER, url))
-        self._wait_answer(f"{url}/health")
+        self._wait_healthy(f"{url}/health")
         self._serve("kube-apiserver", kubernetes, flag.apiserver(FOLDER, authority, url))
         for node in self.nodes.values():
             node.start_runtime(images)
@@ -131,9 +131,9 @@ class LocalCluster:
         self._serve("kube-controller-manager", kubernetes, flag.controller_manager(FOLDER, authority))
         self._serve("kube-scheduler", kubernetes, flag.scheduler(FOLDER, authority))
         self._serve("kube-proxy", kubernetes, flag.proxy(FOLDER, authority, list(self.nodes)))
-        words, ready = flag.dns(FOLDER, self.kubeconfig)
-        self._serve("coredns", coredns, words)
-        self._wait_answer(ready)
+        flags, ready = flag.dns(FOLDER, self.kubeconfig)
+        self._serve("coredns", coredns, flags)
+        self._wait_healthy(ready)
         for node in self.nodes.values():
             # One after the other: each takes /var/lib/kubelet/device-plugins/kubelet.sock from the one before.
             node.kubelet.start()
@@ -146,7 +146,7 @@ class LocalCluster:
         self.timings_s["nodes ready"] = time.monotonic() - began_s
 
     def register_process(self, name: str, pid: int) -> None:
-        """Register a process of the test that must end with the cluster, also when the test is killed."""
+        """Register a process of the test that must end with the cluster, even if the test is killed."""
         self._ledger.add(name, pid)
 
     def kubectl(self, *arguments: str | Path, check: bool = True, timeout_s: float = 120.0) -> str:
@@ -176,13 +176,13 @@ class LocalCluster:
     def wait_node(self, name: str) -> None:
         wait_until(lambda: self.node_ready(name), timeout_s=90, what=f"node {name} Ready again")
 
-    def _serve(self, name: str, binary: Path, words: Sequence[str]) -> None:
+    def _serve(self, name: str, binary: Path, flags: Sequence[str]) -> None:
         program = binary / name if binary.is_dir() else binary
-        server = ServerProcess(name, [program, *words], folder=FOLDER, ledger=self._ledger)
+        server = ServerProcess(name, [program, *flags], folder=FOLDER, ledger=self._ledger)
         server.start()
         self._servers.append(server)
 
-    def _wait_answer(self, url: str) -> None:
+    def _wait_healthy(self, url: str) -> None:
         with urllib3.PoolManager(retries=False, timeout=2) as http:
 
             def healthy() -> bool:

@@ -1,6 +1,6 @@
-"""Command lines and configuration files of the control plane. Pure but for the files they write.
+"""Command lines and configuration files of the control plane. The functions only write files.
 
-Everything listens on loopback or on the bridge. etcd does not sync to the disk: a cluster lives for minutes.
+Everything listens on loopback or on the bridge. etcd does not sync to the disk: a cluster exists for minutes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _config(authority: ClusterAuthority, name: str) -> Path:
 
 
 def controller_manager(folder: Path, authority: ClusterAuthority) -> list[str]:
-    """Flags of kube-controller-manager, which gives a node up after 12 s: a stall of this machine never loses a node."""
+    """Flags of kube-controller-manager, which marks a node lost after 12 s: a short stall of this machine loses none."""
     ca, key = authority.file, authority.key_file
     return [
         f"--kubeconfig={_config(authority, 'kube-controller-manager')}", "--bind-address=127.0.0.1",

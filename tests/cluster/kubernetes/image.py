@@ -94,7 +94,7 @@ def wheel(version: str = "") -> Path:
                 project = source / "pyproject.toml"
                 text, count = re.subn(r'(?m)^version = ".*"$', f'version = "{version}"', project.read_text())
                 if count != 1:
-                    raise ClusterError(f"{project.name} has {count} lines that say its version")
+                    raise ClusterError(f"{project.name} has {count} lines that set a version")
                 project.write_text(text)
             command = [_uv(), "build", "-q", "--wheel", "--python", sys.executable, "--out-dir", built]
             run(*command, source, timeout_s=600)
@@ -271,10 +271,10 @@ def build(path: Path, *, tag: str = TAG, version: str = "") -> Path:
 
 def base_spec() -> dict[str, object]:
     """Return the runtime spec of every container: containerd's own, with the mounts and a bounded number of files."""
-    said = subprocess.run(
+    printed = subprocess.run(
         ["ctr", "oci", "spec"], check=True, capture_output=True, text=True, timeout=limit_s(60)
     ).stdout
-    spec: dict[str, object] = json.loads(said)
+    spec: dict[str, object] = json.loads(printed)
     mounts = spec["mounts"]
     assert isinstance(mounts, list)
     for inside, outside in MOUNTS.items():

@@ -1,8 +1,8 @@
 """A node: its own containerd and kubelet, with its own address on the bridge and its own cgroup.
 
 All nodes share the host's network namespace. Two kubelets cannot share one containerd: each would kill the other's
-pods as orphans. `freeze` stops a node and its containers without notice, as a hung machine; `thaw` continues its
-containers first, so a zombie trainer meets its replacement.
+pods as orphans. `freeze` stops a node and its containers without notice, like a hung machine. `thaw` continues the
+containers first, so a zombie trainer runs at the same time as its replacement.
 """
 
 from __future__ import annotations
@@ -249,8 +249,8 @@ def shims_of(marker: Path) -> list[tuple[int, str | None]]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            words = (process / "cmdline").read_bytes().split(b"\0")
-            if b"containerd-shim" in words[0] and any(word.startswith(bytes(marker)) for word in words):
+            command = (process / "cmdline").read_bytes().split(b"\0")
+            if b"containerd-shim" in command[0] and any(each.startswith(bytes(marker)) for each in command):
                 pid = int(process.name)
                 found.append((pid, start_time(pid)))
     return found

@@ -97,7 +97,7 @@ class ServerProcess:
         self, name: str, command: Sequence[str | Path], *, folder: Path, ledger: ProcessLedger
     ) -> None:
         self.name = name
-        self.command = [str(word) for word in command]
+        self.command = [str(each) for each in command]
         self.log = folder / f"{name}.log"
         self._ledger = ledger
         self._child: subprocess.Popen[bytes] | None = None
@@ -139,12 +139,12 @@ class ServerProcess:
     def wait_ready(self, condition: Callable[[], object], *, timeout_s: float = 60.0) -> None:
         """Wait for `condition()`; a process that ended meanwhile fails at once, with the end of its log."""
 
-        def settled() -> bool:
+        def ready() -> bool:
             if not self.alive:
                 raise ClusterError(f"{self.name} ended:\n{self.tail()}")
             return bool(condition())
 
-        wait_until(settled, timeout_s=timeout_s, what=lambda: f"{self.name} ready:\n{self.tail()}")
+        wait_until(ready, timeout_s=timeout_s, what=lambda: f"{self.name} ready:\n{self.tail()}")
 
     def tail(self, size_bytes: int = 3000) -> str:
         return self.log.read_bytes()[-size_bytes:].decode(errors="replace") if self.log.exists() else ""
@@ -175,8 +175,8 @@ def run(*command: str | Path, check: bool = True, timeout_s: float = 120.0) -> s
 
     `timeout_s` is for an idle machine: the actual limit may be longer.
     """
-    words = [str(word) for word in command]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s(timeout_s), check=False)
+    arguments = [str(each) for each in command]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=limit_s(timeout_s), check=False)
     if check and done.returncode:
         raise ClusterError(f"{' '.join(map(str, command))}: {done.returncode}\n{done.stderr or done.stdout}")
     return done.stdout

@@ -1,4 +1,4 @@
-"""What one scenario works with: its namespaces, its bucket, its Jobs, and the checks that all scenarios share."""
+"""The resources of one scenario: its namespaces, bucket and Jobs, and the checks that all scenarios share."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from tests.cluster.kubernetes.api import Object
 from tests.cluster.kubernetes.cluster import LocalCluster
 from tests.cluster.kubernetes.process import wait_until
+from tests.cluster.scenario.event_server import Event, EventServer
 from tests.cluster.scenario.job import JOB, TrainingJob, WorkloadType, credentials, policy, training_job
 from tests.cluster.scenario.reference import Reference, checkpoints, command_line, exported, newest_step
 from tests.cluster.scenario.stage import ClusterStage
-from tests.cluster.scenario.witness import Event, WitnessServer
 from tests.cluster.trainers.model import digest_of
 from tests.support.machine import limit_s
 from tests.support.server.minio_server import MinioServer
@@ -32,14 +32,14 @@ class ScenarioBench:
     def __init__(
         self,
         stage: ClusterStage,
-        witness: WitnessServer,
+        event_server: EventServer,
         reference: Reference,
         *,
         name: str,
         minio: MinioServer,
         folder: Path,
     ) -> None:
-        self.stage, self.witness, self.reference = stage, witness, reference
+        self.stage, self.event_server, self.reference = stage, event_server, reference
         self.namespace = name
         self.minio = minio
         self.bucket = minio.new_bucket()
@@ -99,7 +99,7 @@ class ScenarioBench:
         **more: Any,
     ) -> Object:
         return training_job(
-            name, witness=self.witness.address, steps=steps, pace_s=pace_s, notes=notes or {}, **more
+            name, server=self.event_server.address, steps=steps, pace_s=pace_s, notes=notes or {}, **more
         )
 
     def job(self, name: str, *, namespace: str = "", **more: Any) -> TrainingJob:
@@ -113,10 +113,10 @@ class ScenarioBench:
         self.note(f"{job.name} applied")
         return job
 
-    def start_event(self, job: TrainingJob, life: int, *, timeout_s: float = 240.0) -> Event:
-        """Return the start event of a Job's trainer number `life`, counted from 0."""
-        event = self.witness.start_event(job.key, life, timeout_s=timeout_s)
-        self.note(f"{job.name}: life {life} on {event['node']} from step {event['step']} ({event['source']})")
+    def start_event(self, job: TrainingJob, number: int, *, timeout_s: float = 240.0) -> Event:
+        """Return the start event of a Job's trainer process `number`, counted from 0."""
+        event = self.event_server.start_event(job.key, number, timeout_s=timeout_s)
+        self.note(f"{job.name}: {number} on {event['node']} from step {event['step']} ({event['source']})")
         return event
 
     def wait_commits(self, job: TrainingJob, *, beyond: int = 0, count: int = 1, url: str = "") -> int:
@@ -140,17 +140,20 @@ class ScenarioBench:
         assert event["digest"] == self.reference.digest(event["step"])
 
     def assert_graceful_exit(
-        self, job: TrainingJob, life: Event, number: int, leave: Callable[[], object]
+        self, job: TrainingJob, start: Event, number: int, remove: Callable[[], object]
     ) -> Event:
-        """Make a pod leave: it commits in its grace period, and the next loses at most one step. Return the next life."""
-        self.witness.wait_step(life["life"], life["step"] + 30, timeout_s=120)
-        leave()
-        job.wait_gone(life["pod"], timeout_s=90)
-        done = self.witness.last_step(life["life"])
-        self.note(f"{life['pod']} left at step {done}")
+        """Assert that a removed pod commits in its grace period, so that the next one loses at most one step.
+
+        `start` is the pod's start event; `remove` starts the removal. Return the next start event, number `number`.
+        """
+        self.event_server.wait_step(start["process"], start["step"] + 30, timeout_s=120)
+        remove()
+        job.wait_gone(start["pod"], timeout_s=90)
+        done = self.event_server.last_step(start["process"])
+        self.note(f"{start['pod']} left at step {done}")
         assert self.newest(job) >= done - 1
         successor = self.start_event(job, number)
-        assert successor["pod"] != life["pod"]
+        assert successor["pod"] != start["pod"]
         self.assert_resumed(successor, at_least=done - 1)
         return successor
 
@@ -163,18 +166,18 @@ class ScenarioBench:
         assert digest_of(weights) == self.reference.weights_digest(step), f"step {step}"
 
     def reclaimed(self, job: TrainingJob, state: str) -> Object:
-        """Return what the CheckpointRun reports of the removal, once it has reached this state."""
+        """Wait until the removal reaches `state`; return its status in the CheckpointRun."""
         status = job.wait_status(state, lambda run: (run.get("reclaim") or {}).get("state") == state)
         self.note(f"{job.name}: {status['reclaim']}")
         return dict(status["reclaim"])
 
-    def plugin(self, *words: str | Path, status: int = 0) -> str:
+    def plugin(self, *arguments: str | Path, status: int = 0) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "deltashard_cli.kubectl.plugin", *words, "-n", self.namespace,
+            [sys.executable, "-m", "deltashard_cli.kubectl.plugin", *arguments, "-n", self.namespace,
              f"--kubeconfig={self.cluster.kubeconfig}"],
             capture_output=True, text=True, timeout=limit_s(240), check=False,
         )  # fmt: skip
-        assert done.returncode == status, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == status, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
     def note(self, what: str) -> None:

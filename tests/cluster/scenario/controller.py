@@ -1,4 +1,4 @@
-"""Third-party controllers in the cluster: their programs as images on the nodes, and the wait until they answer."""
+"""Third-party controllers in the cluster: their images on the nodes, and the wait until they accept objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def controller_image(
     folders: tuple[str, ...] = (),
     files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Put an image of this name on every common node: the program as /manager, and only these folders and files."""
+    """Import an image with the program as /manager, `folders` and `files` into every node without a pool."""
     layer = Layer()
     layer.folder("tmp", 0o1777)
     for folder in ("etc", *folders):
@@ -47,4 +47,4 @@ def wait_created(cluster: LocalCluster, path: str, document: Object) -> None:
             return False
         return True
 
-    wait_until(created, timeout_s=120, every_s=0.5, what=f"a {document['kind']} is taken")
+    wait_until(created, timeout_s=120, every_s=0.5, what=f"a {document['kind']} is accepted")

@@ -1,4 +1,4 @@
-"""Workloads of several pods that train one run under torchrun, and what their trainers reported of it.
+"""Workloads of several pods that train one run under torchrun, and the events of their trainers.
 
 A *round* is one rendezvous of the ranks: one attempt in the log. It begins when all its ranks have restored.
 """
@@ -16,8 +16,8 @@ from tests.cluster.kubernetes.api import Object
 from tests.cluster.kubernetes.image import PYTHON
 from tests.cluster.kubernetes.process import wait_until
 from tests.cluster.scenario.bench import ScenarioBench
+from tests.cluster.scenario.event_server import Event
 from tests.cluster.scenario.job import JOBSET, TrainingJob
-from tests.cluster.scenario.witness import Event
 
 PORT = 29400
 SAMPLES, BATCH = 6000, 8
@@ -81,7 +81,7 @@ class TrainingGroup:
         self.name = job.name
 
     def events(self, kind: str) -> list[Event]:
-        return self.bench.witness.of(self.job.key, kind)
+        return self.bench.event_server.of(self.job.key, kind)
 
     def rounds(self) -> list[Round]:
         found: dict[int, dict[int, Event]] = {}
@@ -112,7 +112,7 @@ class TrainingGroup:
         return found
 
     def wait_step(self, step: int, *, attempt: int, timeout_s: float = 180.0) -> None:
-        self.bench.witness.wait(
+        self.bench.event_server.wait(
             self.job.key,
             lambda e: e["kind"] == "step" and e["attempt"] == attempt and e["step"] >= step,
             timeout_s=timeout_s,
@@ -120,7 +120,7 @@ class TrainingGroup:
         )
 
     def wait_rank_step(self, rank: int, step: int, *, attempt: int) -> None:
-        self.bench.witness.wait(
+        self.bench.event_server.wait(
             self.job.key,
             lambda e: e["kind"] == "step" and (e["rank"], e["step"], e["attempt"]) == (rank, step, attempt),
             timeout_s=180,
@@ -152,10 +152,10 @@ class TrainingGroup:
         assert {each["step"] for each in back.ranks.values()} == {back.step}, back
         assert back.step >= at_least, f"from step {back.step}, not {at_least}"
         assert all(each["exact"] is not False for each in back.ranks.values()), back
-        told = [e for e in self.events("step") if e["step"] == back.step and e["attempt"] < back.attempt]
-        newest = max(each["attempt"] for each in told)
-        before = {each["rank"]: each for each in told if each["attempt"] == newest}
-        assert len(before) == next(iter(before.values()))["world_size"], "every rank did that step"
+        earlier = [e for e in self.events("step") if e["step"] == back.step and e["attempt"] < back.attempt]
+        newest = max(each["attempt"] for each in earlier)
+        before = {each["rank"]: each for each in earlier if each["attempt"] == newest}
+        assert len(before) == next(iter(before.values()))["world_size"], "a rank is missing at that step"
         assert total(back.ranks) == total(before), f"rows of step {back.step}"
         dense = {each["dense"] for ranks in (back.ranks, before) for each in ranks.values()}
         assert len(dense) == 1, f"dense parameters of step {back.step}"
@@ -165,7 +165,7 @@ class TrainingGroup:
 
         The comparison is bit for bit, and the dense part is that of step `at` on all ranks.
         """
-        told = {
+        done = {
             (each["rank"], each["step"]): each
             for each in self.events("step")
             if each["attempt"] == before.attempt
@@ -174,10 +174,10 @@ class TrainingGroup:
         for rank, each in back.ranks.items():
             assert (each["mode"], each["exact"], each["step"]) == ("partial", False, at), each
             assert each["rank_steps"] == steps, each
-            assert each["sums"] == told[rank, steps[rank]]["sums"], (
+            assert each["sums"] == done[rank, steps[rank]]["sums"], (
                 f"rows of rank {rank} at step {steps[rank]}"
             )
-            assert each["dense"] == told[0 if lost else 1, at]["dense"], f"dense parameters of rank {rank}"
+            assert each["dense"] == done[0 if lost else 1, at]["dense"], f"dense parameters of rank {rank}"
         assert len({each["pls"] for each in back.ranks.values()}) == 1, back
 
     def assert_every_sample_once(self) -> None:
@@ -202,7 +202,7 @@ class TrainingGroup:
 
 
 def total(ranks: Mapping[int, Event]) -> dict[str, int]:
-    """Return the ranks' sums together, which describe the whole tables."""
+    """Return the sums over all ranks, which describe the whole tables."""
     found: Counter[str] = Counter()
     for each in ranks.values():
         found.update(each["sums"])
@@ -245,7 +245,7 @@ def indexed_job(
 def jobset(
     bench: ScenarioBench, name: str, *, pods: int, labels: Mapping[str, str] | None = None, **more: Any
 ) -> TrainingGroup:
-    """Build a JobSet of one Job with so many pods; the end of any pod restarts all of them."""
+    """Build a JobSet of one Job with `pods` pods; the end of any pod restarts all of them."""
     made = bench.manifest(name, **more)
     template = made["spec"]["template"]
     template["spec"] = ranked(template["spec"], first=f"{name}-workers-0-0.{name}", nodes=str(pods))

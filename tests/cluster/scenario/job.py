@@ -63,7 +63,7 @@ def credentials(keys: Mapping[str, str]) -> dict[str, str]:
 def training_job(
     name: str,
     *,
-    witness: str,
+    server: str,
     steps: int,
     pace_s: float,
     notes: Mapping[str, str],
@@ -73,7 +73,7 @@ def training_job(
     pod: Mapping[str, Any] | None = None,
     spec: Mapping[str, Any] | None = None,
 ) -> Object:
-    env = {"STEPS": str(steps), "PACE_S": str(pace_s), "WITNESS": witness}
+    env = {"STEPS": str(steps), "PACE_S": str(pace_s), "EVENT_SERVER": server}
     trainer: Object = {
         "name": "trainer",
         "image": f"{TRAINER}:{TAG}",
@@ -118,12 +118,12 @@ def training_job(
 
 
 class WorkloadType(NamedTuple):
-    """Where workloads of a kind are, and how their pods are recognised."""
+    """The API path of a kind of workload, and the label of its pods."""
 
     api: str
     plural: str
     pod_label: str
-    """The pod label that has the workload's name."""
+    """The pod label whose value is the workload's name."""
 
 
 JOB = WorkloadType("/apis/batch/v1", "jobs", "batch.kubernetes.io/job-name")
@@ -134,7 +134,7 @@ JOBSET = WorkloadType("/apis/jobset.x-k8s.io/v1alpha2", "jobsets", "jobset.sigs.
 
 @dataclass(slots=True, kw_only=True)
 class TrainingJob:
-    """One Job (or JobSet, PyTorchJob, TrainJob), in its namespace, and its lives there."""
+    """One Job (or JobSet, PyTorchJob, TrainJob), in its namespace."""
 
     api: KubeApi
     namespace: str
@@ -153,7 +153,7 @@ class TrainingJob:
 
     @property
     def run_id(self) -> str:
-        """Return its run's name: the workload's, unless the user sets another."""
+        """The run's name: the annotation `run-id`, else `{name}-{uid}`."""
         named = self.manifest["metadata"].get("annotations", {}).get("deltashard.io/run-id")
         return str(named or f"{self.name}-{self.uid}")
 
@@ -180,7 +180,7 @@ class TrainingJob:
         self.api.patch(self._path, change)
 
     def checkpoint_run(self) -> Object | None:
-        """Return the CheckpointRun that describes it, found by its spec; None when it does not exist."""
+        """Return the CheckpointRun whose spec names this workload's UID; None when there is none."""
         path = f"/apis/deltashard.io/v1alpha1/namespaces/{self.namespace}/checkpointruns"
         return next(
             (each for each in self.api.items(path) if each["spec"]["workload"]["uid"] == self.uid), None
@@ -192,13 +192,13 @@ class TrainingJob:
     def wait_status(self, what: str, matches: Callable[[Object], Any], *, timeout_s: float = 120.0) -> Object:
         found: Object = {}
 
-        def met() -> Any:
+        def done() -> Any:
             found.clear()
             found.update(self.status())
             return matches(found)
 
         wait_until(
-            met, timeout_s=timeout_s, every_s=0.3, what=lambda: f"{self.name}, {what}: {json.dumps(found)}"
+            done, timeout_s=timeout_s, every_s=0.3, what=lambda: f"{self.name}, {what}: {json.dumps(found)}"
         )
         return found
 
@@ -209,12 +209,12 @@ class TrainingJob:
     def wait_event(self, reason: str, *, timeout_s: float = 120.0) -> Object:
         found: list[Object] = []
 
-        def told() -> bool:
+        def recorded() -> bool:
             found[:] = [each for each in self.events() if each["reason"] == reason][:1]
             return bool(found)
 
         wait_until(
-            told, timeout_s=timeout_s, every_s=0.3,
+            recorded, timeout_s=timeout_s, every_s=0.3,
             what=lambda: f"Event {reason} of {self.name}; there are "
             f"{sorted({each['reason'] for each in self.events()})}",
         )  # fmt: skip
@@ -222,11 +222,11 @@ class TrainingJob:
 
     def wait_condition(self, kind: str, status: str = "True", *, timeout_s: float = 120.0) -> Object:
 
-        def told(run: Object) -> list[Object]:
+        def matching(run: Object) -> list[Object]:
             known = run.get("conditions", ())
             return [each for each in known if (each["type"], each["status"]) == (kind, status)]
 
-        return told(self.wait_status(f"condition {kind} {status}", told, timeout_s=timeout_s))[0]
+        return matching(self.wait_status(f"condition {kind} {status}", matching, timeout_s=timeout_s))[0]
 
     def wait_phase(self, *phases: str, timeout_s: float = 120.0) -> None:
         self.wait_status(f"{phases}", lambda run: run.get("phase") in phases, timeout_s=timeout_s)
@@ -278,15 +278,15 @@ class TrainingJob:
     def wait_container(self, pod: str, name: str, **wanted: Any) -> dict[str, Any]:
         """Return a container's status once it runs, with these values: its kubelet may report with a delay."""
 
-        def told() -> bool:
+        def runs() -> bool:
             found = self.container(pod, name)
             return "running" in found["state"] and all(found[key] == value for key, value in wanted.items())
 
-        wait_until(told, timeout_s=60, what=lambda: f"{name} running, {wanted}: {self.container(pod, name)}")
+        wait_until(runs, timeout_s=60, what=lambda: f"{name} running, {wanted}: {self.container(pod, name)}")
         return self.container(pod, name)
 
     def evict(self, pod: str) -> None:
-        """Request its eviction, as a drain or an autoscaler does."""
+        """Request the pod's eviction, as a drain or an autoscaler does."""
         body = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",

@@ -57,7 +57,7 @@ def training_operator(cluster: LocalCluster, scratch: Path) -> None:
         files={"etc/config/initContainer.yaml": json.dumps([waits]).encode()},
     )  # fmt: skip
     template = {"spec": {"containers": [{"name": "pytorch", "image": PAUSE}]}}
-    _wait_taken(
+    _wait_accepted(
         cluster,
         PYTORCH_JOB,
         "PyTorchJob",
@@ -85,7 +85,7 @@ def trainer(cluster: LocalCluster, scratch: Path) -> None:
         },
     }
     spec = {"template": {"spec": {"replicatedJobs": [job]}}}
-    _wait_taken(cluster, runtime, "TrainingRuntime", spec)
+    _wait_accepted(cluster, runtime, "TrainingRuntime", spec)
 
 
 def _install(
@@ -132,7 +132,7 @@ def _install(
     )  # fmt: skip
 
 
-def _wait_taken(cluster: LocalCluster, kind: WorkloadType, called: str, spec: Object) -> None:
+def _wait_accepted(cluster: LocalCluster, kind: WorkloadType, called: str, spec: Object) -> None:
     group = kind.api.removeprefix("/apis/")
     probe = {"apiVersion": group, "kind": called, "metadata": {"name": "probe"}, "spec": spec}
     wait_created(cluster, f"{kind.api}/namespaces/default/{kind.plural}?dryRun=All", probe)

@@ -25,7 +25,7 @@ def _pod(made: Object, called: str, **env: str) -> Object:
 def pytorch_job(
     bench: ScenarioBench, name: str, *, workers: int, labels: Mapping[str, str] | None = None, **more: Any
 ) -> TrainingGroup:
-    """Build a PyTorchJob of a master and so many workers, whose ranks its operator numbers."""
+    """Build a PyTorchJob of a master and `workers` workers, whose ranks its operator numbers."""
     made = bench.manifest(name, **more)
     template = _pod(made, "pytorch", LOCAL_RANK="0")
     del template["restartPolicy"]
@@ -52,7 +52,7 @@ def train_job(
     rendered: Callable[[Object], Object] = lambda runtime: runtime,
     **more: Any,
 ) -> TrainingGroup:
-    """Build a TrainJob of so many nodes, and the runtime that it names; the JobSet that its controller makes has the run."""
+    """Build a TrainJob of `nodes` nodes and the runtime that it names. Its controller makes a JobSet, which has the run."""
     made = bench.manifest(name, **more)
     template = _pod(made, "node")
     job = {

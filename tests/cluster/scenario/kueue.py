@@ -65,7 +65,7 @@ def install(cluster: LocalCluster, scratch: Path) -> None:
     }
     values = {
         "controllerManager.manager": manager,
-        "controllerManager.readinessProbe.initialDelaySeconds": 1,  # the chart takes it for the period, too
+        "controllerManager.readinessProbe.initialDelaySeconds": 1,  # the chart also uses it as the period
         "controllerManager.featureGates": [{"name": "VisibilityOnDemand", "enabled": False}],
         "managerConfig.controllerManagerConfigYaml": json.dumps(CONFIGURATION),
     }
@@ -122,20 +122,20 @@ def workload(job: TrainingJob) -> Object | None:
 def wait_condition(job: TrainingJob, kind: str, status: str = "True") -> Object:
     found: list[Object] = []
 
-    def told() -> bool:
+    def reported() -> bool:
         conditions = ((workload(job) or {}).get("status") or {}).get("conditions", ())
         found[:] = [each for each in conditions if (each["type"], each["status"]) == (kind, status)]
         return bool(found)
 
     wait_until(
-        told, timeout_s=120, every_s=0.3,
+        reported, timeout_s=120, every_s=0.3,
         what=lambda: f"{job.name} {kind} {status}: {json.dumps((workload(job) or {}).get('status'))}",
     )  # fmt: skip
     return found[0]
 
 
 def counted(job: TrainingJob) -> list[tuple[int, Object]]:
-    """Return how many pods of each part an admitted workload has, and their share of the quota together."""
+    """Return (number of pods, reserved quota) of each pod set of an admitted workload."""
     found = workload(job)
     assert found is not None
     parts = found["status"]["admission"]["podSetAssignments"]

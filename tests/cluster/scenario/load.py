@@ -1,4 +1,4 @@
-"""A steady load of admissions: a thread always creates an annotated Job, as a dry run, and none may fail."""
+"""A steady load of admissions: threads create annotated Jobs as dry runs, and count failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the commands of a page: a page that does not work fails a test.
+"""Runs the commands of a page: a test fails when a page does not work.
 
 Every fenced `sh` block of a page is a step, run by bash from the root of the checkout, in the page's order; it fails when
 one of its commands does. A fenced `text` block right after it is the expected output: its lines occur in this order
@@ -63,9 +63,9 @@ def read(text: str) -> list[PageStep]:
     follows = False
     """Whether the block before was a step, with no prose in between."""
     for line, language, content, before in _blocks(text):
-        said = _NOT_RUN.match(before)
+        reason = _NOT_RUN.match(before)
         if language == "sh":
-            steps.append(PageStep(line=line, commands=content, not_run=said[1] if said else ""))
+            steps.append(PageStep(line=line, commands=content, not_run=reason[1] if reason else ""))
             follows = True
             continue
         if language == "text":

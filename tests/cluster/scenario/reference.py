@@ -82,6 +82,6 @@ def exported(url: str, run: str, folder: Path) -> tuple[int, dict[str, torch.Ten
     The command chooses the checkpoint: training may continue, and a checkpoint named earlier may be deleted.
     """
     file = folder / "newest.pt"
-    said = command_line("export", url, str(file), "--run", run, "--force")
+    result = command_line("export", url, str(file), "--run", run, "--force")
     found: dict[str, torch.Tensor] = torch.load(file)
-    return int(said["step"]), found
+    return int(result["step"]), found

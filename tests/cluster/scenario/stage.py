@@ -1,8 +1,8 @@
-"""What every scenario shares: the cluster, a MinIO on its bridge, the chart installed by Helm; built once for many processes.
+"""The parts that all scenarios share, built once: the cluster, a MinIO on its bridge, the chart installed by Helm.
 
 The tests run in several processes at once (pytest-xdist's workers). The controlling process builds the stage before
-the workers start and takes it down after they end; each worker attaches. A scenario that harms shared parts takes the
-stage alone (`exclusive`); the other scenarios share it.
+the workers start and takes it down after they end; each worker attaches. A scenario that disturbs shared parts takes the
+stage for itself (`exclusive`); the other scenarios share it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ClusterStage:
         self.minio.access_key, self.minio.secret_key = facts["access_key"], facts["secret_key"]
 
     def tear_down(self) -> list[str]:
-        """End everything; return what of the host is not restored (empty on success)."""
+        """End everything; return what could not be restored on the host (empty on success)."""
         with contextlib.suppress(AttributeError):  # the start did not get this far
             self.minio.stop()
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -79,7 +79,7 @@ def hold_stage(*, exclusive: bool) -> Iterator[None]:
 
 
 def install_once(install: Callable[[LocalCluster, Path], None]) -> Callable[[LocalCluster, Path], None]:
-    """The first scenario that needs another program installs it; the other scenarios wait for the installation."""
+    """Return `install` that runs once per cluster: concurrent calls in other processes wait for it."""
 
     @functools.wraps(install)
     def installed(cluster: LocalCluster, scratch: Path) -> None:

@@ -28,9 +28,9 @@ class ClusterRelease:
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
 
-    def helm(self, *words: str | Path, timeout_s: float = 240.0) -> str:
+    def helm(self, *arguments: str | Path, timeout_s: float = 240.0) -> str:
         return run(
-            require_tool("helm"), f"--kubeconfig={self._cluster.kubeconfig}", f"--namespace={NAMESPACE}", *words,
+            require_tool("helm"), f"--kubeconfig={self._cluster.kubeconfig}", f"--namespace={NAMESPACE}", *arguments,
             timeout_s=timeout_s,
         )  # fmt: skip
 
@@ -39,7 +39,7 @@ class ClusterRelease:
     ) -> None:
         """Install this chart over any state; return when a Job would be injected and old pods are gone.
 
-        The installation restores deleted objects. A webhook that ends still answers for a while, with its old
+        The installation restores deleted objects. A webhook that ends still serves for a while, with its old
         configuration.
         """
         self.helm("upgrade", "--install", RELEASE, chart, "--create-namespace", *_values(tag, values))

@@ -1,4 +1,4 @@
-"""The training script of several ranks in several pods, as a user would write it for torchrun, plus a witness.
+"""The training script of several ranks in several pods, as for torchrun. It also sends events to the test.
 
 It trains tables of TorchRec, sharded by rows over the ranks; its loader yields every sample once per epoch, for any
 number of ranks. Every rank reports after each step, without deltashard, the sums over its rows: the sums of all ranks
@@ -32,8 +32,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
+from event_client import EventClient  # type: ignore[import-not-found]  # next to this script, in the image
 from torch.utils.data import DataLoader
-from witness import WitnessClient  # type: ignore[import-not-found]  # beside this script, in the image
 
 STEPS = int(os.environ["STEPS"])
 PACE_S = float(os.environ.get("PACE_S", "0"))
@@ -108,7 +108,7 @@ def sums(ckpt: deltashard.Checkpointer) -> dict[str, int]:
 
 
 def dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Hash what every rank holds whole, and its optimizer's state."""
+    """Hash the replicated parameters and their optimizer's state."""
     hashed = xxhash.xxh3_64()
     for name, value in sorted(model.named_parameters()):
         if "top" in name:
@@ -136,7 +136,7 @@ def main() -> None:
     torch.set_num_threads(1)
     join()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    witness = WitnessClient(rank=rank, world_size=world_size)
+    events = EventClient(rank=rank, world_size=world_size)
     torch.manual_seed(20261126)
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
     sharders: Any = [RowSharder(fused_params=fused)]
@@ -163,14 +163,14 @@ def main() -> None:
         model,
         optimizer,
         on_event=lambda name, facts: (
-            witness.send("cut", step=facts["step"], stall_s=facts["stall_s"]) if name == "snapshot" else None
+            events.send(name, step=facts["step"], stall_s=facts["stall_s"]) if name == "snapshot" else None
         ),
         **terms,
     )
     resumed = ckpt.restore()
     step = resumed.step if resumed else 0
     loader = ckpt.wrap(loader)
-    witness.send(
+    events.send(
         "began",
         step=step,
         seq=resumed.seq if resumed else None,
@@ -193,24 +193,24 @@ def main() -> None:
                 torch.nn.functional.binary_cross_entropy_with_logits(logits, wanted).backward()
                 optimizer.step()
                 step += 1
-                witness.send(
+                events.send(
                     "step", step=step, attempt=ckpt.attempt, samples=samples, epoch=loader.epoch, sums=sums(ckpt),
                     dense=dense(model, top),
                 )  # fmt: skip
                 if PAUSE_AT.get(step) == rank:
-                    witness.send("stands", step=step)
+                    events.send("paused", step=step)
                     threading.Event().wait()
                 try:
                     ckpt.step()
                 except deltashard.FencedError as error:
-                    witness.send("fenced", step=step, why=str(error))
+                    events.send("fenced", step=step, why=str(error))
                     raise
                 if step in SAVE_AT:
                     ckpt.save().wait(60)
                 if step == STEPS:
                     break
                 time.sleep(PACE_S)
-    witness.send("finished", step=step)
+    events.send("finished", step=step)
     dist.destroy_process_group()
 
 

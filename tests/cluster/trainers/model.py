@@ -1,4 +1,4 @@
-"""What the clusters' trainers train, small and deterministic: a recommender with two embedding tables on synthetic clicks.
+"""The model of the cluster tests, small and deterministic: a recommender with two embedding tables on synthetic clicks.
 
 It runs in the pods under deltashard, and in the tests without it, as the reference of every step. Both run one thread
 of the same torch, so equal steps mean equal bits.

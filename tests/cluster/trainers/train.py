@@ -1,7 +1,7 @@
-"""The training script in the pods, as a user would write it, plus a witness.
+"""The training script in the pods, as a user would write it. It also sends events to the test.
 
-The witness is a TCP connection to the test, which receives every step before deltashard does. So the count of lost
-steps does not depend on deltashard.
+The test receives every step over a TCP connection before deltashard does, so the count of lost steps does not depend
+on deltashard.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import time
 from pathlib import Path
 
 import deltashard
-from model import RecommenderTraining  # type: ignore[import-not-found]  # beside this script, in the image
-from witness import WitnessClient  # type: ignore[import-not-found]
+from event_client import EventClient  # type: ignore[import-not-found]  # next to this script, in the image
+from model import RecommenderTraining  # type: ignore[import-not-found]
 
 STEPS = int(os.environ["STEPS"])
 PACE_S = float(os.environ.get("PACE_S", "0"))
 """Simulates the accelerator's work of one step."""
 
 
-def eat(*_: object) -> None:
-    eaten = [b"x" * (256 << 20)]
+def allocate_memory(*_: object) -> None:
+    blocks = [b"x" * (256 << 20)]
     while True:
-        eaten.append(eaten[0] + b"x")
+        blocks.append(blocks[0] + b"x")
 
 
 def main() -> None:
     """Train for STEPS steps, from the last checkpoint."""
-    signal.signal(signal.SIGUSR1, eat)
-    witness = WitnessClient()
+    signal.signal(signal.SIGUSR1, allocate_memory)
+    events = EventClient()
     training = RecommenderTraining()
     ckpt = deltashard.Checkpointer(training.model, training.optimizers, content_hash=True)
     resumed = ckpt.restore()
     step = resumed.step if resumed else 0
-    witness.send(
+    events.send(
         "began",
         step=step,
         seq=resumed.seq if resumed else None,
@@ -51,16 +51,16 @@ def main() -> None:
             for batch in loader:
                 training.train(batch)
                 step += 1
-                witness.send("step", step=step)
+                events.send("step", step=step)
                 try:
                     ckpt.step()
                 except deltashard.FencedError as error:
-                    witness.send("fenced", step=step, why=str(error))
+                    events.send("fenced", step=step, why=str(error))
                     raise
                 if step == STEPS:
                     break
                 time.sleep(PACE_S)
-    witness.send("finished", step=step, digest=training.digest())
+    events.send("finished", step=step, digest=training.digest())
 
 
 if __name__ == "__main__":

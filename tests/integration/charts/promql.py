@@ -42,10 +42,10 @@ def evaluate_rules(rules: Sequence[tuple[str, str]], series: Samples, times_s: S
         for at_s, answer in zip(times_s, evaluate_at(expression, found, times_s), strict=True):
             assert answer.error == "", (name, answer.error)
             for labels, value in answer.result:
-                said = ",".join(
+                selector = ",".join(
                     f'{key}="{text}"' for key, text in sorted(labels.items()) if key != "__name__"
                 )
-                found.setdefault(f"{name}{{{said}}}", []).append((at_s, value))
+                found.setdefault(f"{name}{{{selector}}}", []).append((at_s, value))
     return found
 
 

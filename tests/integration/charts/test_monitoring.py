@@ -149,7 +149,7 @@ COMMITTED, BEGUN, NEVER = {LAST: gauge_series(1.0)}, {SINCE: gauge_series(0.5)},
 EVERY_5_MIN = {INTERVAL: gauge_series(300)}
 JUST_STARTED = {SINCE: gauge_series(HOUR - 60)}
 FAILS = {FAILURES % "unavailable": counter_series(begins_s=2400)}
-SAVES_FAIL, TROUBLE = {CONDITION % "SavesFailing": gauge_series(1)}, {CONDITION % "Stale": gauge_series(1)}
+SAVES_FAIL, STALE_RUN = {CONDITION % "SavesFailing": gauge_series(1)}, {CONDITION % "Stale": gauge_series(1)}
 LASTING = {NOT_AFTER % "webhook": gauge_series(HOUR + 80 * DAY)}
 SENT, UNSENT = NUDGES % "sent", NUDGES % "failed"
 
@@ -159,20 +159,20 @@ CASES: list[tuple[str, str, Samples, bool]] = [
     ("CheckpointStale", "every half an hour", COMMITTED | BEGUN | {INTERVAL: gauge_series(1800)}, False),
     ("CheckpointStale", "never committed", BEGUN | EVERY_5_MIN, True),
     ("CheckpointStale", "never committed, new", JUST_STARTED | EVERY_5_MIN, False),
-    ("CheckpointStale", "went on after a long pause", COMMITTED | JUST_STARTED | EVERY_5_MIN, False),
+    ("CheckpointStale", "continued after a long pause", COMMITTED | JUST_STARTED | EVERY_5_MIN, False),
     ("CheckpointStale", "suspended", COMMITTED | EVERY_5_MIN, False),
     ("CheckpointStale", "no timer", COMMITTED | BEGUN | NEVER, False),
-    ("SavesFailing", "the controller and the pod say so: told once", SAVES_FAIL | FAILS, True),
-    ("SavesFailing", "the controller alone", SAVES_FAIL, True),
-    ("SavesFailing", "another trouble", TROUBLE, False),
+    ("SavesFailing", "the controller and the pod report failures: one alert", SAVES_FAIL | FAILS, True),
+    ("SavesFailing", "only the controller reports failures", SAVES_FAIL, True),
+    ("SavesFailing", "another condition", STALE_RUN, False),
     ("SavesFailing", "every save fails", FAILS, True),
     (
         "SavesFailing",
-        "four did, the first ever",
+        "four failed, with no earlier sample",
         {FAILURES % "full": counter_series(begins_s=3000, times=4)},
         True,
     ),
-    ("SavesFailing", "some fail, some do not", FAILS | {COMMITS: counter_series(begins_s=2400)}, False),
+    ("SavesFailing", "some fail, some commit", FAILS | {COMMITS: counter_series(begins_s=2400)}, False),
     ("SavesFailing", "one failed", {FAILURES % "unavailable": counter_series(begins_s=3500)}, False),
     (
         "SavesFailing",
@@ -180,57 +180,57 @@ CASES: list[tuple[str, str, Samples, bool]] = [
         {FAILURES % "fenced": counter_series(begins_s=2400)},
         False,
     ),
-    ("RestoresFallingBack", "one did", {CONDITION % "FellBack": gauge_series(1)}, True),
-    ("RestoresFallingBack", "other troubles", TROUBLE, False),
+    ("RestoresFallingBack", "one fell back", {CONDITION % "FellBack": gauge_series(1)}, True),
+    ("RestoresFallingBack", "other conditions", STALE_RUN, False),
     ("TrackingFault", "one", {CONDITION % "TrackingFault": gauge_series(1)}, True),
-    ("TrackingFault", "other troubles", TROUBLE, False),
+    ("TrackingFault", "other conditions", STALE_RUN, False),
     ("StuckOnLostNode", "one run", {CONDITION % "StuckOnLostNode": gauge_series(1)}, True),
-    ("StuckOnLostNode", "other troubles", TROUBLE, False),
+    ("StuckOnLostNode", "other conditions", STALE_RUN, False),
     (
         "WebhookErrors",
         "no replica",
         {REJECTED % "calling_webhook_error": rising_counter(begins_s=3300)},
         True,
     ),
-    ("WebhookErrors", "refusals of ours", {REJECTED % "no_error": rising_counter(begins_s=3300)}, False),
-    ("WebhookErrors", "it fails", {ADMITTED % "failed": rising_counter(begins_s=3300)}, True),
+    ("WebhookErrors", "refusals", {REJECTED % "no_error": rising_counter(begins_s=3300)}, False),
+    ("WebhookErrors", "failed admissions", {ADMITTED % "failed": rising_counter(begins_s=3300)}, True),
     (
         "WebhookErrors",
-        "it refuses what is wrong",
+        "a wrong annotation is refused",
         {ADMITTED % "BadAnnotation": rising_counter(begins_s=3300)},
         False,
     ),
     ("CertificateNearExpiry", "of the webhook", {NOT_AFTER % "webhook": gauge_series(HOUR + 13 * DAY)}, True),
     (
         "CertificateNearExpiry",
-        "of one of two",
+        "one of two is near expiry",
         LASTING | {NOT_AFTER % "fleet": gauge_series(HOUR + DAY)},
         True,
     ),
     ("CertificateNearExpiry", "of the authority", {AUTHORITY: gauge_series(HOUR + 80 * DAY)}, True),
-    ("CertificateNearExpiry", "long to go", {NOT_AFTER % "webhook": gauge_series(HOUR + 15 * DAY)}, False),
-    ("CertificateNearExpiry", "none loaded yet", {NOT_AFTER % "webhook": gauge_series(0)}, False),
+    ("CertificateNearExpiry", "in 15 days", {NOT_AFTER % "webhook": gauge_series(HOUR + 15 * DAY)}, False),
+    ("CertificateNearExpiry", "no certificate is loaded", {NOT_AFTER % "webhook": gauge_series(0)}, False),
     ("ReclaimFailing", "one failed", {RECLAIMS % "failed": rising_counter(begins_s=3000, every_s=500)}, True),
-    ("ReclaimFailing", "they do it", {RECLAIMS % "removed": rising_counter(begins_s=3000)}, False),
+    ("ReclaimFailing", "runs are removed", {RECLAIMS % "removed": rising_counter(begins_s=3000)}, False),
     (
         "ReclaimFailing",
-        "something speaks against it",
+        "runs are kept for a reason",
         {RECLAIMS % "kept": rising_counter(begins_s=3000)},
         False,
     ),
-    ("ControllerDown", "gone", {}, True),
+    ("ControllerDown", "no replica", {}, True),
     ("ControllerDown", "none leads", {SERVING % "a": gauge_series(0), SERVING % "b": gauge_series(0)}, True),
     ("ControllerDown", "one leads", {SERVING % "a": gauge_series(0), SERVING % "b": gauge_series(1)}, False),
     (
         "ReportsRefused",
-        "for good",
+        "permanently",
         {REPORTS % "unsupported_protocol": rising_counter(begins_s=0, every_s=300)},
         True,
     ),
     ("ReportsRefused", "by a standby", {REPORTS % "not_leading": rising_counter(begins_s=0)}, False),
     (
         "ReportsRefused",
-        "of a pod that went",
+        "of a deleted pod",
         {REPORTS % "wrong_pod": rising_counter(begins_s=0, every_s=3300)},
         False,
     ),
@@ -331,7 +331,7 @@ RECORDS: list[tuple[str, str, Samples, float | None]] = [
         {STEP % (0, 0): constant(12), STEP % (1, 8): constant(9)},
         9.0,
     ),
-    ("run_slowest_rank:step", "as far", {STEP % (0, 0): constant(12), STEP % (1, 8): constant(11)}, None),
+    ("run_slowest_rank:step", "1 step", {STEP % (0, 0): constant(12), STEP % (1, 8): constant(11)}, None),
     ("pod_saves_failed:increase1d", "some", {FAILURES % "full": sampled(lambda at: at // 900)}, DAY / 900),
     ("pod_saves_failed:increase1d", "fenced", {FAILURES % "fenced": sampled(lambda at: at)}, None),
     ("run_checkpoint_fresh:bool", "young", FRESH, 1.0),
@@ -364,7 +364,7 @@ RECORDS: list[tuple[str, str, Samples, float | None]] = [
         0.325 * 0.75 / (0.75 + 1 / 3),
     ),
     ("fleet_lost_to_failures:ratio1d", "no run", {}, None),
-    ("fleet_lost_to_saves:ratio1d", "of one of two that is measured", SAVING | RECOVERY | OTHER_RUN, 0.01),
+    ("fleet_lost_to_saves:ratio1d", "one of two runs is measured", SAVING | RECOVERY | OTHER_RUN, 0.01),
     ("fleet_lost_to_saves:ratio1d", "no run", {}, None),
     ("fleet_checkpoint_available:ratio1d", "until noon", STALE | phases(DAY, DAY), 23 / 47),
     ("fleet_checkpoint_available:ratio1d", "no run", {}, None),
@@ -420,7 +420,7 @@ def test_alerts_and_runbooks_match() -> None:
     """Each alert has a page that describes its meaning, impact, diagnosis and remedy."""
     pages = {path.name for path in RUNBOOKS.glob("*.md")} - {"README.md"}
     assert {f"{name}.md" for name in alerts()} == pages
-    assert set(alerts()) == {alert for alert, *_ in CASES}, "each has its cases"
+    assert set(alerts()) == {alert for alert, *_ in CASES}, "each alert has a case"
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     known = schema["properties"]["monitoring"]["properties"]["rules"]["properties"]["alerts"]["propertyNames"]
     assert [rule["alert"] for rule in alerts().values()] == known["enum"]
@@ -459,11 +459,11 @@ def test_monitors_select_injected_sidecars() -> None:
 
 
 ABSENT = {
-    "max by (condition) (deltashard_run_condition": "it has no trouble",
+    "max by (condition) (deltashard_run_condition": "no condition is set",
     "count(max by (namespace, run) (deltashard_run_condition": "",
-    "bottomk(": "it always had a fresh checkpoint",
-    "deltashard_node_failures_total": "no node failed since this controller began",
-    "sum by (condition) (deltashard_run_condition": "it has no trouble",
+    "bottomk(": "a fresh checkpoint always existed",
+    "deltashard_node_failures_total": "no node failed since the controller started",
+    "sum by (condition) (deltashard_run_condition": "no condition is set",
 }
 """Prefixes of queries that correctly return no data, with the reason. With an empty reason they return data."""
 

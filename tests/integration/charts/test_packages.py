@@ -21,9 +21,9 @@ CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurat
 Document = dict[str, Any]
 
 
-def kubectl(*words: str | Path) -> str:
+def kubectl(*arguments: str | Path) -> str:
     done = subprocess.run(
-        [str(require_tool("kubectl")), *map(str, words)],
+        [str(require_tool("kubectl")), *map(str, arguments)],
         check=False,
         capture_output=True,
         text=True,
@@ -85,7 +85,7 @@ def test_documented_kustomization_renders_chart(page: Path) -> None:
         assert container["image"].startswith("registry.example/deltashard-operator:")
     patched = yaml.safe_load(found[policy]["data"]["policy.yaml"])
     default = yaml.safe_load(chart[policy]["data"]["policy.yaml"])
-    assert set(default) <= set(patched), "the patch has all that the chart's policy has"
+    assert set(default) <= set(patched), "the patch has every setting of the chart's policy"
     assert patched["fleet"] == default["fleet"]
 
 
@@ -106,4 +106,4 @@ def test_reapply_keeps_controller_fields(page: Path, apiserver: ApiServer, http:
         "YQ=="
     }
     runs = "/apis/deltashard.io/v1alpha1/checkpointruns"
-    eventually(lambda: http("GET", runs).status == 200, what="the definitions")
+    eventually(lambda: http("GET", runs).status == 200, what="the API serves CheckpointRuns")

@@ -121,9 +121,9 @@ def test_programs_run_with_namespaced_rights(apiserver: ApiServer, http: Rest, t
     }
     with programs.running("deltashard-webhook", "deltashard_operator.main", **flags):
         pass
-    said = programs.log.read_text()
-    assert "controller.stopped" in said
-    assert not [word for word in ("orbidden", "Traceback") if word in said], said[-4000:]
+    log = programs.log.read_text()
+    assert "controller.stopped" in log
+    assert not [word for word in ("orbidden", "Traceback") if word in log], log[-4000:]
 
     def refusal(place: str) -> str:
         reply = http.create(annotated("late"), place, dry_run=True)
@@ -131,6 +131,6 @@ def test_programs_run_with_namespaced_rights(apiserver: ApiServer, http: Rest, t
         return str(reply.document["message"])
 
     sentence = "namespace team-c is not watched by deltashard; add it to watchNamespaces of the chart"
-    eventually(lambda: sentence in refusal("team-c"), what="the policy", timeout_s=WAIT_S)
-    assert "jobs.deltashard.io" in refusal("team-a"), "is sent to the webhook, which is gone"
+    eventually(lambda: sentence in refusal("team-c"), what="the policy's refusal", timeout_s=WAIT_S)
+    assert "jobs.deltashard.io" in refusal("team-a"), "the API server calls the stopped webhook"
     assert http.create(annotated("before-2", **ours), "team-c", dry_run=True).status == 201

@@ -148,8 +148,8 @@ def test_uninstall_keeps_resources_and_leaves_no_blockers(release: Release, http
     ]
     assert left == []
     release.install()
-    assert is_kept(http), "installed again, Helm takes over what it had kept"
-    assert bundles(http) == {None}, "the controller's to write again"
+    assert is_kept(http), "the second installation adopts the kept objects"
+    assert bundles(http) == {None}, "the webhook's CA bundle is empty again"
 
 
 def poll_until(ask: Any, good: Any) -> Any:
@@ -160,7 +160,7 @@ def poll_until(ask: Any, good: Any) -> Any:
         answers[:] = [ask()]
         return bool(good(answers[0]))
 
-    eventually(met, lambda: f"a good answer in place of {answers}")
+    eventually(met, lambda: f"an accepted answer instead of {answers}")
     return answers[0]
 
 

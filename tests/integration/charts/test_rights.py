@@ -84,4 +84,4 @@ def test_namespace_roles_grant_documented_verbs_only(bound: Rest, role: str) -> 
         lambda: granted(bound, role, "team-a") == documented_verbs()[role], what=f"the rights of {role}"
     )
     assert granted(bound, role, "team-b") == NOTHING
-    assert documented_verbs()["edit"]["checkpointpolicies"] == set(VERBS), "the table was read"
+    assert documented_verbs()["edit"]["checkpointpolicies"] == set(VERBS), "the documented table is parsed"

@@ -244,7 +244,7 @@ def test_every_command_reports_damaged_log(
     if damage == "flip":
         whole[len(whole) // 2] ^= 1
     file_run.store.put(key, {"flip": bytes(whole), "empty": b"", "garbage after it": b"rubbish"}[damage])
-    said = f"the log cannot be followed past entry {bad}: "
+    warning = f"the log cannot be followed past entry {bad}: "
     for number, arguments in enumerate(
         (
             ("ls", run_url(file_url)),
@@ -259,13 +259,13 @@ def test_every_command_reports_damaged_log(
             given = [str(one).replace("{}", f"{number}{as_json}") for one in arguments]
             code, text = cli(*given, *(["--json"] if as_json else []))
             assert code == 1, (given, text)
-            assert f"warning: {said}" in text or f"warning: {RUN}: {said}" in text
+            assert f"warning: {warning}" in text or f"warning: {RUN}: {warning}" in text
             if as_json:
-                assert said in json.JSONDecoder().raw_decode(text)[0]["warning"]
+                assert warning in json.JSONDecoder().raw_decode(text)[0]["warning"]
     for command in (("gc", file_url), ("compact", file_url), ("inspect", file_url, "-c", "seq:9")):
         code, text = cli(*command)
         assert code == 1, text
-        assert said in text
+        assert warning in text
     assert "error: " in text
 
 
@@ -409,7 +409,7 @@ def test_compact(cli: Cli, url: str, run: WrittenRun) -> None:
 def test_caller_error_exits_2(cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path) -> None:
     """The errors are in URL, run, bucket and usage. Each message names the remedy."""
     write(file_url, tmp_path / "more", "another")
-    for arguments, said in (
+    for arguments, message in (
         (("ls", f"{tmp_path}/nowhere"), "does not exist"),
         (("ls", "ftp://bucket"), "s3://"),
         (("verify", file_url), "another, team/run-1"),
@@ -422,7 +422,7 @@ def test_caller_error_exits_2(cli: Cli, file_url: str, file_run: WrittenRun, tmp
     ):
         code, text = cli(*arguments)
         assert code == 2, text
-        assert said in text
+        assert message in text
     (tmp_path / "empty").mkdir()
     assert cli("verify", tmp_path / "empty")[0] == 2
     assert cli("ls", tmp_path / "empty")[0] == 0
@@ -435,10 +435,10 @@ def test_invalid_output_path_exits_2(
     """The path is a file instead of a directory, or an existing file. Nothing is left behind or changed."""
     (tmp_path / "file").write_text("")
     (tmp_path / name).write_text("")
-    for place, said in ((tmp_path / "file" / name, "not writable"), (tmp_path / name, "exists")):
+    for place, message in ((tmp_path / "file" / name, "not writable"), (tmp_path / name, "exists")):
         code, text = cli("export", file_url, place)
         assert code == 2, text
-        assert said in text
+        assert message in text
         assert "Traceback" not in text
     assert (tmp_path / name).read_text() == ""
     assert not list(tmp_path.glob(".*partial"))
@@ -496,7 +496,7 @@ def test_installed_command(file_url: str, file_run: WrittenRun, tmp_path: Path) 
     assert run("verify", file_url).returncode == 1
     gone = subprocess.Popen([SCRIPT, "verify", file_url], stdout=subprocess.PIPE)
     gone.stdout.close()  # as with `| head`
-    assert gone.wait(120) == 1, "its own verdict"
+    assert gone.wait(120) == 1, "the exit code of the verification"
     for arguments in (("ls", file_url), ("inspect", run_url(file_url), "--json")):
         # A pipe of one page fills before the document ends, so that a write also fails in the middle.
         broken = subprocess.Popen([SCRIPT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -504,9 +504,9 @@ def test_installed_command(file_url: str, file_run: WrittenRun, tmp_path: Path) 
         assert broken.stderr is not None
         fcntl.fcntl(broken.stdout, fcntl.F_SETPIPE_SZ, 4096)
         broken.stdout.close()
-        said = broken.stderr.read()
+        errors = broken.stderr.read()
         broken.stderr.close()
-        assert (broken.wait(120), said) == (0, b"")
+        assert (broken.wait(120), errors) == (0, b"")
     helped = run("--help")
     assert helped.returncode == 0
     assert "Exit codes" in helped.stdout

@@ -197,7 +197,7 @@ def test_many_ranks_load_single_process_export(
             return super().span(schema, start, stop, **options)
 
         def tables(self, *_given: Any, **_options: Any) -> Any:
-            raise AssertionError("a whole table")
+            raise AssertionError("the export reads a whole table")
 
     at = opened(f"file://{tmp_path}/store", "r")
     watched = WatchedReader(store=at.store, state=at.state, entry=at.entry, indexes=at.indexes)
@@ -211,7 +211,7 @@ def test_many_ranks_load_single_process_export(
     ]
     metadata = dcp.FileSystemReader(tmp_path / "exported").read_metadata()
     assert [chunk.sizes[0] for chunk in metadata.state_dict_metadata[ITEMS.fqn].chunks] == [700] * 4 + [200]
-    assert metadata.storage_meta.checkpoint_id is None, "the place where it was made is gone"
+    assert metadata.storage_meta.checkpoint_id is None, "the metadata holds no path of the export"
     assert written.skipped == ("dense/odd",)
     assert written.bytes == sum(path.stat().st_size for path in (tmp_path / "exported").iterdir())
     items, half, dense = run.saved[at.entry.seq]
@@ -347,11 +347,11 @@ def test_multi_rank_checkpoint_is_imported(
     for kind in ("rows", "columns", "sharded", "plain", "replicated"):
         code, text = cli("import", tmp_path / "store", tmp_path / f"saved-{kind}", "--run", kind, "--json")
         assert code == 0, text
-        said = json.loads(text)
-        assert said["verified"] is True
-        assert said["imported"]["tables"] == sorted(name for name in whole if name.startswith("emb"))
-        assert (said["imported"]["tables_guessed"], said["imported"]["matrices"]) == (True, ["top.weight"])
-        assert said["imported"]["left_out"] == ["step"]
+        done = json.loads(text)
+        assert done["verified"] is True
+        assert done["imported"]["tables"] == sorted(name for name in whole if name.startswith("emb"))
+        assert (done["imported"]["tables_guessed"], done["imported"]["matrices"]) == (True, ["top.weight"])
+        assert done["imported"]["left_out"] == ["step"]
         stored = dcp.FileSystemReader(tmp_path / f"saved-{kind}").read_metadata().state_dict_metadata
         chunks = {f"model.{name}": len(stored[f"model.{name}"].chunks) for name in whole if "emb" in name}
         assert set(chunks.values()) == ({1} if kind in ("plain", "replicated") else {2})
@@ -400,11 +400,11 @@ def test_incomplete_directory_is_refused(cli: Cli, saved: Path, tmp_path: Path) 
     """No run is created, whether the error appears in the metadata or while data are read."""
     data = saved / "__0_0.distcp"
     whole = data.read_bytes()
-    for damaged, said in ((whole[:-1], "a file is too short"), (bytes(len(whole)), "cannot be read")):
+    for damaged, message in ((whole[:-1], "a file is too short"), (bytes(len(whole)), "cannot be read")):
         data.write_bytes(damaged)
         code, text = cli("import", tmp_path / "store", saved, "--run", "r")
         assert code == 2, text
-        assert said in text
+        assert message in text
         assert "Traceback" not in text
         assert assert_nothing_written(tmp_path)
     data.write_bytes(whole)
@@ -470,7 +470,7 @@ def test_ambiguous_import_asks_for_options(cli: Cli, saved: Path, tmp_path: Path
     adagrad = torch.optim.Adagrad([nn.Parameter(torch.ones(3, 2))])
     two = {"state": {}, "param_groups": [{"lr": 0.1, "params": ["emb.weight"]}]}
     odd = {"state": {"other.weight": {"sum": torch.ones(3, 2)}}, "param_groups": [{"params": ["emb.weight"]}]}
-    for name, held, arguments, said in (
+    for name, held, arguments, message in (
         ("two", {"left": model, "right": model}, ("--model", "middle"), "one of: 'left', 'right'"),
         ("none", {"epoch": 3}, (), "the directory has no tensors"),
         ("m", {"model": model}, ("--tables", "items.*"), "no tensor matches 'items.*'"),
@@ -486,7 +486,7 @@ def test_ambiguous_import_asks_for_options(cli: Cli, saved: Path, tmp_path: Path
             dcp.save(held, checkpoint_id=tmp_path / name)
         code, text = cli("import", tmp_path / "store", tmp_path / name, "--run", "r", *arguments)
         assert code == 2, text
-        assert said in text
+        assert message in text
         assert assert_nothing_written(tmp_path)
     code, text = cli("import", tmp_path / "store", tmp_path / "two", "--run", "r", "--model", "left", "--without", "top.*")  # fmt: skip
     assert code == 0, text

@@ -54,9 +54,9 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         store = open_store(f"file://{stores}/sound")
         made = WrittenRun(store, "team/run", stores, owner=ENCODABLE, workload=ENCODABLE)
         made.more_blobs = {f"dense/{ENCODABLE}": made.blobs(0)["meta"]}
-        said = {"pins": (ENCODABLE,), "metadata": {ENCODABLE: ENCODABLE}}
-        first = made.save(step=1, **said, directive=ENCODABLE)
-        made.save(made.train(), step=2, covers=first, **said)
+        hostile = {"pins": (ENCODABLE,), "metadata": {ENCODABLE: ENCODABLE}}
+        first = made.save(step=1, **hostile, directive=ENCODABLE)
+        made.save(made.train(), step=2, covers=first, **hostile)
         made.close()
     shutil.copytree(stores / "sound", stores / "damaged")
     for pack in (stores / "damaged" / "team" / "run" / "data").rglob("*.pack"):

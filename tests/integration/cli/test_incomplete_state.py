@@ -81,7 +81,7 @@ def test_partial_copy_is_listed_and_resumable(
     if state == "half copied":
         code, text = cli("repair", run_url(file_url, COPY))
         assert code == 2, text
-        assert remedy in " ".join(text.split()), "what repair would make of it is another run"
+        assert remedy in " ".join(text.split()), "repair would turn a partial copy into another run"
     if state == "no log":
         for command in (
             ("ls", run_url(file_url, COPY)),

@@ -120,7 +120,7 @@ def test_why_by_workload_name(trained: TrainedWorkload, plugin: Plugin) -> None:
     name, space = trained.job["metadata"]["name"], trained.cluster.namespace
     code, text = plugin("why", name, "-n", space)
     assert code == 0, text
-    for said in (
+    for line in (
         "Stale for",
         "the newest checkpoint is 20 min old",
         "Interval: 4 min, for the goal lost-work=5m.",
@@ -131,7 +131,7 @@ def test_why_by_workload_name(trained: TrainedWorkload, plugin: Plugin) -> None:
         "Error, pod train-x on node-a: container trainer ended with exit code 1",
         "2 restores, 50 steps repeated",
     ):
-        assert said in text, text
+        assert line in text, text
     found = json.loads(plugin("why", name, "-n", space, "--json")[1])
     assert found["decisions"][0]["goal"] == "lost-work=5m"
     assert found["losses"][0]["cause"] == "Error"
@@ -140,12 +140,12 @@ def test_why_by_workload_name(trained: TrainedWorkload, plugin: Plugin) -> None:
 def test_logs(trained: TrainedWorkload, plugin: Plugin, http: Rest, tmp_path: Path) -> None:
     """The output has the last lines of trainer and sidecar. An unavailable log is reported, and the other is shown."""
     space, pod = trained.cluster.namespace, trained.pod
-    said = {
+    logs = {
         (pod, "trainer"): "".join(f"step {n}\n" for n in range(100)),
         (pod, "deltashard-sidecar"): "committed\n",
         (pod, "trainer", "previous"): "killed\n",
     }
-    with KubeletLogs(http, NODE, tmp_path, said) as kubelet:
+    with KubeletLogs(http, NODE, tmp_path, logs) as kubelet:
         code, text = plugin("logs", trained.run, "-n", space, "--tail", 3)
         assert code == 0, text
         assert f"==> {pod}/trainer <==\nstep 97\nstep 98\nstep 99" in text
@@ -154,7 +154,7 @@ def test_logs(trained: TrainedWorkload, plugin: Plugin, http: Rest, tmp_path: Pa
         code, text = plugin("logs", trained.run, "-n", space, "-p", "-c", "trainer")
         assert "killed" in text
         assert "deltashard-sidecar" not in text
-        del said[pod, "deltashard-sidecar"]
+        del logs[pod, "deltashard-sidecar"]
         code, text = plugin("logs", trained.run, "-n", space)
         assert code == 0
         assert "unavailable" in text

@@ -117,11 +117,11 @@ def test_gc_explains_why_objects_are_kept(cli: Cli, url: str, tmp_path: Path) ->
         f"{RUN}/{snapshot_prefix(written.attempt, written.snapshot_id)}00000-{'0' * 16}-00000.pack",
         b"in flight",
     )
-    store.put(f"{RUN}/notes.txt", b"somebody's")
+    store.put(f"{RUN}/notes.txt", b"of a user")
     before = keys(store)
     found = json_output(cli, "gc", run_url(url), "--dry-run", "-v", "--keep-last", "1")
     assert keys(store) == before
-    assert {f"{RUN}/{item['key']}" for item in found["objects"]} == set(before), "every object has its reason"
+    assert {f"{RUN}/{item['key']}" for item in found["objects"]} == set(before), "every object has a reason"
     assert sum(one["objects"] for one in found["reasons"]) == len(before)
     assert sum(one["bytes"] for one in found["reasons"]) == sum(map(len, before.values()))
     why = {item["key"]: (item["status"], item["reason"]) for item in found["objects"]}
@@ -144,19 +144,19 @@ def test_gc_explains_why_objects_are_kept(cli: Cli, url: str, tmp_path: Path) ->
 
     # A new attempt without commits keeps its resume point. The old attempt can no longer commit its snapshot.
     open_attempt(RunLog(store, RUN), owner="tests", closing_wait_s=0.0)
-    said = reasons(cli, run_url(url), "--keep-last", "1")
-    assert any("resume point of attempt 7, which has not committed yet" in reason for reason in said)
-    assert said["of a failed or aborted save"] == "in grace"
+    kept = reasons(cli, run_url(url), "--keep-last", "1")
+    assert any("resume point of attempt 7, which has not committed yet" in reason for reason in kept)
+    assert kept["of a failed or aborted save"] == "in grace"
     assert cli("gc", run_url(url), "--keep-last", "1")[0] == 0
-    said = reasons(cli, run_url(url), "--keep-last", "1")
-    (grace,) = [reason for reason, status in said.items() if status == "in grace"]
+    kept = reasons(cli, run_url(url), "--keep-last", "1")
+    (grace,) = [reason for reason, status in kept.items() if status == "in grace"]
     assert grace.startswith("retired by log entry 8, ")
     assert "of its grace period are left" in grace
-    goes = json_output(cli, "gc", run_url(url), "--dry-run", "-v", "--grace", "0")
-    doomed = {f"{RUN}/{item['key']}" for item in goes["objects"] if item["status"] == "deletable"}
+    listing = json_output(cli, "gc", run_url(url), "--dry-run", "-v", "--grace", "0")
+    unused = {f"{RUN}/{item['key']}" for item in listing["objects"] if item["status"] == "deletable"}
     before = keys(store)
-    assert json_output(cli, "gc", run_url(url), "--grace", "0")["collected"]["objects"] == len(doomed) > 0
-    assert before.keys() - keys(store).keys() == doomed
+    assert json_output(cli, "gc", run_url(url), "--grace", "0")["collected"]["objects"] == len(unused) > 0
+    assert before.keys() - keys(store).keys() == unused
     assert "--dry-run" in expect_failure(cli, "gc", run_url(url), "-v")
 
 
@@ -172,17 +172,17 @@ def test_pin_survives_live_trainer_and_moves(cli: Cli, url: str, tmp_path: Path)
     assert json_output(cli, "pin", run_url(url), "paper", "-c", "step:200")["checkpoint"] == 3
     base = written.save(step=400, directive="steps")
     assert json_output(cli, "pin", run_url(url), "paper", "-c", "3")["entry"] is None, (
-        "it has the name already"
+        "the checkpoint already has this pin"
     )
-    said = json_output(cli, "pin", run_url(url), "best", "-c", f"{base}")
-    assert (said["before"], said["checkpoint"]) == (2, base)
+    moved = json_output(cli, "pin", run_url(url), "best", "-c", f"{base}")
+    assert (moved["before"], moved["checkpoint"]) == (2, base)
     written.save(written.train(), step=500, covers=base, directive="steps")
     for step in (600, 700, 800):
         written.save(step=step, directive="steps")
     assert cli("gc", run_url(url), "--keep-last", "1")[0] == 0
     live = {one["seq"]: one["pins"] for one in json_output(cli, "ls", run_url(url))["checkpoints"]}
     assert {seq: pins for seq, pins in live.items() if pins} == {3: ["paper"], base: ["best"]}
-    assert 2 in live, "3 builds on it"
+    assert 2 in live, "checkpoint 3 builds on checkpoint 2"
     newest = written.save(step=900, pins=("best",), directive="steps")
     assert json_output(cli, "inspect", run_url(url), "-c", "pin:best")["summary"]["seq"] == newest
     assert json_output(cli, "inspect", run_url(url), "-c", "pin:paper")["summary"]["seq"] == 3

@@ -52,20 +52,18 @@ def test_reclaim_removes_workload_runs(cli: Cli, url: str, tmp_path: Path) -> No
     for n, run in enumerate((f"{RUN}-b", f"{RUN}2", "team/a"), start=10):
         make_run(url, tmp_path / str(n), run)
     make_run(url, tmp_path / "x", f"{RUN}-3", workload="uid-of-another")
-    said = tmp_path / "said"
-    found = reclaim(cli, url, "--result-file", said)
+    summary_file = tmp_path / "summary.json"
+    found = reclaim(cli, url, "--result-file", summary_file)
     assert sorted(found["removed"]) == sorted([RUN, f"{RUN}-0", f"{RUN}-11", f"{RUN}-1-2", f"{RUN}-worker-0"])
-    assert found["kept"] == [], (
-        "a name that only looks like a pod's is another's, and no matter of this workload's"
-    )
-    word = {"runs": 5, "retained": 0, "objects": found["objects"], "bytes": found["bytes"], "kept": []}
-    assert json.loads(said.read_text()) == word
+    assert found["kept"] == [], "runs of other workloads with similar names are not listed"
+    summary = {"runs": 5, "retained": 0, "objects": found["objects"], "bytes": found["bytes"], "kept": []}
+    assert json.loads(summary_file.read_text()) == summary
     for run in found["removed"]:
         assert remaining(url, run) == 0
     for run in (f"{RUN}-b", f"{RUN}2", "team/a", f"{RUN}-3"):
         assert remaining(url, run) > 0
         assert cli("verify", url, "--run", run)[0] == 0
-    assert reclaim(cli, url)["removed"] == [], "and again"
+    assert reclaim(cli, url)["removed"] == [], "a second reclaim removes nothing"
 
 
 def _opened(cli: Cli, url: str) -> None:
@@ -112,11 +110,11 @@ def test_run_resumed_by_another_workload_is_kept(cli: Cli, file_url: str, tmp_pa
     make_run(file_url, tmp_path / "w", f"{RUN}-0")
     log = RunLog(open_store(file_url), f"{RUN}-0")
     open_attempt(log, owner="tests", workload="uid-of-another")
-    said = tmp_path / "said"
-    found = reclaim(cli, file_url, "--result-file", said)
+    summary_file = tmp_path / "summary.json"
+    found = reclaim(cli, file_url, "--result-file", summary_file)
     assert [each["run"] for each in found["kept"]] == [f"{RUN}-0"]
     assert "uid-of-another opened it since" in found["kept"][0]["why"]
-    assert json.loads(said.read_text())["retained"] == 1
+    assert json.loads(summary_file.read_text())["retained"] == 1
 
 
 def test_reclaim_job_command_on_claim(cli: Cli, tmp_path: Path) -> None:
@@ -135,21 +133,21 @@ def test_reclaim_job_command_on_claim(cli: Cli, tmp_path: Path) -> None:
     reclaim = reclaim_job.manifest(WatchedRun(workload=workload), policy)
     for run in "other", f"train-{MINE}":
         make_run(url.replace("/mnt/shared", str(tmp_path)), tmp_path / "w" / run, f"team/{run}")
-    for job, says in (rewind, "step 100"), (reclaim, f'"team/train-{MINE}"'):
+    for job, message in (rewind, "step 100"), (reclaim, f'"team/train-{MINE}"'):
         pod = job["spec"]["template"]["spec"]
         (container,) = pod["containers"]
         assert claim in pod["volumes"]
         assert {"name": "deltashard-store", "mountPath": "/mnt/shared"} in container["volumeMounts"]
         assert not [each for each in container["env"] if each["name"].startswith(("AWS_", "HTTPS_", "SSL_"))]
-        words = [
-            word.replace("$(DELTASHARD_URL)", url)
+        arguments = [
+            argument.replace("$(DELTASHARD_URL)", url)
             .replace("/mnt/shared", str(tmp_path))
-            .replace("/dev/termination-log", str(tmp_path / "said"))
-            for word in [*container["command"][1:], *container.get("args", ())]
+            .replace("/dev/termination-log", str(tmp_path / "termination-log"))
+            for argument in [*container["command"][1:], *container.get("args", ())]
         ]
-        code, text = cli(*words)
+        code, text = cli(*arguments)
         assert code == 0, text
-        assert says in text
+        assert message in text
     assert remaining(f"file://{tmp_path}/training", f"team/train-{MINE}") == 0
 
 
@@ -166,12 +164,12 @@ def test_termination_message_fits_kubelet_limit(cli: Cli, file_url: str, tmp_pat
     """The kubelet keeps 4,096 bytes of the message, and truncated JSON is unreadable."""
     for n in range(20):
         make_run(file_url, tmp_path / str(n), f"{RUN}-{n}", pins=(f"{'ä' * 200}{n}",))
-    said = tmp_path / "said"
-    assert len(reclaim(cli, file_url, "--result-file", said)["kept"]) == 20
-    assert len(said.read_bytes()) < 4096
-    word = json.loads(said.read_text())
-    assert word["retained"] == 20
-    assert 1 <= len(word["kept"]) < 20
+    summary_file = tmp_path / "summary.json"
+    assert len(reclaim(cli, file_url, "--result-file", summary_file)["kept"]) == 20
+    assert len(summary_file.read_bytes()) < 4096
+    summary = json.loads(summary_file.read_text())
+    assert summary["retained"] == 20
+    assert 1 <= len(summary["kept"]) < 20
 
 
 @pytest.mark.parametrize("hint", [True, False])
@@ -182,13 +180,13 @@ def test_run_opened_during_reclaim_is_kept(
     make_run(file_url, tmp_path / "w")
     barrier = RunLog.put_hint
 
-    def opened_before(self: RunLog, said: Hint) -> None:
-        if said == REMOVAL:
+    def opened_before(self: RunLog, hint_kind: Hint) -> None:
+        if hint_kind == REMOVAL:
             monkeypatch.setattr(RunLog, "put_hint", barrier)
             open_attempt(RunLog(open_store(file_url), RUN), owner="tests", workload="uid-of-another")
             if not hint:
                 self.store.delete([self.key("log/HINT")])
-        barrier(self, said)
+        barrier(self, hint_kind)
 
     monkeypatch.setattr(RunLog, "put_hint", opened_before)
     assert "the run is in use" in reclaim(cli, file_url)["kept"][0]["why"]

@@ -99,7 +99,7 @@ def test_documented_keys_cover_own_runs_only(
     began, weights = mine.train(STEPS)
     assert began == 0
     began, again = mine.train(STEPS)
-    assert began == STEPS, "it restored"
+    assert began == STEPS, "the second training restores"
     assert all(map(torch.equal, weights, again))
 
     def stored() -> list[tuple[str, str]]:
@@ -139,9 +139,9 @@ def test_documented_keys_cover_own_runs_only(
     assert stored() == before
 
     # Training on the other namespace's run fails with an error and writes nothing.
-    thief = Team("team-b", mine.url, mine.keys, mine.monkeypatch)
+    intruder = Team("team-b", mine.url, mine.keys, mine.monkeypatch)
     with pytest.raises(deltashard.DeltashardError, match=r"(?s)AccessDenied.*policy of the bucket"):
-        thief.train(STEPS + 2)
+        intruder.train(STEPS + 2)
     assert stored() == before
     began, _ = other.train(STEPS)
     assert began == STEPS

@@ -54,7 +54,7 @@ def last(stages: list[BuildStage], keyword: str) -> str | None:
     return found[-1] if found else None
 
 
-def words(text: str | None) -> tuple[str, ...]:
+def arguments(text: str | None) -> tuple[str, ...]:
     return () if text is None else tuple(json.loads(text))
 
 

@@ -63,13 +63,13 @@ def test_one_final_stage_for_each_image() -> None:
 def test_image_entrypoint_matches_cluster_tests(image: Published) -> None:
     """Entry point, user, search path and files of the image equal those of the cluster tests."""
     stages = dockerfile.lineage(STAGES, image.target)
-    assert dockerfile.words(dockerfile.last(stages, "ENTRYPOINT")) == image.entrypoint
+    assert dockerfile.arguments(dockerfile.last(stages, "ENTRYPOINT")) == image.entrypoint
     assert dockerfile.last(stages, "USER") == f"{cluster_name.USER_ID}:{cluster_name.USER_ID}"
     assert dockerfile.variables(stages)["PATH"].split(":")[0] == "/opt/deltashard/bin"
     copies = [text.split() for text in STAGES[image.target].all("COPY")]
     assert [f"--from={image.target}-environment", "/opt/deltashard", "/opt/deltashard"] in copies
     files: dict[str, str] = {}
-    for *sources, target in (words for words in copies if not words[0].startswith("--from")):
+    for *sources, target in (each for each in copies if not each[0].startswith("--from")):
         for source in sources:
             files[f"{target}{Path(source).name}" if target.endswith("/") else target] = source
     assert files == dict(image.files)
@@ -78,10 +78,10 @@ def test_image_entrypoint_matches_cluster_tests(image: Published) -> None:
 def test_sidecar_image_runs_injected_program() -> None:
     """The container that the webhook injects names a program of the image, which serves by default."""
     stages = dockerfile.lineage(STAGES, "sidecar")
-    assert dockerfile.words(dockerfile.last(stages, "ENTRYPOINT")) == (sidecar_container.COMMAND,)
-    assert dockerfile.words(dockerfile.last(stages, "CMD")) == ("serve",)
+    assert dockerfile.arguments(dockerfile.last(stages, "ENTRYPOINT")) == (sidecar_container.COMMAND,)
+    assert dockerfile.arguments(dockerfile.last(stages, "CMD")) == ("serve",)
     scripts = PROJECT["project"]["scripts"]
-    (webhook,) = dockerfile.words(dockerfile.last(dockerfile.lineage(STAGES, "operator"), "CMD"))
+    (webhook,) = dockerfile.arguments(dockerfile.last(dockerfile.lineage(STAGES, "operator"), "CMD"))
     assert {sidecar_container.COMMAND, webhook, "deltashard"} <= set(scripts)
 
 

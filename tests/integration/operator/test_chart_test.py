@@ -21,7 +21,7 @@ def ask(apiserver: ApiServer, http: Rest, tmp_path: Path, monkeypatch: pytest.Mo
     user = "system:serviceaccount:default:trainer"
     http.grant(user, "default", {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["create"]})
     with apiserver.http(user) as own:
-        eventually(lambda: own.create(job("probe"), dry_run=True).status == 201, what="the right in force")
+        eventually(lambda: own.create(job("probe"), dry_run=True).status == 201, what="the right is applied")
     kubeconfig = apiserver.kubeconfig_of("default", "trainer", tmp_path)
     monkeypatch.setattr(chart_test, "PAUSE_S", 0.1)
     return lambda *flags: chart_test.main([f"--kubeconfig={kubeconfig}", *flags])
@@ -44,6 +44,6 @@ def test_chart_test_polls_until_success_or_timeout(
         assert ask("--policy=default") == 0
         assert "gets the sidecar ['registry.example/deltashard-sidecar:" in capfd.readouterr().out
         change({**good, "url": "https://127.0.0.1:1/mutate"})
-        eventually(lambda: ask("--deadline-s=1") == 1, what="the change in force")
+        eventually(lambda: ask("--deadline-s=1") == 1, what="the change is applied")
         assert "not yet: POST failed: 500" in capfd.readouterr().out
         change(good)

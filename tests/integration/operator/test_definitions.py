@@ -256,7 +256,7 @@ def test_fixed_defaults_are_set_by_api(http: Rest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says", "before"),
+    ("change", "message", "before"),
     [
         ({"store": {"url": "s3://elsewhere/x"}}, "store.url never changes", {}),
         ({"store": None}, "store must not be added or removed", {}),
@@ -265,11 +265,11 @@ def test_fixed_defaults_are_set_by_api(http: Rest) -> None:
     ],
 )
 def test_store_is_immutable_but_its_access_is_not(
-    http: Rest, change: dict[str, Any], says: str, before: dict[str, Any]
+    http: Rest, change: dict[str, Any], message: str, before: dict[str, Any]
 ) -> None:
     name = http.create(policy(before)).document["metadata"]["name"]
     reply = http("PATCH", f"{root(plural='checkpointpolicies')}/{name}", {"spec": change}, content=MERGE)
-    assert (reply.status, says in reply.document.get("message", "")) == (422 if says else 200, True)
+    assert (reply.status, message in reply.document.get("message", "")) == (422 if message else 200, True)
 
 
 def test_run_status_is_stored_unchanged(http: Rest) -> None:
@@ -290,10 +290,10 @@ def test_empty_policy_is_valid(http: Rest) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("change", "says"), BAD)
-def test_invalid_policy_is_refused(http: Rest, change: dict[str, Any], says: str, kind: str) -> None:
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_invalid_policy_is_refused(http: Rest, change: dict[str, Any], message: str, kind: str) -> None:
     reply = http.create(policy(change, kind))
-    assert (reply.status, says in reply.document["message"]) == (422, True), reply.document
+    assert (reply.status, message in reply.document["message"]) == (422, True), reply.document
 
 
 def test_run_spec_is_immutable_and_status_is_subresource(http: Rest) -> None:

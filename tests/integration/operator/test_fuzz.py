@@ -175,7 +175,7 @@ def test_generated_templates(apiserver: ApiServer) -> None:
     print(validator.counts)
     assert sum(validator.counts.values()) >= 300
     assert validator.counts["injected"] > sum(validator.counts.values()) / 4
-    assert len(set(validator.counts) - {"injected", "invalid"}) >= 3, "refusals of several kinds were met"
+    assert len(set(validator.counts) - {"injected", "invalid"}) >= 3, "refusals of several kinds occur"
 
 
 @given(templates.pod_templates(), st.data())

@@ -37,29 +37,29 @@ BAD: dict[str, tuple[Any, str]] = {
     "nothing": (None, "spec: Required value"),
     "no run": ({}, "spec.runRef: Required value"),
     "a run without a name": ({"runRef": {}}, "spec.runRef.name: Required value"),
-    "a run as a word": ({"runRef": "train"}, "must be of type object"),
+    "a run as a string": ({"runRef": "train"}, "must be of type object"),
     "an empty name": ({"runRef": {"name": ""}}, NAMES),
-    "a name that cannot be": ({"runRef": {"name": "Train!"}}, NAMES),
-    "a name beyond": ({"runRef": {"name": "a" * 254}}, "Too long"),
-    "urgency as a word": ({"runRef": RUN, "urgent": "yes"}, "must be of type boolean"),
+    "an invalid name": ({"runRef": {"name": "Train!"}}, NAMES),
+    "a name that is too long": ({"runRef": {"name": "a" * 254}}, "Too long"),
+    "urgent as a string": ({"runRef": RUN, "urgent": "yes"}, "must be of type boolean"),
     "an empty pin": ({"runRef": RUN, "pin": ""}, PINS),
     "a pin with spaces": ({"runRef": RUN, "pin": "best one"}, PINS),
     "a pin that ends with a dot": ({"runRef": RUN, "pin": "best."}, PINS),
-    "a pin beyond": ({"runRef": RUN, "pin": "a" * 254}, "Too long"),
+    "a pin that is too long": ({"runRef": RUN, "pin": "a" * 254}, "Too long"),
     "a deadline as a number": ({"runRef": RUN, "deadline": 300}, "must be of type string"),
     "a deadline without a unit": ({"runRef": RUN, "deadline": "300"}, DEADLINES),
-    "days": ({"runRef": RUN, "deadline": "1d"}, DEADLINES),
-    "no time at all": ({"runRef": RUN, "deadline": "9s"}, DEADLINES),
-    "for ever": ({"runRef": RUN, "deadline": "24h1s"}, DEADLINES),
+    "a deadline in days": ({"runRef": RUN, "deadline": "1d"}, DEADLINES),
+    "a deadline below the minimum": ({"runRef": RUN, "deadline": "9s"}, DEADLINES),
+    "a deadline above the maximum": ({"runRef": RUN, "deadline": "24h1s"}, DEADLINES),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_invalid_field_is_refused_with_message(http: Rest, name: str) -> None:
-    spec, says = BAD[name]
+    spec, message = BAD[name]
     reply = http.create(asked(spec))
     assert reply.status == 422
-    assert says in reply.document["message"]
+    assert message in reply.document["message"]
 
 
 def test_spec_is_immutable_and_status_is_stored_unchanged(http: Rest) -> None:

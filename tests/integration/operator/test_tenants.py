@@ -104,14 +104,14 @@ def test_foreign_prefix_grants_no_foreign_credentials(teams: Teams) -> None:
     try:
         spec, sidecar = teams.sidecar(opted(policy="p"))
         volume = next(each for each in spec["volumes"] if each["name"] == cluster_name.STORE_VOLUME)
-        assert set(volume["secret"]) <= {"secretName", "optional", "defaultMode"}, "of the pod's namespace"
+        assert set(volume["secret"]) <= {"secretName", "optional", "defaultMode"}, "the pod's own Secret"
         values = sample.expanded(sidecar, {"metadata.namespace": teams.mine})
-        assert values["DELTASHARD_RUN"].startswith(f"{teams.mine}/"), "also under another's URL"
+        assert values["DELTASHARD_RUN"].startswith(f"{teams.mine}/"), "also under the URL of another"
         entry = next(each for each in sidecar["env"] if each["name"] == "POD_NAMESPACE")
         assert entry["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.namespace"
         spec, sidecar = teams.sidecar(opted(policy="bare"))
         assert not any(each["name"] == cluster_name.STORE_VOLUME for each in spec["volumes"]), (
-            "nor the default's Secret"
+            "the default policy's Secret is not used"
         )
         assert not any(each["name"].startswith("AWS_") for each in sidecar["env"])
     finally:
@@ -132,7 +132,7 @@ def test_webhook_answers_contain_no_secrets(teams: Teams, shared_webhook: Webhoo
     assert reply.status == 200
     response = json.loads(reply.data)["response"]
     text = json.dumps(response) + base64.b64decode(response["patch"]).decode()
-    assert "b-keys" in text, "the name, by which the kubelet finds it"
+    assert "b-keys" in text, "the answer names the Secret for the kubelet"
     assert SECRET not in text
     assert base64.b64encode(CREDENTIALS.encode()).decode() not in text
     sidecar = sample.sidecar_of(sample.applied(document, response))

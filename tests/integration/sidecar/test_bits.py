@@ -72,8 +72,8 @@ def newest(tmp_path: Path) -> Checkpoint:
 
 
 def stored(tmp_path: Path) -> dict[str, str]:
-    said = parse_metadata(newest(tmp_path).metadata[PRECISION_KEY])
-    return {table: said.of_table(f"{table}.weight") for table in ("large", "small")}
+    precision = parse_metadata(newest(tmp_path).metadata[PRECISION_KEY])
+    return {table: precision.of_table(f"{table}.weight") for table in ("large", "small")}
 
 
 def test_table_has_user_encoding(make: MakeCheckpointer, tmp_path: Path) -> None:
@@ -104,19 +104,19 @@ def test_bits_follow_budget_and_small_tables_keep_eight(make: MakeCheckpointer, 
     chosen = stored(tmp_path)
     assert chosen["small"] == "q8"
     assert chosen["large"] in ("q2", "q3", "q4")
-    told = error_ledger.parse_metadata(newest(tmp_path).metadata[error_ledger.KEY])
-    assert told.restores == 0
+    ledger = error_ledger.parse_metadata(newest(tmp_path).metadata[error_ledger.KEY])
+    assert ledger.restores == 0
     simulate_crash(ckpt)
 
     again = BitsLoop(1)
     ckpt = make(again, **options)
     assert ckpt.restore() is not None
-    assert again.error(loop, "large") == pytest.approx(told.error["large.weight"], rel=0.2)
+    assert again.error(loop, "large") == pytest.approx(ledger.error["large.weight"], rel=0.2)
     again.train(ckpt, 2)
     ckpt.save().wait(120)
-    told = error_ledger.parse_metadata(newest(tmp_path).metadata[error_ledger.KEY])
-    assert told.restores == 1
-    assert told.spent["large.weight"] == pytest.approx(again.error(loop, "large") ** 2, rel=0.5)
+    ledger = error_ledger.parse_metadata(newest(tmp_path).metadata[error_ledger.KEY])
+    assert ledger.restores == 1
+    assert ledger.spent["large.weight"] == pytest.approx(again.error(loop, "large") ** 2, rel=0.5)
     again.train(ckpt, 90)
     ckpt.save().wait(120)
     assert stored(tmp_path) == {"large": "q8", "small": "q8"}
@@ -161,6 +161,6 @@ def test_killed_sidecar_keeps_accumulated_error(
     eventually(lambda: ckpt.sidecar_pid not in (None, pid), what="another sidecar")
     again.train(ckpt, 1)
     ckpt.save().wait(120)
-    told = error_ledger.parse_metadata(newest(tmp_path).metadata[error_ledger.KEY])
-    assert told.restores == 1
-    assert told.spent.keys() == {"large.weight"}
+    ledger = error_ledger.parse_metadata(newest(tmp_path).metadata[error_ledger.KEY])
+    assert ledger.restores == 1
+    assert ledger.spent.keys() == {"large.weight"}

@@ -84,14 +84,14 @@ def test_interval_choice_is_reported_and_adopted_after_restart(
     tmp_path: Path, url: str, server: FleetServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sidecar measures first and then chooses the longest allowed interval. A restart does not measure again."""
-    said = flags(tmp_path, server, goal="auto", every_s=0.1, max_interval_s=300, metrics_port=0)
-    with sidecar(tmp_path, url, **said) as process:
+    options = flags(tmp_path, server, goal="auto", every_s=0.1, max_interval_s=300, metrics_port=0)
+    with sidecar(tmp_path, url, **options) as process:
         monkeypatch.setenv("DELTASHARD_SOCKET", str(process.socket))
         training = SmallTraining()
         # No step is trained meanwhile: the measurement needs saves, and there are none.
-        eventually(lambda: "is being measured" in decision(server).why, what="it says that it measures")
+        eventually(lambda: "is being measured" in decision(server).why, what="the report of the measurement")
         assert decision(server).value == "every 0.1 s"
-        training.until(lambda: reported_interval_s(server) == 300.0, "a choice")
+        training.until(lambda: reported_interval_s(server) == 300.0, "the chosen interval")
         shown = decision(server)
         assert (shown.goal, shown.value, shown.proposed) == ("auto", "every 300 s", "every 300 s")
         assert shown.bound == "not above 5 min (the longest that the user allows)"
@@ -102,8 +102,8 @@ def test_interval_choice_is_reported_and_adopted_after_restart(
         page = process.metrics_page()
         assert 'deltashard_interval_seconds{which="effective"} 300.0' in page
         assert 'deltashard_intervals_decided_total{cause="measured"} 1.0' in page
-        told = lambda: "every 300 s (goal auto)" in str(training.ckpt.doctor())  # noqa: E731
-        training.until(told, "the trainer is told")
+        shows_interval = lambda: "every 300 s (goal auto)" in str(training.ckpt.doctor())  # noqa: E731
+        training.until(shows_interval, "doctor() shows the interval")
         training.ckpt.save().wait(120)
         assert newest(url).held is not None
         assert newest(url).evidence.lossy == 0
@@ -111,13 +111,13 @@ def test_interval_choice_is_reported_and_adopted_after_restart(
     server.reports.clear()
     again = tmp_path / "again"
     again.mkdir()
-    with sidecar(again, url, **said) as process:
+    with sidecar(again, url, **options) as process:
         monkeypatch.setenv("DELTASHARD_SOCKET", str(process.socket))
         training = SmallTraining()
-        training.until(lambda: reported_interval_s(server) == 300.0, "the choice of before")
+        training.until(lambda: reported_interval_s(server) == 300.0, "the adopted interval")
         assert decision(server).value == "every 300 s"
-        said_s = [decision.why for report in server.reports for decision in report.run.decisions]
-        assert not any("is being measured" in why for why in said_s)
+        reasons = [decision.why for report in server.reports for decision in report.run.decisions]
+        assert not any("is being measured" in why for why in reasons)
         assert server.last.run.measured.saves >= MIN_SAVES
         assert [each["event"] for each in process.events() if each["event"] == "profile.adopted"] != []
         assert "measured" not in {each["cause"] for each in decided(process)}

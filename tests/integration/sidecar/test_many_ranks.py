@@ -173,13 +173,13 @@ def test_bits_are_chosen_for_all_ranks_sharing_a_sidecar(tmp_path: Path, count: 
             return
         assert set(chosen.values()) <= {"q2", "q3", "q4"}
         assert "q8" in {stored.of_table(f"rank{rank}.small.weight") for rank in range(4)}
-        told = error_ledger.parse_metadata(entry.metadata[error_ledger.KEY])
-        assert told.error.keys() >= {f"rank{rank}.big.weight" for rank in range(4)}
+        ledger = error_ledger.parse_metadata(entry.metadata[error_ledger.KEY])
+        assert ledger.error.keys() >= {f"rank{rank}.big.weight" for rank in range(4)}
         wanted = [model.tables[0].weights.copy() for model in group.models]
         group.restore(seq)
         for rank, (model, held) in enumerate(zip(group.models, wanted, strict=True)):
             off = np.linalg.norm(model.tables[0].weights - held) / np.linalg.norm(held)
-            assert off == pytest.approx(told.error[f"rank{rank}.big.weight"], rel=0.2)
+            assert off == pytest.approx(ledger.error[f"rank{rank}.big.weight"], rel=0.2)
 
 
 def test_ranks_read_common_and_own_blobs(
@@ -248,7 +248,7 @@ def test_ranks_at_different_steps_make_no_checkpoint(tmp_path: Path) -> None:
         group.models[0].train()
         for trainer in group.trainers:
             trainer.snapshot_id += 1
-        eventually(lambda: snapshots[1] in group.trainers[1].failures, what="the other rank hears of it, too")
+        eventually(lambda: snapshots[1] in group.trainers[1].failures, what="the other rank's failure")
         seq = group.save_and_commit()
         _assert_holds(url, seq, group.models)
         assert state_of(url).checkpoints.keys() == {base, seq}

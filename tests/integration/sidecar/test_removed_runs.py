@@ -42,11 +42,11 @@ def test_removed_run_is_detected_and_not_written(process: SidecarProcess, url: s
     number = trainer.save()
     failure = eventually(lambda: trainer.failures.get(number))
     assert failure.cause == "removed"
-    for said in ("run 'run' was removed", url.partition("?")[0], "`deltashard rm ", "restart"):
-        assert said in failure.message
+    for part in ("run 'run' was removed", url.partition("?")[0], "`deltashard rm ", "restart"):
+        assert part in failure.message
     left = keys(log)
     assert left
-    assert all(key.startswith("run/data/") for key in left), "what was under way when it was noticed"
+    assert all(key.startswith("run/data/") for key in left), "packs of the save in progress"
     assert incomplete_state(log.store, "run/") is IncompleteState.NO_LOG
     # Nothing more is written: no save, no closing marker, no maintenance. The trainer is not fenced.
     for urgent in (False, True):
@@ -55,7 +55,7 @@ def test_removed_run_is_detected_and_not_written(process: SidecarProcess, url: s
     assert trainer.stub.Notify(pb.NotifyRequest(reason="eviction", deadline_s=9)).trainers == 0
     assert trainer.fenced == []
     assert 'deltashard_save_failures_total{cause="removed"} 3.0' in process.metrics_page(), (
-        "an alert counts these"
+        "the alert counts these failures"
     )
     assert keys(log) == left
     # A restarted trainer begins the run from the start, also after rm removed the rest.

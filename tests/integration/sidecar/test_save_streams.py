@@ -76,9 +76,7 @@ def test_snapshot_larger_than_arena(tmp_path: Path, url: str) -> None:
         trainer = Trainer(process.socket, FakeModel(rows=300_000, columns=32))
         trainer.open()
         snapshot = trainer.begin()
-        assert snapshot.begun.stall_budget_s == 0, (
-            "it can only go on as fast as it is encoded: no limit from the start"
-        )
+        assert snapshot.begun.stall_budget_s == 0, "a snapshot larger than the arena has no stall budget"
         snapshot.write_all()
         snapshot.seal()
         assert snapshot.blocks_used * 8 > 64

@@ -57,7 +57,7 @@ def test_command_line(tmp_path: Path, url: str) -> None:
             assert subprocess.run(hook, check=False).returncode == 0
             return '"trainers.notified"' in log.read_text()
 
-        eventually(notified, what="the sidecar hears of the hook")
+        eventually(notified, what="the sidecar logs the notification")
         second = subprocess.run([*command, "serve", *flags], capture_output=True, check=False)
         assert second.returncode == EXIT_ALREADY_RUNNING
         assert json.loads(ready.read_text())["pid"] == first.pid
@@ -80,13 +80,13 @@ def test_hung_sidecar_is_unhealthy(process: SidecarProcess, monkeypatch: pytest.
     def healthy() -> bool:
         return main.health(["--socket", str(process.socket)]) == 0
 
-    eventually(healthy, what="it serves")
+    eventually(healthy, what="the sidecar is healthy")
     process.signal(signal.SIGSTOP)
     try:
-        eventually(lambda: not healthy(), what="it stands still")
+        eventually(lambda: not healthy(), what="the stopped sidecar is unhealthy")
     finally:
         process.signal(signal.SIGCONT)
-    eventually(healthy, what="it goes on")
+    eventually(healthy, what="the continued sidecar is healthy")
 
 
 def test_killed_trainer_is_detached(tmp_path: Path, url: str) -> None:
@@ -186,10 +186,10 @@ def test_warm_start_uses_source_checkpoint_or_fails(tmp_path: Path, url: str) ->
         state = trainer.model.state()
         trainer.model.train()
         trainer.save_and_commit()
-    said = warm_start_error(tmp_path, url, "nobody")
-    assert "cannot begin with latest of run 'nobody': there is no such run in the store" in said
-    said = warm_start_error(tmp_path, url, "source@worst")
-    assert "cannot begin with pin:worst of run 'source': no live, valid checkpoint pin:worst" in said
+    error = warm_start_error(tmp_path, url, "missing")
+    assert "cannot begin with latest of run 'missing': there is no such run in the store" in error
+    error = warm_start_error(tmp_path, url, "source@worst")
+    assert "cannot begin with pin:worst of run 'source': no live, valid checkpoint pin:worst" in error
     assert "restore(from_run='source')" in warm_start_error(tmp_path, url, "source@best", from_run="source")
     assert "fresh=True" in warm_start_error(tmp_path, url, "source@best", which="none")
     assert list(open_store(url).list("warm/")) == []
@@ -204,7 +204,7 @@ def test_warm_start_uses_source_checkpoint_or_fails(tmp_path: Path, url: str) ->
         trainer.close()
         trainer = Trainer(process.socket, FakeModel())
         assert trainer.open(from_run="source").HasField("resume_seq"), (
-            "the run has a log: the script's word counts"
+            "the run has a log, so the script's from_run does not conflict"
         )
         assert trainer.open().resume_seq == own.seq
         trainer.close()
@@ -230,7 +230,7 @@ def test_run_size_is_bounded(tmp_path: Path, url: str) -> None:
             snapshots = {info.key.rpartition("/")[0] for info in open_store(url).list("run/data/")}
             return len(live) == 2 and len(snapshots) <= 3
 
-        eventually(settled, what="old checkpoints are gone")
+        eventually(settled, what="old checkpoints are deleted")
         trainer.assert_restores(commit.seq, state)
 
 
@@ -257,7 +257,7 @@ def test_fenced_sidecar_stops_maintenance(tmp_path: Path, url: str) -> None:
         counted = re.compile(r'^deltashard_maintenance_total\{.*task="gc"\} (\S+)', re.MULTILINE)
         eventually(
             lambda: sum(map(float, counted.findall(process.metrics_page()))) > 1,
-            what="the round of the last commits",
+            what="the maintenance round of the last commits",
         )
         state = log.refresh()
         assert state.newest().seq == first.seq

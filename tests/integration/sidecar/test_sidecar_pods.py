@@ -64,7 +64,7 @@ def test_second_live_workload_fences_first(tmp_path: Path, url: str) -> None:
         with pytest.raises(SaveStreamFailed, match="taken_over: .*job-b") as refused:
             earlier.save_and_commit()
         assert refused.value.cause == "taken_over"
-        eventually(lambda: earlier.fenced, what="the notice")
+        eventually(lambda: earlier.fenced, what="the notice of the takeover")
         with pytest.raises(SaveStreamFailed, match="taken_over"):
             earlier.begin()
         for _ in range(3):
@@ -83,10 +83,10 @@ def test_second_live_workload_fences_first(tmp_path: Path, url: str) -> None:
 def test_returning_replaced_pod_stays_fenced(tmp_path: Path, url: str) -> None:
     """A pod of a lost node is fenced at its next save, and its restarted containers cannot open the run."""
     with (
-        sidecar(runtime_dir(tmp_path, "a"), url, **pod(**{"pod-uid": "one"})) as zombie,
+        sidecar(runtime_dir(tmp_path, "a"), url, **pod(**{"pod-uid": "one"})) as replaced,
         sidecar(runtime_dir(tmp_path, "b"), url, **pod(**{"pod-uid": "two"})) as replacement,
     ):
-        old = Trainer(zombie.socket, FakeModel())
+        old = Trainer(replaced.socket, FakeModel())
         old.open()
         old.save_and_commit()
         new = Trainer(replacement.socket, FakeModel())
@@ -161,7 +161,7 @@ def test_marker_is_removed_with_trainer_without_urgent_save(tmp_path: Path, url:
         store = open_store(url)
         for gone in ("detached", "killed"):
             trainer.save_and_commit()
-            # The timer has run, so the sidecar knows that this trainer is alive.
+            # The timer has run, so the sidecar has counted this trainer as live.
             eventually(lambda: trainer.arena.line(0)[SAVE_AT_STEP] != NEVER)
             trainer.stub.Notify(pb.NotifyRequest(reason="stopping", deadline_s=60), timeout=60)
             eventually(lambda: list(store.list("ns/job/closing/")), what="the marker")

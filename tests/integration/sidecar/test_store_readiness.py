@@ -86,9 +86,9 @@ def test_late_secret_is_used_without_restart(
         trainer.close()
     root, kind = runtime_dir(tmp_path, "patient"), fleet.INCIDENT_KIND_CREDENTIALS_MISSING
     with sidecar(root, url, environment=from_file(path), **flags) as process:
-        with delayed_open(process, server, kind, "credentials_ok") as told:
-            assert str(path) in told.message
-            eventually(lambda: server.last.pod.store_ok, what="not the store's fault")
+        with delayed_open(process, server, kind, "credentials_ok") as incident:
+            assert str(path) in incident.message
+            eventually(lambda: server.last.pod.store_ok, what="store_ok remains")
             credentials(path, own_minio.access_key, own_minio.secret_key)
 
 
@@ -117,7 +117,7 @@ def test_rotated_credentials_are_picked_up(
         trainer.model.train()
         state = trainer.model.state()
         commit = trainer.save_and_commit()
-        eventually(lambda: server.last.pod.store_ok, what="well again")
+        eventually(lambda: server.last.pod.store_ok, what="store_ok is true")
         assert "denied" in {i.cause for i in server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE)}
         trainer.assert_restores(commit.seq, state)
 
@@ -127,24 +127,24 @@ def test_open_waits_for_late_store(
     tmp_path: Path, store: str, server: FleetServer, request: pytest.FixtureRequest
 ) -> None:
     """The bucket is missing, or the mounted claim belongs to another user. Open waits and reports the reason."""
-    mend: Callable[[], object]
+    repair: Callable[[], object]
     if store == "bucket":
         minio = request.getfixturevalue("own_minio")
-        url, cause, says = minio.url("made-later"), "bucket_missing", "create the bucket"
-        mend = lambda: minio.client().make_bucket("made-later")  # noqa: E731
+        url, cause, message = minio.url("made-later"), "bucket_missing", "create the bucket"
+        repair = lambda: minio.client().make_bucket("made-later")  # noqa: E731
     else:
         mount = tmp_path / "mount"
         mount.symlink_to("/sys/kernel")  # where even root cannot create a directory
         (tmp_path / "volume").mkdir()
         (tmp_path / "next").symlink_to("volume")
         url, cause = f"file://{mount}/training", "denied"
-        says = f"let user {os.geteuid()} read and write in the store's directory"
-        mend = lambda: (tmp_path / "next").rename(mount)  # noqa: E731
+        message = f"let user {os.geteuid()} read and write in the store's directory"
+        repair = lambda: (tmp_path / "next").rename(mount)  # noqa: E731
     with sidecar(tmp_path, url, **pod(**server.flags(tmp_path))) as process:
-        with delayed_open(process, server, fleet.INCIDENT_KIND_STORE_UNAVAILABLE, "store_ok") as told:
-            assert told.cause == cause
-            assert says in told.message
-            mend()
+        with delayed_open(process, server, fleet.INCIDENT_KIND_STORE_UNAVAILABLE, "store_ok") as incident:
+            assert incident.cause == cause
+            assert message in incident.message
+            repair()
 
 
 @pytest.mark.skipif(bool(mount_error()), reason=mount_error())
@@ -195,7 +195,7 @@ def test_save_survives_full_and_unavailable_store(
         manage.bucket_quota_clear(bucket)
         trainer.model.train()
         trainer.save_and_commit()
-        eventually(lambda: server.last.pod.store_ok, what="room again")
+        eventually(lambda: server.last.pod.store_ok, what="store_ok is true")
         own_minio.stop()
         trainer.model.train()
         state = trainer.model.state()
@@ -203,12 +203,12 @@ def test_save_survives_full_and_unavailable_store(
         eventually(lambda: process.blocks("free") == 8, what="every block is free although nothing uploads")
         with pytest.raises(SaveStreamFailed, match="busy"):
             trainer.begin()
-        eventually(lambda: not server.last.pod.store_ok, what="down")
+        eventually(lambda: not server.last.pod.store_ok, what="store_ok is false")
         down = lambda: server.incidents(kind)[-1].cause == "unavailable"  # noqa: E731
         eventually(down, what="the incident is reported")
         own_minio.start()
         commit = trainer.committed(number)
-        eventually(lambda: server.last.pod.store_ok, what="up again")
+        eventually(lambda: server.last.pod.store_ok, what="store_ok is true")
         trainer.assert_restores(commit.seq, state)
 
 

@@ -48,13 +48,13 @@ class TrackedTrainer:
         commit = self.trainer.save_and_commit()
         self.states[commit.seq] = model.state()
 
-        def kept_house() -> bool:
+        def compacted() -> bool:
             state = self.state()
             newest = state.newest()
-            owed = [seq for seq in newest.covered if not state.checkpoints[seq].baseline]
-            return all(seq in state.compactions for seq in owed)
+            needed = [seq for seq in newest.covered if not state.checkpoints[seq].baseline]
+            return all(seq in state.compactions for seq in needed)
 
-        eventually(kept_house, what="what the snapshot builds on is compacted")
+        eventually(compacted, what="the compaction of the covered checkpoints")
         return commit
 
     def check(self) -> None:
@@ -81,61 +81,61 @@ class TrackedTrainer:
 
 def test_compaction_makes_baselines_after_first_snapshot(tmp_path: Path, url: str) -> None:
     with sidecar(tmp_path, url, **FLAGS) as process:
-        life = TrackedTrainer(process, url)
-        commits = [life.save() for _ in range(14)]
+        tracked = TrackedTrainer(process, url)
+        commits = [tracked.save() for _ in range(14)]
         assert [commit.baseline for commit in commits] == [True] + [False] * 13
-        state = life.state()
+        state = tracked.state()
         assert len(state.compactions) >= 2
         assert len({link.seq for link in chain(state, commits[-1].seq)}) == 2
-        assert all(why.startswith("synthetic baseline: ") for why in life.decided())
+        assert all(why.startswith("synthetic baseline: ") for why in tracked.decided())
         covered = [state.checkpoints[commit.seq].covered for commit in commits[1:]]
-        assert len(set(covered)) == 1 + len(life.decided())
+        assert len(set(covered)) == 1 + len(tracked.decided())
         line = f'deltashard_compactions_total{{why="deferred"}} {len(state.compactions)}.0'
         eventually(lambda: line in process.metrics_page(), what=line)
-        life.check()
+        tracked.check()
         # It reads them through the compaction and continues from there.
-        rows = life.save(0.02).rows
+        rows = tracked.save(0.02).rows
         assert rows < 340 * 0.8
-        life.check()
-        life.trainer.close()
+        tracked.check()
+        tracked.trainer.close()
 
 
 def test_snapshots_are_full_without_synthetic_baselines(tmp_path: Path, url: str) -> None:
     with sidecar(tmp_path, url, **{**FLAGS, "synthetic-baselines": "no"}) as process:
-        life = TrackedTrainer(process, url)
-        assert sum(life.save().baseline for _ in range(7)) == 2
-        assert not life.state().compactions
-        assert not life.decided()
-        life.check()
-        life.trainer.close()
+        tracked = TrackedTrainer(process, url)
+        assert sum(tracked.save().baseline for _ in range(7)) == 2
+        assert not tracked.state().compactions
+        assert not tracked.decided()
+        tracked.check()
+        tracked.trainer.close()
 
 
 def test_raised_bits_make_next_snapshot_a_baseline(tmp_path: Path, url: str, server: FleetServer) -> None:
     """A directive raises the bits from 2 to 8. The restored state equals that of a run with 8 bits."""
     flags = {**FLAGS, **server.flags(tmp_path), **pod(), "encoding": "q2"}
     with sidecar(tmp_path, url, **flags) as process:
-        life = TrackedTrainer(process, url, run="ns/job")
-        life.save()
-        coarse = life.save(0.1)
-        said = life.state().checkpoints[coarse.seq].metadata[PRECISION_KEY]
-        assert said == '{"state":"fp32","weights":{"*":"q2"}}'
+        tracked = TrackedTrainer(process, url, run="ns/job")
+        tracked.save()
+        coarse = tracked.save(0.1)
+        precision = tracked.state().checkpoints[coarse.seq].metadata[PRECISION_KEY]
+        assert precision == '{"state":"fp32","weights":{"*":"q2"}}'
         server.set_reply(directive=fleet.Directive(id=1, policy=pb.Policy(encoding="q8")))
         eventually(lambda: server.last.pod.directive == 1, what="the directive is in force")
-        raised = life.save(0.1)
+        raised = tracked.save(0.1)
         assert raised.baseline
-        entry = life.state().checkpoints[raised.seq]
+        entry = tracked.state().checkpoints[raised.seq]
         assert "baseline (bits raised: q2 to q8)" in entry.directive
-        assert life.decided() == ["bits raised: q2 to q8"]
-        delta = life.save(0.1)
+        assert tracked.decided() == ["bits raised: q2 to q8"]
+        delta = tracked.save(0.1)
         assert not delta.baseline
         assert entry.metadata[PRECISION_KEY] == '{"state":"fp32","weights":{"*":"q8"}}'
-        life.trainer.close()
+        tracked.trainer.close()
 
 
 @pytest.mark.parametrize(("differential", "baseline"), [("one-shot", False), ("consecutive", True)])
 def test_bits_lowered_and_raised_again(tmp_path: Path, url: str, differential: str, baseline: bool) -> None:
     """A delta over the fine baseline contains all coarse rows. A delta over the coarse delta would omit them."""
-    said = []
+    stored = []
     for encoding in ("q8", "q2", "q8"):
         with sidecar(
             tmp_path, url, **{**FLAGS, "encoding": encoding, "differential": differential}
@@ -146,6 +146,6 @@ def test_bits_lowered_and_raised_again(tmp_path: Path, url: str, differential: s
             trainer.model.train(0.1)
             commit = trainer.save_and_commit()
             entry = RunLog(open_store(url), "run").refresh().checkpoints[commit.seq]
-            said.append((commit.baseline, entry.metadata[PRECISION_KEY].split('"')[-2]))
+            stored.append((commit.baseline, entry.metadata[PRECISION_KEY].split('"')[-2]))
             trainer.close()
-    assert said == [(True, "q8"), (False, "q2"), (baseline, "q8")]
+    assert stored == [(True, "q8"), (False, "q2"), (baseline, "q8")]

@@ -61,12 +61,10 @@ def test_replaced_optimizer_is_reported_within_a_minute(
         given = run.tables, run.dense
         run.tables = torch.optim.SGD([run.model.items.weight], lr=0.1)
         run.dense = torch.optim.SGD(run.model.head.parameters(), lr=0.1)
-        eventually(
-            lambda: run.train() or run.ckpt._wiring.records.watchdog.blocked, what="a save that is due"
-        )
+        eventually(lambda: run.train() or run.ckpt._wiring.records.watchdog.blocked, what="a due save")
         assert not run.kinds("save_blocked")
-        said = str(run.ckpt.doctor())
-        assert "no step of an optimizer given to the Checkpointer" in said
+        report = str(run.ckpt.doctor())
+        assert "no step of an optimizer given to the Checkpointer" in report
         run.advance(MIN_BLOCKED_S + 1)
         (facts,) = run.kinds("save_blocked")
         assert facts["reason"] == BlockReason.ACCUMULATING
@@ -98,4 +96,4 @@ def test_unsavable_state_is_reported_as_reason(folder: Path, caplog: pytest.LogC
         assert "state['progress']" in facts["message"]
         with pytest.raises(SaveFailed, match=r"is not durable.*state\['progress'\]"):
             run.ckpt.close(deadline_s=60)
-    assert run.ckpt.stats.failures.total() <= failures + 4, "close() does not try again and again"
+    assert run.ckpt.stats.failures.total() <= failures + 4, "close() retries at most a few times"

@@ -106,7 +106,7 @@ def test_grown_table_and_replaced_optimizer_are_in_next_baseline(
 
     model, first = made(torch.optim.SparseAdam)
     held: list[torch.optim.Optimizer] = [first]
-    with checkpointer((model, held)) as ckpt:  # type: ignore[arg-type]  # a list that the script goes on to change
+    with checkpointer((model, held)) as ckpt:  # type: ignore[arg-type]  # the script changes this list later
         assert ckpt.restore() is None
         train((model, held[0]), ckpt, range(2))
         ckpt.save().wait(60)

@@ -113,7 +113,7 @@ def _values(folder: Path, seq: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 def _check(folder: Path) -> list[int]:
     """Assert that every `since` is correct, and return the checkpoints that have one."""
     store = _store(folder)
-    said = []
+    with_since = []
     for seq, entry in _checkpoints(folder).items():
         (part,) = entry.parts
         index = _index(store, part.index_key)
@@ -124,7 +124,7 @@ def _check(folder: Path) -> list[int]:
         (since,) = marked
         assert since is not None
         assert since < seq
-        said.append(seq)
+        with_since.append(seq)
         before, now = _values(folder / "store", since), _values(folder / "store", seq)
         for table in TABLES:
             differ = np.zeros(len(now[table][0]), bool)
@@ -143,7 +143,7 @@ def _check(folder: Path) -> list[int]:
             every = np.concatenate([fresh, others])
             repeated = len(every) - sum(place.rows for place in mine)
             assert repeated == len(every) - len(np.unique(every)), (seq, table)
-    return said
+    return with_since
 
 
 @pytest.mark.parametrize(("encoding", "differential"), [("q4", "one-shot"), ("fp32", "consecutive")])
@@ -162,7 +162,7 @@ def test_since_is_omitted_where_invalid_or_redundant(
 def test_rows_of_failed_save_are_new_in_next_one(
     make: MakeCheckpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sidecar dies after it stored the third save except the commit. The next save's `since` is the second."""
+    """The sidecar is killed after it stored the third save except the commit. The next save's `since` is the second."""
     monkeypatch.setenv("DELTASHARD_CRASH_AT", "index.after_put:3")
     rng = np.random.default_rng(3)
     loop = SparseWriteLoop()
@@ -213,7 +213,7 @@ def test_since_is_correct_for_any_program(
     encoding: str,
     differential: str,
 ) -> None:
-    """Steps alternate with saves that are copied ahead, requested saves, and programs that die and resume."""
+    """Steps alternate with saves that are copied ahead, requested saves, and programs that are killed and resume."""
     monkeypatch.setattr(precopy, "MIN_PRECOPY_TABLE_BYTES", 0)
     monkeypatch.setattr(precopy_scheduler, "MIN_PRECOPY_BYTES", 0)
     folder = tmp_path_factory.mktemp("program")
@@ -304,8 +304,8 @@ def test_verify_finds_changed_row_missing_from_since(
         if not fresh or ids is None or not snapshot.fqn.startswith("large"):
             whole(writer, snapshot, start=start, fresh=fresh, duplicated=duplicated)
             return
-        for some, said in ((ids[:1], True), (ids[1:], False)):
-            whole(writer, replace(snapshot, selection=RowSelection(all=False, ids=some)), fresh=said)
+        for some, marked in ((ids[:1], True), (ids[1:], False)):
+            whole(writer, replace(snapshot, selection=RowSelection(all=False, ids=some)), fresh=marked)
 
     monkeypatch.setattr(BlockWriter, "table", table)
     loop.step(ckpt, rng)
@@ -316,4 +316,4 @@ def test_verify_finds_changed_row_missing_from_since(
     assert problem.object == entry.parts[0].index_key
     assert "rows of large.weight" in problem.what
     assert problem.checkpoints == (seq,)
-    assert seq in found.restored, "it restores all the same"
+    assert seq in found.restored, "the checkpoint was restored"

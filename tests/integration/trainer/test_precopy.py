@@ -68,7 +68,7 @@ class PrecopyProgram(PrecopiedProgram):
 
     def to_next_snapshot(self) -> None:
         before = self.ckpt.stats.snapshots
-        self.train_until(lambda: self.ckpt.stats.snapshots > before, "its snapshot")
+        self.train_until(lambda: self.ckpt.stats.snapshots > before, "the next snapshot")
 
     @property
     def inconsistent(self) -> list[dict[str, Any]]:
@@ -167,7 +167,7 @@ def test_rows_changed_during_precopy_are_reported_and_resaved(
     assert not newest_is(program, step)
     seq = program.ckpt.stats.last_commit.seq
     program.train()
-    assert max(program.snapshots) <= step + 1, "at once"
+    assert max(program.snapshots) <= step + 1, "the next save follows immediately"
     program.wait_idle()
     (facts,) = program.inconsistent
     assert (facts["step"], facts["tables"]) == (step, {"first.weight": (5,)})
@@ -179,7 +179,7 @@ def test_rows_changed_during_precopy_are_reported_and_resaved(
     assert "its trainer found wrong rows" in running(capsys)("inspect", where, "-c", f"seq:{seq}")[1]
     assert "its trainer found" not in running(capsys)("inspect", where)[1]
     program.ckpt.save().wait(60)
-    assert INCONSISTENT_KEY not in program.newest().metadata, "it is named once"
+    assert INCONSISTENT_KEY not in program.newest().metadata, "only the next checkpoint names the snapshot"
 
 
 def test_close_resaves_rows_changed_during_precopy(make: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -203,15 +203,13 @@ def test_failed_comparison_is_reported(
 
     monkeypatch.setattr(precopy.TablePrecopy, "compare", fails)
     program = make(every_steps=10)
-    program.train_until(
-        lambda: program.ckpt.stats.audit_faults == 1, "a snapshot after one with a head start"
-    )
+    program.train_until(lambda: program.ckpt.stats.audit_faults == 1, "a snapshot after one with copied rows")
     assert [facts["mode"] for name, facts in program.messages if name == "snapshot"][-1] == "all"
     program.wait_idle()
     assert "could not be compared with the live rows (MemoryError: none left)" in caplog.text
-    program.train_until(lambda: program.ckpt._outcomes.comparison.job is not None, "one more")
+    program.train_until(lambda: program.ckpt._outcomes.comparison.job is not None, "the next comparison")
     faults, snapshots = program.ckpt.stats.audit_faults, program.ckpt.stats.snapshots
-    program.train_until(lambda: not program.ckpt._outcomes.in_flight, "its commit")
+    program.train_until(lambda: not program.ckpt._outcomes.in_flight, "the commit in flight")
     program.ckpt.close()
     assert program.ckpt.stats.audit_faults > faults
     assert program.ckpt.stats.snapshots > snapshots
@@ -227,7 +225,7 @@ def test_more_rows_than_blocks(make: Any) -> None:
         program.wait_for_copy()  # otherwise its step may overtake it
         return program.ckpt.stats.precopy.discarded["arena full"] >= 2
 
-    program.train_until(twice_full, "two snapshots that filled the arena ahead")
+    program.train_until(twice_full, "two snapshots whose copies filled the arena")
     assert program.ckpt.stats.precopy.snapshots >= 2
     program.wait_idle()
     program.check()
@@ -247,7 +245,7 @@ def test_sidecar_killed_during_precopy(make: Any, when: str) -> None:
     program.train_until(lambda: "attached" in [name for name, _ in program.messages[1:]], "another sidecar")
     program.train()
     program.ckpt.save().wait(60)
-    program.train_until(lambda: program.ckpt.stats.precopy.snapshots >= 2, "a snapshot with a head start")
+    program.train_until(lambda: program.ckpt.stats.precopy.snapshots >= 2, "a snapshot with copied rows")
     program.wait_idle()
     program.check()
 

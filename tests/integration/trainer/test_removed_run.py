@@ -42,13 +42,13 @@ def test_new_run_over_existing_data_warns(
     again = make(ToyLoop(), every_s=0)
     with caplog.at_level(logging.WARNING, "deltashard"):
         again.restore()
-    assert "begins anew" not in caplog.text
+    assert "starts without a log" not in caplog.text
     again.close()
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("notified", [True, False])
 def test_training_continues_and_close_returns_after_removal(
-    make: MakeCheckpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, told: bool
+    make: MakeCheckpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, notified: bool
 ) -> None:
     loop = ToyLoop()
     ckpt = make(loop, every_s=0)
@@ -58,7 +58,7 @@ def test_training_continues_and_close_returns_after_removal(
     log = RunLog(open_store(f"file://{tmp_path}/store"), "r")
     removal.remove(log)
     loop.train(1, ckpt)
-    if told:
+    if notified:
         with pytest.raises(SaveFailed, match="run 'r' was removed"):
             ckpt.save().wait(120)
         left = [info.key for info in log.store.list("")]
@@ -67,13 +67,13 @@ def test_training_continues_and_close_returns_after_removal(
             ckpt.save().wait(120)
     with caplog.at_level(logging.WARNING, "deltashard"), pytest.raises(SaveFailed) as raised:
         ckpt.close(deadline_s=FOREVER_S)
-    assert f"step {8 if told else 3} is not durable" in str(raised.value)
+    assert f"step {8 if notified else 3} is not durable" in str(raised.value)
     assert "run 'r' was removed" in str(raised.value)
     assert "`deltashard rm " in str(raised.value)
-    said = [record.getMessage() for record in caplog.records if "was removed" in record.getMessage()]
-    assert len(said) == 1
-    assert "saving stopped at step" in said[0]
-    if told:
+    warnings = [record.getMessage() for record in caplog.records if "was removed" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "saving stopped at step" in warnings[0]
+    if notified:
         assert [info.key for info in log.store.list("")] == left
     removal.remove(log)
     assert list(log.store.list("")) == []

@@ -84,11 +84,11 @@ def test_trainer_on_synthetic_baselines_resumes_exactly(make: MakeCheckpointer, 
         read.refresh()
         return read
 
-    for life in range(3):
-        loop = ToyLoop(seed=life)
+    for process in range(3):
+        loop = ToyLoop(seed=process)
         ckpt = make(loop, content_hash=True, sidecar={"maintenance_interval_s": 0})
         restored = ckpt.restore()
-        assert (restored is None) == (life == 0)
+        assert (restored is None) == (process == 0)
         assert restored is None or restored.verified
         made = len(log().state.compactions)
         for _ in range(40):
@@ -96,7 +96,7 @@ def test_trainer_on_synthetic_baselines_resumes_exactly(make: MakeCheckpointer, 
             commit = ckpt.save().wait(120)
             # More saves, while a slow machine compacts this save's base, would end with a full one.
             for seq in log().state.checkpoints[commit.seq].covered:
-                eventually(lambda seq=seq: not compactable(log().state, seq), what="what was owed is made")
+                eventually(lambda seq=seq: not compactable(log().state, seq), what="the pending compaction")
             if len(log().state.compactions) > made + 1:
                 break
         else:

@@ -73,9 +73,7 @@ def admit(plane: ControlPlane, webhook_page: Any, *, per_s: float, duration_s: f
             if (early_s := due_s - time.monotonic()) > 0:
                 time.sleep(early_s)  # fixed times hold the rate
             document = (
-                workload.job(f"asked-{number}", pods=1, node="node-0")
-                if number % 2
-                else _pod(f"asked-{number}")
+                workload.job(f"job-{number}", pods=1, node="node-0") if number % 2 else _pod(f"job-{number}")
             )
             sent_s = time.monotonic()
             reply = plane.rest.create(document, dry_run=True)

@@ -1,12 +1,12 @@
 """A cluster without kubelets: etcd, API server, Job controller, kwok for the nodes, and the chart rendered by Helm.
 
 The chart is complete except for its pods: service accounts and their permissions, custom resources, the webhook's
-configuration, empty Secrets. The pods are processes (`operators`), each with the token of its service account, so that
+configuration, empty Secrets. The pods are processes (`operator_process`), each with the token of its service account, so that
 a missing permission fails here, too. Two things differ from a real cluster: the webhook's Service becomes a name
 for loopback, and its calls have a longer timeout. The API server calls it and checks the certificate for the Service's
 name.
 
-The API server logs the requests of both accounts, including reads, before it answers them (`audits`).
+The API server logs the requests of both accounts, including reads, before it answers them (`audit`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class OperatorService:
         self.folder.mkdir()
         assert plane.mount("configmaps", "deltashard-default-policy", self.folder)
         self.metrics_port = free_port()
-        words = {
+        options = {
             "host": "127.0.0.1",
             "metrics-port": self.metrics_port,
             "default-policy": self.folder / "policy.yaml",
@@ -37,7 +37,7 @@ class OperatorService:
         } | {key.replace("_", "-"): value for key, value in flags.items()}
         self.process = LoggedProcess(
             name,
-            [sys.executable, *program, *(f"--{key}={value}" for key, value in words.items())],
+            [sys.executable, *program, *(f"--{key}={value}" for key, value in options.items())],
             folder=plane.folder,
             env=os.environ | {"PYTHONUNBUFFERED": "1", "MALLOC_ARENA_MAX": "2"},  # as the chart sets it
         )

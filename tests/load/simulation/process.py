@@ -44,7 +44,7 @@ class LoggedProcess:
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
-        self._command = [str(word) for word in command]
+        self._command = [str(each) for each in command]
         self._env = env
         self._running: subprocess.Popen[bytes] | None = None
 

@@ -1,16 +1,16 @@
-"""Sidecars by the thousand: one process, one event loop, a TLS connection for each report, from the pod's own address.
+"""Thousands of simulated sidecars in one process and event loop; each report has its own TLS connection and address.
 
-Each says what a sidecar says of a training that goes well: restoring, training, commits at the same moments in all pods
-of a run, steps that rise, an ordered save that is durable at once. When it reports is decided by the sidecar's own rules
-(`deltashard_sidecar.fleet.report_schedule`); only the data path is missing. Nudges come to a port that all addresses share.
+The sidecars report a training without failures: restoring, training, commits at the same moments in all pods of a run,
+increasing steps, and an ordered save that is durable at once. The real schedule of reports applies
+(`deltashard_sidecar.fleet.report_schedule`). Only the data path is missing. All addresses have one port for nudges.
 
-The process obeys lines of JSON on its standard input and answers each with a line:
+The process executes commands (JSON lines on standard input) and answers each with a line:
 
-    {"do": "add", "members": [...], "within_s": 5}   begin, spread over some seconds
-    {"do": "reopen", "workloads": [...]}             their groups open their runs once more
-    {"do": "remove", "uids": [...]}                  end without a word, as with the pod's node
-    {"do": "mark"}                                   no sidecar counts as accepted before the next report that is
-    {"do": "report"}                                 what became of them so far
+    {"do": "add", "members": [...], "within_s": 5}   start sidecars, spread over some seconds
+    {"do": "reopen", "workloads": [...]}             the groups reopen their runs
+    {"do": "remove", "uids": [...]}                  end sidecars without a report, like a lost node
+    {"do": "mark"}                                   reset `accepted` until a sidecar's next accepted report
+    {"do": "report"}                                 return the counters (`SwarmStats`)
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class SwarmStats:
 
     alive: int = 0
     accepted: int = 0
-    """Living sidecars whose report was accepted since the mark."""
+    """Running sidecars whose report was accepted since the mark."""
     reporters: int = 0
-    """Those of `accepted` that report for their run."""
+    """The sidecars among `accepted` that report for their run."""
     reports: int = 0
     nudges: int = 0
     directives: int = 0
@@ -105,9 +105,9 @@ class SwarmStats:
 class SimulatedSidecar:
     """A simulated sidecar; `run` works until it is cancelled."""
 
-    def __init__(self, member: SwarmMember, world: SwarmState) -> None:
+    def __init__(self, member: SwarmMember, state: SwarmState) -> None:
         self.member = member
-        self._world = world
+        self._state = state
         self._started_s = time.time()
         self._process = os.urandom(8).hex()
         self._sequence = 0
@@ -125,7 +125,7 @@ class SimulatedSidecar:
         self.accepted = False
 
     def nudge(self) -> None:
-        self._world.stats.nudges += 1
+        self._state.stats.nudges += 1
         self._nudged = True
         self._wake.set()
 
@@ -151,11 +151,11 @@ class SimulatedSidecar:
         self._wake.set()
 
     async def _report(self) -> None:
-        stats = self._world.stats
+        stats = self._state.stats
         self._sequence += 1
         before, self._has_unreported = self._has_unreported, False
         try:
-            async with self._world.connections, asyncio.timeout(DEADLINE_S):
+            async with self._state.connections, asyncio.timeout(DEADLINE_S):
                 begun_s = time.monotonic()
                 status, retry_after_s, body = await self._post(self._request().SerializeToString())
         except (OSError, ValueError, IndexError):  # the last two: the connection ended early
@@ -186,8 +186,8 @@ class SimulatedSidecar:
     async def _post(self, body: bytes) -> tuple[int, float, bytes]:
         reader, writer = await asyncio.open_connection(
             "127.0.0.1",
-            self._world.port,
-            ssl=self._world.context,
+            self._state.port,
+            ssl=self._state.context,
             server_hostname=NAME,
             local_addr=(self.member.address, 0),
         )
@@ -207,9 +207,9 @@ class SimulatedSidecar:
     def _request(self) -> wire.ReportRequest:
         member, now_s = self.member, time.time()
         run = f"{member.namespace}/{member.workload}-{member.workload_uid}"
-        commits, committed_s = self._world.commit_schedule.committed(member, now_s)
-        step = int(commits * self._world.commit_schedule.every_s * STEPS_PER_S)
-        reopened = self._world.reopened[member.workload_uid]
+        commits, committed_s = self._state.commit_schedule.committed(member, now_s)
+        step = int(commits * self._state.commit_schedule.every_s * STEPS_PER_S)
+        reopened = self._state.reopened[member.workload_uid]
         restoring = now_s < self._started_s + RESTORING_S
         request = wire.ReportRequest(
             protocol=1,
@@ -257,7 +257,7 @@ class SimulatedSidecar:
                     stored_bytes=STORED_BYTES,
                     attempts_opened=1 + reopened,
                     policy=trainer_wire.Policy(
-                        every_s=self._world.commit_schedule.every_s,
+                        every_s=self._state.commit_schedule.every_s,
                         encoding="q8",
                         differential="intermittent",
                     ),
@@ -386,17 +386,17 @@ class Swarm:
         return json.loads(line)
 
 
-async def _serve(world: SwarmState, nudge_port: int) -> None:
+async def _serve(state: SwarmState, nudge_port: int) -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=1 << 28)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    async with await asyncio.start_server(world.handle_nudge, "0.0.0.0", nudge_port, backlog=4096):
+    async with await asyncio.start_server(state.handle_nudge, "0.0.0.0", nudge_port, backlog=4096):
         while line := await reader.readline():
-            world.execute(json.loads(line))
-            sys.stdout.write(json.dumps(asdict(world.stats)) + "\n")
+            state.execute(json.loads(line))
+            sys.stdout.write(json.dumps(asdict(state.stats)) + "\n")
             sys.stdout.flush()
-            world.stats.report_s.clear()
-    tasks = [task for _, task in world.alive.values()]
+            state.stats.report_s.clear()
+    tasks = [task for _, task in state.alive.values()]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -410,10 +410,10 @@ def main() -> None:
     parser.add_argument("--every-s", required=True, type=float)
     options = parser.parse_args()
     context = ssl.create_default_context(cafile=options.trusted)
-    world = SwarmState(
+    state = SwarmState(
         port=options.port, context=context, commit_schedule=CommitSchedule(every_s=options.every_s)
     )
-    asyncio.run(_serve(world, options.nudge_port))
+    asyncio.run(_serve(state, options.nudge_port))
 
 
 if __name__ == "__main__":

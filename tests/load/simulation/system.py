@@ -19,7 +19,7 @@ from tests.support.eventually import eventually
 
 NAMESPACES = tuple(f"team-{number}" for number in range(5))
 ARRIVALS_PER_S = 100
-"""Sidecars started per second at first."""
+"""Sidecars started per second by `__enter__`."""
 
 
 class LoadSystem:
@@ -69,7 +69,7 @@ class LoadSystem:
             with self._timed("tokens made"):
                 members = workload.members(self.plane, workload.live_pods(self.plane), self.sizes)
             assert len(members) == self.pods
-            with self._timed("sidecars heard"):
+            with self._timed("sidecars reported"):
                 self.swarm.add(members, within_s=self.pods / ARRIVALS_PER_S)
                 self.wait_reported(self.pods)
             with self._timed("runs training"):
@@ -91,13 +91,13 @@ class LoadSystem:
     def wait_reported(self, number: int, what: str = "accepted") -> None:
         """Wait until reports of this many sidecars (or `reporters` among them) were accepted since the mark."""
 
-        def all_here() -> bool:
+        def reported() -> bool:
             self.controller.process.check()
             return self.swarm.report()[what] >= number
 
         try:
             eventually(
-                all_here,
+                reported,
                 what=f"{number} sidecars",
                 timeout_s=control_plane.TIMEOUT_S + number / 10,
                 every_s=0.2,
@@ -138,7 +138,7 @@ class LoadSystem:
         asked_at_s: dict[str, float] = {}
         root = "/apis/deltashard.io/v1alpha1"
 
-        def ask(pod: ClusterPod) -> None:
+        def request_save(pod: ClusterPod) -> None:
             at_s = time.time()
             request = {
                 "apiVersion": "deltashard.io/v1alpha1",
@@ -151,10 +151,10 @@ class LoadSystem:
             assert reply.status == 201, reply.document
             asked_at_s[reply.document["metadata"]["uid"]] = at_s
 
-        workload.in_threads(ask, pods)
+        workload.in_threads(request_save, pods)
         ended_at_s: dict[str, float] = {}
 
-        def over() -> bool:
+        def completed() -> bool:
             for each in control_plane.objects(self.plane.rest, f"{root}/checkpointrequests"):
                 phase = (each.get("status") or {}).get("phase")
                 assert phase != "Failed", each
@@ -162,7 +162,7 @@ class LoadSystem:
                     ended_at_s.setdefault(each["metadata"]["uid"], time.time())
             return asked_at_s.keys() <= ended_at_s.keys()
 
-        eventually(over, what=f"{len(pods)} saves", every_s=0.2, timeout_s=control_plane.TIMEOUT_S)
+        eventually(completed, what=f"{len(pods)} saves", every_s=0.2, timeout_s=control_plane.TIMEOUT_S)
         received_at_s_by_id = self.swarm.report()["received_at_s"]
         return (
             {uid: received_at_s_by_id[uid] - at_s for uid, at_s in asked_at_s.items()},
@@ -170,7 +170,7 @@ class LoadSystem:
         )
 
     def lose(
-        self, victims: Sequence[ClusterPod], how: Callable[[ControlPlane, ClusterPod], None]
+        self, victims: Sequence[ClusterPod], end_pod: Callable[[ControlPlane, ClusterPod], None]
     ) -> dict[str, float]:
         """Lose one pod of each of some runs, wait until every status reports the loss, and let the successor train.
 
@@ -179,7 +179,7 @@ class LoadSystem:
         lost_at_s: dict[str, float] = {}
 
         def end(pod: ClusterPod) -> None:
-            how(self.plane, pod)
+            end_pod(self.plane, pod)
             lost_at_s[pod.name] = time.monotonic()
 
         uids = [pod.uid for pod in victims]

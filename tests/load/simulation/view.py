@@ -70,13 +70,13 @@ class RunWatcher:
         """Wait until the predicate holds for the watched state; returns the seconds waited."""
         begun_s = time.monotonic()
 
-        def met() -> object:
+        def checked() -> object:
             if self._failure is not None:
                 raise self._failure
             return condition(self)
 
         try:
-            eventually(met, what=what, timeout_s=timeout_s)
+            eventually(checked, what=what, timeout_s=timeout_s)
         except TimeoutError as error:
             raise TimeoutError(f"{error}; runs: {dict(self.phases())}") from None
         return time.monotonic() - begun_s
@@ -114,15 +114,15 @@ class RunWatcher:
                     raise RuntimeError(f"the watch of CheckpointRuns ended: {event['object']}")
                 version = event["object"]["metadata"]["resourceVersion"]
                 if event["type"] != "BOOKMARK":
-                    self._apply(event["object"], gone=event["type"] == "DELETED")
+                    self._apply(event["object"], deleted=event["type"] == "DELETED")
         return version
 
-    def _apply(self, item: dict[str, Any], *, gone: bool = False) -> None:
+    def _apply(self, item: dict[str, Any], *, deleted: bool = False) -> None:
         uid = item["spec"]["workload"]["uid"]
         status = item.get("status") or {}
         with self._lock:
             self.changes += 1
-            if gone:
+            if deleted:
                 self._newest.pop(uid, None)
                 return
             self._newest[uid] = status

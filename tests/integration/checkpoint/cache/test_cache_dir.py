@@ -40,7 +40,7 @@ def test_least_recently_used_runs_are_evicted_to_budget(tmp_path: Path) -> None:
     assert (swept.runs, swept.bytes) == (1, 2 * PACK)
     assert remaining(tmp_path) == ["a", "b", "mine"]
     assert sweep(tmp_path / "mine", budget_bytes=0).runs == 2
-    assert remaining(tmp_path) == ["mine"], "one's own is never swept"
+    assert remaining(tmp_path) == ["mine"], "a sweep never removes the caller's cache"
 
 
 def test_live_sidecar_cache_is_counted_and_kept(tmp_path: Path) -> None:

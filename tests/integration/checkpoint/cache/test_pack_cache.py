@@ -28,4 +28,4 @@ except CacheFull as error:
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "no room on the cache disk" in out
     assert "more space" in out
-    assert out.strip().endswith("False False"), "unpinned packs make room first"
+    assert out.strip().endswith("False False"), "unpinned packs are evicted before the error"

@@ -19,15 +19,15 @@ from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.key_rule import BadKey
 store = FileStore(sys.argv[1])
 real = os.{instant}
-def die(*arguments):
+def kill_self(*arguments):
     if "{instant}" == "write":
         real(arguments[0], bytes(arguments[1])[:3])
     os.kill(os.getpid(), signal.SIGKILL)
-os.{instant} = die
+os.{instant} = kill_self
 store.put_if_absent("log/0", b"first " * 100)
 """
-    died = subprocess.run([sys.executable, "-c", program, str(tmp_path / "store")], timeout=60, check=False)
-    assert died.returncode == -signal.SIGKILL
+    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path / "store")], timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
     store = FileStore(tmp_path / "store")
     # `fsync` of the new directory kills the process before there is a temporary file.
     assert len(list((tmp_path / "store" / "log").iterdir())) == (0 if instant == "fsync" else 1)

@@ -156,11 +156,11 @@ def test_clouds_go_through_a_proxy(cloud: CloudServer, monkeypatch: pytest.Monke
             store.now_s()
         assert len(proxy.requests) == seen
     monkeypatch.delenv("NO_PROXY")
-    dead = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setenv("HTTP_PROXY", dead)
+    unreachable = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("HTTP_PROXY", unreachable)
     with open_store(url, policy=ONCE) as store:
         for ask in (lambda: store.get("a"), store.now_s):
-            with pytest.raises(StoreUnavailable, match=f"through the proxy {dead}"):
+            with pytest.raises(StoreUnavailable, match=f"through the proxy {unreachable}"):
                 ask()
 
 
@@ -218,8 +218,8 @@ def test_encryption_at_rest(tls_minio, bundle, options, header, monkeypatch):
         assert get_range(store, "replaced", 1, 2) == b"ne"
     client = tls_minio.client()
     for key in ("replaced", "created"):
-        said = client.stat_object(bucket, key).metadata or {}
-        assert header.items() <= {name.lower(): value for name, value in said.items()}.items()
+        reported = client.stat_object(bucket, key).metadata or {}
+        assert header.items() <= {name.lower(): value for name, value in reported.items()}.items()
     client._http.clear()
 
 

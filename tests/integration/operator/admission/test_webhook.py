@@ -32,8 +32,8 @@ OF_JOB = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "0b4f", "
 
 def test_webhook_outage_affects_annotated_objects_only(http: Rest) -> None:
     """Under failurePolicy Fail, objects without the annotation are admitted, with or without an annotations map."""
-    dead = {"url": f"https://127.0.0.1:{free_port()}/mutate"}
-    with registered(http, dead):
+    unreachable = {"url": f"https://127.0.0.1:{free_port()}/mutate"}
+    with registered(http, unreachable):
         for annotations in (None, {}, {"other.io/policy": "x"}, {cluster_name.ENCODING: "q8"}):
             assert http.create(job("free", annotations), dry_run=True).status == 201
             assert http.create(pod("free", annotations), dry_run=True).status == 201
@@ -55,7 +55,7 @@ def test_webhook_outage_affects_annotated_objects_only(http: Rest) -> None:
         )
         inner = job("inner")
         inner["spec"]["template"]["metadata"] = {"annotations": opted()}
-        assert http.create(inner, dry_run=True).status == 500, "the annotation counts on the template, too"
+        assert http.create(inner, dry_run=True).status == 500, "an annotation on the pod template also counts"
 
 
 def test_annotated_job_is_injected(http: Rest, webhook: WebhookProcess) -> None:
@@ -110,7 +110,7 @@ def test_new_policy_is_found_and_missing_one_is_named(http: Rest, shared_webhook
         assert (values["DELTASHARD_ENCODING"], values["DELTASHARD_URL"]) == ("q4", "s3://own-bucket")
         shared = policy_object("shared", store={"url": "s3://x-y/z", "secretRef": {"name": "own"}})
         http.create({**shared, "kind": "ClusterCheckpointPolicy"})
-        assert "'secretName': 'own'" in str(asked("cluster/shared").document), "of the workload's namespace"
+        assert "'secretName': 'own'" in str(asked("cluster/shared").document), "the workload's own Secret"
         # The value is valid alone, but exceeds the default's max.
         broken = policy_object("broken", interval={"min": "2h", "goal": {"type": "Auto"}})
         assert http.create(broken).status == 201
@@ -199,7 +199,7 @@ def test_webhook_lifecycle_from_no_certificate_to_drain(
     """The process is live without a certificate, and ready with it. After SIGTERM it drains requests."""
     webhook = WebhookProcess(apiserver, tmp_path, drain_s=10.0)
     webhook.start(certificate=False)
-    eventually(lambda: webhook.get("healthz") == (503, "no certificate is loaded"), what="the policies")
+    eventually(lambda: webhook.get("healthz") == (503, "no certificate is loaded"), what="no certificate")
     put(tmp_path, webhook.authority.issue())
     eventually(lambda: webhook.get("healthz")[0] == 200, what="ready")
     assert webhook.process is not None
@@ -229,8 +229,8 @@ def test_admission_policies_apply_without_webhook(http: Rest) -> None:
             eventually(lambda bare=bare: status(bare("bare", opted())) == 422, what="policies in force")
         misspelt = http.create(job("misspelt", {"deltashard.io/Policy": "default"}), dry_run=True)
         assert "add deltashard.io/policy" in misspelt.document["message"]
-        said = http.create(job("bare", opted()), dry_run=True).document["message"]
-        assert "it has the annotation deltashard.io/policy but no deltashard-sidecar" in said
+        message = http.create(job("bare", opted()), dry_run=True).document["message"]
+        assert "it has the annotation deltashard.io/policy but no deltashard-sidecar" in message
         admitted = (job("whole", opted(), initContainers=ours), job("free"), pod("free"))
         assert [status(each) for each in admitted] == [201] * 3
         assert http.create(job("late")).status == 201
@@ -240,7 +240,7 @@ def test_admission_policies_apply_without_webhook(http: Rest) -> None:
         def late() -> Reply:
             return http("PATCH", path, patch, dry_run=True, content="application/merge-patch+json")
 
-        eventually(lambda: late().warnings, what="the warning")
+        eventually(lambda: late().warnings, what="a warning about the late annotation")
         assert late().status == 200
         assert "was added to a Job that exists" in late().warnings[0]
         other = {"metadata": {"labels": {"a": "b"}}}
@@ -249,7 +249,7 @@ def test_admission_policies_apply_without_webhook(http: Rest) -> None:
         for document in reversed(documents):
             http("DELETE", f"{collection(document, '')}/{document['metadata']['name']}")
         for bare in (job, pod):
-            eventually(lambda bare=bare: status(bare("bare", opted())) == 201, what="policies gone")
+            eventually(lambda bare=bare: status(bare("bare", opted())) == 201, what="policies removed")
 
 
 RUNS = "/apis/deltashard.io/v1alpha1/namespaces/default/checkpointruns"
@@ -295,7 +295,7 @@ def test_run_id_held_by_live_workload_is_refused(http: Rest, shared_webhook: Web
         assert not asked(http, "third", run_id="free")
         removing = {"state": "Removing", "since": "2026-01-01T00:00:00Z", "message": "a Job removes them"}
         moved = {"store": "s3://elsewhere/x", "reclaim": None}
-        for status, notes, said in (
+        for status, notes, message in (
             ({"phase": "Finished"}, {"run_id": "held"}, ""),
             ({"reclaim": removing}, {"run_id": "held"}, "the checkpoints of run 'held' are being removed"),
             (moved, {"restore_from": "held@best"}, "deltashard.io/restore-from: the policy names the store"),
@@ -303,8 +303,8 @@ def test_run_id_held_by_live_workload_is_refused(http: Rest, shared_webhook: Web
         ):
             assert http("PATCH", f"{path}/status", {"status": status}, content=MERGE).status == 200
             refused = asked(http, "second", **notes)
-            assert (said in refused, bool(refused)) == (True, bool(said)), refused
-        assert http.create(own, dry_run=True).document["reason"] == "StoreMoved", "its next pod, too"
+            assert (message in refused, bool(refused)) == (True, bool(message)), refused
+        assert http.create(own, dry_run=True).document["reason"] == "StoreMoved", "the holder's next pod"
 
 
 def test_copied_pod_reaches_webhook_but_job_pod_does_not(http: Rest, shared_webhook: WebhookProcess) -> None:
@@ -334,12 +334,12 @@ def test_run_id_is_free_after_job_ends_without_controller(http: Rest, shared_web
     with registered(http, shared_webhook.client_config()):
         first = http.create(job("cron-1", opted(run_id="cron")))
         assert has_sidecar(first), first.document
-        assert "held by Job cron-1" in cron("cron-2"), "it lives, and no controller ever saw it"
+        assert "held by Job cron-1" in cron("cron-2"), "the Job runs and has no CheckpointRun"
         assert "delete CheckpointRun" not in cron("cron-2")
         uid = first.document["metadata"]["uid"]
         reference = {"kind": "Job", "name": "cron-1", "uid": uid, "apiVersion": "batch/v1"}
         with known(http, "cron", reference):
-            assert "held by Job cron-1" in cron("cron-2"), "it lives, and the controller says so, too"
+            assert "held by Job cron-1" in cron("cron-2"), "the Job runs and has a CheckpointRun"
             at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             conditions = [
                 {"type": each, "status": "True", "lastTransitionTime": at, "reason": "x", "message": "x"}
@@ -348,13 +348,13 @@ def test_run_id_is_free_after_job_ends_without_controller(http: Rest, shared_web
             status = {"status": {"conditions": conditions, "startTime": at}}
             assert http("PATCH", f"{JOBS}/cron-1/status", status, content=MERGE).status == 200
             second = http.create(job("cron-2", opted(run_id="cron")))
-            assert has_sidecar(second), "it ended, whoever says that it did not"
+            assert has_sidecar(second), "the Job ended, whatever its CheckpointRun contains"
             assert "held by Job cron-2" in cron("cron-3")
             for name in ("cron-1", "cron-2"):
                 assert http("DELETE", f"{JOBS}/{name}", {"propagationPolicy": "Background"}).status == 200
-            assert not cron("cron-3"), "both are gone"
+            assert not cron("cron-3"), "both Jobs are deleted"
             assert has_sidecar(http.create(job("cron-1", opted(run_id="other"))))
-            assert not cron("cron-3"), "a Job of the same name is not the one that held it"
+            assert not cron("cron-3"), "a new Job of the same name does not hold the run"
         assert http("DELETE", f"{JOBS}/cron-1", {"propagationPolicy": "Background"}).status == 200
 
 

@@ -53,11 +53,11 @@ def test_cache_follows_cluster(api: ApiAccess, apiserver: ApiServer) -> None:
         for nowhere in ("nowhere", "cluster/nowhere"):
             assert live_policy(api, nowhere) is None
         eventually(lambda: cache.get("default", "both") == {"keepLast": 8}, what="the new policy")
-        eventually(lambda: cache.get("default", "cluster/both") == {"keepLast": 5}, what="the cluster's")
+        eventually(lambda: cache.get("default", "cluster/both") == {"keepLast": 5}, what="the cluster policy")
         assert http("PATCH", path, {"spec": {"keepLast": 4}}, content=merge).status == 200
         eventually(lambda: cache.get("default", "both") == {"keepLast": 4}, what="the change")
         assert http("DELETE", path).status == 200
-        eventually(lambda: cache.get("default", "both") is None, what="the end")
+        eventually(lambda: cache.get("default", "both") is None, what="the deletion")
 
 
 def test_namespaced_watch_skips_cluster_policies(api: ApiAccess, apiserver: ApiServer) -> None:

@@ -52,7 +52,7 @@ def second_apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiSe
 
 @dataclass
 class IsolatedController:
-    """A controller of one test, not started yet, and a namespace. It also sees objects of other tests."""
+    """A controller of one test, not started yet, and a namespace. It also watches objects of other tests."""
 
     controller: ControllerProcess
     cluster: NamespaceObjects
@@ -72,7 +72,7 @@ def incident(number: int, kind: str, **more: Any) -> wire.Incident:
 
 
 def wait_for_pods(cluster: NamespaceObjects, owner: Document, pods: int = 1) -> None:
-    eventually(lambda: len(cluster.status(owner).get("pods") or ()) == pods, "its pods")
+    eventually(lambda: len(cluster.status(owner).get("pods") or ()) == pods, "the workload's pods")
 
 
 def test_job_gets_run_whose_phases_follow_training(
@@ -125,17 +125,17 @@ def test_eviction_is_one_failure_and_restore_is_recorded_once(
         ("Evicted", first["metadata"]["name"])
     ]
     sidecar = ReportingSidecar(controller, cluster, cluster.running_pod(job), job)
-    restored = incident(1, "RESTORED", message="goes on from step 90", lost_steps=10, attempt=2)
+    restored = incident(1, "RESTORED", message="continues from step 90", lost_steps=10, attempt=2)
     again = {"attempt": 2, "step": 91, "seq": 3, "committed": 90, "incidents": [restored]}
     assert (
         sidecar.report(**again).acknowledged_incident == 0
     )  # the count of the second incident is not written yet
     cluster.wait_for_status(job, phase="Training", restores=1, lostSteps=10, attempt=2)
-    eventually(lambda: sidecar.report(**again).acknowledged_incident == 1, "it is told")
-    told = cluster.events("Restored")
-    assert {each["involvedObject"]["kind"] for each in told} == {"CheckpointRun", "Job"}
-    assert "goes on from step 90" in told[0]["message"]
-    assert (len(told), told[0]["type"]) == (2, "Normal")
+    eventually(lambda: sidecar.report(**again).acknowledged_incident == 1, "the incident is acknowledged")
+    events = cluster.events("Restored")
+    assert {each["involvedObject"]["kind"] for each in events} == {"CheckpointRun", "Job"}
+    assert "continues from step 90" in events[0]["message"]
+    assert (len(events), events[0]["type"]) == (2, "Normal")
     assert cluster.wait_for_status(job, failures=1)["restores"] == 1
 
 
@@ -151,29 +151,29 @@ def test_policy_status_has_run_count_and_store_health(
     policy = sample.policy_object("mine", store={"url": "s3://bucket/prefix"}) | {"kind": kind}
     assert cluster.http.create(policy, cluster.namespace).status == 201
 
-    def said() -> dict[str, Any]:
+    def policy_status() -> dict[str, Any]:
         return dict(cluster.http("GET", path).document.get("status") or {})
 
     def conditions() -> dict[str, str]:
-        return {each["type"]: each["status"] for each in said().get("conditions") or ()}
+        return {each["type"]: each["status"] for each in policy_status().get("conditions") or ()}
 
     job = cluster.job(annotations={cluster_name.POLICY: "cluster/mine" if wide else "mine"})
     pod = cluster.running_pod(job)
     sidecar = ReportingSidecar(controller, cluster, pod, job, url="s3://bucket/prefix")
     failed = incident(1, "STORE_UNAVAILABLE", message="the bucket does not exist")
     sidecar.report(step=5, store_ok=False, incidents=[failed])
-    eventually(lambda: conditions() == {"Ready": "False"}, "the trouble")
-    assert "the bucket does not exist" in said()["conditions"][0]["message"]
+    eventually(lambda: conditions() == {"Ready": "False"}, "Ready is False")
+    assert "the bucket does not exist" in policy_status()["conditions"][0]["message"]
     sidecar.report(step=9, seq=1, committed=8)
-    eventually(lambda: conditions() == {"Ready": "True"}, "well again")
-    assert said()["runs"] == 1
+    eventually(lambda: conditions() == {"Ready": "True"}, "Ready is True")
+    assert policy_status()["runs"] == 1
     change = {"spec": {"interval": {"every": "77s"}}}
     generation = cluster.http("PATCH", path, change, content=MERGE).document["metadata"]["generation"]
     eventually(lambda: sidecar.report(step=9).directive.policy.every_s == 77.0, "a directive")
     cluster.kubelet(pod, phase="Succeeded", exit_code=0, reason="Completed")
     cluster.end(job)
-    eventually(lambda: said()["runs"] == 0, "nobody uses it any more")
-    assert (conditions(), said()["observedGeneration"]) == ({"Ready": "True"}, generation)
+    eventually(lambda: policy_status()["runs"] == 0, "no run uses the policy")
+    assert (conditions(), policy_status()["observedGeneration"]) == ({"Ready": "True"}, generation)
 
 
 def test_new_controller_continues_after_kill(isolated_controller: IsolatedController) -> None:
@@ -185,11 +185,11 @@ def test_new_controller_continues_after_kill(isolated_controller: IsolatedContro
     sidecar = ReportingSidecar(controller, cluster, pod, job)
     other = ReportingSidecar(controller, cluster, cluster.running_pod(still), still)
     restored = incident(1, "RESTORED", step=4, lost_steps=2, attempt=2)
-    said = {"seq": 1, "committed": 4, "attempt": 2, "incidents": [restored]}
-    sidecar.report(step=5, **said)
+    state = {"seq": 1, "committed": 4, "attempt": 2, "incidents": [restored]}
+    sidecar.report(step=5, **state)
     other.report(step=5, seq=1, committed=4)
     cluster.wait_for_status(job, phase="Training", restores=1)
-    eventually(lambda: cluster.run(gone), "the other run")
+    eventually(lambda: cluster.run(gone), "the other Job's CheckpointRun")
     eventually(lambda: len(cluster.events("Restored")) == 2, "both Events")
     quiet = cluster.wait_for_status(still, phase="Training", lastCommittedStep=4)
     controller.stop(signal.SIGKILL)
@@ -197,14 +197,14 @@ def test_new_controller_continues_after_kill(isolated_controller: IsolatedContro
     cluster.kubelet(pod, phase="Running", restarts=1, exit_code=137, reason="OOMKilled")
     controller.start()
     cluster.wait_for_status(gone, phase="Finished", finishedReason="Deleted")
-    eventually(lambda: "losses" in cluster.status(job), "the restart")
+    eventually(lambda: "losses" in cluster.status(job), "the loss by the restart")
     moving = {"observedTime": "", "trainedSeconds": 0}
     assert cluster.status(still) | moving == quiet | moving
-    sidecar.report(step=6, **said)
+    sidecar.report(step=6, **state)
     after = cluster.wait_for_status(job, step=6)
     assert (after["restores"], after["lostSteps"]) == (1, 2)
     assert [each["cause"] for each in after["losses"]] == ["OOMKilled"]
-    eventually(lambda: sidecar.report(step=6, **said).acknowledged_incident == 1, "it is told")
+    eventually(lambda: sidecar.report(step=6, **state).acknowledged_incident == 1, "the acknowledgement")
     assert len(cluster.events("Restored")) == 2
     assert controller.stop() == 0, controller.log
 
@@ -229,7 +229,7 @@ def test_deletions_during_api_outage_are_found(
         sidecar.report(step=5, every_s=60.0)
         cluster.wait_for_status(job, phase="Training")
         wait_for_pods(cluster, job, 2)
-        eventually(lambda: cluster.run(gone), "the other run")
+        eventually(lambda: cluster.run(gone), "the other Job's CheckpointRun")
         proxy.upstream_port = free_port()
         proxy.disconnect()
         cluster.delete("jobs", "gone")
@@ -270,7 +270,7 @@ def test_finished_runs_expire_and_do_not_reappear(isolated_controller: IsolatedC
     controller.start()
     eventually(lambda: cluster.run(job), "a CheckpointRun")
     cluster.end(job)
-    eventually(lambda: not cluster.run(job), "its removal")
+    eventually(lambda: not cluster.run(job), "the removal of the CheckpointRun")
     controller.stop()
     controller.start()
     other = cluster.job("other")
@@ -320,9 +320,9 @@ def test_unauthorized_report_is_refused_and_run_id_stays_held(
     second = cluster.job("second", {cluster_name.RUN_ID: "ctr"})
     pod = cluster.running_pod(second)
     wait_for_pods(cluster, second)
-    stranger = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "stranger"}}
+    unrelated = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "unrelated"}}
     spec = {"containers": [{"name": "c", "image": "i"}]}
-    unknown = cluster.http.create({**stranger, "spec": spec}, cluster.namespace).document
+    unknown = cluster.http.create({**unrelated, "spec": spec}, cluster.namespace).document
     assert ReportingSidecar(controller, cluster, unknown, second).post().status == 404
     answer = ReportingSidecar(controller, cluster, pod, first).post()
     assert (answer.status, second["metadata"]["uid"] in answer.text) == (403, True)
@@ -332,7 +332,7 @@ def test_unauthorized_report_is_refused_and_run_id_stays_held(
     eventually(lambda: cluster.condition(second, "RunIdTaken").get("status") == "True", "the condition")
     assert eventually(lambda: cluster.events("RunIdTaken"), "an Event")
     cluster.end(first)
-    eventually(lambda: cluster.condition(second, "RunIdTaken")["status"] == "False", "its end")
+    eventually(lambda: cluster.condition(second, "RunIdTaken")["status"] == "False", "the end of RunIdTaken")
     sidecar.report(step=1)
     cluster.wait_for_status(second, phase="Training")
 

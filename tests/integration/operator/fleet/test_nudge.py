@@ -18,11 +18,11 @@ from tests.support.server.port import free_port
 @asynccontextmanager
 async def listening(answer: bytes | None, host: str = "127.0.0.1") -> AsyncIterator[tuple[str, list[bytes]]]:
     """Serve one answer, or none, on a port. Yield its address and the requests that it received."""
-    heard: list[bytes] = []
+    received: list[bytes] = []
 
     async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
-            heard.append(await reader.readuntil(b"\r\n\r\n"))
+            received.append(await reader.readuntil(b"\r\n\r\n"))
             if answer is None:
                 await reader.read()
             else:
@@ -32,7 +32,7 @@ async def listening(answer: bytes | None, host: str = "127.0.0.1") -> AsyncItera
     server = await asyncio.start_server(served, host, 0)
     port = server.sockets[0].getsockname()[1]
     try:
-        yield (f"[{host}]:{port}" if ":" in host else f"{host}:{port}"), heard
+        yield (f"[{host}]:{port}" if ":" in host else f"{host}:{port}"), received
     finally:
         server.close()
 
@@ -46,8 +46,8 @@ def test_each_sidecar_is_nudged_once_without_blocking_others(monkeypatch: pytest
         nudger = Nudger(metrics)
         moved = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n"
         async with (
-            listening(b"HTTP/1.1 202 Accepted\r\n\r\n") as (four, heard),
-            listening(b"HTTP/1.1 202 Accepted\r\n\r\n", "::1") as (six, heard_six),
+            listening(b"HTTP/1.1 202 Accepted\r\n\r\n") as (four, received),
+            listening(b"HTTP/1.1 202 Accepted\r\n\r\n", "::1") as (six, received_six),
             listening(moved) as (redirecting, _),
             listening(None) as (silent, _),
         ):
@@ -56,11 +56,11 @@ def test_each_sidecar_is_nudged_once_without_blocking_others(monkeypatch: pytest
                 for address in (silent, four, six, redirecting, f"127.0.0.1:{free_port()}", "nonsense", ""):
                     nudger.nudge(address)
             counted = lambda outcome: metrics.nudges.labels(outcome)._value.get()  # noqa: E731
-            await eventually_async(lambda: (counted("sent"), counted("failed")) == (2, 4), "all are asked")
-            assert [each.split(b"\r\n")[0] for each in heard] == [b"POST /v1/report HTTP/1.1"]
-            assert len(heard_six) == 1
+            await eventually_async(lambda: (counted("sent"), counted("failed")) == (2, 4), "all nudges")
+            assert [each.split(b"\r\n")[0] for each in received] == [b"POST /v1/report HTTP/1.1"]
+            assert len(received_six) == 1
             nudger.nudge(four)
-            await eventually_async(lambda: len(heard) == 2, "once more")
+            await eventually_async(lambda: len(received) == 2, "once more")
             running.cancel()
             with suppress(asyncio.CancelledError):
                 await running

@@ -154,11 +154,11 @@ def test_idle_peers_are_disconnected(
     async def scenario() -> None:
         async with serving(api) as service:
             context = ssl.create_default_context(cadata=service.authority.pem.decode())
-            mute = await asyncio.open_connection("127.0.0.1", service.port)
+            silent = await asyncio.open_connection("127.0.0.1", service.port)
             idle = await asyncio.open_connection("localhost", service.port, ssl=context)
             monkeypatch.setattr(reports, "CONNECTION_S", 0.0)
             assert (await service.post(token, pod.report())).status == 200
-            for reader, writer in (mute, idle):
+            for reader, writer in (silent, idle):
                 assert await reader.read() == b""
                 writer.close()
         monkeypatch.setattr(reports, "CONNECTION_S", 60.0)

@@ -117,10 +117,10 @@ def test_any_text_has_claims_or_none(text: str) -> None:
     assert isinstance(token_review._claims(text), dict)
 
 
-@pytest.mark.parametrize(("lives_s", "holds_s"), [(60.0, 60.0), (9999.0, token_review.CACHE_TTL_S)])
-def test_positive_reviews_are_cached_until_expiry(lives_s: float, holds_s: float) -> None:
+@pytest.mark.parametrize(("lifetime_s", "holds_s"), [(60.0, 60.0), (9999.0, token_review.CACHE_TTL_S)])
+def test_positive_reviews_are_cached_until_expiry(lifetime_s: float, holds_s: float) -> None:
     with answering(GOOD) as server, ReviewerHarness(server.port) as world:
-        sent, begun_s = token(exp=world.now_s + UNIX_S + lives_s), world.now_s
+        sent, begun_s = token(exp=world.now_s + UNIX_S + lifetime_s), world.now_s
         for at_s, asked in ((0.0, 1), (holds_s - 1, 1), (holds_s, 2)):
             world.now_s = begun_s + at_s
             assert world.review(sent) == [("team-a", "train-0", "u-1")]

@@ -68,7 +68,7 @@ def holder(http: Rest, namespace: str) -> Any:
 
 @async_test
 async def test_one_of_two_leads_until_lease_expires(api: ApiAccess, http: Rest, namespace: str) -> None:
-    """A disconnected leader steps down before the other takes over, and ends when it sees the other's identity."""
+    """A disconnected leader steps down before the other takes over, and ends when it reads the other's identity."""
     world = LeaseHarness(api, namespace)
     first, second = world.lease("first"), world.lease("second")
     await first.acquire()
@@ -93,7 +93,7 @@ async def test_one_of_two_leads_until_lease_expires(api: ApiAccess, http: Rest, 
         await first.keep()
     assert not first.held
     await first.release()
-    assert holder(http, namespace) == "second", "nobody lets go of what is another's"
+    assert holder(http, namespace) == "second", "a lost leader does not release the other's Lease"
     await world.call.close()
 
 
@@ -220,10 +220,10 @@ def test_second_controller_stands_by_until_first_ends(
         assert holder(http, namespace) == "first"
         second.start(ready=False)
         eventually(lambda: second.get("healthz")[0] == 200, second.log)
-        eventually(lambda: "lease.waiting" in second.log, "the second one")
+        eventually(lambda: "lease.waiting" in second.log, "the second controller waits")
         assert (first.get("healthz")[0], second.get("healthz")[0], second.get("livez")[0]) == (200, 200, 200)
         assert (second.leads(), status(second)) == (False, 421)
-        eventually(lambda: status(first) == 401, "the first takes reports")
+        eventually(lambda: status(first) == 401, "the first controller accepts reports")
         assert first.stop() == 0, first.log
         eventually(lambda: second.leads() and status(second) == 401, second.log)
         assert holder(http, namespace) == "second"

@@ -65,11 +65,11 @@ class WatchRecorder:
         name = document["metadata"]["name"]
         self.notifications.append(("there", name))
         if document.get("odd"):
-            raise ValueError("it is odd")
+            raise ValueError("the document is odd")
         self.known[name] = document["size"]
 
     def _drop(self, key: ObjectKey, last: Document | None) -> None:
-        self.notifications.append(("gone" if last is not None else "went unseen", key.name))
+        self.notifications.append(("gone" if last is not None else "missed", key.name))
         self.known.pop(key.name, None)
 
     def _listed(self) -> None:
@@ -92,7 +92,7 @@ class Things:
     def undefine(self) -> None:
         path = f"/apis/{GROUP}/customresourcedefinitions/things.watch.test"
         assert self.http("DELETE", path).status == 200
-        eventually(lambda: self.http("GET", THINGS).status == 404, what="the definition's end")
+        eventually(lambda: self.http("GET", THINGS).status == 404, what="the removal of the definition")
 
     def create(self, name: str, size: int, *, namespace: str = "default", **more: Any) -> Document:
         metadata = {"name": name, **more.pop("metadata", {})}
@@ -161,7 +161,7 @@ def test_initial_objects_then_list_then_changes(
     things.create("others", 9)
     with WatchRecorder(api, selector="of=mine") as found:
         found.wait_for_keys(a0=0, a1=1, a2=2, a3=3, a4=4)
-        eventually(lambda: found.lists, what="the list's end")
+        eventually(lambda: found.lists, what="the end of the list")
         listed = [*(("there", f"a{n}") for n in range(5)), ("there", "odd"), ("listed", "")]
         assert found.notifications == listed
         things.change("odd", 2)
@@ -197,7 +197,7 @@ def test_namespaced_watch_needs_namespaced_rights_only(
         replace(api, headers={"Impersonate-User": "limited"}), namespaces=(names[0], names[1], names[2])
     ) as found:
         found.wait_for_keys(**{names[0]: 0, names[1]: 0})
-        eventually(lambda: found.lists, what="the lists that are allowed")
+        eventually(lambda: found.lists, what="the permitted lists")
         assert found.watch.staleness_s() < object_watch.STALE_S
         for name in names:
             things.create(f"{name}-b", 1, namespace=name)
@@ -210,36 +210,36 @@ def test_watch_resumes_and_relists_on_gone(
     proxied: ApiAccess, proxy: FaultyProxy, server: ApiServer, things: Things
 ) -> None:
     """The watch may start before the API. A new API server knows no older changes (410 Gone)."""
-    for name in ("goes", "stays", "anew"):
+    for name in ("goes", "stays", "replaced"):
         things.create(name, 1)
     upstream, proxy.upstream_port = proxy.upstream_port, free_port()
     with WatchRecorder(proxied) as found:
         proxy.upstream_port = upstream
-        found.wait_for_keys(goes=1, stays=1, anew=1)
+        found.wait_for_keys(goes=1, stays=1, replaced=1)
         eventually(lambda: found.lists == 1, what="the list")
         proxy.upstream_port = free_port()
         proxy.disconnect()
         things.delete("goes")
         things.change("stays", 2)
         proxy.upstream_port = upstream
-        found.wait_for_keys(stays=2, anew=1)
+        found.wait_for_keys(stays=2, replaced=1)
         assert ("gone", "goes") in found.notifications
         assert found.lists == 1
         proxy.upstream_port = free_port()
         proxy.disconnect()
         things.delete("stays")
-        things.delete("anew")
-        things.create("anew", 2)
+        things.delete("replaced")
+        things.create("replaced", 2)
         things.create("comes", 1)
         server.kill_api()
         server.start_api()
         proxy.upstream_port = server.port
         eventually(lambda: found.lists == 2, what="the second list", timeout_s=240)
         notifications = found.notifications[found.notifications.index(("gone", "goes")) + 2 :]
-        again = [("went unseen", "anew"), ("there", "anew"), ("there", "comes"), ("went unseen", "stays")]
+        again = [("missed", "replaced"), ("there", "replaced"), ("there", "comes"), ("missed", "stays")]
         assert notifications == [*again, ("listed", "")]
         things.create("later", 3)
-        found.wait_for_keys(anew=2, comes=1, later=3)
+        found.wait_for_keys(replaced=2, comes=1, later=3)
 
 
 def test_late_and_recreated_definition_is_watched(api: ApiAccess, server: ApiServer) -> None:

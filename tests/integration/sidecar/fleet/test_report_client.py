@@ -113,11 +113,11 @@ def test_report_has_identity_and_state(authority: CertificateAuthority, token: P
         assert (side.directives[0].id, side.directives[0].workload) == (3, "w-1")
         server.set_reply(directive=fleet.Directive(id=4, policy=pb.Policy(encoding="bogus")))
         side.incidents.add(fleet.INCIDENT_KIND_FENCED, cause="fenced", message="m")
-        eventually(lambda: not side.incidents.pending(), "it is told")
-        assert server.last.run.checkpoint_count == 3, "who is told to speaks for the run"
-        told = len(server.reports)
+        eventually(lambda: not side.incidents.pending(), "the incident is acknowledged")
+        assert server.last.run.checkpoint_count == 3, "a designated reporter reports for the run"
+        reported = len(server.reports)
         one.nudge()
-        eventually(lambda: len(server.reports) > told, "the nudge")
+        eventually(lambda: len(server.reports) > reported, "the nudge")
         assert side.value("connected") == 1
         side.phase = fleet.PHASE_CLOSED
     assert server.last.pod.phase == fleet.PHASE_CLOSED
@@ -157,5 +157,5 @@ def test_every_refusal_is_retried(
             eventually(lambda: side.refused(cause) >= 2, "two refusals")
             server.reject = lambda _: 0
             eventually(lambda: server.reports, "taken")
-    (told,) = server.incidents(fleet.INCIDENT_KIND_FENCED)
-    assert told.message == ("" if status == 400 else "m")
+    (incident,) = server.incidents(fleet.INCIDENT_KIND_FENCED)
+    assert incident.message == ("" if status == 400 else "m")

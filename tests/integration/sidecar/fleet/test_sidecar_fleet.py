@@ -40,7 +40,7 @@ def flags(tmp_path: Path, server: FleetServer, **more: object) -> dict[str, Any]
 def wait_for_report(server: FleetServer, what: str, **expected: object) -> fleet.ReportRequest:
     eventually(
         lambda: all(getattr(server.last.pod, name) == value for name, value in expected.items()),
-        what=f"{what}, last heard: {server.last}",
+        what=f"{what}, last report: {server.last}",
     )
     return server.last
 
@@ -53,7 +53,7 @@ def wait_for_incident(server: FleetServer, kind: fleet.IncidentKind) -> fleet.In
 
 def over(server: FleetServer, name: str) -> fleet.SaveResult:
     ends = lambda: {each.id: each for report in list(server.reports) for each in report.save_results}  # noqa: E731
-    eventually(lambda: name in ends(), what=f"the end of {name}")
+    eventually(lambda: name in ends(), what=f"the result of {name}")
     return ends()[name]
 
 
@@ -94,7 +94,7 @@ def test_pod_lifecycle_is_reported(tmp_path: Path, url: str, server: FleetServer
         kept = run.checkpoints[0]
         assert (kept.seq, kept.step, kept.bytes) == (commit.seq, 5, commit.stored_bytes)
         assert 0 < run.newest_age_s == kept.age_s < DEADLINE_S
-        # The trainer dies without notice (its lock ends with its descriptors), and another replaces it.
+        # The trainer is killed (its lock ends with its descriptors), and another replaces it.
         trainer.model.step = 7
         trainer.report_step()
         trainer.close()
@@ -113,12 +113,12 @@ def test_pod_lifecycle_is_reported(tmp_path: Path, url: str, server: FleetServer
         again.model.step = 8
         again.report_step()
         again.save_and_commit()
-        wait_for_report(server, "counted anew", consecutive_save_failures=0)
+        wait_for_report(server, "the counter is reset", consecutive_save_failures=0)
         again.detach()
         wait_for_report(server, "closed", phase=fleet.PHASE_CLOSED)
         again.close()
         assert process.terminate() == 0
-    assert wait_for_report(server, "the end", phase=fleet.PHASE_CLOSED).run.newest.step == 8
+    assert wait_for_report(server, "the last report", phase=fleet.PHASE_CLOSED).run.newest.step == 8
 
 
 def test_directive_takes_effect_while_running(tmp_path: Path, url: str, server: FleetServer) -> None:
@@ -134,7 +134,7 @@ def test_directive_takes_effect_while_running(tmp_path: Path, url: str, server: 
         wait_for_report(server, "connected", attempt=1)
         policy = pb.Policy(every_steps=40, encoding="q4", differential="full", state_encoding="bf16")
         server.set_reply(directive=fleet.Directive(id=2, policy=policy))
-        wait_for_report(server, "in force", directive=2)
+        wait_for_report(server, "the directive is in force", directive=2)
         # The snapshot in progress keeps its settings.
         first.write_all()
         first.seal()
@@ -146,7 +146,7 @@ def test_directive_takes_effect_while_running(tmp_path: Path, url: str, server: 
         assert server.last.run.policy.every_steps == 40
         server.set_reply(directive=fleet.Directive(id=9, policy=pb.Policy(encoding="nonsense")))
         reports = len(server.reports)
-        eventually(lambda: len(server.reports) > reports + 1, what="it was answered so")
+        eventually(lambda: len(server.reports) > reports + 1, what="replies with the invalid directive")
         snapshot = trainer.begin()
         assert (snapshot.begun.encoding, snapshot.begun.state_encoding) == ("q4", "bf16")
         assert not snapshot.begun.HasField("covers"), "full: every snapshot is a baseline"
@@ -168,14 +168,14 @@ def test_restart_without_controller_keeps_directive(tmp_path: Path, url: str, se
     with training(tmp_path, url, **flags(tmp_path, server)) as (_, trainer):
         wait_for_report(server, "connected", attempt=1)
         server.set_reply(directive=fleet.Directive(id=4, policy=pb.Policy(every_steps=25, encoding="q8")))
-        wait_for_report(server, "in force", directive=4)
+        wait_for_report(server, "the directive is in force", directive=4)
         trainer.save_and_commit()
     alone = flags(tmp_path, server) | {"fleet": ""}
     with sidecar(tmp_path, url, **alone) as process:
         trainer = Trainer(process.socket, FakeModel())
         assert trainer.reply.policy.encoding == "fp32"
         trainer.open()
-        eventually(lambda: trainer.policies, what="the notice")
+        eventually(lambda: trainer.policies, what="the notice of the directive")
         eventually(lambda: trainer.arena.line(0)[SAVE_AT_STEP] == 25, what="the timer follows")
         assert trainer.begin().begun.encoding == "q8"
         attempt = trainer.attempt
@@ -199,7 +199,7 @@ def test_ordered_save_is_executed_once(tmp_path: Path, url: str, server: FleetSe
         assert over(server, "late").outcome == fleet.SaveResult.OUTCOME_EXPIRED
         trainer = Trainer(process.socket, FakeModel())
         trainer.open()  # only now is there a trainer that can save
-        eventually(lambda: trainer.urgent, what="asked")
+        eventually(lambda: trainer.urgent, what="the save is requested")
         assert [(each.reason, each.urgent) for each in trainer.urgent] == [("request", False)]
         commit = trainer.save_and_commit()
         end = over(server, "u-1")
@@ -207,7 +207,7 @@ def test_ordered_save_is_executed_once(tmp_path: Path, url: str, server: FleetSe
         assert newest(url).pins == ("release",)
         eventually(lambda: list(server.last.run.checkpoints[0].pins) == ["release"])
         server.set_reply(saves=[fleet.SaveOrder(id="drain/n/1", reason="drain", urgent=True, deadline_s=60)])
-        eventually(lambda: len(trainer.urgent) == 2, what="asked again")
+        eventually(lambda: len(trainer.urgent) == 2, what="the second save is requested")
         assert (trainer.urgent[1].reason, trainer.urgent[1].urgent) == ("drain", True)
         fail_a_save(trainer)
         end = over(server, "drain/n/1")
@@ -234,8 +234,8 @@ def test_sidecar_without_rank_0_executes_order(tmp_path: Path, url: str, server:
     server.set_reply(report_run=True, saves=[fleet.SaveOrder(id="u-1", reason="request")])
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
         trainer = Trainer(process.socket, FakeModel(), rank=1, world_size=2, attempt=1, layout="0" * 32)
-        eventually(lambda: trainer.urgent, what="asked")
-        eventually(lambda: server.last.HasField("run"), what="it speaks")
+        eventually(lambda: trainer.urgent, what="the save is requested")
+        eventually(lambda: server.last.HasField("run"), what="the report has the run")
         trainer.close()
 
 
@@ -251,15 +251,15 @@ def test_nudge_triggers_report(tmp_path: Path, url: str, server: FleetServer) ->
                 assert (answer.status, answer.read()) == (202, b"")
         eventually(lambda: len(server.reports) == 2, what="the nudged report")
         assert "deltashard_fleet_connected 1.0" in process.metrics_page()
-    assert len(server.reports) <= 3, "two nudges at once are one, and the last word"
+    assert len(server.reports) <= 3, "two nudges cause one report, and the last report follows"
 
 
 def test_silent_controller_blocks_nothing(tmp_path: Path, url: str, server: FleetServer) -> None:
     """The controller accepts connections and never responds. Saves commit, and the sidecar ends in time."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent_flags = flags(tmp_path, server) | {"fleet": f"localhost:{silent.getsockname()[1]}"}
-        for_ever = {"deltashard_sidecar.fleet.report_client.DEADLINE_S": 86400.0}
-        with sidecar(tmp_path, url, metrics_port=0, constants=for_ever, **silent_flags) as process:
+        no_timeout = {"deltashard_sidecar.fleet.report_client.DEADLINE_S": 86400.0}
+        with sidecar(tmp_path, url, metrics_port=0, constants=no_timeout, **silent_flags) as process:
             trainer = Trainer(process.socket, FakeModel())
             trainer.open()
             silent.settimeout(DEADLINE_S)
@@ -298,10 +298,10 @@ def test_library_applies_directive_and_reports_fault(
             server.set_reply(
                 directive=fleet.Directive(id=1, policy=pb.Policy(encoding="q4", state_encoding="bf16"))
             )
-            wait_for_report(server, "in force", directive=1)
-            eventually(lambda: step(ckpt) or policies[-1] == "q4", what="the library heard")
+            wait_for_report(server, "the directive is in force", directive=1)
+            eventually(lambda: step(ckpt) or policies[-1] == "q4", what="the library applies the directive")
             commit = ckpt.save().wait(DEADLINE_S)
-            assert not commit.baseline, "another encoding is no reason for a whole baseline"
+            assert not commit.baseline, "another encoding does not cause a baseline"
             assert stored_as(newest(url)) == {"q4"}
             table.weight.data.add_(1.0)
             step(ckpt)
@@ -311,5 +311,5 @@ def test_library_applies_directive_and_reports_fault(
             wait_for_incident(server, fleet.INCIDENT_KIND_TRACKING_FAULT)
             server.set_reply(saves=[fleet.SaveOrder(id="u-1", reason="request")])
             before = ckpt.stats.commits
-            eventually(lambda: step(ckpt) or ckpt.stats.commits > before, what="saved now")
+            eventually(lambda: step(ckpt) or ckpt.stats.commits > before, what="the ordered save")
         wait_for_report(server, "closed", phase=fleet.PHASE_CLOSED)

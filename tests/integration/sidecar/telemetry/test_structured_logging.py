@@ -55,7 +55,7 @@ from deltashard_sidecar.telemetry.structured_logging import configure
 log = configure("info", run="r")
 for i in range(10_000):
     log.info("event", i=i)
-os.write(1, b"it goes on")
+os.write(1, b"the process continues")
 os._exit(0)
 """
 
@@ -65,4 +65,4 @@ def test_full_log_disk_raises_nothing() -> None:
     with Path("/dev/full").open("ab") as full:
         command = [sys.executable, "-c", FULL]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, timeout=240, check=False)
-    assert (done.returncode, done.stdout) == (0, b"it goes on")
+    assert (done.returncode, done.stdout) == (0, b"the process continues")

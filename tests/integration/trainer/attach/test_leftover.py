@@ -36,7 +36,7 @@ def test_only_idle_unlocked_arenas_are_freed(tmp_path: Path) -> None:
     old = 25 * 3600.0
     gone = home(tmp_path, "gone", age_s=old)
     mine = home(tmp_path, "mine", age_s=old)
-    young = home(tmp_path, "young", age_s=60.0)
+    recent = home(tmp_path, "recent", age_s=60.0)
     served = home(tmp_path, "served", age_s=old)
     trained = home(tmp_path, "trained", age_s=old)
     here = home(tmp_path, "here", age_s=old)
@@ -52,9 +52,9 @@ def test_only_idle_unlocked_arenas_are_freed(tmp_path: Path) -> None:
         for holder in holders:
             assert holder.stdout.readline() == "held\n"
         assert free_arenas(tmp_path, keep=mine) == 4096
-        assert [h.name for h in (gone, mine, young, served, trained, here) if not (h / "arena").exists()] == [
-            "gone"
-        ]
+        assert [
+            h.name for h in (gone, mine, recent, served, trained, here) if not (h / "arena").exists()
+        ] == ["gone"]
         assert (gone / "sidecar.log").exists()
         # The scan did not release the lock that this process holds.
         probe = subprocess.run(

@@ -26,12 +26,12 @@ def in_child(work: Callable[[], object]) -> str:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        said = ""
+        raised = ""
         try:
             work()
         except BaseException as error:
-            said = type(error).__name__
-        os.write(write, said.encode())
+            raised = type(error).__name__
+        os.write(write, raised.encode())
         os._exit(0)
     os.close(write)
     os.waitpid(pid, 0)
@@ -124,14 +124,14 @@ def test_non_arena_file_is_refused(tmp_path: Path) -> None:
 
 def test_symlinks_are_not_followed(arena_path: Path, tmp_path: Path) -> None:
     """Mapping, writing and locking refuse symlinks. The target stays unchanged."""
-    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "target").write_text("target")
     for name in ("link.lock", "arena-link"):
-        (tmp_path / name).symlink_to(tmp_path / "precious")
+        (tmp_path / name).symlink_to(tmp_path / "target")
     with pytest.raises(NotPrivate, match="symbolic link"):
         hold_file(tmp_path / "link.lock")
     with pytest.raises(NotPrivate, match="symbolic link"):
         open_arena(tmp_path / "arena-link", SHAPE)
-    (tmp_path / "second").hardlink_to(tmp_path / "precious")
+    (tmp_path / "second").hardlink_to(tmp_path / "target")
     with pytest.raises(NotPrivate, match="another name"):
         hold_file(tmp_path / "second")
-    assert (tmp_path / "precious").read_text() == "precious"
+    assert (tmp_path / "target").read_text() == "target"

@@ -73,25 +73,25 @@ def test_truncated_arena_is_restored_to_size(store: Path) -> None:
 @pytest.mark.parametrize("name", ["LOCK", "arena", "sidecar.log", "trainer-0.lock"])
 def test_symlink_in_runtime_directory_is_refused(name: str, store: Path, tmp_path: Path) -> None:
     """The error names the link immediately. The target is neither written nor truncated."""
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
+    target = tmp_path / "target"
+    target.write_text("target")
     home_of(store).mkdir(parents=True)
-    (home_of(store) / name).symlink_to(precious)
+    (home_of(store) / name).symlink_to(target)
     with pytest.raises(UserError, match=f"{name} is a symbolic link.*remove it"):
         ToyRun(store)
-    assert precious.read_text() == "precious"
+    assert target.read_text() == "target"
 
 
 @pytest.mark.parametrize("name", ["ready.json.new", "ready.json", "arguments.json.new"])
 def test_symlink_at_replaced_file_is_replaced(name: str, store: Path, tmp_path: Path) -> None:
     """These files are always created new."""
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
+    target = tmp_path / "target"
+    target.write_text("target")
     home_of(store).mkdir(parents=True)
-    (home_of(store) / name).symlink_to(precious)
+    (home_of(store) / name).symlink_to(target)
     with ToyRun(store) as run:
         run.train(1)
-    assert precious.read_text() == "precious"
+    assert target.read_text() == "target"
 
 
 def test_missing_package_is_named_at_once(

@@ -14,11 +14,11 @@ PROGRAM = """
 import os, signal, sys
 from deltashard.attach.term_signal import TermHandler
 
-heard = []
-handler = TermHandler(grace_s=lambda: 60.0, notice=lambda: heard.append(True))
+notified = []
+handler = TermHandler(grace_s=lambda: 60.0, notice=lambda: notified.append(True))
 assert handler.install()
 signal.raise_signal(signal.SIGTERM)
-assert heard and handler.remaining_s > 0
+assert notified and handler.remaining_s > 0
 print("saved", os.getpid())
 handler.chain()
 print("still here")
@@ -67,9 +67,9 @@ def test_forked_child_has_previous_handler() -> None:
 
 @pytest.fixture
 def received() -> Iterator[list[str]]:
-    said: list[str] = []
-    before = signal.signal(signal.SIGTERM, lambda *_: said.append("user"))
-    yield said
+    signals: list[str] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: signals.append("user"))
+    yield signals
     signal.signal(signal.SIGTERM, before)
 
 

@@ -273,7 +273,7 @@ def test_replayed_graphs(
         program.draw()
         program.graph.replay()
         torch.cuda.synchronize()
-        assert not flags.any(), "a replay writes marks, which may be freed by then"
+        assert not flags.any(), "a replay writes marks that may be freed by then"
         ckpt.__exit__(KeyboardInterrupt, None, None)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
-from tests.integration.trainer.loader.loader_world import LoaderProgram, SimulatedTrainer
+from tests.integration.trainer.loader.simulated_trainer import LoaderProgram, SimulatedTrainer
 
 Make, Loop = Callable[[], Any], Callable[[Any, Any, SimulatedTrainer], Iterator[Any]]
 """A loop over a loader, an optional second one, and the trainer yields batches. A step follows each."""

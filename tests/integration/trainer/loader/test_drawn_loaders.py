@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.integration.trainer.loader.loader_program import LOOPS, loop
-from tests.integration.trainer.loader.loader_world import resumed
+from tests.integration.trainer.loader.simulated_trainer import resumed
 
 SAMPLES = 22
 KINDS = ["shuffled", "sequential", "resumable", "stream", "list"]

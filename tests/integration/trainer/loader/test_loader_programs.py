@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.integration.trainer.loader.loader_program import EXACT, INEXACT, WORKERS
-from tests.integration.trainer.loader.loader_world import LoaderProgram, resumed
+from tests.integration.trainer.loader.simulated_trainer import LoaderProgram, resumed
 
 STEPS = 16
 
@@ -38,8 +38,8 @@ def test_workers_give_the_same_batches(program: LoaderProgram, at: int) -> None:
 @pytest.mark.parametrize("name", INEXACT)
 def test_inexact_resume_warns(name: str) -> None:
     """The warning contains the remedy at every step of interruption."""
-    program, words = INEXACT[name]
+    program, message = INEXACT[name]
     for at in (3, 7, 9):
         outcome = resumed(program, at, at + 2 * STEPS)
-        told = outcome.warnings + outcome.infos
-        assert outcome.exact or any(words in text for text in told), (at, told)
+        messages = outcome.warnings + outcome.infos
+        assert outcome.exact or any(message in text for text in messages), (at, messages)

@@ -20,7 +20,7 @@ from tests.integration.trainer.loader.loader_program import (
     loop,
     shuffled,
 )
-from tests.integration.trainer.loader.loader_world import (
+from tests.integration.trainer.loader.simulated_trainer import (
     CapturedWarnings,
     LoaderProgram,
     SimulatedTrainer,
@@ -154,18 +154,18 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_loader_restarts_epoch(change: str) -> None:
     """This is the default. The warning has numbers and the remedy, and no sample is skipped."""
-    before, after, words = CHANGES[change]
+    before, after, message = CHANGES[change]
     seen: list[float] = []
     outcome = resumed(loop(before), 3, 20, after=reading(after, seen))
     assert set(seen) >= set(range(23))
-    (text,) = [text for text in outcome.warnings if words in text]
+    (text,) = [text for text in outcome.warnings if message in text]
     assert "after batch 3 " in text
     assert "The epoch restarts" in text
 
 
 def test_changed_loader_is_refused_or_continued_on_request() -> None:
-    before, after, words = CHANGES["batch size"]
-    with pytest.raises(CheckpointMismatch, match=words):
+    before, after, message = CHANGES["batch size"]
+    with pytest.raises(CheckpointMismatch, match=message):
         resumed(loop(before), 3, 20, after=loop(after), on_change="refuse")
     outcome = resumed(loop(before), 2, 20, after=loop(after), on_change="continue")
     assert any("The same number of batches is skipped" in text for text in outcome.warnings)
@@ -204,16 +204,16 @@ def test_position_of_other_version_is_refused() -> None:
 def test_concurrent_loops_warn() -> None:
     registry = LoaderRegistry(StepCount())
     loader = registry.wrap([1, 2, 3])
-    with CapturedWarnings() as heard:
+    with CapturedWarnings() as captured:
         one, other = iter(loader), iter(loader)
         next(one), next(other), next(one)
-    assert "two loops iterate it at once" in heard.texts[0]
+    assert "two loops iterate it at once" in captured.texts[0]
 
 
 def test_unordered_worker_batches_warn() -> None:
-    with CapturedWarnings() as heard:
+    with CapturedWarnings() as captured:
         LoaderRegistry(StepCount()).wrap(DataLoader(Numbers(), num_workers=1, in_order=False))
-    assert "in_order=False" in heard.texts[0]
+    assert "in_order=False" in captured.texts[0]
 
 
 @pytest.mark.parametrize("thing", [iter([1, 2]), 7])

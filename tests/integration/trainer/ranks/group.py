@@ -211,9 +211,9 @@ def resumed(
 
 def all_agree(here: bool) -> bool:
     """Return whether the condition holds on all ranks, which learn of commits at different steps."""
-    said = torch.tensor([int(here)])
-    dist.all_reduce(said, dist.ReduceOp.MIN)
-    return bool(said.item())
+    agreed = torch.tensor([int(here)])
+    dist.all_reduce(agreed, dist.ReduceOp.MIN)
+    return bool(agreed.item())
 
 
 def terminated(rank: int, workdir: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Scenarios for `rank_zygote`: TorchRec's tables over several ranks, one of which dies, under `recovery="partial"`."""
+"""Scenarios for `rank_zygote`: TorchRec's tables over several ranks; one is killed, under `recovery="partial"`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def train(
     Each rank writes its state after restore() to `begun-{rank}.npz`, and after its last step to `held-{rank}.npz`.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with devices recovery is full
-    print("begins anew", flush=True)
+    print("training starts", flush=True)
     logging.basicConfig(force=True)
     logging.getLogger("deltashard").setLevel(logging.INFO)
     training = ShardedTraining("row_wise", "rowwise")
@@ -74,15 +74,15 @@ def train(
     terms: dict[str, Any] = {name: eval(value) for name, value in options.items()}
     ckpt = checkpointer(workdir, training, own=own, **terms)
     loader = ckpt.wrap(DataLoader(list(range(EPOCH)), batch_size=1, shuffle=True))
-    said: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     try:
         with ckpt:
             restored = ckpt.restore(which=eval(which))
             np.savez(workdir / f"begun-{rank}.npz", **held(ckpt, training))
-            said |= {"step": ckpt.steps, "loader": [loader.epoch, loader.delivered], "state": dict(own)}
+            result |= {"step": ckpt.steps, "loader": [loader.epoch, loader.delivered], "state": dict(own)}
             if restored is not None:
-                told = ("pls", "mode", "exact", "rank_steps", "notes", "seq")
-                said |= {name: getattr(restored, name) for name in told}
+                fields = ("pls", "mode", "exact", "rank_steps", "notes", "seq")
+                result |= {name: getattr(restored, name) for name in fields}
             while ckpt.steps < int(until):
                 for _ in loader:
                     training.train(batch(ckpt.steps, rank))
@@ -93,7 +93,7 @@ def train(
                         np.savez(workdir / f"saved-{rank}.npz", **held(ckpt, training))
                     if ckpt.steps == int(kill_at):
                         np.savez(workdir / f"held-{rank}.npz", **held(ckpt, training))
-                        said["held"] = dict(own)
+                        result["held"] = dict(own)
                         if str(rank) in kill.split(","):
                             os.kill(os.getpid(), signal.SIGKILL)
                     if ckpt.steps >= int(until):
@@ -101,8 +101,8 @@ def train(
     except (RuntimeError, DeltashardError) as error:
         # The group is broken: the harness must not wait for it.
         traceback.print_exc()
-        said["error"] = type(error).__name__
-        (workdir / "out" / f"{rank}.json").write_text(json.dumps(said))
+        result["error"] = type(error).__name__
+        (workdir / "out" / f"{rank}.json").write_text(json.dumps(result))
         os._exit(0)
     np.savez(workdir / f"ended-{rank}.npz", **held(ckpt, training))
-    return said
+    return result

@@ -25,7 +25,7 @@ def _store(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def conductors(step: int = 0) -> list[CoordinatorThread]:
+def coordinators(step: int = 0) -> list[CoordinatorThread]:
     found = []
     for number in range(2):
         clock = StepClock(Tracking(nn.Linear(1, 1)))
@@ -39,7 +39,7 @@ def conductors(step: int = 0) -> list[CoordinatorThread]:
 
 def test_late_attempt_is_saved_at_next_step() -> None:
     """The earlier steps took no time in the attempt. Counting them for its pace would delay its first snapshot."""
-    ranks = conductors(1_000_000)
+    ranks = coordinators(1_000_000)
     ranks[1].request(Proposal(reason="user"))
     for rank in ranks:
         while rank._rounds.due is None:

@@ -34,7 +34,7 @@ def torchrun(tmp_path: Path) -> Iterator[Start]:
         example: str, steps: int = FOREVER, every_s: float = 0.2
     ) -> tuple[subprocess.Popen[bytes], Path]:
         log = tmp_path / f"log-{len(started)}"
-        said = {
+        environment = {
             "OMP_NUM_THREADS": "1",
             # After a restart gloo must not find addresses of dead ranks in a leftover store.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -45,7 +45,7 @@ def torchrun(tmp_path: Path) -> Iterator[Start]:
         command += ["--max-restarts", "2", "--monitor-interval", "0.2", f"{ROOT}/examples/{example}/train.py"]
         command += [f"--steps={steps}", "--encoding=fp32", f"--every-s={every_s}"]
         with log.open("wb") as file:
-            started.append(subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | said))
+            started.append(subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | environment))
         return started[-1], log
 
     yield start
@@ -88,14 +88,14 @@ def _run_to_end(
     return logs
 
 
-def _begun(said: str) -> list[int]:
-    return [int(step) for step in re.findall(r"begins at step (\d+)", said)]
+def _begun(output: str) -> list[int]:
+    return [int(step) for step in re.findall(r"begins at step (\d+)", output)]
 
 
-def _losses(said: str) -> dict[tuple[str, str], set[str]]:
+def _losses(output: str) -> dict[tuple[str, str], set[str]]:
     found: dict[tuple[str, str], set[str]] = {}
     # torchrun's Python writes line ends separately: the other rank's line may precede it.
-    for rank, step, loss in re.findall(r"rank (\d) step (\d+) loss ([-+.e\d]+)", said):
+    for rank, step, loss in re.findall(r"rank (\d) step (\d+) loss ([-+.e\d]+)", output):
         found.setdefault((rank, step), set()).add(loss)
     return found
 
@@ -134,18 +134,18 @@ def test_restarted_group_resumes_exactly(torchrun: Start, tmp_path: Path, exampl
             return len(begun) >= 4 and max(_steps(tmp_path / "store")) > max(begun)
 
         with contextlib.suppress(EventuallyTimeout):  # gloo, see `_run_to_end`
-            eventually(lambda: back() or process.poll() is not None, what="the group is back", timeout_s=30)
+            eventually(lambda: back() or process.poll() is not None, what="a new commit", timeout_s=30)
         process.terminate()
         process.wait(limit_s(60))
     until = _last(log) + MORE
     logs = [log, *_run_to_end(process, lambda: torchrun(example, until))]
-    said = "".join(each.read_text() for each in logs)
-    begun = _begun(said)
+    output = "".join(each.read_text() for each in logs)
+    begun = _begun(output)
     assert begun[:2] == [0, 0]
     assert len(begun) >= 4
     assert begun[-1] == begun[-2] > 0
-    losses = _losses(said)
+    losses = _losses(output)
     other = {at: each for at, each in losses.items() if len(each) > 1}
-    assert not other, f"{other}\n{said[-20000:]}"
+    assert not other, f"{other}\n{output[-20000:]}"
     assert {step for _, step in losses} == {str(step) for step in range(1, until + 1)}
     assert max(_steps(tmp_path / "store")) == until

@@ -54,7 +54,7 @@ def test_killed_group_matches_uninterrupted_one(
         assert back[rank]["seen"] == whole[rank]["seen"][17 * 4 :]
         assert back[rank]["committed"][1] == 50
     newest = max(checkpoints(tmp_path / "ckpt").items())[1]
-    assert newest.directive.startswith("close;"), "an end that was meant is no failure, and has its own bits"
+    assert newest.directive.startswith("close;"), "the last save is a closing save"
     assert whole[0]["state"]["torch"] != whole[1]["state"]["torch"]
 
 
@@ -93,13 +93,13 @@ def test_epoch_continues_with_other_world_size(run: RunRanks, tmp_path: Path, da
     by_three = run(tmp_path, 3, "resumed", until=22, data=data)
     left = [180 if data == "shared" else 160, 120]
     for ranks, before, number, rest in ((by_two, 4, 2, left[0]), (by_three, 2, 3, left[1])):
-        goes_on = (
+        note = (
             f"loader 'loader' resumes at batch {20 - rest // 12}, as on {before} ranks"
             if data == "shared"
             else f"loader 'loader' was within epoch 0 when {before} ranks saved: the {rest} remaining samples are "
             f"shared among {number}; its last batch is not compared"
         )
-        assert all(goes_on in rank["restored"]["notes"] for rank in ranks)
+        assert all(note in rank["restored"]["notes"] for rank in ranks)
     # Rank 2 has rank 0's position, and separate random numbers from its first batch on.
     assert len({rank["state"]["torch"] for rank in by_three}) == 3
     steps = 10  # of the three ranks that end the epoch
@@ -112,19 +112,19 @@ def test_epoch_continues_with_other_world_size(run: RunRanks, tmp_path: Path, da
 def test_epoch_with_unknown_rest_restarts_or_is_refused(run: RunRanks, tmp_path: Path) -> None:
     """Each rank draws its own order, so the used samples are unknown."""
     run(tmp_path, 2, "resumed", until=8, data="own")
-    for said in run(tmp_path, 3, "resumed", until=10, loaders="refuse", data="own"):
-        assert said["error"] in ("CheckpointMismatch", "RestoreFailed")
-        assert "when 2 ranks saved, but there are 3 now" in said["what"]
-        assert 'restore(loaders="restart")' in said["remedy"]
+    for result in run(tmp_path, 3, "resumed", until=10, loaders="refuse", data="own"):
+        assert result["error"] in ("CheckpointMismatch", "RestoreFailed")
+        assert "when 2 ranks saved, but there are 3 now" in result["what"]
+        assert 'restore(loaders="restart")' in result["remedy"]
     zero, _, two = run(tmp_path, 3, "resumed", until=10, data="own")
     assert zero["restored"]["step"] == two["restored"]["step"] == 8
     again = "loader 'loader' cannot resume within epoch"
     (note,) = zero["restored"]["notes"]
     assert note.startswith(again)
-    told = "; ".join(two["restored"]["notes"])
-    assert again in told
-    assert "rank 2 was not in the group that saved: it has rank 0's state['scheduler']" in told
-    assert "its random numbers are reseeded" in told
+    notes = "; ".join(two["restored"]["notes"])
+    assert again in notes
+    assert "rank 2 was not in the group that saved: it has rank 0's state['scheduler']" in notes
+    assert "its random numbers are reseeded" in notes
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_epoch_with_unknown_rest_restarts_or_is_refused(run: RunRanks, tmp_path:
     ],
 )
 def test_mismatched_ranks_are_reported(run: RunRanks, tmp_path: Path, what: str, sentence: str) -> None:
-    for said in run(tmp_path, 2, "disagreeing", what=what):
-        assert said["error"] == "RanksDiffer"
-        assert sentence in said["what"]
-        assert said["remedy"]
+    for result in run(tmp_path, 2, "disagreeing", what=what):
+        assert result["error"] == "RanksDiffer"
+        assert sentence in result["what"]
+        assert result["remedy"]
     if (tmp_path / "store").exists():
         assert commits(tmp_path) == {}
 

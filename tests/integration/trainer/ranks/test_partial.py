@@ -1,4 +1,4 @@
-"""Some ranks die: under `recovery="partial"` the others keep their rows, or all roll back with a log entry."""
+"""Some ranks are killed: under `recovery="partial"` the others keep their rows, or all roll back with a log entry."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def check_restored(workdir: Path, kept: dict[int, dict[str, np.ndarray]], lost: 
 
 @pytest.fixture(scope="module")
 def crashed(run: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run whose rank 2 died at step 6, with a checkpoint of step 3, and copies of store and staged parts."""
+    """Return a run, killed on rank 2 at step 6, with a checkpoint of step 3, and copies of store and staged parts."""
     workdir = tmp_path_factory.mktemp("crashed")
     run(workdir, 4, "train", until=20, save_at=3, kill_at=6, kill="2")
     shutil.copytree(workdir / "store", workdir / "store-then")
@@ -180,6 +180,6 @@ def check_full(messages: list[Any], workdir: Path, why: str) -> None:
     for rank, each in enumerate(messages):
         assert (each["mode"], each["step"], each["pls"], each["rank_steps"]) == ("full", 3, 0.0, [])
         check_same(arrays(workdir, "begun", rank), arrays(workdir, "saved", rank))
-    log = (workdir / "log-0").read_text().rpartition("begins anew")[2]
+    log = (workdir / "log-0").read_text().rpartition("training starts")[2]
     assert why in log.replace("recovery is full, all ranks return to the checkpoint: ", "")
     assert "PARTIAL" not in log

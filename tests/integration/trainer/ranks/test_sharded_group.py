@@ -79,10 +79,10 @@ def test_any_sharding_to_any_sharding(run: RunRanks, tmp_path: Path, optimizer: 
             if not FULL and (world == 1 or (world == 2) != (sharding in ("column_wise", "table_wise"))):
                 continue
             name = f"{sharding}-{world}"
-            said = run(
+            saved = run(
                 tmp_path, world, "save", sharding=sharding, optimizer=optimizer, encoding=encoding, run=name
             )
-            assert all(each["commits"] == 2 for each in said)
+            assert all(each["commits"] == 2 for each in saved)
             _expected(tmp_path, name, world, encoding)
             sources.setdefault(world, []).append(name)
     sidecar = SidecarProcess(tmp_path, (tmp_path / "store").as_uri(), run="target", arena_bytes="256MiB")
@@ -92,7 +92,7 @@ def test_any_sharding_to_any_sharding(run: RunRanks, tmp_path: Path, optimizer: 
             into = shardings(world, optimizer)
             if not FULL:
                 into = into[:2] if world == 1 else into[-2:] if world == 4 else into[2:4]
-            said = run(
+            read = run(
                 tmp_path,
                 world,
                 "read",
@@ -101,6 +101,6 @@ def test_any_sharding_to_any_sharding(run: RunRanks, tmp_path: Path, optimizer: 
                 shardings=",".join(into),
                 optimizer=optimizer,
             )
-            assert all(each["compared"] for each in said)
+            assert all(each["compared"] for each in read)
     finally:
         sidecar.kill()

@@ -58,12 +58,12 @@ def test_blocked_collective_is_terminated(
             pod.mkdir()
             sidecar = SidecarProcess(pod, (tmp_path / "store").as_uri(), run="partial", encoding="fp32")
             stack.callback(sidecar.kill)
-        code, said = _torchrun(tmp_path, recovery, where)
+        code, output = _torchrun(tmp_path, recovery, where)
         begun = rank_zygote.run(PROGRAM, tmp_path, WORLD, "train", recovery=recovery, where=where)
     assert code != 0
-    assert said.count("(SIGTERM)") >= WORLD - 1, said
-    assert "forcefully exiting" not in said  # no process had to be killed
-    assert said.count("rows of step 6 are staged on top of checkpoint 2") == (
+    assert output.count("(SIGTERM)") >= WORLD - 1, output
+    assert "forcefully exiting" not in output  # no process had to be killed
+    assert output.count("rows of step 6 are staged on top of checkpoint 2") == (
         WORLD - 1 if recovery == "partial" else 0
     )
     assert begun == [[KILL_AT if recovery == "partial" else SAVE_AT, recovery]] * WORLD

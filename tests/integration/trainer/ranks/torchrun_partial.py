@@ -1,4 +1,4 @@
-"""The program of `test_torchrun_partial`: a rank dies, and the others are in a collective that cannot finish.
+"""The program of `test_torchrun_partial`: a rank is killed, and the others are in a collective that cannot finish.
 
 Their next run is a scenario for `rank_zygote`.
 """

@@ -112,7 +112,7 @@ def test_restored_sharded_training_continues_exactly(tmp_path: Path, sharding: s
     ckpt = _checkpointer(tmp_path, again.model, [again.model.fused_optimizer, again.dense])
     restored = ckpt.restore()
     assert restored.step == 5
-    assert restored.notes, "this script gives another learning rate"
+    assert restored.notes, "the script sets another learning rate"
     assert all("set other hyperparameters than this one (lr " in note for note in restored.notes)
     _equal(_whole(ckpt), saved)
     for step in range(5, 8):
@@ -152,7 +152,7 @@ def test_unfused_table_keeps_state_of_same_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("then", "now", "words"),
+    ("then", "now", "message"),
     [
         (
             "rowwise",
@@ -164,7 +164,7 @@ def test_unfused_table_keeps_state_of_same_optimizer(tmp_path: Path) -> None:
         ("sgd", "rowwise", "It was updated by exact_sgd and is updated by exact_row_wise_adagrad"),
     ],
 )
-def test_other_fused_optimizer_is_refused(tmp_path: Path, then: str, now: str, words: str) -> None:
+def test_other_fused_optimizer_is_refused(tmp_path: Path, then: str, now: str, message: str) -> None:
     """One rule's state is not converted to another's. The remedy names the option that keeps tables fused."""
     _saved(tmp_path, case.ShardedTraining("row_wise", then))
     replicated = now == "data_parallel"
@@ -172,7 +172,7 @@ def test_other_fused_optimizer_is_refused(tmp_path: Path, then: str, now: str, w
         "data_parallel" if replicated else "row_wise", then if replicated else now
     )
     ckpt = _checkpointer(tmp_path, training.model, training.dense)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         ckpt.restore()
     ckpt.close()
 
@@ -180,13 +180,13 @@ def test_other_fused_optimizer_is_refused(tmp_path: Path, then: str, now: str, w
 def test_untested_sharding_is_refused_by_name() -> None:
     """The cases are other sharded modules, two-dimensional parallelism, and TorchRec optimizers with separate state."""
     training = case.ShardedTraining("table_wise")
-    for kind, words in (
+    for kind, message in (
         (DMPCollection, "2D parallelism"),
         (ShardedManagedCollisionEmbeddingBagCollection, "ShardedManagedCollisionEmbeddingBagCollection is"),
     ):
         module = kind.__new__(kind)  # none of these modules can be built on a CPU
         nn.Module.__init__(module)
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=message):
             discover(nn.ModuleDict({"it": module}), find=find)
     fused, over = training.model.fused_optimizer, training.bare.over.parameters()
     for optimizer in (

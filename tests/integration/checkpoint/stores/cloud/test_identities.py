@@ -42,16 +42,16 @@ def test_aks_federated_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 path.write_text(projected)
                 with pytest.raises(ObjectNotFound):
                     store.get("a")
-                asked_at, _, said = tokens.received[-1]
+                asked_at, _, body = tokens.received[-1]
                 assert asked_at.startswith("/the-tenant/")
-                form = parse_qs(said.decode())
+                form = parse_qs(body.decode())
                 assert form["client_assertion"] == [projected]
                 assert form["client_id"] == ["the-client"]
                 assert service.received[-1][1]["authorization"] == "Bearer issued"
             asked = len(tokens.received)
             with pytest.raises(ObjectNotFound):
                 store.get("b")
-            assert len(tokens.received) == asked, "a token is kept as long as it lasts"
+            assert len(tokens.received) == asked, "a valid token is cached"
 
 
 def test_refused_token_is_renewed(tmp_path, monkeypatch):

@@ -63,7 +63,7 @@ def test_refused_upload_does_not_break_next_request(minio_url: str) -> None:
 
 
 def test_wrong_secret(minio_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-nobody-may-see")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-never-shown")
     with open_store(minio_url) as store:
         for call in (
             lambda: store.put("a", b"x"),

@@ -162,7 +162,7 @@ def resumed(
     on_change: OnChange = "restart",
 ) -> ResumeResult:
     """Train `program` until `end`, and resume it (or `after`, if given) from a snapshot of step `at`."""
-    with CapturedWarnings() as heard:
+    with CapturedWarnings() as captured:
         lost = SimulatedTrainer(4, snapshot_at=at, end=end)
         run(program, lost)
         assert lost.snapshot is not None
@@ -171,7 +171,7 @@ def resumed(
     for world in (lost, again):
         world.registry.close()  # otherwise the collector ends their workers, and torch waits 5 s for each
     delivered = [tree["delivered"] for tree in decode_value(lost.snapshot.positions).values()]
-    return ResumeResult(lost.log[at:], again.log, heard.texts + again.notes, heard.infos, delivered)
+    return ResumeResult(lost.log[at:], again.log, captured.texts + again.notes, captured.infos, delivered)
 
 
 def run(program: LoaderProgram, world: SimulatedTrainer) -> None:

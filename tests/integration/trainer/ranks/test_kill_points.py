@@ -1,11 +1,11 @@
-"""Four ranks: one, or a sidecar, dies at a named point of a save or a restore, and then all restart.
+"""Four ranks: one, or a sidecar, is killed at a named point of a save or a restore, and then all restart.
 
-After each death all ranks restore the same committed step, bit for bit (each rank records hashes of each step outside
+After each kill all ranks restore the same committed step, bit for bit (each rank records hashes of each step outside
 of the store). It is no older than the newest commit that any rank was notified of. Training repeats the same steps to
 the same bits and reaches a next commit. Every commit that a rank was notified of is in the log with its step.
 
-By default some points are tested. `DELTASHARD_TEST_LIVES=full` tests a death at every one, of rank 0 and another rank,
-and of each of two sidecars.
+By default some points are tested. `DELTASHARD_TEST_KILL_POINTS=full` tests a kill at every one, of rank 0 and another
+rank, and of each of two sidecars.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RunRanks = Callable[..., list[Any]]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 RANKS = 4
-FULL = os.environ.get("DELTASHARD_TEST_LIVES") == "full"
+FULL = os.environ.get("DELTASHARD_TEST_KILL_POINTS") == "full"
 
 # Points that a rank reaches while it trains and restores, and those that only rank 0 reaches.
 SAVE = (
@@ -76,18 +76,18 @@ FIRST = ("attempt.before_genesis", "attempt.after_genesis", "layout.before_put",
 
 @pytest.fixture(scope="module")
 def run(rank_zygote: RankZygote) -> RunRanks:
-    """Return the results of all ranks of a scenario of `lives`."""
-    return partial(rank_zygote.run, "tests.integration.trainer.ranks.lives")
+    """Return the results of all ranks of a scenario of `killed_ranks`."""
+    return partial(rank_zygote.run, "tests.integration.trainer.ranks.killed_ranks")
 
 
 def records(workdir: Path, rank: int) -> list[list[Any]]:
-    path = workdir / f"said-{rank}"
+    path = workdir / f"record-{rank}"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def check(workdir: Path, url: str = "") -> list[list[dict[str, Any]]]:
     """Check the invariants of all cases, and return what each rank restored in each process."""
-    told: dict[int, int] = {}
+    commits: dict[int, int] = {}
     restored: list[list[dict[str, Any]]] = []
     for rank in range(RANKS):
         contents: dict[int, str] = {}
@@ -96,25 +96,25 @@ def check(workdir: Path, url: str = "") -> list[list[dict[str, Any]]]:
             if what == "step":
                 # Also where a later process repeats it.
                 assert contents.setdefault(facts["step"], facts["content"]) == facts["content"], (rank, facts)
-            elif what == "told":
-                assert told.setdefault(facts["seq"], facts["step"]) == facts["step"]
+            elif what == "notified":
+                assert commits.setdefault(facts["seq"], facts["step"]) == facts["step"]
             elif what == "restored":
                 mine.append(facts)
                 if facts["seq"]:
                     assert facts["content"] == contents[facts["step"]], (rank, facts)
                     assert (facts["exact"], facts["notes"]) == (True, [])
         restored.append(mine)
-    for lives in zip(*restored, strict=True) if len({len(each) for each in restored}) == 1 else ():
-        assert len({(facts["seq"], facts["step"]) for facts in lives}) == 1
+    for processes in zip(*restored, strict=True) if len({len(each) for each in restored}) == 1 else ():
+        assert len({(facts["seq"], facts["step"]) for facts in processes}) == 1
     with open_store(url or (workdir / "store").as_uri()) as store:
         state = RunLog(store, "group").refresh()
     assert state.stopped is None
-    assert told.items() <= {seq: entry.step for seq, entry in state.checkpoints.items()}.items()
+    assert commits.items() <= {seq: entry.step for seq, entry in state.checkpoints.items()}.items()
     return restored
 
 
 def newest_reported(workdir: Path) -> int:
-    every = [facts for rank in range(RANKS) for what, facts in records(workdir, rank) if what == "told"]
+    every = [facts for rank in range(RANKS) for what, facts in records(workdir, rank) if what == "notified"]
     return max((facts["seq"] for facts in every), default=0)
 
 
@@ -125,32 +125,32 @@ def codes(workdir: Path) -> list[int]:
 def assert_recovers(run: RunRanks, workdir: Path, nodes: int) -> None:
     """Start the group again: it resumes from at least the newest commit, repeats the same steps, and commits."""
     before = newest_reported(workdir)
-    run(workdir, RANKS, "live", agent=True, nodes=nodes, commits=1, end="close")
+    run(workdir, RANKS, "trained", agent=True, nodes=nodes, commits=1, end="close")
     assert codes(workdir) == [0] * RANKS
     assert newest_reported(workdir) > before
-    for lives in check(workdir):
-        assert lives[-1]["seq"] >= before
+    for processes in check(workdir):
+        assert processes[-1]["seq"] >= before
 
 
 def run_with_kill(
     run: RunRanks, workdir: Path, nodes: int, commits: int, victim: str, point: str, nth: int
 ) -> None:
-    """Run the group while `victim` dies at `point`. A dead sidecar's ranks restore and train, and are killed later."""
-    said = run(
-        workdir, RANKS, "live", agent=True,
+    """Kill `victim` at `point` while the group runs. A killed sidecar's ranks restore, train, and are killed later."""
+    results = run(
+        workdir, RANKS, "trained", agent=True,
         nodes=nodes, commits=commits, end="kill", victim=victim, point=point, nth=nth,
     )  # fmt: skip
     kind, _, number = victim.partition(" ")
     if kind == "rank":
         assert codes(workdir)[int(number)] == -9
-        assert records(workdir, int(number))[-1][0] != "ended", f"{victim} did not come to {point}"
+        assert records(workdir, int(number))[-1][0] != "ended", f"{victim} did not reach {point}"
         return
     firsts = range(0, RANKS, RANKS // nodes)
     if victim != "sidecar of any":
         firsts = firsts[int(number) : int(number) + 1]
-    assert all(said[first] is None for first in firsts), said
+    assert all(results[first] is None for first in firsts), results
     ends = [records(workdir, first)[-1] for first in firsts]
-    assert ["ended", {"lost": True}] in ends or not commits, f"{victim} did not come to {point}"
+    assert ["ended", {"lost": True}] in ends or not commits, f"{victim} did not reach {point}"
 
 
 def kill_cases() -> Iterator[Any]:
@@ -192,24 +192,24 @@ def test_group_recovers_from_kill_at_any_point(
     run: RunRanks, tmp_path: Path, nodes: int, victim: str, point: str, where: str
 ) -> None:
     if where == "restore":
-        run(tmp_path, RANKS, "live", agent=True, nodes=nodes, commits=1, end="kill")
+        run(tmp_path, RANKS, "trained", agent=True, nodes=nodes, commits=1, end="kill")
     first = where != "save" or point == "order.proposed" or point in COMMITTERS
     run_with_kill(run, tmp_path, nodes, 2, victim, point, 1 if first else 2)
     assert_recovers(run, tmp_path, nodes)
 
 
 def test_stale_rank_commits_nothing_and_gets_reason(run: RunRanks, tmp_path: Path) -> None:
-    """The rank was stopped while its group died and a new group started elsewhere.
+    """The rank was stopped while its group was killed and a new group started elsewhere.
 
     It then continues at the same time.
     """
-    run(tmp_path, RANKS, "zombie", agent=True, spare=2)
+    run(tmp_path, RANKS, "stale", agent=True, spare=2)
     pid = (tmp_path / "stopped").read_text()
     before = newest_reported(tmp_path)
-    run(tmp_path, RANKS, "live", agent=True, nodes=2, commits=3, end="close", wakes=pid)
+    run(tmp_path, RANKS, "trained", agent=True, nodes=2, commits=3, end="close", wakes=pid)
     assert codes(tmp_path) == [0] * RANKS
-    eventually((tmp_path / "zombie").exists, "the old rank to end")
-    collective, _, save, close = json.loads((tmp_path / "zombie").read_text())
+    eventually((tmp_path / "stale-result").exists, "the stopped rank has ended")
+    collective, _, save, close = json.loads((tmp_path / "stale-result").read_text())
     assert collective
     assert "the store of the process group does not answer" in save + close
     assert close.startswith(("SaveFailed", "FencedError"))
@@ -223,9 +223,9 @@ def test_stale_rank_commits_nothing_and_gets_reason(run: RunRanks, tmp_path: Pat
 
 
 def test_slow_or_stopped_rank_costs_at_most_one_save(run: RunRanks, tmp_path: Path) -> None:
-    said = run(tmp_path, RANKS, "unlike")
-    assert said[0]["off"] >= 1
-    told = [[facts for what, facts in records(tmp_path, rank) if what == "told"] for rank in range(RANKS)]
-    assert len(told[0]) >= 3
-    assert all(each == told[0] for each in told)
+    results = run(tmp_path, RANKS, "uneven")
+    assert results[0]["cancelled"] >= 1
+    seen = [[facts for what, facts in records(tmp_path, rank) if what == "notified"] for rank in range(RANKS)]
+    assert len(seen[0]) >= 3
+    assert all(each == seen[0] for each in seen)
     check(tmp_path)

@@ -1,4 +1,4 @@
-"""Objects of a chain disappear during a run: the sidecar notices before it commits a save that depends on them."""
+"""Objects of a chain disappear during a run: the sidecar detects this before it commits a save that depends on them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.sidecar_process import sidecar
 
 
 @pytest.mark.parametrize("url", ["file", "minio"], indirect=True)
-@pytest.mark.parametrize("noticed_by", ["the last save", "housekeeping"])
+@pytest.mark.parametrize("noticed_by", ["the last save", "maintenance"])
 def test_missing_base_is_detected_and_next_save_is_baseline(
     tmp_path: Path, url: str, noticed_by: str
 ) -> None:
-    maintenance_interval_s = 0.05 if noticed_by == "housekeeping" else -1
+    maintenance_interval_s = 0.05 if noticed_by == "maintenance" else -1
     flags = {
         "encoding": "fp32",
         "differential": "consecutive",
@@ -37,8 +37,8 @@ def test_missing_base_is_detected_and_next_save_is_baseline(
         log.store.delete([info.key for info in log.store.list(f"run/{prefix}") if info.key.endswith(".pack")])
         trainer.model.train()
         commits = []
-        if noticed_by == "housekeeping":
-            # Its commit makes the check due. On a slow machine the second save's check is late enough to see it.
+        if noticed_by == "maintenance":
+            # Its commit makes the check due. On a slow machine the second save's check detects it.
             commits.append(trainer.save_and_commit())
             eventually(lambda: "deltashard_chain_broken_total 1.0" in process.metrics_page())
         else:

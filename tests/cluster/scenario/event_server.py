@@ -1,7 +1,7 @@
-"""What trainers report to the test directly, without deltashard: a TCP server on the bridge, and its history.
+"""A TCP server on the bridge that receives and keeps the events of trainers; deltashard is not involved.
 
-A *life* is one trainer process. A trainer reports a step before it calls `Checkpointer.step()` for it. Jobs are named
-`{namespace}/{name}` here.
+`process` in an event identifies one trainer process. A trainer reports a step before it calls `Checkpointer.step()`
+for it. Jobs are named `{namespace}/{name}` here.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tests.support.machine import limit_s
 Event = dict[str, Any]
 
 
-class WitnessServer:
-    """Receives the trainers' events; use as a context manager."""
+class EventServer:
+    """Receives the trainers' events from the start until `close`."""
 
     def __init__(self, host: str) -> None:
         self._condition = threading.Condition()
         self._events: list[tuple[str, Event]] = []
         """Events, each with `{namespace}/{pod}`."""
         self._last_step: dict[str, int] = {}
-        """Of each life."""
+        """By trainer process."""
         outer = self
 
-        class WitnessHandler(socketserver.StreamRequestHandler):
+        class EventHandler(socketserver.StreamRequestHandler):
             def handle(self) -> None:
                 for line in self.rfile:
                     outer._receive(json.loads(line))
@@ -40,7 +40,7 @@ class WitnessServer:
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             daemon_threads, block_on_close = True, False
 
-        self._server = Server((host, 0), WitnessHandler)
+        self._server = Server((host, 0), EventHandler)
         threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True
         ).start()
@@ -58,7 +58,7 @@ class WitnessServer:
         with self._condition:
             self._events.append((f"{event['namespace']}/{event['pod']}", event))
             if event["kind"] == "step":
-                self._last_step[event["life"]] = max(event["step"], self.last_step(event["life"]))
+                self._last_step[event["process"]] = max(event["step"], self.last_step(event["process"]))
             self._condition.notify_all()
 
     def of(self, job: str, kind: str) -> list[Event]:
@@ -66,47 +66,47 @@ class WitnessServer:
             return [e for pod, e in self._events if e["kind"] == kind and pod.startswith(f"{job}-")]
 
     def wait(self, job: str, matches: Callable[[Event], bool], *, timeout_s: float, what: str) -> Event:
-        """Return the first event of a Job's pods that matches, with a wait; raise `ClusterError` on a timeout.
+        """Wait for the first event of a Job's pods that matches, and return it; raise `ClusterError` on a timeout.
 
         `matches` is called once for each event, in order: a new search after each event would cost too much for
         thousands of events.
         """
-        looked_at = 0
-        said: list[Event] = []
+        position = 0
+        received: list[Event] = []
 
-        def heard() -> bool:
-            nonlocal looked_at
-            while looked_at < len(self._events):
-                pod, event = self._events[looked_at]
-                looked_at += 1
+        def matched() -> bool:
+            nonlocal position
+            while position < len(self._events):
+                pod, event = self._events[position]
+                position += 1
                 if pod.startswith(f"{job}-"):
-                    said[:] = [*said[-2:], event]
+                    received[:] = [*received[-2:], event]
                     if matches(event):
                         return True
             return False
 
         with self._condition:
-            if not self._condition.wait_for(heard, limit_s(timeout_s)):
-                raise ClusterError(f"not within {limit_s(timeout_s):.0f} s: {what}; last heard: {said}")
-        return said[-1]
+            if not self._condition.wait_for(matched, limit_s(timeout_s)):
+                raise ClusterError(f"not within {limit_s(timeout_s):.0f} s: {what}; last events: {received}")
+        return received[-1]
 
-    def start_event(self, job: str, life: int, *, timeout_s: float = 90.0) -> Event:
-        """Return the start event of the Job's trainer number `life`, counted from 0."""
+    def start_event(self, job: str, number: int, *, timeout_s: float = 90.0) -> Event:
+        """Return the start event of the Job's trainer process `number`, counted from 0."""
         begun = itertools.count()
         return self.wait(
             job,
-            lambda event: event["kind"] == "began" and next(begun) == life,
+            lambda event: event["kind"] == "began" and next(begun) == number,
             timeout_s=timeout_s,
-            what=f"trainer {life} of {job} began",
+            what=f"trainer {number} of {job} began",
         )
 
-    def wait_step(self, life: str, step: int, *, timeout_s: float) -> None:
+    def wait_step(self, process: str, step: int, *, timeout_s: float) -> None:
         with self._condition:
-            heard = self._condition.wait_for(lambda: self.last_step(life) >= step, limit_s(timeout_s))
-        if not heard:
+            reached = self._condition.wait_for(lambda: self.last_step(process) >= step, limit_s(timeout_s))
+        if not reached:
             raise ClusterError(
-                f"not within {limit_s(timeout_s):.0f} s: step {step} of {life}; it did {self.last_step(life)}"
+                f"not within {limit_s(timeout_s):.0f} s: step {step} of {process}, which is at step {self.last_step(process)}"
             )
 
-    def last_step(self, life: str) -> int:
-        return self._last_step.get(life, 0)
+    def last_step(self, process: str) -> int:
+        return self._last_step.get(process, 0)

@@ -1,4 +1,4 @@
-"""What a trainer reports to the test: lines of JSON over TCP."""
+"""The events that a trainer sends to the test: lines of JSON over TCP."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import time
 from typing import Any
 
 
-class WitnessClient:
+class EventClient:
     """The connection of one trainer process, with facts that each of its events contains."""
 
     def __init__(self, **facts: Any) -> None:
-        host, port = os.environ["WITNESS"].rsplit(":", 1)
+        host, port = os.environ["EVENT_SERVER"].rsplit(":", 1)
         self._socket = socket.create_connection((host, int(port)))
         pod = os.environ["POD_NAME"]
         self._facts = {
             "namespace": os.environ["POD_NAMESPACE"],
             "pod": pod,
             "node": os.environ["NODE_NAME"],
-            "life": f"{pod}/{facts.get('rank', 0)}/{time.time_ns()}",
+            "process": f"{pod}/{facts.get('rank', 0)}/{time.time_ns()}",
             **facts,
         }
 

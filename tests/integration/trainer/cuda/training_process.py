@@ -1,4 +1,4 @@
-"""One process of a training on a device: `gpu_life.py WHAT...` as JSON. It trains and exits at a given step.
+"""One process of a training on a device: `training_process.py OPTIONS` as JSON. It trains and exits at a given step.
 
 It prints a line of JSON for the restore, for every snapshot and for the end: the step, and a digest of everything that
 a resumed run needs (every parameter and optimizer state, the generators, and the next random draws).
@@ -71,8 +71,8 @@ def digest(net: GradientNet, optimizers: list[torch.optim.Optimizer], generator:
     return hashlib.sha256(repr(sorted(bits("", held).items())).encode()).hexdigest()
 
 
-def main(url: str, *, device: str, steps: int, dies_at: int | None = None, strict: bool = True) -> None:
-    """Train from the newest checkpoint to `steps`, or until the process kills itself at the end of step `dies_at`."""
+def main(url: str, *, device: str, steps: int, kill_at: int | None = None, strict: bool = True) -> None:
+    """Train from the newest checkpoint to `steps`, or until the process kills itself at the end of step `kill_at`."""
     warnings.simplefilter("ignore", UserWarning)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(0)
@@ -80,20 +80,20 @@ def main(url: str, *, device: str, steps: int, dies_at: int | None = None, stric
     optimizers = optimizers_of(net)
     generator = torch.Generator(device).manual_seed(7)
 
-    def said(what: str, **facts: Any) -> None:
+    def report(what: str, **facts: Any) -> None:
         print(json.dumps({"what": what, **facts}), flush=True)
 
-    def heard(name: str, facts: Any) -> None:
+    def event(name: str, facts: Any) -> None:
         if name == "snapshot":
-            said("cut", step=facts["step"], digest=digest(net, optimizers, generator))
+            report("snapshot", step=facts["step"], digest=digest(net, optimizers, generator))
 
     state = {"generator": generator} if strict else {}
-    options = {"run": "r", "encoding": "fp32", "every_steps": 8, "arena_bytes": 128 << 20, "on_event": heard}
+    options = {"run": "r", "encoding": "fp32", "every_steps": 8, "arena_bytes": 128 << 20, "on_event": event}
     ckpt = deltashard.Checkpointer(net, optimizers, state=state, url=url, **options)
     ckpt.restore(strict=strict)
-    said("restored", step=ckpt.steps, digest=digest(net, optimizers, generator))
+    report("restored", step=ckpt.steps, digest=digest(net, optimizers, generator))
     while ckpt.steps < steps:
-        # Skewed, as real lookups are.
+        # Skewed like real lookups.
         ids = (torch.rand((BATCH, 4), device=device, generator=generator) ** 3 * ROWS).long()
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -101,10 +101,10 @@ def main(url: str, *, device: str, steps: int, dies_at: int | None = None, stric
         for optimizer in optimizers:
             optimizer.step()
         ckpt.step()
-        if ckpt.steps == dies_at:
+        if ckpt.steps == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
     tables = ckpt._program.tracking.tables
-    said(
+    report(
         "end",
         step=ckpt.steps,
         digest=digest(net, optimizers, generator),

@@ -1,4 +1,4 @@
-"""Training continues whatever the user's code raises inside a save: the failed save is counted, and its error named."""
+"""Training continues after any error of user code inside a save: the failed save is counted, and its error named."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_user_code_exceptions_do_not_reach_loop(
             loop.ckpt.save().wait(60)
     hooks.getter = None
     assert loop.ckpt.stats.failures.total() == len(RAISED)
-    assert caplog.text.count("a save failed at step") == 1, "once until one is whole again"
+    assert caplog.text.count("a save failed at step") == 1, "once until a save succeeds"
 
     for error in RAISED:
         hooks.judge = error

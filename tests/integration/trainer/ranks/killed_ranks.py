@@ -1,7 +1,7 @@
-"""Runs of a group of ranks that may die at any point, and each rank's own record outside of the store.
+"""Runs of a group whose ranks may be killed at any point, and each rank's own record outside of the store.
 
-Each rank appends JSON lines to `WORKDIR/said-{rank}`, before or as soon as an event happens, so that they outlive
-the rank. `test_lives` compares them with one another and with the store.
+Each rank appends JSON lines to `WORKDIR/record-{rank}`, before or as soon as an event happens, so that they remain
+after a kill. `test_kill_points` compares them with one another and with the store.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RankTraining:
 
     def __init__(self, rank: int, workdir: Path, **options: Any) -> None:
         self.rank = rank
-        self.file = os.open(workdir / f"said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.file = os.open(workdir / f"record-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         torch.manual_seed(3)
         self.model = RankNet()
         self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.05)
@@ -74,7 +74,7 @@ class RankTraining:
     def on_event(self, name: str, facts: Mapping[str, Any]) -> None:
         if name == "committed":
             self.committed.append(facts["commit"].step)
-            self.record("told", seq=facts["commit"].seq, step=facts["commit"].step)
+            self.record("notified", seq=facts["commit"].seq, step=facts["commit"].step)
         elif name not in ("snapshot", "skipped", "restored"):
             self.record(name, **{key: str(value) for key, value in facts.items()})
 
@@ -125,7 +125,7 @@ def _set_node(rank: int, nodes: int, first: int = 0) -> None:
 
 
 def _arm(rank: int, workdir: Path, victim: str, point: str, nth: int) -> None:
-    """Make this rank, or the sidecar that it starts, die at `point`. A running sidecar is killed first."""
+    """Make this rank, or the sidecar that it starts, kill itself at `point`. A running sidecar is killed first."""
     if victim == f"rank {rank}":
         crash_point._armed, crash_point._left = point, nth
     node = int(os.environ["GROUP_RANK"])
@@ -141,7 +141,7 @@ def _arm(rank: int, workdir: Path, victim: str, point: str, nth: int) -> None:
 # Scenarios: (rank, workdir, options) -> result of the rank.
 
 
-def live(
+def trained(
     rank: int,
     workdir: Path,
     nodes: str,
@@ -152,42 +152,42 @@ def live(
     nth: str = "1",
     wakes: str = "",
 ) -> Any:
-    """Restore, train until all ranks know of `commits` commits, and close or be killed.
+    """Restore, train until all ranks were notified of `commits` commits, and close or be killed.
 
-    Meanwhile `victim` ("rank 2", "sidecar 1" or "sidecar of any") dies when it reaches `point` the nth time.
+    Meanwhile `victim` ("rank 2", "sidecar 1" or "sidecar of any") is killed when it reaches `point` the nth time.
     `nodes` is the number of machines. `wakes` is the pid of a stopped process that continues after the first commit, on
     other machines than these.
     """
     _set_node(rank, int(nodes), first=2 if wakes else 0)
     _arm(rank, workdir, victim, point, int(nth))
-    life = RankTraining(rank, workdir, every_steps=12)
-    life.record("begun", victim=victim, point=point)
-    sidecar = life.ckpt.sidecar_pid
-    life.restore()
-    for step in life.steps():
+    training = RankTraining(rank, workdir, every_steps=12)
+    training.record("begun", victim=victim, point=point)
+    sidecar = training.ckpt.sidecar_pid
+    training.restore()
+    for step in training.steps():
         if step % 7 == 3 and rank == step % dist.get_world_size():
-            life.ckpt.save()
-        if wakes and rank == 0 and life.commits:
+            training.ckpt.save()
+        if wakes and rank == 0 and training.commits:
             os.kill(int(wakes), signal.SIGCONT)
             wakes = ""
-        if all_agree(life.commits >= int(commits)):
+        if all_agree(training.commits >= int(commits)):
             break
     if end == "kill":
-        life.record("ended", lost=sidecar != life.ckpt.sidecar_pid)
+        training.record("ended", lost=sidecar != training.ckpt.sidecar_pid)
         os.kill(os.getpid(), signal.SIGKILL)
-    life.ckpt.close()
-    life.record("closed", step=life.ckpt.steps)
-    return {"commits": life.commits}
+    training.ckpt.close()
+    training.record("closed", step=training.ckpt.steps)
+    return {"commits": training.commits}
 
 
-def zombie(rank: int, workdir: Path) -> Any:
+def stale(rank: int, workdir: Path) -> Any:
     """All ranks but rank 2 are killed. Rank 2 is stopped on an unreachable machine and continues alone later."""
     _set_node(rank, 2)
-    life = RankTraining(rank, workdir, every_steps=12)
-    life.restore()
+    training = RankTraining(rank, workdir, every_steps=12)
+    training.restore()
     stopped = workdir / "stopped"
-    for _ in life.steps():
-        if all_agree(life.commits >= 1):
+    for _ in training.steps():
+        if all_agree(training.commits >= 1):
             break
     if rank != 2:
         eventually(stopped.exists, "rank 2 to stop")
@@ -197,40 +197,40 @@ def zombie(rank: int, workdir: Path) -> Any:
     os.kill(os.getpid(), signal.SIGSTOP)
     met = []
     for what in (
-        lambda: next(life.steps()),  # its peers have exited
-        life.ckpt.step,  # a program that continues in spite of the error
-        lambda: life.ckpt.save().wait(20),
-        lambda: life.ckpt.close(deadline_s=10),
+        lambda: next(training.steps()),  # its peers have exited
+        training.ckpt.step,  # a program that continues in spite of the error
+        lambda: training.ckpt.save().wait(20),
+        lambda: training.ckpt.close(deadline_s=10),
     ):
         try:
             what()
             met.append("")
         except Exception as error:
             met.append(f"{type(error).__name__}: {error}")
-    (workdir / "zombie").write_text(json.dumps(met))
+    (workdir / "stale-result").write_text(json.dumps(met))
     os._exit(0)
 
 
-def unlike(rank: int, workdir: Path) -> Any:
+def uneven(rank: int, workdir: Path) -> Any:
     """Rank 2 is ten times slower. Rank 1 is stopped while an order waits for it, until the order is cancelled."""
     coordinator_thread.ANSWER_S = 1.0
     # Only explicit saves create orders here: an order that rank 1 has answered does not need rank 1 until its step.
-    life = RankTraining(rank, workdir, every_s=3600)
-    life.restore()
-    orders, pids = life.ckpt._wiring.coordinator_thread, [0] * dist.get_world_size()
+    training = RankTraining(rank, workdir, every_s=3600)
+    training.restore()
+    orders, pids = training.ckpt._wiring.coordinator_thread, [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
 
     def wake(before: int) -> None:
-        eventually(lambda: orders.cancelled > before, "the order to be off")
+        eventually(lambda: orders.cancelled > before, "the cancelled order")
         os.kill(pids[1], signal.SIGCONT)
 
     stopped_at = 0
-    for step in life.steps():
+    for step in training.steps():
         time.sleep(0.02 if rank == 2 else 0.002)
         if rank == 0 and (step == 12 or (stopped_at and (step - stopped_at) % 12 == 0)):
-            life.ckpt.save()
-        if not stopped_at and all_agree(life.commits >= 1):
-            stopped_at, seen = step, life.commits
+            training.ckpt.save()
+        if not stopped_at and all_agree(training.commits >= 1):
+            stopped_at, seen = step, training.commits
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             if rank == 0:
@@ -238,8 +238,8 @@ def unlike(rank: int, workdir: Path) -> Any:
                     lambda: b"T" in Path(f"/proc/{pids[1]}/stat").read_bytes().split()[2], "rank 1 to stop"
                 )
                 threading.Thread(target=wake, args=(orders.cancelled,), daemon=True).start()
-                life.ckpt.save("while rank 1 is stopped")
-        elif stopped_at and all_agree(life.commits >= seen + 2):
+                training.ckpt.save("while rank 1 is stopped")
+        elif stopped_at and all_agree(training.commits >= seen + 2):
             break
-    life.ckpt.close()
-    return {"off": orders.cancelled}
+    training.ckpt.close()
+    return {"cancelled": orders.cancelled}
