@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,42 +25,27 @@ def pattern(words: list[str]) -> re.Pattern[str]:
     return re.compile(rf"(?<![a-z])(?:{whole})(?![a-z])|(?<=[a-z])(?:{hump})(?![a-z])")
 
 
-def places(words: list[str]) -> dict[str, list[str]]:
-    """Return `path:line: word` of every match, by the path's first folder."""
+def places(words: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield (`path:line`, word) of every match."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)  # noqa: S607
     rejected = pattern(words)
-    found: dict[str, list[str]] = defaultdict(list)
     for name in listed.stdout.split("\0"):
         path = ROOT / name
         if not name.endswith(SUFFIXES) or SKIPPED.search(name) or not path.is_file():
             continue
-        folder = name.split("/")[0] if "/" in name else "."
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            found[folder] += [f"{name}:{number}: {match[0]}" for match in rejected.finditer(line)]
-    return found
+            for match in rejected.finditer(line):
+                yield f"{name}:{number}", match[0]
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     """Return 1 and print every breach with its remedy, or return 0."""
-    rules = tomllib.loads((ROOT / "tools/words.toml").read_text())
-    found = places(list(rules["instead"]))
-    if arguments[:1] == ["--list"]:
-        for place in found[arguments[1]]:
-            print(place, "->", rules["instead"][place.rsplit(": ", 1)[1].lower()])  # noqa: T201
-        return 0
-    failed = False
-    for folder in sorted(found.keys() | rules["left"].keys()):
-        count, allowed = len(found[folder]), rules["left"].get(folder, 0)
-        if count == allowed:
-            continue
-        failed = True
-        if count > allowed:
-            remedy = f"reword them (`tools/words.py --list {folder}`)"
-        else:
-            remedy = "lower the number in tools/words.toml"
-        print(f"words: {folder} has {count}, listed are {allowed}: {remedy}", file=sys.stderr)  # noqa: T201
-    return int(failed)
+    instead = tomllib.loads((ROOT / "tools/words.toml").read_text())["instead"]
+    found = list(places(list(instead)))
+    for place, word in found:
+        print(f"{place}: {word!r} is rejected, write: {instead[word.lower()]}", file=sys.stderr)  # noqa: T201
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -57,7 +57,7 @@ def decision_lines(run: Document) -> Iterator[str]:
         value = f"{str(each['subject']).capitalize()}: {each.get('value') or 'not reported yet'}"
         yield f"{value}{goal}."
         if proposed and proposed != each.get("value"):
-            yield f"  The rule proposed choose {proposed}."
+            yield f"  The rule proposes {proposed}."
         for name, text in (("Because", "why"), ("Bound:", "bound"), ("Evidence:", "evidence")):
             if each.get(text):
                 yield f"  {name} {each[text]}."

@@ -60,7 +60,7 @@ FOREIGN_FIELDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Snippet:
+class KubernetesSnippet:
     """A block or a code span of a page."""
 
     page: str
@@ -82,20 +82,20 @@ class Command:
     """Whether a user can copy it: a block's command, not a code span that omits arguments."""
 
 
-def blocks() -> Iterator[Snippet]:
+def blocks() -> Iterator[KubernetesSnippet]:
     for page in PAGES:
         text = page.read_text()
         for match in FENCE.finditer(text):
             line = text[: match.start()].count("\n") + 1
-            yield Snippet(str(page.relative_to(FOLDER)), line, match[2], textwrap.dedent(match[3]))
+            yield KubernetesSnippet(str(page.relative_to(FOLDER)), line, match[2], textwrap.dedent(match[3]))
 
 
-def spans() -> Iterator[Snippet]:
+def spans() -> Iterator[KubernetesSnippet]:
     for page in PAGES:
         text = FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text())
         for match in re.finditer(r"`([^`]+)`", text):
             line = text[: match.start()].count("\n") + 1
-            yield Snippet(str(page.relative_to(FOLDER)), line, "", " ".join(match[1].split()))
+            yield KubernetesSnippet(str(page.relative_to(FOLDER)), line, "", " ".join(match[1].split()))
 
 
 def commands() -> Iterator[Command]:
