@@ -210,36 +210,36 @@ def test_watch_resumes_and_relists_on_gone(
     proxied: ApiAccess, proxy: FaultyProxy, server: ApiServer, things: Things
 ) -> None:
     """The watch may start before the API. A new API server knows no older changes (410 Gone)."""
-    for name in ("goes", "stays", "replaced"):
+    for name in ("goes", "stays", "again"):
         things.create(name, 1)
     upstream, proxy.upstream_port = proxy.upstream_port, free_port()
     with WatchRecorder(proxied) as found:
         proxy.upstream_port = upstream
-        found.wait_for_keys(goes=1, stays=1, replaced=1)
+        found.wait_for_keys(goes=1, stays=1, again=1)
         eventually(lambda: found.lists == 1, what="the list")
         proxy.upstream_port = free_port()
         proxy.disconnect()
         things.delete("goes")
         things.change("stays", 2)
         proxy.upstream_port = upstream
-        found.wait_for_keys(stays=2, replaced=1)
+        found.wait_for_keys(stays=2, again=1)
         assert ("gone", "goes") in found.notifications
         assert found.lists == 1
         proxy.upstream_port = free_port()
         proxy.disconnect()
         things.delete("stays")
-        things.delete("replaced")
-        things.create("replaced", 2)
+        things.delete("again")
+        things.create("again", 2)
         things.create("comes", 1)
         server.kill_api()
         server.start_api()
         proxy.upstream_port = server.port
         eventually(lambda: found.lists == 2, what="the second list", timeout_s=240)
         notifications = found.notifications[found.notifications.index(("gone", "goes")) + 2 :]
-        again = [("missed", "replaced"), ("there", "replaced"), ("there", "comes"), ("missed", "stays")]
+        again = [("missed", "again"), ("there", "again"), ("there", "comes"), ("missed", "stays")]
         assert notifications == [*again, ("listed", "")]
         things.create("later", 3)
-        found.wait_for_keys(replaced=2, comes=1, later=3)
+        found.wait_for_keys(again=2, comes=1, later=3)
 
 
 def test_late_and_recreated_definition_is_watched(api: ApiAccess, server: ApiServer) -> None:
