@@ -1,20 +1,14 @@
-"""The pages on workloads, runs and troubleshooting match the code: kinds, keys, codes, phases, Events, metrics."""
+"""The pages on workloads, runs and troubleshooting match the code: kinds, codes, conditions, phases."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-import deltashard_operator
 import pytest
 from deltashard_operator.admission.workload_kind import KINDS
-from deltashard_operator.api import annotation
 from deltashard_operator.api.refusal import CODES
-from deltashard_operator.controller.metric import ControllerMetrics
-from deltashard_operator.fleet.report import IncidentKind
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.reconcile import CHANGE_REASONS, EVENT_REASONS, PROBLEMS
-from deltashard_operator.run.report_change import event_reason
+from deltashard_operator.run.reconcile import PROBLEMS
 
 from tests.support.operator.example import WORKLOADS, documents
 from tests.support.server.minio_server import ROOT
@@ -47,11 +41,6 @@ def test_page_lists_every_workload_kind_with_an_example() -> None:
         assert by_file[name] == kind
 
 
-def test_page_lists_every_annotation() -> None:
-    keys = [[f"`{key}`", takes] for key, (_, _, takes) in annotation.KEYS.items()]
-    assert rows(WORKLOADS_PAGE, "| annotation |") == keys
-
-
 def test_every_code_has_a_section() -> None:
     assert re.findall(r"(?m)^### (\w+)$", TROUBLES_PAGE) == list(CODES)
     examples = re.findall(r"```console\n(.*)\n```", TROUBLES_PAGE)
@@ -68,29 +57,6 @@ def test_every_code_has_a_section() -> None:
 )
 def test_every_name_is_documented(page: str, header: str, names: tuple[str, ...]) -> None:
     assert documented_names(page, header) == set(names)
-
-
-def test_every_event_is_documented() -> None:
-    folder = Path(deltashard_operator.__file__).parent
-    files = ("run/report_change", "run/watched_run", "controller/reclaimer", "controller/writer")
-    sources = "".join((folder / f"{name}.py").read_text() for name in files)
-    event_reasons = set(re.findall(r'(?:RunEvent\(reason=|(?=.Reclaim))"(\w+)"', sources))
-    event_reasons |= {
-        event_reason(each) for each in {*IncidentKind} - {IncidentKind.UNKNOWN, IncidentKind.TRAINER_LOST}
-    }
-    assert documented_names(RUNS_PAGE, "| reason | type | when |") == event_reasons | {
-        *EVENT_REASONS.values(),
-        *CHANGE_REASONS.values(),
-    }
-
-
-def test_every_controller_metric_is_documented() -> None:
-    documented = set(re.findall(r"`(deltashard_(?:controller|node)_\w+)", RUNS_PAGE))
-    exposed = {
-        f"{each.name}_total" if each.type == "counter" else each.name
-        for each in ControllerMetrics().registry.collect()
-    }
-    assert documented | {"deltashard_build_info"} == exposed
 
 
 def test_links_resolve() -> None:
