@@ -33,7 +33,7 @@ Document = Mapping[str, Any]
 def plugin() -> None:
     """Inspect the checkpointed runs of a cluster.
 
-    RUN is the name of a CheckpointRun or of its workload.
+    RUN is the name of a CheckpointRun or of its workload, or the run id.
     """
 
 
