@@ -1,9 +1,8 @@
-"""Generates the reference pages in docs/reference from the code: `make reference`. `--check` only compares."""
+"""Generates the reference pages in docs/reference from the code: `make reference`."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from deltashard.attach import lifecycle as attach
@@ -38,16 +37,10 @@ def stale() -> list[str]:
     ]
 
 
-def main(arguments: Sequence[str]) -> int:
-    if "--check" not in arguments:
-        for name, render in PAGES.items():
-            (FOLDER / f"{name}.md").write_text(render(), encoding="utf-8")
-        return 0
-    found = stale()
-    for line in found:
-        sys.stderr.write(f"{line}\n")
-    return 1 if found else 0
+def main() -> None:
+    for name, render in PAGES.items():
+        (FOLDER / f"{name}.md").write_text(render(), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import click
@@ -188,16 +187,15 @@ def check_helm(words: tuple[str, ...]) -> None:
 @cache
 def resource_names() -> set[str]:
     names: set[str] = set()
-    for definition in map(_definition, DEFINITIONS):
+    for definition in definitions():
         found = definition["spec"]["names"]
         names |= {found["plural"], found["singular"], *found.get("shortNames", ())}
     return names
 
 
-def _definition(path: Path) -> Document:
-    text = "\n".join(line for line in path.read_text().splitlines() if not line.startswith("{{"))
-    found: Document = yaml.safe_load(text)
-    return found
+def definitions() -> Iterator[Document]:
+    for path in DEFINITIONS:
+        yield yaml.safe_load(path.read_text())
 
 
 def properties(
@@ -221,7 +219,7 @@ def properties(
 def field_paths() -> set[str]:
     """Return the fields of our kinds and of the chart's values; a policy's also without `spec`."""
     found = set(properties(json.loads((helm.CHART / "values.schema.json").read_text())))
-    for definition in map(_definition, DEFINITIONS):
+    for definition in definitions():
         for version in definition["spec"]["versions"]:
             paths = set(properties(version["schema"]["openAPIV3Schema"]))
             found |= paths | {each.removeprefix("spec.") for each in paths}
